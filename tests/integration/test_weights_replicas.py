@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.contract.errors import UserError
+from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
 from meshrl.testing.weights import HashSink
 from meshrl.weights.fleet import ReplicaState
 from meshrl.weights.replica_controller import PoisonedError
 
 from ..waiting import until
+from . import gated_carrier
 from .weights_fleet import opened
 
 
@@ -119,6 +120,49 @@ async def test_stragglers_are_waited_for_half_as_long_again_where_the_late_quoru
         gate.set()
         await until(lambda: slow.version == Version(1, 1))
         assert fleet.published == [Version(1, 0), Version(1, 1)]
+
+
+async def test_a_joiner_that_takes_long_to_be_ready_gets_the_newest_committed_version(
+    tmp_path: Path,
+) -> None:
+    gated_carrier.gate.set()
+    async with opened("tests.integration.gated_carrier", tmp_path) as fleet:
+        await fleet.joined("first")
+        await fleet.carry(fleet.source(0))
+        gated_carrier.gate.clear()
+        late = fleet.join("late")
+        await gated_carrier.waiting.wait()
+        for step in range(1, 4):
+            await fleet.carry(fleet.source(step))
+        gated_carrier.gate.set()
+        await until(lambda: fleet.state_of("late") is ReplicaState.SERVING)
+        assert late.commits == [Version(1, 3)]
+        views = {view.name: view for view in fleet.coordinator.fleet().replicas}
+        assert views["late"].generation == views["first"].generation + 1, "it joined once"
+
+
+class Failing(HashSink):
+    """Cannot stage anything."""
+
+    async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
+        raise InfraError("no memory for a second copy")
+
+
+async def test_a_replica_that_fails_the_same_way_twice_is_told_as_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told() -> list[str]:
+        found = [r.message for r in caplog.records if r.name.endswith("replica_controller")]
+        return [message for message in found if "times in a row" in message]
+
+    async with opened("disk", tmp_path) as fleet:
+        await fleet.joined("good", failing=Failing())
+        await fleet.coordinator.publish(fleet.source(0))
+        await until(lambda: bool(told()))
+    assert told()[0] == (
+        "failing got no weights, 2 times in a row for the same reason:"
+        " no memory for a second copy; it tries again"
+    )
 
 
 async def test_a_replica_of_another_run_is_refused(tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ from meshrl.weights.transaction import Phase, Transaction
 from meshrl.weights.waiting import first_ends
 
 logger = logging.getLogger(__name__)
+_SKIPS = 3
+"""Versions in a row that a replica may pass over for a newer one: then it takes the one that it was proposed."""
 _LATE_SHARE = 0.5
 """Stragglers get this share of the time that the faster half took, on top of that time."""
 
@@ -249,15 +251,27 @@ class WeightCoordinator:
 
     async def _keep_updated(self, replica: Replica) -> None:
         """Send version after version to one replica, the newest committed one before any proposed one."""
+        skipped = 0
         while True:
             await self._wait_until(lambda: self._next_for(replica) is not None)
             transaction = self._next_for(replica)
-            if transaction is not None:
-                await self._deliver(transaction, replica)
+            if transaction is None:
+                continue
+            if await self._deliver(transaction, replica, may_skip=skipped < _SKIPS):
+                skipped = 0
+            else:
+                skipped += 1
 
-    async def _deliver(self, transaction: Transaction, replica: Replica) -> None:
+    async def _deliver(
+        self, transaction: Transaction, replica: Replica, *, may_skip: bool = False
+    ) -> bool:
+        """Bring a version to a replica; False if a newer one was committed before its bytes were sent."""
         transaction.enter(replica.generation)
         try:
+            await replica.propose(transaction.source)
+            if may_skip and self._is_superseded(transaction):
+                transaction.leave(replica.generation)
+                return False
             await replica.prepare(transaction.source)
         except SourceError as error:
             if transaction.may_commit:
@@ -280,10 +294,15 @@ class WeightCoordinator:
         await self._wait_until(lambda: transaction.may_commit or transaction.phase is Phase.DROPPED)
         if transaction.phase is Phase.DROPPED:
             await replica.drop(transaction.version, "the trainer withdrew this version")
-            return
+            return True
         await replica.commit(transaction.version)
         transaction.committed(replica.generation)
         await self._notify()
+        return True
+
+    def _is_superseded(self, transaction: Transaction) -> bool:
+        """A newer version is committed: a replica that joins while versions follow fast takes that one."""
+        return self._committed is not None and transaction.version < self._committed.version
 
     async def _wait_for_stragglers(self, transaction: Transaction) -> None:
         """Half of the members hold the version: wait half as long again, then accept the late quorum."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from meshrl.config.weights import WeightsConfig
@@ -58,6 +59,8 @@ class Replica:
         """Of the last version, or of the one in transfer."""
         self._moving = False
         """Between PROPOSE and the last RECEIVED: the carrier may be the cause of a failure now."""
+        self._opening_s = 0.0
+        """From PROPOSE to READY, of the last version."""
 
     @property
     def view(self) -> ReplicaView:
@@ -75,12 +78,13 @@ class Replica:
             address=self.address,
         )
 
-    async def prepare(self, source: WeightSource) -> None:
-        """PROPOSE … PREPARED: the replica holds the version, verified; its engine is untouched.
+    async def propose(self, source: WeightSource) -> None:
+        """PROPOSE … READY: the replica has the manifest, and both ends of the channel are open.
+
+        Another version may be proposed next: the replica forgets this one.
 
         Raises:
-            SourceError: the source's bytes are not what its manifest says.
-            MeshError: the replica failed, hung or received corrupted bytes too often.
+            MeshError: the replica failed or hung.
         """
         manifest = source.manifest
         self._began = time.monotonic()
@@ -89,16 +93,26 @@ class Replica:
             manifest=manifest_to_message(manifest), endpoint=route.endpoint, carrier=route.carrier
         )
         await self._send(manifest.version, propose=message)
-        self._moving = True
-        try:
-            await self._send_version(source, route)
-        except SourceError:
-            raise
-        except MeshError:
-            self._report_route_failure()
-            raise
-        finally:
-            self._moving = False
+        proposed_at = time.monotonic()
+        with self._carrying():
+            await within(
+                self._open_channel(route),
+                self._config.ready_s,
+                f"{self.name}: READY",
+                self._mark_suspect,
+            )
+        self._opening_s = time.monotonic() - proposed_at
+
+    async def prepare(self, source: WeightSource) -> None:
+        """TRANSFER … PREPARED of what was proposed: the replica holds it, verified; its engine is untouched.
+
+        Raises:
+            SourceError: the source's bytes are not what its manifest says.
+            MeshError: the replica failed, hung or received corrupted bytes too often.
+        """
+        manifest = source.manifest
+        with self._carrying():
+            await self._send_version(source)
         served = manifest.served
         prepared = await self._expect("prepared", self._config.deadline_s(served.total_bytes))
         if tuple(prepared.prepared.hashes) != served.bucket_hashes:
@@ -133,16 +147,24 @@ class Replica:
             self._report_route_failure()
             raise from_detail(message.failed.code, f"{self.name}: {message.failed.message}", {})
 
-    async def _send_version(self, source: WeightSource, route: Route) -> None:
-        """READY … RECEIVED of the last bucket, with the right hash."""
-        version = source.manifest.version
-        proposed_at = time.monotonic()
-        await within(
-            self._open_channel(route),
-            self._config.ready_s,
-            f"{self.name}: READY",
-            self._mark_suspect,
-        )
+    @contextmanager
+    def _carrying(self) -> Iterator[None]:
+        """What fails in this context may be the carrier's fault."""
+        self._moving = True
+        try:
+            yield
+        except SourceError:
+            raise
+        except MeshError:
+            self._report_route_failure()
+            raise
+        finally:
+            self._moving = False
+
+    async def _send_version(self, source: WeightSource) -> None:
+        """TRANSFER … RECEIVED of the last bucket, with the right hash."""
+        version, route = source.manifest.version, self._route
+        assert route is not None
         began = time.monotonic()
         channel = self._channels[route.carrier]
         wanted: Sequence[int] = range(len(source.manifest.bucket_bytes))
@@ -155,7 +177,7 @@ class Replica:
                 f"{self.name}: buckets {list(wanted)} of weights {version} arrived corrupted "
                 f"{1 + self._config.resends} times"
             )
-        self._routes.observe(route, version, time.monotonic() - began, began - proposed_at)
+        self._routes.observe(route, version, time.monotonic() - began, self._opening_s)
 
     async def _open_channel(self, route: Route) -> None:
         """Open both ends of the channel; the replica is ready when its end is."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import re
 import time
 from collections.abc import Callable
 
@@ -87,6 +88,10 @@ class ReplicaController:
         self._first_commit = asyncio.Event()
         self._committing: asyncio.Task[None] | None = None
         self._retry_s = _FIRST_RETRY_S
+        self._welcomed = False
+        """The trainer is there: what fails now is no lost connection."""
+        self._last_kind, self._same = "", 0
+        """Why the last joining ended, and how often in a row."""
 
     @property
     def version(self) -> Version | None:
@@ -112,11 +117,7 @@ class ReplicaController:
                 except (UserError, PoisonedError):
                     raise
                 except MeshError as error:
-                    # Logged once, not at every attempt: a trainer that restarts takes many of them.
-                    level = logging.INFO if self._retry_s == _FIRST_RETRY_S else logging.DEBUG
-                    logger.log(
-                        level, "%s is not connected to the trainer: %s", self._replica, error
-                    )
+                    self._report(error)
                 if self._committing is not None:  # the stream ended, the switch goes on
                     await self._committing
                 # Half of it random: the replicas of a fleet must not all come back at the same moment.
@@ -128,14 +129,31 @@ class ReplicaController:
                 await asyncio.gather(self._committing, return_exceptions=True)
             await self._carriers.close()
 
+    def _report(self, error: MeshError) -> None:
+        """Log why a joining ended. A reason that repeats while the trainer is there is not retried in silence."""
+        kind = re.sub(r"\d+", "", str(error))  # versions, sizes and addresses may differ
+        self._same = self._same + 1 if kind == self._last_kind else 1
+        self._last_kind = kind
+        if not self._welcomed or self._same == 1:
+            # Logged once, not at every attempt: a trainer that restarts takes many of them.
+            level = logging.INFO if self._retry_s == _FIRST_RETRY_S else logging.DEBUG
+            logger.log(level, "%s is not connected to the trainer: %s", self._replica, error)
+        elif self._same.bit_count() == 1:  # the 2nd, 4th, 8th, ... time
+            logger.warning(
+                "%s got no weights, %d times in a row for the same reason: %s; it tries again",
+                *(self._replica, self._same, error),
+            )
+
     async def _join_once(self) -> None:
         """One joining, from HELLO until the stream ends."""
+        self._welcomed = False
         channel = self._connect()
         try:
             stream = stream_to_coordinator(channel, self._config.silence_s)
             await stream.send(self._hello())
             welcome = await stream.read()
             self._check_welcome(welcome)
+            self._welcomed = True
             generation = welcome.stamp.generation
             beat = pb.ReplicaMessage(stamp=stamp(self._run, generation, None), beat=pb.Beat())
             session = Session(
@@ -208,4 +226,5 @@ class ReplicaController:
             raise PoisonedError(f"the engine failed at weights {version}: {error!r}") from error
         self._version = version
         self._retry_s = _FIRST_RETRY_S
+        self._last_kind = ""
         self._first_commit.set()

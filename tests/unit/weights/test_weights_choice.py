@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import resource
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from meshrl.contract.errors import (
     CorruptError,
     UserError,
 )
-from meshrl.contract.types import Version
+from meshrl.contract.types import Uint8, Version
 from meshrl.testing.weights import StubSource
 from meshrl.weights.carrier import (
     Carriers,
@@ -279,3 +281,48 @@ async def test_over_a_fast_link_coding_does_not_pay_and_trying_it_costs_little()
     used, share = await over(link=2e10, versions=8 * EXPLORE_EVERY)
     assert used[-EXPLORE_EVERY:].count("gloo") >= EXPLORE_EVERY - 2
     assert share < 1.0 + 3 * EXPLORE_SHARE
+
+
+async def test_shared_memory_brings_a_version_that_is_older_than_the_kept_ones(
+    tmp_path: Path,
+) -> None:
+    carrier = load_carrier(WeightsConfig(carrier="shm"), RunPaths(directory=tmp_path))
+    link = Link(run="old", epoch=1, generation=1, endpoint=await carrier.listen(), rank=0)
+    writer, reader = carrier.channel(link), carrier.channel(replace(link, rank=1))
+    await reader.open(1.0)
+    sources = [StubSource("old", Version(1, step), buckets=3) for step in range(4)]
+    for source in sources:
+        await carrier.stage(source)
+    oldest, *_, newest = sources
+    into = np.zeros(1 << 16, dtype=np.uint8)
+    for index in range(3):
+        await writer.send(oldest.manifest, index, oldest.bucket(index))
+    got = [await reader.receive(oldest.manifest, index, into) for index in range(3)]
+    assert all(
+        np.array_equal(each, oldest.bucket(i)) for i, each in enumerate(got) if each is not None
+    )
+    lent = await reader.receive(newest.manifest, 0, into)
+    assert lent is not None and np.array_equal(lent, newest.bucket(0))
+    await carrier.stage(StubSource("old", Version(1, 4), buckets=3))
+    left = sorted(path.name.rpartition("-")[2] for path in Path("/dev/shm").glob("*-old-1.*"))  # noqa: ASYNC240
+    assert left == ["1.3.weights", "1.4.weights"]
+    await carrier.close()
+
+
+async def test_shared_memory_closes_no_file_while_it_is_written(tmp_path: Path) -> None:
+    carrier = load_carrier(WeightsConfig(carrier="shm"), RunPaths(directory=tmp_path))
+    await carrier.listen()
+    writing, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(StubSource):
+        def bucket(self, index: int) -> Uint8:
+            writing.set()
+            may_go_on.wait(60)
+            return super().bucket(index)
+
+    staging = asyncio.create_task(carrier.stage(Slow("slow", Version(1, 0))))
+    await asyncio.to_thread(writing.wait, 60)
+    await carrier.close()
+    may_go_on.set()
+    await staging
+    assert list(Path("/dev/shm").glob("*-slow-1.0.weights")) == []  # noqa: ASYNC240

@@ -8,7 +8,8 @@ for those that have mapped it.
 
 **What is left behind.** Nothing by a replica: it creates no file. A trainer holds a lock on each of its files, which
 ends when it dies; files without a lock are deleted by the trainer that takes over (`listen`) and by the replicas
-that lost their trainer (`close`). At most `weights.keep` versions are there at once.
+that lost their trainer (`close`). At most `weights.keep` versions are there at once, and an older one while a replica
+is brought it.
 
 **One host.** The endpoint names a probe file of the trainer's (boot id and an unguessable name); a replica that
 cannot open it is on another host, in another container without this /dev/shm, or another user, and refuses.
@@ -73,10 +74,10 @@ class Carrier:
 
     async def close(self) -> None:
         """Delete all files; what replicas have mapped stays readable for them."""
-        self._thread.close()
-        for segment in self._segments.values():
-            segment.close()
-        self._segments.clear()
+        for segment in [*self._segments.values()]:
+            segment.unlink()
+        # The thread may be writing one of them: its descriptor is closed after that.
+        self._thread.close(self._close_segments)
         if self._probe is not None:
             self._probe.close()
 
@@ -88,9 +89,10 @@ class Carrier:
         """Write one bucket of a version that is deleted by now, or that was read corrupted."""
         await self._thread.run(lambda: self._segment(manifest).write(index, bucket))
 
-    def holds(self, version: Version) -> bool:
-        """Whether the version is in memory as it was staged."""
-        return version in self._segments
+    def holds(self, version: Version, index: int) -> bool:
+        """Whether the bucket of the version is in memory."""
+        segment = self._segments.get(version)
+        return segment is not None and index in segment.written
 
     def _stage(self, source: WeightSource) -> None:
         segment = self._segment(source.manifest)
@@ -101,13 +103,19 @@ class Carrier:
             self._segments.pop(source.manifest.version).close()
             raise
 
+    def _close_segments(self) -> None:
+        while self._segments:
+            self._segments.popitem()[1].close()
+
     def _segment(self, manifest: WeightManifest) -> Segment:
+        """The file to write the version to: one beside those that are kept where it is older than they are."""
         segment = self._segments.get(manifest.version)
         if segment is None:
             segment = Segment(self.path(manifest), manifest)
             self._segments[manifest.version] = segment
             for old in sorted(self._segments)[: -self._keep]:
-                self._segments.pop(old).close()
+                if old != manifest.version:
+                    self._segments.pop(old).close()
         return segment
 
 
@@ -116,6 +124,8 @@ class Segment:
 
     def __init__(self, path: Path, manifest: WeightManifest) -> None:
         """Create the file. Raises CapacityError."""
+        self.written: set[int] = set()
+        """Buckets that are there whole."""
         self._path = path
         self._offsets = offsets(manifest)
         self._size = self._offsets[-1]
@@ -141,10 +151,15 @@ class Segment:
                 view, at = view[written:], at + written
         except OSError as error:
             raise self._no_room(error) from error
+        self.written.add(index)
+
+    def unlink(self) -> None:
+        """Take the file's name away; those that have mapped or opened it keep it."""
+        self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Delete the file."""
-        self._path.unlink(missing_ok=True)
+        """Delete the file; on the thread that writes."""
+        self.unlink()
         os.close(self._descriptor)
 
     def _no_room(self, error: OSError) -> CapacityError:
@@ -167,7 +182,7 @@ class ShmWriter:
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
         """Does nothing the first time, because the version is staged; a second time, writes the bucket again."""
         key = (manifest.version, index)
-        if key in self._sent or not self._carrier.holds(manifest.version):
+        if key in self._sent or not self._carrier.holds(*key):
             try:
                 await self._carrier.write(manifest, index, bucket)
             except CapacityError as error:
