@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Annotated, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
@@ -26,6 +27,31 @@ class Config(BaseModel):
 C = TypeVar("C", bound=Config)
 
 
+class Machine(Protocol):
+    """What the check of a recipe asks of the machine that will run it.
+
+    Options of a plug-in that depend on it have a method `faults(machine, model)`, which yields pairs of an option
+    (empty: the plug-in as a whole) and a sentence. It may look, and never load or start anything.
+    """
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs."""
+        ...
+
+    def installed(self, package: str) -> bool:
+        """Whether a package of this name can be imported."""
+        ...
+
+    def program(self, name: str) -> bool:
+        """Whether `name`, a path or a word on PATH, can be run."""
+        ...
+
+    def json(self, path: Path) -> Mapping[str, Any]:
+        """The object in a file; empty where there is none."""
+        ...
+
+
 def read_options(kind: type[C], options: Mapping[str, object], *, where: str) -> C:
     """Read a plug-in's `options` into its Config class; `where` is the recipe key that holds them.
 
@@ -38,9 +64,9 @@ def read_options(kind: type[C], options: Mapping[str, object], *, where: str) ->
         fault = error.errors()[0]
         key = ".".join(str(part) for part in fault["loc"])
         if fault["type"] != "extra_forbidden":
-            raise ConfigError(
-                f"{where}.{key}: {fault['msg']} (got {fault['input']!r})", key=f"{where}.{key}"
-            ) from error
+            whole = ".".join(filter(None, (where, key)))
+            message = fault["msg"].removeprefix("Value error, ")
+            raise ConfigError(f"{whole}: {message} (got {fault['input']!r})", key=whole) from error
         near = difflib.get_close_matches(key, kind.model_fields, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(kind.model_fields)}"
         raise ConfigError(f"{where}.{key}: no such option; {hint}", key=f"{where}.{key}") from error

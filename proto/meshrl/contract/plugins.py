@@ -62,14 +62,7 @@ def constant(package: str, name: str, attribute: str, default: Any) -> Any:
 
     So a recipe can be checked where the module's own imports (torch) are not installed.
     """
-    place = _packages(package).get(name, package)
-    try:
-        spec = importlib.util.find_spec(name if "." in name else f"{place}.{name}")
-    except ModuleNotFoundError:
-        return default
-    if spec is None or spec.origin is None:
-        return default
-    for statement in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+    for statement in _statements(package, name):
         match statement:
             case (
                 ast.Assign(targets=[ast.Name(id=found)], value=ast.expr() as value)
@@ -77,3 +70,33 @@ def constant(package: str, name: str, attribute: str, default: Any) -> Any:
             ) if found == attribute:
                 return ast.literal_eval(value)
     return default
+
+
+def config_class(package: str, name: str) -> Any | None:
+    """The `Config` of a module of `package`; None where there is none, or only an import could tell.
+
+    A module that needs torch imports its `Config` from one that does not, and is not imported itself; a module named
+    by a dotted path is not either, because it is someone's own code.
+    """
+    statements = _statements(package, name)
+    for statement in statements:
+        if isinstance(statement, ast.ImportFrom) and statement.module:
+            for alias in statement.names:
+                if (alias.asname or alias.name) == "Config" and alias.name != "Config":
+                    return getattr(importlib.import_module(statement.module), alias.name)
+    defined = {node.name for node in statements if isinstance(node, ast.ClassDef)}
+    if "." in name or "Config" not in defined:
+        return None
+    return load(package, name, "Config")
+
+
+def _statements(package: str, name: str) -> list[ast.stmt]:
+    """The top level of the module of `load`, not imported; empty where there is no source."""
+    place = _packages(package).get(name, package)
+    try:
+        spec = importlib.util.find_spec(name if "." in name else f"{place}.{name}")
+    except ModuleNotFoundError:
+        return []
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return []
+    return ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body

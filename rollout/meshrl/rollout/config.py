@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
@@ -16,8 +17,11 @@ from pydantic import (
     PositiveInt,
 )
 
-from meshrl.contract.config import Config
+from meshrl.contract.config import Config, Machine
 from meshrl.contract.types import OnUpdate, SamplingParams
+
+TORCH_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""What the torch engine runs, as `architectures` in config.json names it."""
 
 
 def _positive_or_all(top_k: int) -> int:
@@ -162,3 +166,36 @@ class RolloutConfig(Config):
             stop=tuple(self.stop),
             seed=seed,
         )
+
+
+class TorchEngineConfig(Config):
+    """`rollout.engine` for `rollout.name: torch`."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` uses a GPU if there is one."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of weights and cache; `auto` is bfloat16 on a GPU, float32 on a CPU. Sampling is float32 always."""
+    max_model_len: PositiveInt | None = None
+    """Prompt and response tokens of one request; None: as many as the checkpoint allows."""
+    max_prefill_tokens: PositiveInt | None = None
+    """Prompt tokens computed at once (a longer single prompt is computed alone); None: 512 on a CPU, where more only
+    adds padding, 8192 on a GPU."""
+    kv_cache_bytes: PositiveInt | None = None
+    """Bound of the cache, which grows with need; None: 2 GiB on a CPU, half of the free memory on a GPU."""
+    stream_interval: PositiveInt = Field(default=16)
+    """Decode steps between two deltas of a request: waking a consumer costs more than a token."""
+    eos_token_ids: tuple[int, ...] | None = None
+    """Tokens that end a response; None: the checkpoint's. Empty: responses end at stop strings and lengths only."""
+
+    def faults(self, machine: Machine, model: Path) -> Iterator[tuple[str, str]]:
+        """What this machine, or the model, cannot do: the option, and one sentence."""
+        if self.device == "cuda" and not machine.gpus:
+            yield "device", "cuda, and this machine has no GPU"
+        config = machine.json(model / "config.json")
+        architectures = config.get("architectures") or ["none"]
+        if config and architectures[0] not in TORCH_ARCHITECTURES:
+            yield (
+                "",
+                f"the torch engine cannot run {architectures[0]} of {model} (it runs"
+                f" {', '.join(TORCH_ARCHITECTURES)}; other models need rollout.name=vllm)",
+            )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -33,17 +36,49 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
     return function
 
 
-def check_function(name: str, key: str) -> None:
-    """Check `name` as far as possible without importing the module.
+def check_function(name: str, key: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """Check `name` as far as possible without importing the module. Returns its definition where it is plain to see.
 
     Raises:
-        ConfigError: with `key`; no such file or module.
+        ConfigError: with `key`; no such file or module, it does not parse, or nothing in it has the name.
     """
-    place, _, in_file = _parts(name, key)
-    if in_file and not Path(place).is_file():
+    place, attribute, in_file = _parts(name, key)
+    path = Path(place)
+    if in_file and not path.is_file():
         raise ConfigError(f"{key}: no such file: {place}", key=key)
-    if not in_file and not _importable(place):
-        raise ConfigError(f"{key}: no module {place!r} can be imported", key=key)
+    if not in_file:
+        if not _importable(place):
+            raise ConfigError(f"{key}: no module {place!r} can be imported", key=key)
+        spec = importlib.util.find_spec(place)
+        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+            return None
+        path = Path(spec.origin)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an odd escape in a string of the user's is harmless
+            tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        reason = getattr(error, "msg", None) or str(error)
+        raise ConfigError(f"{key}: {path}, line {line}: {reason}", key=key) from error
+    bound = _bound_names(tree)
+    if attribute not in bound and "*" not in bound:
+        near = difflib.get_close_matches(attribute, bound, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{key}: {attribute!r} is not in {place}{hint}", key=key)
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() if (
+                node.name == attribute and not node.decorator_list
+            ):
+                return node
+    return None
+
+
+def _bound_names(tree: ast.Module) -> set[str]:
+    """Every name that a module may bind, by a definition, an assignment or an import; `*` for an import of all."""
+    fields = ("name", "asname", "id")
+    return {str(getattr(node, field, None)) for node in ast.walk(tree) for field in fields}
 
 
 def _parts(name: str, key: str) -> tuple[str, str, bool]:

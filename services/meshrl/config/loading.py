@@ -12,8 +12,9 @@ from typing import Any, Final, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from meshrl.config.checks import cross_checks
+from meshrl.config.checks import cross_checks, warnings
 from meshrl.config.explain import Loc
+from meshrl.config.machine import ThisMachine
 from meshrl.config.problems import booleans_as_numbers, in_order, origin_of, problems
 from meshrl.config.recipe import Recipe
 from meshrl.contract.config import Config
@@ -60,17 +61,21 @@ def load_recipe(
     *,
     check: bool = True,
     sections: Callable[[Recipe], Collection[str]] | Collection[str] | None = None,
+    machine: ThisMachine | None = None,
 ) -> Recipe:
     """The recipe in `path` with `overrides` applied, the last of several winning.
 
-    A key that an earlier version knew is dropped, with a line on stderr (see DROPPED_KEYS).
+    A key that an earlier version knew is dropped, with a line on stderr (see DROPPED_KEYS); so is said, when all is
+    checked, what would start and hardly be meant.
 
     Args:
         path: A YAML file.
         overrides: `a.b=c` with `c` in YAML; `+a.b=c` and `++a.b=c` say the same.
-        check: Also check what no single key can tell (files, names, sizes that must fit together).
+        check: Also check what no single key can tell: what stands in files, names, options, packages, sizes that must
+            fit together.
         sections: Check these sections only: the machine of the queue need not have the model. What they are may
             depend on the recipe.
+        machine: The one that will run it; None is this one.
 
     Raises:
         ConfigError: one line per problem.
@@ -87,11 +92,13 @@ def load_recipe(
         checked = sections(recipe) if callable(sections) else sections
         broken = [
             f"{origin_of(written.origins, at)}: {sentence}"
-            for at, sentence in cross_checks(recipe)
+            for at, sentence in cross_checks(recipe, machine)
             if checked is None or at[0] in checked
         ]
         if broken:
             raise ConfigError("\n".join(broken))
+        for at, sentence in warnings(recipe) if checked is None else ():
+            print(f"warning: {origin_of(written.origins, at)}: {sentence}", file=sys.stderr)
     return recipe
 
 

@@ -39,10 +39,12 @@ print("HEAVY", code, sorted({"torch", "transformers", "pyarrow"} & sys.modules.k
 )
 def test_neither_help_nor_config_imports_torch(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text(RECIPE)
-    (tmp_path / "train.jsonl").write_text("")
-    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')
+    (tmp_path / "mine.py").write_text("def compute_score(**sample):\n    return 0.0\n")
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    config = '{"architectures": ["LlamaForCausalLM"]}'
+    (tmp_path / "model" / "config.json").write_text(config)
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
     (tmp_path / "model" / "model.safetensors").write_text("")
     done = subprocess.run(
         [sys.executable, "-c", SHOW, *arguments],

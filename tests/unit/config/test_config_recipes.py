@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -271,10 +272,12 @@ class TestChecksOfTheWholeRecipe:
     @pytest.fixture(autouse=True)
     def _files(self) -> None:
         Path("model").mkdir()
-        Path("model/config.json").write_text('{"max_position_embeddings": 2048}')
+        config = {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 2048}
+        Path("model/config.json").write_text(json.dumps(config))
         Path("model/model.safetensors").write_text("")
-        Path("train.jsonl").write_text("")
-        Path("mine.py").write_text("")
+        Path("model/tokenizer.json").write_text("")
+        Path("train.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')
+        Path("mine.py").write_text("def compute_score(**sample):\n    return 0.0\n")
 
     TEXT = """
 model: {path: model}

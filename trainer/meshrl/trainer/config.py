@@ -5,14 +5,34 @@ An option that only one estimator or loss reads is defined beside it; see `algor
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
-from meshrl.contract.config import Config
+from meshrl.contract.config import Config, Machine
 from meshrl.trainer.algorithms.options import with_options
 from meshrl.trainer.learner.optimizer_config import OptimConfig
+
+KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+"""Names of `meshrl.trainer.algorithms.kl`; each also with a `+` behind it."""
+
+
+def _kl_estimator(name: str) -> str:
+    if name.removesuffix("+") not in KL_ESTIMATORS:
+        raise ValueError(f"want one of {', '.join(KL_ESTIMATORS)}, or one with + behind it")
+    return name
+
+
+KlEstimator = Annotated[str, AfterValidator(_kl_estimator)]
 
 
 class ModelConfig(Config):
@@ -163,7 +183,7 @@ class AlgorithmConfig(Config):
     """Options of an estimator named by a dotted path, checked by its own class (docs/how-to/extend.md)."""
     gamma: float = 1.0
     use_kl_in_reward: bool = False
-    kl_penalty: str = "kl"
+    kl_penalty: KlEstimator = "kl"
     kl_ctrl: KlControlConfig = KlControlConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     conventions: Conventions = "meshrl"
@@ -215,12 +235,12 @@ class ActorConfig(Config):
     clip_ratio_low: PositiveFloat | None = None
     """None takes `clip_ratio`."""
     clip_ratio_high: PositiveFloat | None = None
-    clip_ratio_c: PositiveFloat | None = None
+    clip_ratio_c: float | None = Field(default=None, gt=1)
     """Dual clip bound for negative advantages; the largest ratio in the dppo losses. None takes the
     loss's own: 3, and 20 in the dppo losses."""
     use_kl_loss: bool = False
     kl_loss_coef: NonNegativeFloat = 0.001
-    kl_loss_type: str = "low_var_kl"
+    kl_loss_type: KlEstimator = "low_var_kl"
     entropy_coeff: float = 0.0
     loss_agg_mode: AggregationMode = "token-mean"
     loss_scale_factor: PositiveFloat | None = None
@@ -289,3 +309,25 @@ class TrainerConfig(Config):
     """None takes `run.name`."""
     take_wait_s: PositiveFloat = 30.0
     """Length of one wait for a batch, in seconds; then the trainer logs what blocks and waits again."""
+
+
+class RewardModelJudgeConfig(Config):
+    """Options of the judge `model`: which model, and how it is asked."""
+
+    path: Path
+    """A folder in Hugging Face form with a sequence classifier and its tokenizer."""
+    class_index: NonNegativeInt = 0
+    """Which output is the score."""
+    max_length: PositiveInt = 4096
+    """Tokens of a conversation; the oldest are left out beyond it."""
+    batch_size: PositiveInt = 16
+    """Conversations of one forward."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    def faults(self, machine: Machine, model: Path) -> Iterator[tuple[str, str]]:
+        """What this machine lacks: the option, and one sentence."""
+        if not machine.json(self.path / "config.json"):
+            yield "path", f"no reward model there: {self.path / 'config.json'} is missing"
+        if self.device == "cuda" and not machine.gpus:
+            yield "device", "cuda, and this machine has no GPU"

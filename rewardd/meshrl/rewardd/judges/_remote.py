@@ -7,13 +7,14 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 from pydantic import Field, PositiveInt
 
-from meshrl.contract.config import Config
+from meshrl.contract.config import Config, Machine
 from meshrl.contract.errors import ConfigError, CorruptError, MeshError, UnavailableError, UserError
 from meshrl.contract.types import Json, Outcome, Sample, Score
 from meshrl.rewardd.judges._retrying import Retrier, RetryConfig
@@ -37,6 +38,13 @@ class RemoteJudgeConfig(Config):
     """Concurrent requests."""
     guard: RetryConfig = RetryConfig()
     """Deadline, retries, circuit breaker."""
+
+    def faults(self, machine: Machine, model: Path) -> Iterator[tuple[str, str]]:
+        """What is wrong with the address, or missing here: the option, and one sentence."""
+        if not self.url.startswith(("http://", "https://")):
+            yield "url", f"{self.url!r} does not start with http:// or https://"
+        if self.token_env is not None and self.token_env not in os.environ:
+            yield "token_env", f"the variable {self.token_env} is not set"
 
 
 class RemoteJudge(ABC):

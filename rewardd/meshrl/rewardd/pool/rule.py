@@ -10,9 +10,10 @@ import difflib
 import hashlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.plugins import known
 from meshrl.contract.types import Json
 from meshrl.rewardd.config import RewardConfig, RewardFunctionConfig
-from meshrl.rewardd.pool.signatures import Kind
+from meshrl.rewardd.pool.signatures import ARGUMENTS, Kind
 
 REWARDS = "meshrl.rewardd.rewards"
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None, **reward_kwargs)"
@@ -168,6 +169,51 @@ def find_function(
     hint = f"; did you mean {near[0]!r}?" if near else ""
     has = f"it defines {', '.join(functions)}" if functions else "it defines no function"
     raise error(f"{where} defines no {name!r}{hint} ({has}; wanted: {wanted})")
+
+
+def check_call(
+    node: ast.FunctionDef | ast.AsyncFunctionDef, kind: Kind, kwargs: Iterable[str], where: str
+) -> None:
+    """Check, without running the file, that a function takes the arguments it is called with.
+
+    Raises:
+        ConfigError: it does not. Nothing is said of a decorated function, whose decorator may change them.
+    """
+    if node.decorator_list:
+        return
+    given, empty = node.args, inspect.Parameter.empty
+    positional = [*given.posonlyargs, *given.args]
+    with_default = positional[len(positional) - len(given.defaults) :]
+    parameters = [
+        inspect.Parameter(
+            each.arg,
+            inspect.Parameter.POSITIONAL_ONLY
+            if each in given.posonlyargs
+            else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=None if each in with_default else empty,
+        )
+        for each in positional
+    ]
+    if given.vararg:
+        parameters.append(inspect.Parameter(given.vararg.arg, inspect.Parameter.VAR_POSITIONAL))
+    parameters += [
+        inspect.Parameter(
+            each.arg,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=empty if default is None else None,
+        )
+        for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    ]
+    if given.kwarg:
+        parameters.append(inspect.Parameter(given.kwarg.arg, inspect.Parameter.VAR_KEYWORD))
+    arguments = [*ARGUMENTS[kind], *kwargs]
+    try:
+        inspect.Signature(parameters).bind(**dict.fromkeys(arguments))
+    except TypeError as error:
+        raise ConfigError(
+            f"{where}:{node.lineno}: {node.name}({ast.unparse(given)}) cannot be called: {error}"
+            f" (it is called with {', '.join(arguments)})"
+        ) from error
 
 
 def _find(name: str) -> str:

@@ -35,6 +35,8 @@ from meshrl.rewardd.sandbox import confinement
 
 SHARE_OF_DEADLINE = 0.8
 """Of the sample's deadline, for all its tests: a program that loops in each is a bad answer, which has a score."""
+NEEDS_SANDBOX = "strict"
+"""The `reward.recipe_sandbox` without which it refuses to run; `config check` reads it."""
 FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import PositiveInt
 
@@ -45,6 +45,8 @@ ABORT_S = 5.0
 
 class Config(ServerConfig):
     """`rollout.engine` for `rollout.name: sglang`."""
+
+    package: ClassVar[str] = "sglang"
 
     update: Literal["staged", "disk", "native"] = "staged"
     """How the server gets a version: `staged`: every rank reads the staged file, through our loader that the server

@@ -15,12 +15,9 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
-from pydantic import Field, PositiveInt
 
-from meshrl.contract.config import Config as BaseConfig
 from meshrl.contract.config import read_options
 from meshrl.contract.errors import InfraError, MeshError, NotFoundError, UnavailableError, UserError
 from meshrl.contract.types import (
@@ -32,6 +29,7 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
+from meshrl.rollout.config import TorchEngineConfig as Config
 from meshrl.rollout.ports import UNSERVED
 from meshrl.rollout.streams import TokenStream, check_request, response_before
 from meshrl.rollout.tokenizer import Tokenizer
@@ -57,26 +55,6 @@ CUDA_CACHE_SHARE = 0.5
 """Share of the memory that is free at start; the rest is for two versions of the weights and for activations."""
 CLOSE_S = 30.0
 """Much longer than a decode step."""
-
-
-class Config(BaseConfig):
-    """`rollout.engine` for `rollout.name: torch`."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` uses a GPU if there is one."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights and cache; `auto` is bfloat16 on a GPU, float32 on a CPU. Sampling is float32 always."""
-    max_model_len: PositiveInt | None = None
-    """Prompt and response tokens of one request; None: as many as the checkpoint allows."""
-    max_prefill_tokens: PositiveInt | None = None
-    """Prompt tokens computed at once (a longer single prompt is computed alone); None: 512 on a CPU, where more only
-    adds padding, 8192 on a GPU."""
-    kv_cache_bytes: PositiveInt | None = None
-    """Bound of the cache, which grows with need; None: 2 GiB on a CPU, half of the free memory on a GPU."""
-    stream_interval: PositiveInt = Field(default=16)
-    """Decode steps between two deltas of a request: waking a consumer costs more than a token."""
-    eos_token_ids: tuple[int, ...] | None = None
-    """Tokens that end a response; None: the checkpoint's. Empty: responses end at stop strings and lengths only."""
 
 
 def build(

@@ -8,7 +8,7 @@ import os
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field, JsonValue, PositiveFloat, PositiveInt
@@ -64,6 +64,8 @@ PAUSE = {
 
 class Config(ServerConfig):
     """`rollout.engine` for `rollout.name: vllm`."""
+
+    package: ClassVar[str] = "vllm"
 
     update: Literal["staged", "native"] = "staged"
     """How the server gets a version: `staged`: every rank reads the staged file, through our plugin; `native`: this

@@ -12,6 +12,7 @@ If that is too little, a function of four parameters is a complete program (`mes
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -46,7 +47,13 @@ class Config(BaseConfig):
 
 def check(config: Config) -> None:
     """Check the options before anything starts; raises ConfigError."""
-    check_function(config.function, KEY)
+    node = check_function(config.function, KEY)
+    if node is None:
+        return
+    given = node.args
+    positional = [*given.posonlyargs, *given.args]
+    needed = [each.arg for each in positional[: len(positional) - len(given.defaults)]]
+    _check_form(config.function, isinstance(node, ast.AsyncFunctionDef), needed)
 
 
 class EndedError(Exception):
@@ -174,11 +181,17 @@ class SessionProgram:
 
 def _parameters(function: Callable[..., Any], name: str) -> int:
     """How many parameters: 1 or 4."""
-    if not inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{KEY}: {name!r} is not async; {WANT}", key=KEY)
     parameters = inspect.signature(function).parameters.values()
-    needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if len(needed) not in (1, 4):
-        names = ", ".join(p.name for p in needed) or "none"
-        raise ConfigError(f"{KEY}: {name!r} has the parameters {names}; {WANT}", key=KEY)
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind in kinds]
+    _check_form(name, inspect.iscoroutinefunction(function), needed)
     return len(needed)
+
+
+def _check_form(name: str, coroutine: bool, needed: Sequence[str]) -> None:
+    """Raises ConfigError for a function that is not async, or needs other parameters than 1 or 4."""
+    if not coroutine:
+        raise ConfigError(f"{KEY}: {name!r} is not async; {WANT}", key=KEY)
+    if len(needed) not in (1, 4):
+        names = ", ".join(needed) or "none"
+        raise ConfigError(f"{KEY}: {name!r} has the parameters {names}; {WANT}", key=KEY)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshrl.contract.config import Config as BaseConfig
+from meshrl.contract.config import Machine
 
 
 class ServerConfig(BaseConfig):
     """At most one of `url`, `python` and `command` is set: it says where the server comes from."""
+
+    package: ClassVar[str] = ""
+    """The server's Python package, for one that is started with the current interpreter; empty: not known."""
 
     url: str | None = None
     """The address of a server that runs already; docs/reference/engines.md says how to start one."""
@@ -44,3 +49,20 @@ class ServerConfig(BaseConfig):
     """A running request has failed when no token arrives for so many seconds."""
     restarts: NonNegativeInt = 3
     """How often in a row the server is restored, with no response finished in between, before the engine stops."""
+
+    def faults(self, machine: Machine, model: Path) -> Iterator[tuple[str, str]]:
+        """What this machine lacks to start the server: the option, and one sentence."""
+        if self.url is not None:
+            return
+        if self.python is not None:
+            if not machine.program(str(self.python)):
+                yield "python", f"no such program: {self.python}"
+        elif self.command:
+            if not machine.program(self.command[0]):
+                yield "command", f"no program {self.command[0]!r} here"
+        elif self.package and not machine.installed(self.package):
+            yield (
+                "",
+                f"{self.package} is not installed here; set rollout.engine.python to the interpreter of its"
+                " environment, or rollout.engine.url to a server that runs",
+            )

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from meshrl.contract.errors import UserError
+from meshrl.rollout.config import TORCH_ARCHITECTURES
 
-SUPPORTED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 """Scalings whose frequencies do not change with the sequence length."""
 
@@ -106,9 +106,9 @@ def read_architecture(checkpoint: Path) -> Architecture:
             f"{checkpoint} is not a Hugging Face checkpoint directory: it has no config.json"
         )
     names = raw.get("architectures") or ["none"]
-    if names[0] not in SUPPORTED:
+    if names[0] not in TORCH_ARCHITECTURES:
         raise UserError(
-            f"{checkpoint}: the torch engine cannot run {names[0]} (it runs {', '.join(SUPPORTED)}; "
+            f"{checkpoint}: the torch engine cannot run {names[0]} (it runs {', '.join(TORCH_ARCHITECTURES)}; "
             "other models need rollout.name=vllm)"
         )
     from transformers import AutoConfig  # costs a second: only where a model is loaded

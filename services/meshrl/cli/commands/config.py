@@ -12,6 +12,8 @@ from meshrl.cli.commands.from_verl import from_verl
 from meshrl.cli.options import json_option, recipe_argument
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.explain import Key, config_of, defined_at, nearest, walk
+from meshrl.config.loading import Written
+from meshrl.config.machine import AssumedMachine, Assumptions, ThisMachine
 from meshrl.config.stages import options_class
 from meshrl.contract.errors import ConfigError
 
@@ -26,9 +28,23 @@ config.add_command(from_verl)
 
 @config.command()
 @recipe_argument
-def check(recipe: Path, overrides: tuple[str, ...]) -> None:
-    """Say whether a recipe would start: keys, types, names, files, sizes that must fit."""
-    loaded = load_recipe(recipe, overrides)
+@click.option(
+    "--assume",
+    type=click.Path(path_type=Path),
+    help="A YAML file of what another machine has: gpus, packages, programs, models, rows, files.",
+)
+def check(recipe: Path, overrides: tuple[str, ...], assume: Path | None) -> None:
+    """Say whether a recipe would start: keys, files and what stands in them, options, packages, sizes that must fit.
+
+    `meshrl up` checks the same before it starts anything.
+    """
+    machine = ThisMachine()
+    if assume is not None:
+        assumed = Written.read(assume, ()).as_config(Assumptions)
+        for line in assumed.lines():
+            click.echo(f"assumed: {line}")
+        machine = AssumedMachine(assumed)
+    loaded = load_recipe(recipe, overrides, machine=machine)
     click.echo(f"{recipe} is good: run {loaded.run.name!r}, files under {loaded.run.path}")
 
 

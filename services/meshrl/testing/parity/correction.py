@@ -9,9 +9,10 @@ import torch
 
 from meshrl.testing.parity.cases import Case
 from meshrl.testing.parity.layout import Found, correction_config, flat, padded, ragged_of
+from meshrl.trainer.algorithms.correction_bounds import parse
 from meshrl.trainer.algorithms.kl import KlController, kl_in_reward, kl_penalty
 from meshrl.trainer.algorithms.mismatch import mismatch_metrics
-from meshrl.trainer.algorithms.rejection import parse, reject
+from meshrl.trainer.algorithms.rejection import reject
 from meshrl.trainer.algorithms.resampling import resample
 from meshrl.trainer.algorithms.rollout_correction import correct, importance_weights
 from meshrl.trainer.config import KlControlConfig, PfPpoConfig

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.config import KlControlConfig
+from meshrl.trainer.config import KL_ESTIMATORS, KlControlConfig
 
-ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 LOG_RATIO_BOUND = 20.0
 """|log ratio| is clamped here before it is exponentiated."""
 K3_BOUND = 10.0
@@ -57,7 +56,7 @@ def _estimate(logprobs: Tensor, ref_logprobs: Tensor, name: str) -> Tensor:
             return (x.exp() - x - 1).clamp(-K3_BOUND, K3_BOUND)
         case _:
             raise ConfigError(
-                f"no KL estimator named {name!r} (known: {', '.join(ESTIMATORS)}; each also with +)"
+                f"no KL estimator named {name!r} (known: {', '.join(KL_ESTIMATORS)}; each also with +)"
             )
 
 

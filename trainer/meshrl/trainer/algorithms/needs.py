@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
+from meshrl.trainer.algorithms.advantages._options.gdpo import Options as GdpoOptions
+from meshrl.trainer.algorithms.correction_bounds import parse, parse_threshold
 from meshrl.trainer.algorithms.losses._options.dpo import Options as DpoOptions
 from meshrl.trainer.algorithms.options import check_options, options
-from meshrl.trainer.config import ActorConfig, AlgorithmConfig
+from meshrl.trainer.config import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
 
 ADVANTAGES = "meshrl.trainer.algorithms.advantages"
 LOSSES = "meshrl.trainer.algorithms.losses"
@@ -89,6 +91,23 @@ def estimator_needs(algorithm: AlgorithmConfig) -> tuple[str, ...]:
     return tuple(plugins.constant(ADVANTAGES, algorithm.adv_estimator, "NEEDS", ()))
 
 
+def cannot_learn(algorithm: AlgorithmConfig, actor: ActorConfig, *, rows: int) -> str:
+    """Why groups of `rows` rows give no gradient; empty where they may."""
+    alone = rows == 1 and algorithm.conventions != "verl"
+    name = algorithm.adv_estimator
+    if alone and plugins.constant(ADVANTAGES, name, "GROUP_BASELINE", False):
+        return (
+            f"algorithm.adv_estimator {name} compares the rows of a group, and a group of one row has advantage 0:"
+            " nothing is learned; raise rollout.n"
+        )
+    if rows == 1 and plugins.constant(LOSSES, loss_name(algorithm, actor), "WHOLE_GROUPS", False):
+        return (
+            f"actor.policy_loss.loss_mode {loss_name(algorithm, actor)} compares the rows of a group: nothing is"
+            " learned from groups of one; raise rollout.n"
+        )
+    return ""
+
+
 def loss_name(algorithm: AlgorithmConfig, actor: ActorConfig) -> str:
     """The loss that is computed: bypass mode has one of its own."""
     bypass = algorithm.rollout_correction.bypass_mode
@@ -149,4 +168,41 @@ def check(algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
             f"algorithm.adv_estimator {algorithm.adv_estimator} needs {', '.join(missing)}, which no service"
             f" provides (there are: the reward, {', '.join(sorted(PROVIDED))})"
         )
+    for key in plugins.constant(LOSSES, loss_name(algorithm, actor), "REQUIRED", ()):
+        if getattr(loss, key, None) is None:
+            raise ConfigError(
+                f"actor.policy_loss.{key} is missing: the loss {loss.loss_mode} has no default for it",
+                key=f"actor.policy_loss.{key}",
+            )
+    _check_gdpo(options(algorithm, GdpoOptions))
+    _check_bounds(algorithm.rollout_correction)
     rollout_is_old(algorithm, actor, on_policy=False)
+
+
+def _check_bounds(correction: RolloutCorrectionConfig) -> None:
+    """Raises ConfigError for statistics or thresholds that the first step would refuse."""
+    at = "algorithm.rollout_correction"
+    for key, parsed in (
+        ("rollout_is_threshold", lambda: parse_threshold(correction.rollout_is_threshold)),
+        (
+            "rollout_rs",
+            lambda: (
+                correction.rollout_rs
+                and parse(correction.rollout_rs, correction.rollout_rs_threshold)
+            ),
+        ),
+    ):
+        try:
+            parsed()
+        except ConfigError as error:
+            raise ConfigError(f"{at}.{key}: {error}", key=f"{at}.{key}") from error
+
+
+def _check_gdpo(own: GdpoOptions) -> None:
+    keys, weights = own.gdpo_reward_keys, own.gdpo_reward_weights
+    if weights and len(weights) != len(keys):
+        raise ConfigError(
+            f"algorithm.gdpo_reward_weights has {len(weights)} entries for {len(keys)} keys"
+            " (algorithm.gdpo_reward_keys)",
+            key="algorithm.gdpo_reward_weights",
+        )

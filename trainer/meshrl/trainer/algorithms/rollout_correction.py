@@ -23,10 +23,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from meshrl.contract.errors import ConfigError
+from meshrl.trainer.algorithms.correction_bounds import parse, parse_threshold
 from meshrl.trainer.algorithms.mismatch import mismatch_metrics
 from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.algorithms.rejection import parse, reject
+from meshrl.trainer.algorithms.rejection import reject
 from meshrl.trainer.algorithms.second_moment import second_moment_mask
 from meshrl.trainer.config import RolloutCorrectionConfig
 
@@ -86,25 +86,6 @@ def correct(
     metrics |= mismatch_metrics(ragged, train_logprobs, rollout_logprobs)
     prefixed = {f"rollout_corr/{name}": value for name, value in metrics.items()}
     return Correction(weights=weights, mask=mask, metrics=prefixed)
-
-
-def parse_threshold(threshold: float | str) -> tuple[float | None, float]:
-    """(lower, upper) of `rollout_is_threshold`; without a lower bound it means TIS.
-
-    Raises:
-        ConfigError: not a positive number or "lo_hi" with lo <= hi.
-    """
-    low_text, bar, high_text = str(threshold).strip().rpartition("_")
-    try:
-        high = float(high_text)
-        low = float(low_text) if bar else None
-    except ValueError as error:
-        raise ConfigError(
-            f'rollout_is_threshold {threshold!r}: wanted a number (TIS) or "lo_hi" (IcePop)'
-        ) from error
-    if high <= 0 or (low is not None and not 0 < low <= high):
-        raise ConfigError(f"rollout_is_threshold {threshold!r}: wanted 0 < lo <= hi")
-    return low, high
 
 
 def importance_weights(

@@ -11,32 +11,15 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import NonNegativeInt, PositiveInt
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from meshrl.contract import config
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Outcome, Sample, Score
+from meshrl.trainer.config import RewardModelJudgeConfig as Config
 from meshrl.trainer.offline.conversation import judged_text
-
-
-class Config(config.Config):
-    """Which model, and how it is asked."""
-
-    path: Path
-    """A folder in Hugging Face form with a sequence classifier and its tokenizer."""
-    class_index: NonNegativeInt = 0
-    """Which output is the score."""
-    max_length: PositiveInt = 4096
-    """Tokens of a conversation; the oldest are left out beyond it."""
-    batch_size: PositiveInt = 16
-    """Conversations of one forward."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
 class ModelJudge:

@@ -36,6 +36,8 @@ from meshrl.transferqueue.stores._redis_scripts import CLAIM, COMMIT, RELEASE, S
 
 log = logging.getLogger(__name__)
 
+REQUIRES = ("redis",)
+
 OPEN_S: Final = 5.0
 """How long a queue that opens waits for a Redis that starts."""
 RESTART_S: Final = 30.0

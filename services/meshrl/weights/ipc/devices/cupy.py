@@ -14,6 +14,7 @@ from meshrl.config.weights import IpcConfig
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Uint8
 
+REQUIRES = ("cupy",)
 runtime: Any = cupy.cuda.runtime
 
 

@@ -23,6 +23,8 @@ if importlib.util.find_spec("torch") is not None:
 import cupy.cuda.nccl
 from cupy.cuda import runtime
 
+REQUIRES = ("cupy",)
+
 nccl: Any = cupy.cuda.nccl
 torch_nccl: Any = torch.cuda.nccl if "torch" in globals() else None
 _CUDA_NOT_READY = 600

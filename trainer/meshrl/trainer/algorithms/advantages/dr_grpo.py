@@ -15,6 +15,7 @@ from meshrl.trainer.algorithms.advantages.grpo import group_relative
 from meshrl.trainer.config import AlgorithmConfig
 
 NEEDS: tuple[str, ...] = ()
+GROUP_BASELINE = True
 
 
 def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:

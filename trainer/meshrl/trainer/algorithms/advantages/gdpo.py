@@ -21,6 +21,7 @@ from meshrl.trainer.algorithms.ragged import whiten
 from meshrl.trainer.config import AlgorithmConfig
 
 NEEDS = ("reward_components",)
+GROUP_BASELINE = True
 
 
 def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:

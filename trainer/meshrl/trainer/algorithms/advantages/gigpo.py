@@ -33,6 +33,7 @@ from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import AlgorithmConfig
 
 NEEDS = ("steps",)
+GROUP_BASELINE = True
 
 
 def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:

@@ -18,6 +18,7 @@ from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import AlgorithmConfig, Conventions
 
 NEEDS: tuple[str, ...] = ()
+GROUP_BASELINE = True
 
 
 def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:

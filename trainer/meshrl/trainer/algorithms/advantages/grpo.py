@@ -19,6 +19,7 @@ from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import AlgorithmConfig, Conventions
 
 NEEDS: tuple[str, ...] = ()
+GROUP_BASELINE = True
 EPSILON = 1e-6
 
 

@@ -16,6 +16,7 @@ from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantag
 from meshrl.trainer.config import AlgorithmConfig
 
 NEEDS: tuple[str, ...] = ()
+GROUP_BASELINE = True
 
 
 def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:

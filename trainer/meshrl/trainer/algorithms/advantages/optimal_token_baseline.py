@@ -28,6 +28,7 @@ from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import AlgorithmConfig
 
 NEEDS = ("old_logprobs", "sum_pi_squared")
+GROUP_BASELINE = True
 EPSILON = 1e-8
 
 

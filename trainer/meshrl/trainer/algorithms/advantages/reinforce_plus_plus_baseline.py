@@ -15,6 +15,7 @@ from meshrl.trainer.algorithms.ragged import whiten
 from meshrl.trainer.config import AlgorithmConfig
 
 NEEDS: tuple[str, ...] = ()
+GROUP_BASELINE = True
 
 
 def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:

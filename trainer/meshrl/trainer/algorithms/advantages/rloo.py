@@ -15,6 +15,7 @@ from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import AlgorithmConfig
 
 NEEDS: tuple[str, ...] = ()
+GROUP_BASELINE = True
 
 
 def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:

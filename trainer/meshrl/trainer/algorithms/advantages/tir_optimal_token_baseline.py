@@ -15,6 +15,7 @@ from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.config import AlgorithmConfig
 
 NEEDS = ("old_logprobs", "sum_pi_squared")
+GROUP_BASELINE = True
 
 
 def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:

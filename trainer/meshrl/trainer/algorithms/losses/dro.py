@@ -23,6 +23,7 @@ from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.config import ActorConfig
 
 NEEDS: tuple[str, ...] = ()
+REQUIRED = ("dro_beta",)
 
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:

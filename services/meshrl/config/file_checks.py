@@ -1,0 +1,172 @@
+"""What stands in the files that a recipe names: checkpoints, the first rows of data, the functions of rewards."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshrl.config.explain import Loc
+from meshrl.config.machine import ThisMachine
+from meshrl.config.recipe import Recipe
+from meshrl.contract.errors import ConfigError, MeshError, UserError
+from meshrl.rewardd.config import RewardFunctionConfig
+from meshrl.rewardd.pool.rule import SIGNATURE, check_call, find_function
+from meshrl.rewardd.pool.signatures import Kind
+from meshrl.trainer.data.files import FileRow, has_reader, readable_files
+from meshrl.trainer.data.prompts import read_prompt_row
+
+Problem = tuple[Loc, str]
+CHECKPOINT = "a Hugging Face checkpoint (config.json, *.safetensors, tokenizer)"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+def model_checks(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
+    """The policy's checkpoint, its tokenizer, and the modules that get an adapter."""
+    wrong = list(checkpoint_checks(("model", "path"), recipe.model.path, machine))
+    yield from wrong
+    tokenizer = recipe.tokenizer_dir
+    at: Loc = ("model", "path" if tokenizer == recipe.model.path else "tokenizer_path")
+    if tokenizer != recipe.model.path:
+        yield from _directory(at, tokenizer, "a tokenizer", machine)
+    names = machine.names(tokenizer)
+    if not wrong and names and not {*TOKENIZERS} & {*names}:
+        yield at, f"{_key(at)}: {tokenizer} has no tokenizer ({', '.join(TOKENIZERS[:3])})"
+    if recipe.model.lora_rank and not wrong:
+        yield from _adapters(recipe, machine)
+
+
+def _adapters(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
+    at: Loc = ("model", "target_modules")
+    targets, modules = recipe.model.target_modules, machine.modules(recipe.model.path)
+    if isinstance(targets, str):
+        try:
+            re.compile(targets)
+        except re.error as error:
+            yield at, f"model.target_modules: {targets!r} is no regular expression: {error}"
+        return
+    for target in targets if modules is not None else ():
+        if not any(name == target or name.endswith(f".{target}") for name in modules or ()):
+            last = sorted({name.rpartition(".")[2] for name in modules or ()})
+            near = difflib.get_close_matches(target, last, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            yield (
+                at,
+                f"model.target_modules: the model has no module {target!r}{hint} (it has {', '.join(last)})",
+            )
+
+
+def checkpoint_checks(at: Loc, path: Path, machine: ThisMachine) -> Iterator[Problem]:
+    """That a directory looks like a checkpoint."""
+    wrong = list(_directory(at, path, CHECKPOINT, machine))
+    yield from wrong
+    if wrong:
+        return
+    names = machine.names(path)
+    if "config.json" not in names:
+        yield at, f"{_key(at)}: {path} has no config.json; want {CHECKPOINT}"
+    elif not any(name.endswith((".safetensors", ".bin")) for name in names):
+        yield at, f"{_key(at)}: {path} has no weights (*.safetensors); want {CHECKPOINT}"
+    elif not machine.json(path / "config.json"):
+        yield at, f"{_key(at)}: {path / 'config.json'} is no JSON object; want {CHECKPOINT}"
+
+
+def file_checks(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
+    """The data files and the files of rewards."""
+    yield from _data(recipe, machine)
+    for index, function in enumerate(recipe.reward.functions):
+        if function.path is not None:
+            yield from _reward(("reward", "functions", index), function.path, function, machine)
+    custom = recipe.reward.custom_reward_function
+    if custom.path is not None:
+        own = RewardFunctionConfig(name=custom.name, path=custom.path, kwargs=custom.reward_kwargs)
+        yield from _reward(("reward", "custom_reward_function"), custom.path, own, machine)
+
+
+def _data(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
+    if not recipe.data.train_files:
+        yield ("data", "train_files"), "data.train_files is empty; want parquet or jsonl files"
+    for name in ("train_files", "val_files"):
+        for index, path in enumerate(getattr(recipe.data, name)):
+            at: Loc = ("data", name, index)
+            yield from missing_file(at, path, machine)
+            if not machine.is_file(path):
+                continue
+            if not has_reader(path, recipe.data.reader):
+                yield at, f"{_key(at)}: {path}: want {readable_files()} (data.reader)"
+            elif "." not in (recipe.data.reader or ""):
+                yield from _rows(at, path, recipe, machine)
+
+
+def _rows(at: Loc, path: Path, recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
+    """The first fault of the first rows; a reader of the user's own is not run here."""
+    try:
+        rows = machine.first_rows(path, recipe.data.reader)
+        if not rows:
+            yield at, f"{_key(at)}: {path} has no rows"
+        for row in rows:
+            _check_row(row, recipe, machine)
+    except (UserError, UnicodeDecodeError) as error:
+        text = f"{path}: not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+        yield at, f"{_key(at)}: {text}"
+
+
+def _check_row(row: FileRow, recipe: Recipe, machine: ThisMachine) -> None:
+    read = read_prompt_row(row, recipe.data)
+    if isinstance(read.prompt, str):
+        if not read.prompt:
+            raise UserError(f"{row.where}: the prompt is empty")
+    elif not _has_chat_template(recipe.tokenizer_dir, machine):
+        raise UserError(f"{row.where}: the prompt is a chat and the tokenizer has no chat template")
+
+
+def _has_chat_template(tokenizer: Path, machine: ThisMachine) -> bool:
+    """True also where it cannot be told."""
+    names = machine.names(tokenizer)
+    if "tokenizer_config.json" not in names:
+        return True
+    beside = "chat_template.jinja" in names or "chat_template.json" in names
+    return beside or bool(machine.json(tokenizer / "tokenizer_config.json").get("chat_template"))
+
+
+def _reward(
+    at: Loc, path: Path, function: RewardFunctionConfig, machine: ThisMachine
+) -> Iterator[Problem]:
+    """A reward's file parses, defines the function, and the function takes what it is called with."""
+    found = list(missing_file((*at, "path"), path, machine))
+    yield from found
+    if found:
+        return
+    wanted = f"{function.name}{SIGNATURE}"
+    try:
+        source = machine.text(path)
+        node = find_function(source, function.name, wanted, str(path), ConfigError)
+        if node is not None:
+            check_call(node, Kind.COMPUTE_SCORE, function.kwargs, str(path))
+    except MeshError as error:
+        yield (*at, "path"), f"{_key(at)}: {error}"
+
+
+def _directory(at: Loc, path: Path, what: str, machine: ThisMachine) -> Iterator[Problem]:
+    if not machine.exists(path):
+        near = _near(path, machine)
+        yield at, f"{_key(at)}: no such directory: {path}{near}; want the directory of {what}"
+    elif machine.is_file(path):
+        yield at, f"{_key(at)}: {path} is a file; want the directory of {what}"
+
+
+def missing_file(at: Loc, path: Path, machine: ThisMachine) -> Iterator[Problem]:
+    """Says that there is no such file, and which one may be meant."""
+    if not machine.is_file(path):
+        yield at, f"{_key(at)}: no such file: {path}{_near(path, machine)}"
+
+
+def _near(path: Path, machine: ThisMachine) -> str:
+    """The entry beside a missing path that looks most like it."""
+    close = difflib.get_close_matches(path.name, machine.names(path.parent), n=1)
+    return f" (did you mean {path.parent / close[0]}?)" if close else ""
+
+
+def _key(at: Loc) -> str:
+    return ".".join(map(str, at))

@@ -1,0 +1,203 @@
+"""What the check of a recipe asks of a machine, and the machine that `config check --assume FILE` describes.
+
+Nothing here loads torch, runs a file of the user's or starts a program.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, NonNegativeInt
+
+from meshrl.contract.config import Config
+from meshrl.contract.errors import UserError
+from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
+from meshrl.trainer.data.files import FileRow, file_rows
+
+FIRST_ROWS = 8
+"""Rows that are read of each data file: a wrong column or schema shows in the first one."""
+
+
+class ThisMachine:
+    """The machine of this process. Satisfies `meshrl.contract.config.Machine`."""
+
+    @property
+    def gpus(self) -> int:
+        """As CUDA would count them, without asking it."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        present = len([p for p in Path("/dev").glob("nvidia*") if p.name[6:].isdigit()])
+        return (
+            present if visible is None else min(present, len(visible.split(",")) if visible else 0)
+        )
+
+    def installed(self, package: str) -> bool:
+        """Whether `package`, a module or a distribution of that name, can be imported."""
+        try:
+            return importlib.util.find_spec(package.replace("-", "_")) is not None
+        except (ImportError, ValueError):
+            return False
+
+    def program(self, name: str) -> bool:
+        """Whether `name`, a path or a word on PATH, can be run."""
+        return shutil.which(name) is not None
+
+    def exists(self, path: Path) -> bool:
+        """Whether there is a file or directory."""
+        return path.exists()
+
+    def is_file(self, path: Path) -> bool:
+        """Whether there is a file."""
+        return path.is_file()
+
+    def names(self, directory: Path) -> list[str]:
+        """What stands in a directory; nothing where there is none."""
+        return [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
+
+    def text(self, path: Path) -> str:
+        """The text of a file. Raises UserError."""
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            raise UserError(f"{path} cannot be read: {reason}") from error
+
+    def json(self, path: Path) -> Mapping[str, Any]:
+        """The object in a file; empty where there is none."""
+        try:
+            value = json.loads(self.text(path))
+        except (UserError, ValueError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def first_rows(self, path: Path, reader: str | None) -> list[FileRow]:
+        """The first rows of a data file. Raises UserError."""
+        return list(itertools.islice(file_rows([path], reader), FIRST_ROWS))
+
+    def modules(self, model: Path) -> frozenset[str] | None:
+        """Full names of the modules of a checkpoint that have a weight; None where they cannot be told.
+
+        Mixtures of experts are not told: transformers fuses their tensors under other names.
+        """
+        names: list[str] = []
+        index = self.json(model / "model.safetensors.index.json").get("weight_map")
+        if isinstance(index, dict):
+            names = list(index)
+        elif (single := model / "model.safetensors").is_file():
+            names = list(_safetensors_header(single))
+        found = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
+        return frozenset(found) if found and not any("experts" in name for name in found) else None
+
+    @property
+    def no_sandbox(self) -> str:
+        """Why functions cannot be isolated strictly; empty where they can."""
+        return no_bubblewrap() or ""
+
+
+def _safetensors_header(path: Path) -> Mapping[str, Any]:
+    """https://huggingface.co/docs/safetensors: eight bytes of length, then JSON."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if not 0 < size <= min(path.stat().st_size, 100 << 20):
+            return {}
+        try:
+            header = json.loads(file.read(size))
+        except ValueError:
+            return {}
+    return header if isinstance(header, dict) else {}
+
+
+class Assumptions(Config):
+    """The file of `config check --assume`: what another machine has. What it does not name is asked of this one."""
+
+    gpus: NonNegativeInt | None = None
+    """Number of GPUs."""
+    packages: dict[str, bool] = Field(default_factory=dict)
+    """Python packages, and whether each is installed."""
+    programs: dict[str, bool] = Field(default_factory=dict)
+    """Programs, and whether each can be run."""
+    models: dict[Path, dict[str, Any]] = Field(default_factory=dict)
+    """Checkpoint directories, each with what its config.json says; weights and tokenizer are taken to be there."""
+    rows: dict[Path, list[dict[str, Any]]] = Field(default_factory=dict)
+    """Data files, each with its first rows."""
+    files: dict[Path, str] = Field(default_factory=dict)
+    """Other files, such as that of a reward, each with its text."""
+
+    def lines(self) -> Iterator[str]:
+        """Every assumption, one line each."""
+        if self.gpus is not None:
+            yield f"{self.gpus} GPUs"
+        for name, there in self.packages.items():
+            yield f"the package {name} is {'installed' if there else 'not installed'}"
+        for name, there in self.programs.items():
+            yield f"the program {name} is {'there' if there else 'not there'}"
+        for path, config in self.models.items():
+            kind = ", ".join(config.get("architectures") or ["unnamed"])
+            yield f"{path} is a checkpoint of {kind} with weights and tokenizer"
+        for path, rows in self.rows.items():
+            yield f"{path} begins with {len(rows)} given rows"
+        for path, text in self.files.items():
+            yield f"{path} is a file of {len(text.splitlines())} given lines"
+
+
+class AssumedMachine(ThisMachine):
+    """Another machine: as `assumed` says, else as this one is."""
+
+    def __init__(self, assumed: Assumptions) -> None:
+        self._assumed = assumed
+
+    @property
+    def gpus(self) -> int:
+        """As assumed, else those of this machine."""
+        return super().gpus if self._assumed.gpus is None else self._assumed.gpus
+
+    def installed(self, package: str) -> bool:
+        """As assumed, else as here."""
+        given = self._assumed.packages.get(package)
+        return super().installed(package) if given is None else given
+
+    def program(self, name: str) -> bool:
+        """As assumed, else as here."""
+        given = self._assumed.programs.get(name)
+        return super().program(name) if given is None else given
+
+    def exists(self, path: Path) -> bool:
+        """As assumed, else as here."""
+        return path in self._assumed.models or self.is_file(path) or super().exists(path)
+
+    def is_file(self, path: Path) -> bool:
+        """As assumed, else as here."""
+        assumed = self._assumed
+        return path in assumed.rows or path in assumed.files or super().is_file(path)
+
+    def names(self, directory: Path) -> list[str]:
+        """What is assumed there, else what is here."""
+        assumed = self._assumed
+        if directory in assumed.models:
+            return ["config.json", "model.safetensors", "tokenizer.json"]
+        given = [*assumed.models, *assumed.rows, *assumed.files]
+        return [*(p.name for p in given if p.parent == directory), *super().names(directory)]
+
+    def text(self, path: Path) -> str:
+        """As assumed, else as here."""
+        assumed = self._assumed
+        if path.name == "config.json" and path.parent in assumed.models:
+            return json.dumps(assumed.models[path.parent])
+        return assumed.files[path] if path in assumed.files else super().text(path)
+
+    def first_rows(self, path: Path, reader: str | None) -> list[FileRow]:
+        """As assumed, else those of the file."""
+        rows = self._assumed.rows.get(path)
+        if rows is None:
+            return super().first_rows(path, reader)
+        return [FileRow(f"{path}:{number}", row) for number, row in enumerate(rows, start=1)]
+
+    def modules(self, model: Path) -> frozenset[str] | None:
+        """Not told of an assumed model."""
+        return None if model in self._assumed.models else super().modules(model)

@@ -1,0 +1,215 @@
+"""The names in a recipe that are modules: whether each is known, takes its options, and has what it requires here.
+
+What needs torch, or is someone's own module, is looked up and not imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshrl.config.explain import Loc
+from meshrl.config.file_checks import Problem
+from meshrl.config.machine import ThisMachine
+from meshrl.config.recipe import Recipe
+from meshrl.config.weights import CARRIERS
+from meshrl.contract import plugins
+from meshrl.contract.config import read_options
+from meshrl.contract.errors import ConfigError
+from meshrl.rewardd.judge import JUDGES, OTHER_PACKAGES
+from meshrl.rewardd.pool.rule import REWARDS
+from meshrl.rewardd.sandbox.sandbox import Isolation
+from meshrl.trainer.data.files import READERS
+
+PROGRAMS = "meshrl.rollout.programs"
+ENGINES = "meshrl.rollout.engines"
+STORES = "meshrl.transferqueue.stores"
+LIBRARIES: Mapping[str, str] = {
+    "nccl": "meshrl.weights.nccl.libraries",
+    "cuda_ipc": "meshrl.weights.ipc.devices",
+}
+"""Carriers that use a GPU, by a library of these packages."""
+
+
+def plugin_checks(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
+    """Names, then options, then what they require; an unknown name is answered once."""
+    wrong = list(_names(recipe))
+    yield from wrong
+    unknown = {at for at, _ in wrong}
+    yield from _program_options(recipe)
+    if ("rollout", "name") not in unknown:
+        at: Loc = ("rollout", "engine")
+        yield from _options(
+            at, ENGINES, recipe.rollout.name, recipe.rollout.engine, recipe, machine
+        )
+    for index, judge in enumerate(recipe.reward.judges):
+        at = ("reward", "judges", index)
+        if (*at, "kind") not in unknown:
+            module = OTHER_PACKAGES.get(judge.kind, judge.kind)
+            options: Loc = (*at, "options")
+            yield from _options(options, JUDGES, module, judge.options, recipe, machine, "kind")
+    yield from _rewards(recipe, machine, unknown)
+    if ("queue", "store") not in unknown:
+        yield from _required(("queue", "store"), STORES, recipe.queue.store, machine)
+    yield from _carrier(recipe, machine, unknown)
+
+
+def _options(
+    at: Loc,
+    package: str,
+    name: str,
+    given: Mapping[str, Any],
+    recipe: Recipe,
+    machine: ThisMachine,
+    named: str = "name",
+) -> Iterator[Problem]:
+    """Options against the module's `Config`, and what they ask of the machine; `named` is the key of the name."""
+    kind, key = plugins.config_class(package, name), ".".join(map(str, at))
+    if kind is None:
+        return
+    try:
+        options = read_options(kind, given, where=key)
+    except ConfigError as error:
+        below = error.details["key"].removeprefix(key).strip(".")
+        yield (*at, *(below.split(".") if below else ())), str(error)
+        return
+    faults = getattr(options, "faults", None)
+    for option, text in faults(machine, recipe.model.path) if faults else ():
+        where = (*at, option) if option else (*at[:-1], named)
+        yield where, f"{'.'.join(map(str, where))}: {text}"
+
+
+def _required(at: Loc, package: str, name: str, machine: ThisMachine) -> Iterator[Problem]:
+    """The packages that a module lists as `REQUIRES`."""
+    for required in plugins.constant(package, name, "REQUIRES", ()):
+        if not machine.installed(required):
+            yield (
+                at,
+                f"{'.'.join(map(str, at))}: {name} needs the package {required}, which is not installed",
+            )
+
+
+def _rewards(recipe: Recipe, machine: ThisMachine, unknown: set[Loc]) -> Iterator[Problem]:
+    """Arguments of built-in functions, their packages, and the isolation that they are to have."""
+    reward = recipe.reward
+    for index, function in enumerate(reward.functions):
+        at: Loc = ("reward", "functions", index)
+        if function.path is not None or (*at, "name") in unknown:
+            continue
+        yield from _options(
+            (*at, "kwargs"), REWARDS, function.name, function.kwargs, recipe, machine
+        )
+        yield from _required((*at, "name"), REWARDS, function.name, machine)
+        wants = plugins.constant(REWARDS, function.name, "NEEDS_SANDBOX", "")
+        if wants and reward.recipe_sandbox.value != wants:
+            yield (
+                (*at, "name"),
+                f"reward.functions.{index}.name: {function.name} runs programs of the policy: set"
+                f" reward.recipe_sandbox: {wants}",
+            )
+    if reward.recipe_sandbox is Isolation.STRICT and (why := machine.no_sandbox):
+        yield (
+            ("reward", "recipe_sandbox"),
+            f"reward.recipe_sandbox: strict is not available here: {why}",
+        )
+
+
+def _carrier(recipe: Recipe, machine: ThisMachine, unknown: set[Loc]) -> Iterator[Problem]:
+    """A carrier between GPUs needs its library and a GPU; `auto` leaves out those that cannot run."""
+    weights = recipe.weights
+    package = LIBRARIES.get(weights.carrier)
+    at: Loc = ("weights", "carrier")
+    if package is None:
+        if at not in unknown:
+            yield from _required(at, CARRIERS, weights.carrier, machine)
+        return
+    section = "nccl" if weights.carrier == "nccl" else "ipc"
+    library = getattr(weights, section).library
+    if ("weights", section, "library") in unknown:
+        return
+    required = list(_required(("weights", section, "library"), package, library, machine))
+    for _, text in required:
+        yield at, f"weights.carrier: {weights.carrier}: {text}"
+    if not required and plugins.constant(package, library, "REQUIRES", ()) and not machine.gpus:
+        yield (
+            at,
+            f"weights.carrier: {weights.carrier} moves weights between GPUs, and this machine has none",
+        )
+
+
+def _names(recipe: Recipe) -> Iterator[Problem]:
+    """Every name that is a file name. Looked up, not imported: an engine may import torch."""
+    for at, package in (
+        (("rollout", "name"), "meshrl.rollout.engines"),
+        (("rollout", "program"), PROGRAMS),
+        (("queue", "store"), "meshrl.transferqueue.stores"),
+        (("queue", "sampler"), "meshrl.transferqueue.samplers"),
+        (("weights", "carrier"), CARRIERS),
+        (("algorithm", "adv_estimator"), "meshrl.trainer.algorithms.advantages"),
+    ):
+        yield from _name(at, package, getattr(getattr(recipe, at[0]), at[1]))
+    library = recipe.weights.nccl.library
+    libraries = "meshrl.weights.nccl.libraries"
+    yield from _name(("weights", "nccl", "library"), libraries, library)
+    devices = "meshrl.weights.ipc.devices"
+    yield from _name(("weights", "ipc", "library"), devices, recipe.weights.ipc.library)
+    for index, carrier in enumerate(recipe.weights.among):
+        yield from _name(("weights", "among", index), CARRIERS, carrier)
+    loss = recipe.actor.policy_loss.loss_mode
+    yield from _name(
+        ("actor", "policy_loss", "loss_mode"), "meshrl.trainer.algorithms.losses", loss
+    )
+    if recipe.data.reader is not None:
+        yield from _name(("data", "reader"), READERS, recipe.data.reader)
+    if recipe.data.curriculum is not None:
+        at_order: Loc = ("data", "curriculum")
+        yield from _name(at_order, "meshrl.trainer.data.curricula", recipe.data.curriculum)
+    for index, function in enumerate(recipe.reward.functions):
+        if function.path is None:
+            at_function: Loc = ("reward", "functions", index, "name")
+            yield from _name(at_function, REWARDS, function.name)
+    for index, judge in enumerate(recipe.reward.judges):
+        if judge.kind not in OTHER_PACKAGES:
+            others = tuple(OTHER_PACKAGES)
+            yield from _name(("reward", "judges", index, "kind"), JUDGES, judge.kind, others)
+
+
+def _program_options(recipe: Recipe) -> Iterator[Problem]:
+    """Those of the mesh's own programs, which are light to import; what they name is loaded by a worker."""
+    name, options = recipe.rollout.program, recipe.rollout.program_options
+    if name not in plugins.known(PROGRAMS):
+        return
+    program, key = importlib.import_module(f"{PROGRAMS}.{name}"), "rollout.program_options"
+    if not hasattr(program, "Config"):
+        if options:
+            yield ("rollout", "program_options"), f"{key}: the program {name!r} takes none"
+        return
+    try:
+        config = read_options(program.Config, options, where=key)
+        if hasattr(program, "check"):
+            program.check(config)
+    except ConfigError as error:
+        yield ("rollout", "program_options"), str(error)
+
+
+def _name(at: Loc, package: str, name: str, others: tuple[str, ...] = ()) -> Iterator[Problem]:
+    key = ".".join(map(str, at))
+    if "." in name:
+        if not _importable(name):
+            yield at, f"{key}: no module {name!r} can be imported"
+        return
+    names = tuple(sorted((*plugins.known(package), *others)))
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        yield at, f"{key}: got {name!r}{hint} (known: {', '.join(names)}, or a dotted path)"
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,0 +1,468 @@
+"""Sixty wrong recipes, each with the line that it gets before anything starts; nothing is imported that computes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshrl.config import load_recipe
+from meshrl.config.loading import Written
+from meshrl.config.machine import AssumedMachine, Assumptions, ThisMachine
+from meshrl.contract.errors import ConfigError
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, scale=1.0):
+    return scale * (solution_str == ground_truth)
+
+def too_few(solution_str, ground_truth):
+    return 0.0
+"""
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 2048}
+PACKAGES = ("torch", "transformers", "peft", "sympy", "math-verify", "latex2sympy2_extended")
+
+
+def rows(*values: dict[str, object]) -> list[dict[str, object]]:
+    return list(values)
+
+
+MACHINE = {
+    "gpus": 2,
+    "packages": {
+        **dict.fromkeys(PACKAGES, True),
+        **dict.fromkeys(("vllm", "sglang", "cupy", "redis", "wandb", "tensorboard"), False),
+    },
+    "programs": {"/venv/bin/python": True, "/gone/python": False, "serve-it": False},
+    "models": {"model": QWEN, "moe": {"architectures": ["Qwen3MoeForCausalLM"]}},
+    "rows": {
+        "train.jsonl": rows({"prompt": "1+1?", "answer": "2"}),
+        "question.jsonl": rows({"question": "1+1?", "answer": "2"}),
+        "empty.jsonl": [],
+        "unanswered.jsonl": rows({"prompt": "1+1?"}),
+        "misspelt.jsonl": rows({"prompt": "1+1?", "answer": "2"}, {"prompt": "?", "anwser": "2"}),
+        "image.jsonl": rows({"prompt": "<image>x", "images": ["x.png"], "answer": "2"}),
+        "parts.jsonl": rows(
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "2"}
+        ),
+        "null.jsonl": rows({"prompt": [{"role": "user", "content": None}], "answer": "2"}),
+        "called.jsonl": rows(
+            {"prompt": [{"role": "user", "content": "x", "tool_calls": [1]}], "answer": "2"}
+        ),
+        "verl.jsonl": rows({"prompt": "x", "reward_model": {"style": "rule"}}),
+        "extra.jsonl": rows({"prompt": "x", "answer": "2", "extra_info": "easy"}),
+        "blank.jsonl": rows({"prompt": "", "answer": "2"}),
+    },
+    "files": {
+        "reward.py": REWARD,
+        "broken.py": "def compute_score(:\n    pass\n",
+        "other.py": "def compute_scores():\n    pass\n",
+    },
+}
+RECIPE = """
+model: {path: model}
+data: {train_files: [train.jsonl], max_prompt_length: 512, max_response_length: 512}
+"""
+OWN = "reward.custom_reward_function"
+CORRECTION = "algorithm.rollout_correction"
+
+WRONG: list[tuple[str, str]] = [
+    # data
+    (
+        "data.train_files=[question.jsonl]",
+        "data.train_files.0: question.jsonl:1: no 'prompt' (data.prompt_key); the row has question, answer",
+    ),
+    (
+        "data.prompt_key=question",
+        "data.train_files.0: train.jsonl:1: no 'question' (data.prompt_key); the row has prompt, answer",
+    ),
+    ("data.train_files=[empty.jsonl]", "data.train_files.0: empty.jsonl has no rows"),
+    (
+        "data.train_files=[unanswered.jsonl]",
+        "data.train_files.0: unanswered.jsonl:1: no 'answer'; the row has prompt; say where the answer is"
+        " (data.answer_key), or that tasks have none (data.answer_required: false)",
+    ),
+    (
+        "data.train_files=[misspelt.jsonl]",
+        "data.train_files.0: misspelt.jsonl:2: no 'answer'; the row has prompt, anwser; say where the answer is"
+        " (data.answer_key), or that tasks have none (data.answer_required: false)",
+    ),
+    (
+        "data.answer_key=solution",
+        "data.train_files.0: train.jsonl:1: no 'solution'; the row has prompt, answer; say where the answer is"
+        " (data.answer_key), or that tasks have none (data.answer_required: false)",
+    ),
+    (
+        "data.val_files=[image.jsonl]",
+        "data.val_files.0: image.jsonl:1: 'images' cannot be used (prompts are text); leave the column out",
+    ),
+    (
+        "data.train_files=[parts.jsonl]",
+        "data.train_files.0: parts.jsonl:1: 'prompt.content' has a part of type 'image', want text",
+    ),
+    (
+        "data.train_files=[null.jsonl]",
+        "data.train_files.0: null.jsonl:1: 'prompt.content' is null, want text",
+    ),
+    (
+        "data.train_files=[called.jsonl]",
+        "data.train_files.0: called.jsonl:1: 'tool_calls' of a message in 'prompt' cannot be used, only role and"
+        " content; leave it out",
+    ),
+    (
+        "data.train_files=[verl.jsonl]",
+        "data.train_files.0: verl.jsonl:1: reward_model is {'style': 'rule'}, want an object with ground_truth",
+    ),
+    (
+        "data.train_files=[extra.jsonl]",
+        "data.train_files.0: extra.jsonl:1: extra_info is str, want an object",
+    ),
+    ("data.train_files=[blank.jsonl]", "data.train_files.0: blank.jsonl:1: the prompt is empty"),
+    (
+        "data.train_files=[trian.jsonl]",
+        "data.train_files.0: no such file: trian.jsonl (did you mean train.jsonl?)",
+    ),
+    ("data.train_files=[]", "data.train_files is empty; want parquet or jsonl files"),
+    (
+        "data.train_files=[reward.py]",
+        "data.train_files.0: reward.py: want .json, .jsonl or .parquet, or name a reader of your own (data.reader)",
+    ),
+    (
+        "data.reader=my.readers.tsv",
+        "data.reader: no module 'my.readers.tsv' can be imported",
+    ),
+    # the reward
+    (f"{OWN}.path=broken.py", f"{OWN}: broken.py, line 1: invalid syntax"),
+    (
+        f"{OWN}.path=other.py",
+        f"{OWN}: other.py defines no 'compute_score'; did you mean 'compute_scores'? (it defines compute_scores;"
+        " wanted: compute_score(data_source, solution_str, ground_truth, extra_info=None, **reward_kwargs))",
+    ),
+    (
+        f"{OWN}={{path: reward.py, name: too_few}}",
+        f"{OWN}: reward.py:5: too_few(solution_str, ground_truth) cannot be called: got an unexpected keyword"
+        " argument 'data_source' (it is called with data_source, solution_str, ground_truth, extra_info)",
+    ),
+    (
+        f"{OWN}={{path: reward.py, reward_kwargs: {{scael: 2}}}}",
+        f"{OWN}: reward.py:2: compute_score(data_source, solution_str, ground_truth, extra_info=None, scale=1.0)"
+        " cannot be called: got an unexpected keyword argument 'scael' (it is called with data_source, solution_str,"
+        " ground_truth, extra_info, scael)",
+    ),
+    (
+        f"{OWN}.path=rewrad.py",
+        f"{OWN}.path: no such file: rewrad.py (did you mean reward.py?)",
+    ),
+    (
+        "reward.functions=[{name: score, path: reward.py}]",
+        "reward.functions.0: reward.py defines no 'score' (it defines compute_score, too_few; wanted:"
+        " score(data_source, solution_str, ground_truth, extra_info=None, **reward_kwargs))",
+    ),
+    (
+        "reward.functions=[{name: format, kwargs: {patern: x}}]",
+        "reward.functions.0.kwargs.patern: no such option; did you mean 'pattern'?",
+    ),
+    (
+        "reward.functions=[{name: length, kwargs: {buffer: 9999}}]",
+        "reward.functions.0.kwargs: buffer 9999 exceeds max_length 512 (got {'buffer': 9999})",
+    ),
+    (
+        "reward.functions=[{name: code}]",
+        "reward.functions.0.name: code runs programs of the policy: set reward.recipe_sandbox: strict",
+    ),
+    (
+        "reward.judges=[{kind: modl}]",
+        "reward.judges.0.kind: got 'modl'; did you mean 'model'? (known: generative, grpc, http, model, pooling, or a"
+        " dotted path)",
+    ),
+    (
+        "reward.judges=[{kind: model, options: {path: nowhere}}]",
+        "reward.judges.0.options.path: no reward model there: nowhere/config.json is missing",
+    ),
+    (
+        "reward.judges=[{kind: model, options: {path: model, dtpye: float16}}]",
+        "reward.judges.0.options.dtpye: no such option; did you mean 'dtype'?",
+    ),
+    (
+        "reward.judges=[{kind: http, options: {url: judge:8000}}]",
+        "reward.judges.0.options.url: 'judge:8000' does not start with http:// or https://",
+    ),
+    (
+        "reward.judges=[{kind: http, options: {url: 'http://judge', token_env: JUDGE_TOKEN_UNSET}}]",
+        "reward.judges.0.options.token_env: the variable JUDGE_TOKEN_UNSET is not set",
+    ),
+    (
+        "reward.judges=[{kind: generative, options: {url: 'http://judge'}}]",
+        "reward.judges.0.options.model: Field required (got {'url': 'http://judge'})",
+    ),
+    # engines, stores, carriers, loggers
+    (
+        "rollout.engine.nonsense=1",
+        "rollout.engine.nonsense: no such option; known: device, dtype, max_model_len,",
+    ),
+    (
+        "rollout.engine.dtype=fp8",
+        "rollout.engine.dtype: Input should be 'auto', 'float32', 'bfloat16' or 'float16' (got 'fp8')",
+    ),
+    (
+        "rollout.name=vllm",
+        "rollout.name: vllm is not installed here; set rollout.engine.python to the interpreter of its environment,"
+        " or rollout.engine.url to a server that runs",
+    ),
+    (
+        "rollout={name: vllm, engine: {python: /gone/python}}",
+        "rollout.engine.python: no such program: /gone/python",
+    ),
+    (
+        "rollout={name: sglang, engine: {command: [serve-it]}}",
+        "rollout.engine.command: no program 'serve-it' here",
+    ),
+    (
+        "rollout={name: vllm, engine: {url: 'http://a', tensor_parallel: 2}}",
+        "rollout.engine.tensor_parallel: no such option; ",
+    ),
+    (
+        "model.path=moe",
+        "rollout.name: the torch engine cannot run Qwen3MoeForCausalLM of moe (it runs LlamaForCausalLM,"
+        " Qwen2ForCausalLM, Qwen3ForCausalLM; other models need rollout.name=vllm)",
+    ),
+    ("rollout.name=vlm", "rollout.name: got 'vlm'; did you mean 'vllm'? (known: "),
+    (
+        "weights.carrier=nccl",
+        "weights.carrier: nccl: weights.nccl.library: cupy needs the package cupy, which is not installed",
+    ),
+    (
+        "weights.carrier=cuda_ipc",
+        "weights.carrier: cuda_ipc: weights.ipc.library: cupy needs the package cupy, which is not installed",
+    ),
+    (
+        "weights.carrier=object",
+        "weights: carrier 'object' needs weights.directory, a path or a URL (got ",
+    ),
+    ("queue.store=redis", "queue.store: redis needs the package redis, which is not installed"),
+    (
+        "trainer.logger=[wandb]",
+        "trainer.logger: wandb is not installed; pip install 'meshrl[logging]'",
+    ),
+    (
+        "trainer.logger=[console,tensorboard]",
+        "trainer.logger: tensorboard is not installed; pip install 'meshrl[logging]'",
+    ),
+    (
+        "trainer={device: cuda, nproc: 4}",
+        "trainer.device: cuda, 4 ranks (trainer.nproc), and this machine has 2 GPUs",
+    ),
+    # programs
+    (
+        "rollout={program: openai, program_options: {function: 'agent.py:debat'}}",
+        "rollout.program_options.function: 'debat' is not in agent.py; did you mean 'debate'?",
+    ),
+    (
+        "rollout={program: openai, program_options: {function: 'broken_agent.py:debate'}}",
+        "rollout.program_options.function: broken_agent.py, line 1: invalid syntax",
+    ),
+    (
+        "rollout={program: user, program_options: {function: 'agent.py:add'}}",
+        "rollout.program_options.function: 'agent.py:add' is not async; want ",
+    ),
+    (
+        "rollout={program: tools, program_options: {tools: ['agent.py:ad']}}",
+        "rollout.program_options.tools.0.function: 'ad' is not in agent.py; did you mean 'add'?",
+    ),
+    # the algorithm
+    (
+        "actor.kl_loss_type=k9",
+        "actor.kl_loss_type: want one of kl, k1, abs, mse, k2, low_var_kl, k3, or one with + behind it (got 'k9')",
+    ),
+    (
+        "algorithm.kl_penalty=foo",
+        "algorithm.kl_penalty: want one of kl, k1, abs, mse, k2, low_var_kl, k3, or one with + behind it (got 'foo')",
+    ),
+    (
+        f"{CORRECTION}={{rollout_rs: token_k9, rollout_rs_threshold: 2}}",
+        f"{CORRECTION}.rollout_rs: rollout_rs 'token_k9': token_k9 is no statistic (known: token_k1, ",
+    ),
+    (
+        f"{CORRECTION}.rollout_rs=token_k1",
+        f"{CORRECTION}.rollout_rs: rollout_rs 'token_k1' needs rollout_rs_threshold",
+    ),
+    (
+        f"{CORRECTION}.rollout_is_threshold=lots",
+        f"{CORRECTION}.rollout_is_threshold: rollout_is_threshold 'lots': wanted a number",
+    ),
+    (
+        "actor.policy_loss.loss_mode=dro",
+        "actor.policy_loss.dro_beta is missing: the loss dro has no default for it",
+    ),
+    (
+        "actor.policy_loss.loss_mode=gspos",
+        "actor.policy_loss.loss_mode: got 'gspos'; did you mean 'gspo'?",
+    ),
+    ("actor.clip_ratio_c=0.5", "actor.clip_ratio_c: got 0.5, want a number > 1 or null"),
+    (
+        "algorithm={adv_estimator: gdpo, gdpo_reward_keys: [acc, format], gdpo_reward_weights: [1]}",
+        "algorithm.gdpo_reward_weights has 1 entries for 2 keys (algorithm.gdpo_reward_keys)",
+    ),
+    ("algorithm.name=grop", "algorithm.name: no recipes named 'grop'; did you mean 'grpo'?"),
+    # the model
+    (
+        "model.path=modle",
+        "model.path: no such directory: modle (did you mean model?); want the directory of ",
+    ),
+    (
+        "model={path: lora, lora_rank: 8, target_modules: [q_porj]}",
+        "model.target_modules: the model has no module 'q_porj'; did you mean 'q_proj'? (it has k_proj, q_proj)",
+    ),
+    (
+        "model={path: lora, lora_rank: 8, target_modules: '*proj'}",
+        "model.target_modules: '*proj' is no regular expression: nothing to repeat at position 0",
+    ),
+    (
+        "model={path: lora, tokenizer_path: empty}",
+        "model.tokenizer_path: empty has no tokenizer (tokenizer.json, tokenizer.model, vocab.json)",
+    ),
+    (
+        "data.train_files=[chat.jsonl]",
+        "data.train_files.0: chat.jsonl:1: the prompt is a chat and the tokenizer has no chat template",
+    ),
+    (
+        "data.train_files=[text.jsonl]",
+        "data.train_files.0: text.jsonl:1: not JSON: Extra data: line 1 column 3 (char 2)",
+    ),
+    (
+        "data.max_response_length=4096",
+        "data.max_response_length: prompt and response may have 4608 tokens, ",
+    ),
+]
+"""An override that makes a good recipe wrong, and the line, or the beginning of it, that it gets."""
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the assumed machine is silent on: a checkpoint with weights, agents, a file that is no data."""
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text(RECIPE)
+    Path("machine.yaml").write_text(json.dumps(MACHINE))
+    Path("agent.py").write_text("def debate(base_url, api_key, task): ...\ndef add(a: int): ...\n")
+    Path("broken_agent.py").write_text("def debate(:\n")
+    Path("text.jsonl").write_text("1 + 1 = 2\n")
+    chat = [{"role": "user", "content": "hello"}]
+    Path("chat.jsonl").write_text(json.dumps({"prompt": chat, "answer": "hi"}))
+    Path("empty").mkdir()
+    Path("empty/readme").write_text("")
+    for name in ("lora", "model"):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps(QWEN))
+        Path(name, "tokenizer.json").write_text("{}")
+        Path(name, "tokenizer_config.json").write_text("{}")
+        layer = "model.layers.0.self_attn"
+        header = json.dumps({f"{layer}.q_proj.weight": {}, f"{layer}.k_proj.weight": {}}).encode()
+        size = len(header).to_bytes(8, "little")
+        Path(name, "model.safetensors").write_bytes(size + header)
+
+
+def machine(*, real_model: bool = False) -> AssumedMachine:
+    assumed = Written.read(Path("machine.yaml"), ()).as_config(Assumptions)
+    if real_model:
+        assumed = assumed.model_copy(update={"models": {}})
+    return AssumedMachine(assumed)
+
+
+def test_the_recipe_that_the_mistakes_are_made_in_is_good() -> None:
+    load_recipe(Path("my.yaml"), machine=machine())
+
+
+def test_there_are_at_least_sixty_wrong_recipes() -> None:
+    assert len({override for override, _ in WRONG}) == len(WRONG) >= 60
+
+
+@pytest.mark.parametrize(("override", "line"), WRONG, ids=[override for override, _ in WRONG])
+def test_a_wrong_recipe_is_one_line_before_anything_starts(override: str, line: str) -> None:
+    here = machine(real_model="chat.jsonl" in override)
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(Path("my.yaml"), [override], machine=here)
+    (only,) = str(caught.value).splitlines()
+    origin = f"command line: {override}: "
+    assert only.startswith((origin + line, f"my.yaml: {line}", f"my.yaml:3: {line}"))
+
+
+def test_a_group_of_one_row_with_a_group_baseline_is_warned_of(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load_recipe(Path("my.yaml"), ["rollout.n=1"], machine=machine())
+    assert capsys.readouterr().err == (
+        "warning: command line: rollout.n=1: rollout.n: algorithm.adv_estimator grpo compares the rows of a group,"
+        " and a group of one row has advantage 0: nothing is learned; raise rollout.n\n"
+    )
+    load_recipe(
+        Path("my.yaml"),
+        ["rollout.n=1", "algorithm.adv_estimator=reinforce_plus_plus"],
+        machine=machine(),
+    )
+    assert not capsys.readouterr().err
+
+
+def test_checking_a_recipe_imports_neither_torch_nor_grpc() -> None:
+    overrides = [
+        ("rollout.engine.nonsense=1",),
+        ("rollout={name: vllm, engine: {url: 'http://a'}}",),
+        ("reward.judges=[{kind: model, options: {path: model}}]", "weights.carrier=gloo"),
+        ("reward.functions=[{name: math}, {name: format}]", "actor.use_kl_loss=true"),
+    ]
+    code = f"""
+import sys
+from pathlib import Path
+from meshrl.config import load_recipe
+from meshrl.contract.errors import ConfigError
+for overrides in {overrides!r}:
+    try:
+        load_recipe(Path("my.yaml"), overrides)
+    except ConfigError:
+        pass
+print([name for name in ("torch", "transformers", "grpc") if name in sys.modules])
+"""
+    Path("train.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_what_is_assumed_of_another_machine_is_said_line_by_line() -> None:
+    assumed = Assumptions.model_validate(
+        {
+            "gpus": 8,
+            "packages": {"vllm": True, "wandb": False},
+            "programs": {"vllm": True},
+            "models": {"/models/big": QWEN},
+            "rows": {"/data/a.parquet": [{"prompt": "?"}]},
+            "files": {"/data/reward.py": "a\nb\n"},
+        }
+    )
+    assert list(assumed.lines()) == [
+        "8 GPUs",
+        "the package vllm is installed",
+        "the package wandb is not installed",
+        "the program vllm is there",
+        "/models/big is a checkpoint of Qwen2ForCausalLM with weights and tokenizer",
+        "/data/a.parquet begins with 1 given rows",
+        "/data/reward.py is a file of 2 given lines",
+    ]
+
+
+def test_a_recipe_of_another_machine_is_checked_against_what_is_assumed() -> None:
+    theirs = Assumptions.model_validate(
+        {
+            "gpus": 8,
+            "packages": {"vllm": True, "cupy": True},
+            "models": {"/models/big": QWEN},
+            "rows": {"/data/a.parquet": [{"prompt": "?", "answer": "!"}]},
+        }
+    )
+    overrides = [
+        *("model.path=/models/big", "data.train_files=[/data/a.parquet]", "rollout.name=vllm"),
+        *("weights.carrier=nccl", "trainer.device=cuda", "trainer.nproc=8"),
+    ]
+    load_recipe(Path("my.yaml"), overrides, machine=AssumedMachine(theirs))
+    with pytest.raises(ConfigError, match=r"no such directory: /models/big"):
+        load_recipe(Path("my.yaml"), overrides, machine=ThisMachine())
