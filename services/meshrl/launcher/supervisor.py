@@ -84,11 +84,13 @@ class Supervisor:
         sink: LineSink,
         *,
         before_drain: Callable[[], Awaitable[None]] | None = None,
+        quick_s: float = QUICK_S,
     ) -> None:
         self.states = {service.name: State() for service in services}
         self._services = list(services)
         self._sink = sink
         self._before_drain = before_drain
+        self._quick_s = quick_s
         self._processes: dict[str, ServiceProcess] = {}
         self._restart_tasks: dict[str, asyncio.Task[None]] = {}
         self._drain_requested: dict[str, asyncio.Event] = {}
@@ -275,7 +277,7 @@ class Supervisor:
                 self._end(Verdict(code=Exit.FAILED, line=line))
                 return
             alive_s = asyncio.get_running_loop().time() - (process.ready_at or process.started)
-            useless = not ready or alive_s < QUICK_S or code == Exit.NO_PROGRESS
+            useless = not ready or alive_s < self._quick_s or code == Exit.NO_PROGRESS
             failures = failures + 1 if useless else 1
             if failures >= QUICK_FAILURES:
                 line = f"{service.name} failed {failures} times in a row; it last said: {process.last_error}"

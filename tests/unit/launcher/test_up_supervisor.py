@@ -419,12 +419,10 @@ async def test_a_fleet_that_fails_as_a_whole_ends_the_run_in_one_line() -> None:
     )
 
 
-async def test_lives_in_which_nothing_got_done_are_failures_however_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("meshrl.launcher.supervisor.QUICK_S", 0.0)
+async def test_lives_in_which_nothing_got_done_are_failures_however_long() -> None:
     no_progress = f"import sys; print('error: the engine fails'); sys.exit({Exit.NO_PROGRESS})"
-    verdict = await Supervisor([process("rollout-0", no_progress, fleet="rollout")], Log()).run()
+    services = [process("rollout-0", no_progress, fleet="rollout")]
+    verdict = await Supervisor(services, Log(), quick_s=0.0).run()
     assert (verdict.code, verdict.line) == (
         Exit.FAILED,
         "rollout-0 failed 3 times in a row; it last said: error: the engine fails",

@@ -10,15 +10,9 @@ import pytest
 
 from meshrl.contract.stage_worker import StageResult
 from meshrl.contract.types import LeasedRow, RowWrite, Task, Uid
-from meshrl.trainer import shared_prefix_groups
 from meshrl.trainer.shared_prefix_groups import SharedPrefixGroups
 
 GROUP = 4
-
-
-@pytest.fixture(autouse=True)
-def unlimited_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_prefix_groups, "MAX_WAIT_S", 3600.0)
 
 
 def rows(task: str, *indices: int) -> list[LeasedRow]:
@@ -33,12 +27,14 @@ def rows(task: str, *indices: int) -> list[LeasedRow]:
 class Bench:
     """Work that remembers what it was given, one piece after the other, and waits at its gate."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_wait_s: float = 3600.0, most_waiting: int = 512) -> None:
         self.gate = asyncio.Event()
         self.gate.set()
         self.begun = asyncio.Event()
         self.pieces: list[list[str]] = []
-        self._groups = SharedPrefixGroups(self._work)
+        self.groups = SharedPrefixGroups(
+            self._work, max_wait_s=max_wait_s, most_waiting=most_waiting
+        )
 
     async def _work(self, given: Sequence[LeasedRow]) -> Sequence[StageResult]:
         self.pieces.append(sorted(f"{row.uid.task}{row.uid.index}" for row in given))
@@ -49,7 +45,7 @@ class Bench:
         return [RowWrite(uid=row.uid, columns={}) for row in reversed(given)]
 
     def bring(self, *args: object) -> asyncio.Task[Sequence[StageResult]]:
-        return asyncio.create_task(self._groups.results(rows(*args)))  # type: ignore[arg-type]
+        return asyncio.create_task(self.groups.results(rows(*args)))  # type: ignore[arg-type]
 
 
 def indices(results: Sequence[StageResult]) -> list[int]:
@@ -65,11 +61,10 @@ async def test_rows_wait_for_their_group_and_for_no_other() -> None:
     other.cancel()
 
 
-async def test_the_last_row_of_a_group_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench()
-    with monkeypatch.context() as patched:
-        patched.setattr(shared_prefix_groups, "MAX_WAIT_S", 0.0)
-        assert indices(await bench.bring("a", 0, 1, 2)) == [0, 1, 2]
+async def test_the_last_row_of_a_group_waits_for_nobody() -> None:
+    bench = Bench(max_wait_s=0.0)
+    assert indices(await bench.bring("a", 0, 1, 2)) == [0, 1, 2]
+    bench.groups.max_wait_s = 3600.0
     assert indices(await bench.bring("a", 3)) == [3]
     assert bench.pieces == [["a0", "a1", "a2"], ["a3"]]
 
@@ -86,9 +81,8 @@ async def test_groups_that_are_due_while_others_are_worked_on_share_the_next_pie
     assert [len(piece) for piece in bench.pieces] == [GROUP, 2 * GROUP]
 
 
-async def test_the_oldest_waits_no_longer_where_many_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_prefix_groups, "MOST_WAITING", 2)
-    bench = Bench()
+async def test_the_oldest_waits_no_longer_where_many_do() -> None:
+    bench = Bench(most_waiting=2)
     oldest, newer = bench.bring("a", 0), bench.bring("b", 0, 1)
     assert indices(await oldest) == [0]
     assert not newer.done()

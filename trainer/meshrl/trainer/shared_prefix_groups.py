@@ -42,7 +42,11 @@ class _Part:
 class SharedPrefixGroups:
     """Brings rows together for `work`. Belongs to one event loop."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(
+        self, work: Work, *, max_wait_s: float = MAX_WAIT_S, most_waiting: int = MOST_WAITING
+    ) -> None:
+        self.max_wait_s = max_wait_s
+        self._most_waiting = most_waiting
         self._work = work
         self._parts: list[_Part] = []
         """Not worked on yet, in order of arrival."""
@@ -61,7 +65,7 @@ class SharedPrefixGroups:
         self._join(part)
         try:
             with suppress(TimeoutError):
-                async with asyncio.timeout(MAX_WAIT_S):
+                async with asyncio.timeout(self.max_wait_s):
                     await part.due.wait()
             part.due.set()
             async with self._one_at_a_time:
@@ -87,7 +91,7 @@ class SharedPrefixGroups:
             if len(self._received) > GROUPS_KNOWN:
                 del self._received[next(iter(self._received))]
         waiting = [each for each in self._parts if not each.due.is_set()]
-        if sum(len(each.rows) for each in waiting) > MOST_WAITING:
+        if sum(len(each.rows) for each in waiting) > self._most_waiting:
             waiting[0].due.set()
 
     def _batch(self, own: _Part) -> list[_Part]:
