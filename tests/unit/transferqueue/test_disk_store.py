@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import lmdb
 import pytest
 
-from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UserError
+from meshrl.contract.errors import (
+    CapacityError,
+    ConfigError,
+    CorruptError,
+    UnavailableError,
+    UserError,
+    WaitTimeoutError,
+)
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, Table
+from meshrl.transferqueue.stores import _lmdb_snapshot
 from meshrl.transferqueue.stores.disk import STAMP, DiskStore
 
 from ...contract.queue_actors import Actors, spec, tasks
@@ -152,3 +161,57 @@ async def test_the_path_of_the_config_wins(tmp_path: Path) -> None:
     await (await TransferQueue.open(stores.build(config, tmp_path / "run"))).close()
     assert (tmp_path / "mine" / "data.mdb").exists()
     assert not (tmp_path / "run").exists()
+
+
+async def exported(store: DiskStore) -> tuple[list[Operation], AsyncGenerator[Sequence[Operation]]]:
+    """The first piece of an export, and the export, which nobody reads on."""
+    pieces = store.export()
+    return [*await anext(pieces)], pieces
+
+
+@pytest.mark.parametrize("full", [False, True])
+async def test_a_reader_of_an_export_that_stops_holds_no_commit_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    store = DiskStore(tmp_path, grow_bytes=MIB, reserve_bytes=1 << 60 if full else 0)
+    await store.load()
+    await store.apply(puts(200))
+    if full:  # there is no room for a copy: the reader is given up before the map must grow again
+        monkeypatch.setattr(_lmdb_snapshot, "STALL_S", 0.1)
+    files = sorted(each.name for each in await asyncio.to_thread(lambda: [*tmp_path.iterdir()]))
+    first, pieces = await exported(store)
+    async with asyncio.timeout(60):
+        for start in range(0, 1600, 160):
+            later = [(2**16 + start + n).to_bytes(4, "big") for n in range(160)]
+            await store.apply([Operation(Table.PAYLOAD, key, bytes(MIB // 16)) for key in later])
+    if full:
+        with pytest.raises(WaitTimeoutError, match="given up: nothing was read for"):
+            await anext(pieces)
+    else:
+        rest = [operation async for piece in pieces for operation in piece]
+        assert len(first) + len(rest) == 200, "one moment: what was there when it began"
+    assert (
+        sorted(each.name for each in await asyncio.to_thread(lambda: [*tmp_path.iterdir()]))
+        == files
+    )
+    await store.close()
+
+
+async def test_a_queue_closes_while_an_export_is_not_read(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    await store.load()
+    await store.apply(puts(200))
+    _, pieces = await exported(store)
+    async with asyncio.timeout(60):
+        await store.close()
+    with pytest.raises(UnavailableError, match="closing"):
+        await anext(pieces)
+
+
+async def test_the_copy_that_a_killed_export_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "export-abc").mkdir()
+    (tmp_path / "export-abc" / "data.mdb").write_bytes(b"half of it")
+    store = DiskStore(tmp_path)
+    await store.load()
+    assert not (tmp_path / "export-abc").exists()
+    await store.close()

@@ -185,6 +185,22 @@ async def test_a_store_closes_although_the_library_forgets_a_cancellation(
         await store.close()
 
 
+async def test_a_reader_of_an_export_that_stops_holds_no_commit_up(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_store, "PIECE_BYTES", 1)
+    async with loaded(server.url) as store:
+        for number in range(20):
+            await store.apply(put(number))
+        pieces = store.export()
+        first = await anext(pieces)
+        async with asyncio.timeout(60):
+            await store.apply(put(20))
+        rest = [operation async for piece in pieces for operation in piece]
+        assert len({op.key for op in [*first, *rest]}) == 20, "what was there when it began"
+        assert len([*first, *rest]) == 2 * 20
+
+
 async def test_a_second_queue_is_refused_while_the_first_lives(server: RedisServer) -> None:
     first = await TransferQueue.open(store_of(server.url))
     with pytest.raises(UserError, match="already open in process"):

@@ -2,7 +2,7 @@
 
     event loop ──apply───▶ commit thread ──one write transaction──▶ data.mdb
                ──read────▶ read thread   ──one read transaction───▶ (memory map)
-               ──export──▶ a thread more ──one read transaction───▶
+               ──export──▶ a thread more ──one read transaction───▶ (a copy: _lmdb_snapshot.py)
 
 LMDB needs no recovery step: after a kill -9 or a power cut the file holds the last acknowledged commit, or the one
 after it. Freed pages are reused; the file never shrinks. Measured against an append log, SQLite and RocksDB: full
@@ -16,7 +16,8 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+import shutil
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -33,14 +34,14 @@ from meshrl.transferqueue.stores import (
     _lmdb_unsynced,
     _lmdb_walk,
 )
+from meshrl.transferqueue.stores._lmdb_snapshot import FOLDER as EXPORT_FOLDER
+from meshrl.transferqueue.stores._lmdb_snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
 STAMP = b"\x00format"
 NUMBER_EVERY_S: Final = 0.5
 """Between two writes of the last commit's number; at each commit it would cost 2 % of CPU."""
-EXPORT_BYTES: Final = 8 << 20
-"""The size of one piece of an export."""
 _FULL = ("No space left", "quota exceeded", "File too large", "Input/output error")
 """LMDB reports a write cut short by a full disk as an input/output error."""
 _DAMAGED = (
@@ -76,7 +77,7 @@ class DiskStore:
         self._exclusive = asyncio.Lock()
         """Held while the map grows or the environment is opened anew: no transaction may be open then."""
         self._exporting = asyncio.Lock()
-        """Held by an export; taken before `_exclusive`."""
+        """Held while an export reads the file; taken before `_exclusive`."""
         self._closing = False
         self._checksum = _lmdb_checksums.StoreChecksum()
         self._number_file: _lmdb_checksums.CommitNumberFile | None = None
@@ -134,22 +135,18 @@ class DiskStore:
         return self._file_bytes()
 
     async def export(self) -> AsyncGenerator[Sequence[Operation], None]:
-        """Every record of one commit, from one read transaction. Commits go on, unless the map must grow."""
-        thread = ThreadPoolExecutor(1, thread_name_prefix="queue-export")
-        async with self._exporting:
-            async with self._exclusive:
-                transaction = await self._run(thread, lambda: self._env.begin())
-            try:
-                pieces = self._pieces(transaction)
-                while piece := await self._run(thread, lambda: next(pieces, None)):
+        """Every record of one commit. A reader may be slow; one that stops is given up. Commits go on."""
+        snapshot = await self._snapshot()
+        try:
+            while piece := await snapshot.next():
+                with snapshot.handed_over():
                     yield piece
-                    if self._closing:
-                        raise errors.UnavailableError("the queue is closing")
-            except lmdb.Error as error:
-                raise InfraError(f"queue store {self._path}: cannot read: {error}") from error
-            finally:
-                await self._run(thread, transaction.abort)
-                thread.shutdown(wait=False)
+                if self._closing:
+                    raise errors.UnavailableError("the queue is closing")
+        except lmdb.Error as error:
+            raise InfraError(f"queue store {self._path}: cannot read: {error}") from error
+        finally:
+            await snapshot.end()
 
     async def close(self) -> None:
         """Wait for the threads, close the files, and release them to other processes."""
@@ -160,6 +157,25 @@ class DiskStore:
             await self._run(self._commits, self._shut)
         self._commits.shutdown(wait=False)
         self._reads.shutdown(wait=False)
+
+    async def _snapshot(self) -> Snapshot:
+        """One moment, from a copy of the file where the disk has room for one."""
+        await self._exporting.acquire()
+        snapshot = Snapshot(STAMP, self._exporting.release)
+        try:
+            async with (
+                self._exclusive
+            ):  # while the file is read the map cannot grow: it grows ahead
+                await self._run(self._reads, lambda: None)
+                await self._run(self._commits, self._grow_ahead)
+            room = self._free_bytes() >= self._file_bytes() + self._reserve_bytes
+            await snapshot.begin(self._env, self._tables, self._path if room else None)
+        except BaseException as error:
+            await snapshot.end()
+            if isinstance(error, lmdb.Error | OSError):
+                raise self._translated(error) from error
+            raise
+        return snapshot
 
     async def _run(self, thread: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(thread, work)
@@ -225,6 +241,8 @@ class DiskStore:
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
         self._lock = lock
+        for left in self._path.glob(f"{EXPORT_FOLDER}*"):  # a killed process's
+            shutil.rmtree(left, ignore_errors=True)
 
     def _stamped(self, known: bool) -> bool:
         """Refuse another format; stamp a new store that is not `known`. True if it was stamped now."""
@@ -277,21 +295,6 @@ class DiskStore:
         with self._env.begin(db=self._tables[Table.PAYLOAD]) as transaction:
             return [transaction.get(key) for key in keys]
 
-    def _pieces(self, transaction: lmdb.Transaction) -> Iterator[list[Operation]]:
-        for table in Table:
-            piece: list[Operation] = []
-            size = 0
-            for key, value in transaction.cursor(db=self._tables[table]):
-                if table is Table.META and key == STAMP:
-                    continue
-                piece.append(Operation(table, bytes(key), bytes(value)))
-                size += len(key) + len(value)
-                if size >= EXPORT_BYTES:
-                    yield piece
-                    piece, size = [], 0
-            if piece:
-                yield piece
-
     def _write_number(self) -> None:
         self._number_timer = None  # it is cancelled before the file is closed
         if self._number_file is not None:
@@ -306,6 +309,11 @@ class DiskStore:
         size = 2 * self._env.info()["map_size"]
         log.info("queue store %s: map grows to %d bytes", self._path, size)
         self._env.set_mapsize(size)
+
+    def _grow_ahead(self) -> None:
+        """Room for as much again as the file holds."""
+        if self._env.info()["map_size"] < 2 * self._file_bytes():
+            self._grow()
 
     def _shut_environment(self, *, clean: bool) -> None:
         if self._number_file is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Final
@@ -77,14 +77,16 @@ class MemoryStore:
             spilled = frozenset(self._spilled)
             file = _no_pieces() if self._file is None else self._file.export()
             piece = await anext(file, None)
-        for table, pairs in records.items():
-            for at in range(0, len(pairs), EXPORT_RECORDS):
-                yield [Operation(table, *pair) for pair in pairs[at : at + EXPORT_RECORDS]]
         async with aclosing(file):
+            for wanted in _pieces(Table.META, records[Table.META]):
+                yield wanted
+            # The file's before what is in RAM: it gives up a reader that takes nothing for long.
             while piece is not None:
                 if wanted := [operation for operation in piece if operation.key in spilled]:
                     yield wanted
                 piece = await anext(file, None)
+        for wanted in _pieces(Table.PAYLOAD, records[Table.PAYLOAD]):
+            yield wanted
 
     async def close(self) -> None:
         """Delete the file; the bytes in RAM stay."""
@@ -133,6 +135,11 @@ class MemoryStore:
         file = DiskStore(self._folder, durability="none", reserve_bytes=self._reserve_bytes)
         await file.load()
         return file
+
+
+def _pieces(table: Table, records: Sequence[tuple[bytes, bytes]]) -> Iterator[list[Operation]]:
+    for at in range(0, len(records), EXPORT_RECORDS):
+        yield [Operation(table, *record) for record in records[at : at + EXPORT_RECORDS]]
 
 
 async def _no_pieces() -> AsyncGenerator[Sequence[Operation], None]:

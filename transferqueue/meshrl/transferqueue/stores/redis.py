@@ -19,10 +19,12 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncGenerator, Iterator, Sequence
+import struct
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from tempfile import TemporaryFile
+from typing import IO, Any, Final
 from uuid import uuid4
 
 from redis.asyncio import Redis
@@ -48,6 +50,10 @@ PART_BYTES: Final = 64 << 20
 """A commit beyond it is staged in parts, so that no command grows without bound."""
 ASK_MEMORY_EVERY_S: Final = 1.0
 """Between two questions for the free memory of Redis; bytes written meanwhile are subtracted."""
+PIECE_BYTES: Final = 8 << 20
+"""The size of one piece of an export."""
+_SPOOLED: Final = struct.Struct("<BIQ")
+"""Before each record of an export's file: its table, the bytes of its key and of its value."""
 READ_KEYS: Final = 1024
 SCAN_RECORDS: Final = 2000
 _RANK: Final = {"none": 0, "no": 0, "everysec": 1, "always": 2}
@@ -173,11 +179,22 @@ class RedisStore:
         return self._used
 
     async def export(self) -> AsyncGenerator[Sequence[Operation], None]:
-        """Every record of this moment; commits wait until it is over, since Redis has no snapshots to read."""
-        async with self._applying:
-            for table in Table:
-                async for part in self._scan(table):
-                    yield [Operation(table, key, value) for key, value in part]
+        """Every record of this moment. Redis has no snapshots: commits wait until all is in a file, then no more.
+
+        Raises:
+            CapacityError: no room for the file, in the folder for temporary ones.
+        """
+        with TemporaryFile(prefix="meshrl-export-") as file:
+            try:
+                async with self._applying:
+                    for table in Table:
+                        async for part in self._scan(table):
+                            await asyncio.to_thread(_spool, file, table, part)
+                    await asyncio.to_thread(file.seek, 0)
+            except OSError as error:
+                raise CapacityError(f"{self.name}: no room to export: {error.strerror}") from error
+            while piece := await asyncio.to_thread(_unspool, file):
+                yield piece
 
     async def close(self) -> None:
         """Release the store to other queues and disconnect; idempotent."""
@@ -367,6 +384,24 @@ def _parts(operations: Sequence[Operation], table: Table, limit: int) -> Iterato
         part += [operation.key, operation.value]
         size += len(operation.key) + len(operation.value)
     yield part
+
+
+def _spool(file: IO[bytes], table: Table, part: Iterable[tuple[bytes, bytes]]) -> None:
+    for key, value in part:
+        file.write(_SPOOLED.pack([*Table].index(table), len(key), len(value)) + key)
+        file.write(value)
+
+
+def _unspool(file: IO[bytes]) -> list[Operation]:
+    """The next records of at least PIECE_BYTES; none at the end."""
+    piece: list[Operation] = []
+    size = 0
+    while size < PIECE_BYTES and (head := file.read(_SPOOLED.size)):
+        table, key_bytes, value_bytes = _SPOOLED.unpack(head)
+        key, value = file.read(key_bytes), file.read(value_bytes)
+        piece.append(Operation([*Table][table], key, value))
+        size += key_bytes + value_bytes
+    return piece
 
 
 def build(config: QueueConfig, path: Path) -> RedisStore:
