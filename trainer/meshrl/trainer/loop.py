@@ -25,13 +25,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 
-from meshrl.contract.ports import Publisher, Queue
+from meshrl.contract.ports import Publisher, Queue, WeightSource
 from meshrl.contract.rows import trajectory
 from meshrl.contract.types import Batch, TrainerPhase, Version
 from meshrl.trainer.batch_source import BatchSource, Command
+from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.async_checkpointer import AsyncCheckpointer
-from meshrl.trainer.checkpoint.checkpoint import TrainerState
+from meshrl.trainer.checkpoint.checkpoint import Checkpoints, TrainerState
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.evaluation_schedule import EvaluationSchedule
@@ -60,6 +62,9 @@ class Trainer:
         rewards: RewardVersionGuard | None = None,
         evaluator: Evaluator | None = None,
         metrics: MetricsLog | None = None,
+        checkpoints: Checkpoints = checkpoint,
+        snapshot: Callable[..., WeightSource | None] = take_snapshot,
+        export: Callable[..., object] = export_policy,
     ) -> None:
         """Prepare; nothing is touched before `run`.
 
@@ -73,6 +78,9 @@ class Trainer:
             rewards: Makes each batch one of a single reward version; None takes rows as they were scored.
             evaluator: Held-out tasks, on rank 0 only; None evaluates nothing.
             metrics: Where metrics are written, on rank 0 only.
+            checkpoints: How checkpoints are made and written.
+            snapshot: Freezes a version, as `take_snapshot` does.
+            export: Writes the last version, as `export_policy` does.
         """
         self._settings = settings
         self._state = state
@@ -83,7 +91,11 @@ class Trainer:
         self._batches: BatchQueue = rewards or queue
         self._publisher = publisher
         self._metrics = metrics
-        self._checkpointer = AsyncCheckpointer(settings, learner, compute, queue, step=state.step)
+        self._checkpointer = AsyncCheckpointer(
+            settings, learner, compute, queue, step=state.step, checkpoints=checkpoints
+        )
+        self._snapshot = snapshot
+        self._export = export
         self._status = LiveStatus(settings.total_steps)
         self._source = BatchSource(settings, queue, self._world, compute, self._status, rewards)
         self._evaluation = (
@@ -190,7 +202,7 @@ class Trainer:
         settings, policy = self._settings, self._learner.policy
         with self._status.phase(TrainerPhase.PUBLISHING):
             snapshot = await self._compute.run(
-                lambda: take_snapshot(
+                lambda: self._snapshot(
                     policy,
                     self._world,
                     run=settings.run,
@@ -233,7 +245,7 @@ class Trainer:
         with self._status.phase(TrainerPhase.CHECKPOINTING):
             target = settings.directory / "export"
             await self._compute.run(
-                lambda: export_policy(
+                lambda: self._export(
                     learner.policy, self._world, target, tokenizer=settings.tokenizer
                 )
             )

@@ -11,7 +11,6 @@ durable. A wait is a signal and a deadline; nothing polls. README.md draws the l
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -82,7 +81,7 @@ class TransferQueue(RowMethods):
         self._commit_log = CommitLog(store, self._recover)
         self._expiry = Expiry(self._expired)
         self._waits = Waits()
-        self._space = SpaceCheck(store, time.monotonic)
+        self._space = SpaceCheck(store, asyncio.get_running_loop().time)
         self._attended: defaultdict[str, list[float]] = defaultdict(list)
         """Per worker: when each of its heartbeat streams (`attend`) began."""
         self._runs_signal = Signal()

@@ -14,7 +14,7 @@ import logging
 import random
 from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Final, Self, TypeVar
+from typing import Final, Self, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -55,6 +55,15 @@ SLOWEST_BYTES_PER_S: Final = 5e6
 """The deadline of a streamed request is extended by the time that its bytes take at this rate (40 Mbit/s)."""
 
 
+Connect: TypeAlias = Callable[[str], grpc.aio.Channel]
+"""Opens a channel to `host:port`. The simulation passes its own."""
+
+
+def connect(address: str) -> grpc.aio.Channel:
+    """A channel to a service of the mesh, as every client opens it."""
+    return tls.channel(address, CHANNEL_OPTIONS)
+
+
 class RetryBudget:
     """Pauses between attempts, up to two seconds each, until `retry_s` after the first failure."""
 
@@ -91,10 +100,11 @@ class Connection:
         metadata: Sequence[tuple[str, str]] = (),
         *,
         disk_full: DiskFullPolicy | None = None,
+        connect: Connect = connect,
     ) -> None:
         """With `disk_full`, calls that a full disk refuses are repeated until there is space (disk_full.py)."""
         self.name = f"{service} at {address}"
-        self.channel = tls.channel(address, CHANNEL_OPTIONS)
+        self.channel = connect(address)
         self.metadata = (*tls.call_metadata(), *metadata)
         self.retry_s = retry_s
         self._disk_full = disk_full
@@ -244,8 +254,11 @@ class GrpcClient:
         metadata: Sequence[tuple[str, str]] = (),
         *,
         disk_full: DiskFullPolicy | None = None,
+        connect: Connect = connect,
     ) -> None:
-        self._connection = Connection(service, address, retry_s, metadata, disk_full=disk_full)
+        self._connection = Connection(
+            service, address, retry_s, metadata, disk_full=disk_full, connect=connect
+        )
 
     async def __aenter__(self) -> Self:
         return self

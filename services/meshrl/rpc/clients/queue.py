@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TypedDict, Unpack
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypedDict, Unpack
 
 from meshrl.contract import codec
 from meshrl.contract.codec.compression import TAKES_COMPRESSED, Mode, wanted
@@ -26,12 +26,24 @@ from meshrl.contract.types import (
     Version,
     Waiting,
 )
-from meshrl.rpc.clients.base import SERVICE_RETRY_S, GrpcClient, discard
+from meshrl.rpc.clients.base import SERVICE_RETRY_S, Connect, GrpcClient, connect, discard
 from meshrl.rpc.clients.disk_full import DiskFullPolicy
-from meshrl.rpc.clients.lease_renewer import LeaseRenewer
+from meshrl.rpc.clients.lease_renewer import LeaseRenewer, Metadata
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
 from meshrl.v1.trajectory_pb2 import Ack
+
+
+class Renewer(Protocol):
+    """Renews what workers of this process hold; see lease_renewer.py."""
+
+    async def renew_held(self, held_leases: HeldLeases) -> None:
+        """See Queue."""
+        ...
+
+    async def close(self) -> None:
+        """Close its connection; idempotent."""
+        ...
 
 
 class ClientOptions(TypedDict, total=False):
@@ -43,6 +55,10 @@ class ClientOptions(TypedDict, total=False):
     """Of payload sent over the network."""
     disk_full: DiskFullPolicy | None
     """With it calls wait while the queue's disk is full; without it they raise CapacityError."""
+    connect: Connect
+    """Opens the channel."""
+    renewer: Callable[[str, str, Metadata], Renewer]
+    """From the queue's name in messages, its address and the metadata of calls."""
 
 
 class QueueClient(GrpcClient, RowMethods):
@@ -62,9 +78,11 @@ class QueueClient(GrpcClient, RowMethods):
             retry_s,
             (TAKES_COMPRESSED,) if self._compresses else (),
             disk_full=options.get("disk_full"),
+            connect=options.get("connect", connect),
         )
         self._stub = rpc.QueueStub(self._connection.channel)
-        self._renewer = LeaseRenewer(self._connection.name, address, self._connection.metadata)
+        renewer = options.get("renewer", LeaseRenewer)
+        self._renewer = renewer(self._connection.name, address, self._connection.metadata)
         channel = self._connection.channel
         self._lease = channel.unary_stream(
             "/meshrl.v1.Queue/Lease",

@@ -18,7 +18,7 @@ import torch
 
 from meshrl.contract.ports import Queue
 from meshrl.trainer.checkpoint import checkpoint
-from meshrl.trainer.checkpoint.checkpoint import Keep, Tensors, TrainerState
+from meshrl.trainer.checkpoint.checkpoint import Checkpoints, Keep, Tensors, TrainerState
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
@@ -38,6 +38,7 @@ class AsyncCheckpointer:
         queue: Queue,
         *,
         step: int,
+        checkpoints: Checkpoints = checkpoint,
     ) -> None:
         """Prepare.
 
@@ -47,11 +48,13 @@ class AsyncCheckpointer:
             compute: The thread that computes: copies are made on it.
             queue: Hears of a durable checkpoint, from rank 0.
             step: Of the checkpoint that this run resumed from; 0 for none.
+            checkpoints: How they are made and written.
         """
         self._settings = settings
         self._learner = learner
         self._compute = compute
         self._queue = queue
+        self._checkpoints = checkpoints
         self._last_step = step or -1
         self._writer = Compute(torch.device("cpu"))
         self._world: World | None = None
@@ -74,9 +77,9 @@ class AsyncCheckpointer:
             return
         await self.wait_done()
         learner = self._learner
-        state = checkpoint.describe(state, learner.policy, learner.beside)
+        state = self._checkpoints.describe(state, learner.policy, learner.beside)
         tensors = await self._compute.run(
-            lambda: checkpoint.freeze(learner.policy, learner.optimizers, learner.beside)
+            lambda: self._checkpoints.freeze(learner.policy, learner.optimizers, learner.beside)
         )
         self._last_step = state.step
         assert self._world is not None
@@ -114,7 +117,9 @@ class AsyncCheckpointer:
         config = self._settings.trainer
         keep = Keep(newest=config.max_ckpt_to_keep, every=config.keep_ckpt_every)
         root = self._settings.checkpoints
-        await self._writer.run(lambda: checkpoint.write(root, tensors, state, world, keep=keep))
+        await self._writer.run(
+            lambda: self._checkpoints.write(root, tensors, state, world, keep=keep)
+        )
         if world.is_main:
             await self._queue.commit(self._settings.run, epoch=state.epoch, step=state.step)
 

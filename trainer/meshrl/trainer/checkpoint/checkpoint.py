@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -90,6 +90,51 @@ class TrainerState:
     """Names of the models that were trained beside the policy; `describe` writes it."""
     adapter: dict[str, Json] | None = None
     """The policy's LoRA settings: then the checkpoint holds adapters only. `describe` writes it."""
+
+
+class Checkpoints(Protocol):
+    """What a trainer needs of its checkpoints: this module, or the simulation's stand-in with a disk of its own."""
+
+    def describe(
+        self, state: TrainerState, policy: Policy, beside: Mapping[str, Trained] | None = None
+    ) -> TrainerState:
+        """`state` with the names of the models whose tensors are saved with it."""
+        ...
+
+    def freeze(
+        self, policy: Policy, optimizers: Optimizers, beside: Mapping[str, Trained] | None = None
+    ) -> Tensors:
+        """A copy of what a checkpoint holds."""
+        ...
+
+    def write(
+        self, root: Path, tensors: Tensors, state: TrainerState, world: World, *, keep: Keep
+    ) -> Path:
+        """One checkpoint, durable on return."""
+        ...
+
+    def load(
+        self,
+        path: Path,
+        policy: Policy,
+        optimizers: Optimizers | None = None,
+        *,
+        beside: Mapping[str, Trained] | None = None,
+    ) -> TrainerState:
+        """Fill the models from a checkpoint."""
+        ...
+
+    def newest(self, root: Path, world: World | None = None) -> tuple[Path, TrainerState] | None:
+        """The newest undamaged checkpoint, the same on every rank."""
+        ...
+
+    def complete(self, root: Path) -> Iterator[tuple[Version, Path]]:
+        """Complete checkpoints, newest first."""
+        ...
+
+    def sweep(self, root: Path) -> None:
+        """Remove unfinished checkpoints, also of a writer that still runs."""
+        ...
 
 
 def save(

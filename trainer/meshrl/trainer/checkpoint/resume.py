@@ -11,7 +11,7 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Json
 from meshrl.trainer.checkpoint import checkpoint
-from meshrl.trainer.checkpoint.checkpoint import TrainerState
+from meshrl.trainer.checkpoint.checkpoint import Checkpoints, TrainerState
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.settings import TrainerSettings
@@ -20,7 +20,12 @@ log = logging.getLogger(__name__)
 
 
 async def resume(
-    settings: TrainerSettings, queue: Queue, learner: Learner, compute: Compute
+    settings: TrainerSettings,
+    queue: Queue,
+    learner: Learner,
+    compute: Compute,
+    *,
+    checkpoints: Checkpoints = checkpoint,
 ) -> TrainerState:
     """Every rank calls this; afterwards all stand at the same step, and older trainers are fenced.
 
@@ -28,11 +33,11 @@ async def resume(
         UserError: the checkpoints do not go with the queue's history.
     """
     world = learner.world
-    found = await _newest(settings, learner, compute)
-    opening = await _acquire(settings, queue, found) if world.is_main else {}
+    found = await _newest(settings, learner, compute, checkpoints)
+    opening = await _acquire(settings, queue, found, checkpoints) if world.is_main else {}
     opening = json.loads(await compute.run(lambda: world.broadcast(json.dumps(opening).encode())))
     if opening["look_again"]:
-        found = await _newest(settings, learner, compute)
+        found = await _newest(settings, learner, compute, checkpoints)
     state = TrainerState(
         run=settings.run,
         step=0,
@@ -44,7 +49,9 @@ async def resume(
     if found is not None:
         path = found[0]
         state = await compute.run(
-            lambda: checkpoint.load(path, learner.policy, learner.optimizers, beside=learner.beside)
+            lambda: checkpoints.load(
+                path, learner.policy, learner.optimizers, beside=learner.beside
+            )
         )
         learner.kl_coef = state.kl_coef
         log.info("run %s: resumed at step %d from %s", settings.run, state.step, path)
@@ -61,16 +68,19 @@ async def resume(
 
 
 async def _newest(
-    settings: TrainerSettings, learner: Learner, compute: Compute
+    settings: TrainerSettings, learner: Learner, compute: Compute, checkpoints: Checkpoints
 ) -> tuple[Path, TrainerState] | None:
     """The checkpoint to start from, the same on every rank; each reads its share of the files."""
     if settings.trainer.resume_mode != "auto":
         return None
-    return await compute.run(lambda: checkpoint.newest(settings.checkpoints, learner.world))
+    return await compute.run(lambda: checkpoints.newest(settings.checkpoints, learner.world))
 
 
 async def _acquire(
-    settings: TrainerSettings, queue: Queue, newest: tuple[Path, TrainerState] | None
+    settings: TrainerSettings,
+    queue: Queue,
+    newest: tuple[Path, TrainerState] | None,
+    checkpoints: Checkpoints,
 ) -> dict[str, Json]:
     """A new epoch, and whether there is a newer checkpoint than `newest` by now.
 
@@ -94,7 +104,7 @@ async def _acquire(
     state = await queue.acquire(run, settings.owner)
     # A predecessor that is fenced now may still be writing: without its directory it can put nothing in place.
     # What it finished between our look and this is newer than what we saw.
-    checkpoint.sweep(root)
-    last = next((path for _, path in checkpoint.complete(root)), None)
+    checkpoints.sweep(root)
+    last = next((path for _, path in checkpoints.complete(root)), None)
     again = settings.trainer.resume_mode == "auto" and last != (newest[0] if newest else None)
     return {"epoch": state.epoch, "look_again": again}
