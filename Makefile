@@ -104,6 +104,12 @@ SOAK_S ?= 600
 soak: venv
 	SOAK_S=$(SOAK_S) $(BIN)/pytest tests/integration/test_silent_connections.py
 
+# Whole trainings in virtual time, each seed with faults of its own: `make simulate SEEDS=1000`.
+SEEDS ?= 200
+.PHONY: simulate
+simulate: venv
+	$(BIN)/meshrl simulate --seeds $(SEEDS)
+
 # Rewrite the client without `await` from the one with it.
 .PHONY: sync
 sync: venv

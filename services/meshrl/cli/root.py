@@ -50,6 +50,9 @@ KNOWN: Mapping[str, Lazy] = {
     ),
     "reward": Lazy(f"{COMMANDS}.reward:reward", "Reward functions, submitted while training runs."),
     "health": Lazy(f"{COMMANDS}.health:health", "Is the service at HOST:PORT ready?"),
+    "simulate": Lazy(
+        f"{COMMANDS}.simulate:simulate", "Whole trainings in virtual time, with faults, by seed."
+    ),
     "config": Lazy(
         f"{COMMANDS}.config:config", "Check, show, explain recipes; make one from verl."
     ),

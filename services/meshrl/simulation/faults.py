@@ -1,0 +1,106 @@
+"""The faults of one run: a list that the seed draws, so that a failing run can be shrunk by leaving some out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+
+class Kind(StrEnum):
+    """What goes wrong."""
+
+    KILL = "kill"
+    """kill -9: nothing more runs, connections are closed by the host."""
+    STOP = "stop"
+    """SIGTERM: it drains and ends."""
+    CUT = "cut"
+    """Its network is silent for a while."""
+    ZOMBIE = "zombie"
+    """Its network is silent, it counts as dead and gets a successor, and then it comes back."""
+    BREAK_REQUESTS = "break requests"
+    """Its calls break before they arrive."""
+    BREAK_ANSWERS = "break answers"
+    """Its calls break after they were worked on."""
+    LATE_REQUESTS = "late requests"
+    """Its calls break, and arrive seconds later."""
+    SLOW = "slow"
+    """Every message takes fifty times as long."""
+    DISK_FULL = "disk full"
+    """Of the queue."""
+    COMMITS_FAIL = "commits fail"
+    """Of the queue: some are durable nevertheless."""
+    ENGINE_FAILS = "engine fails"
+    """Of a rollout worker: every request."""
+    JUDGE_FAILS = "judge fails"
+    """Of a reward stage: every sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One thing that goes wrong."""
+
+    at_s: float
+    """Virtual seconds from the start."""
+    kind: Kind
+    target: str
+    """A service: `queue`, `feeder`, `trainer`, `trainer-1` (a rank), `rollout-0`, `reward-0`."""
+    seconds: float = 0.0
+    """How long, where it has a length."""
+
+    def __str__(self) -> str:
+        length = f" for {self.seconds:.1f} s" if self.seconds else ""
+        return f"{self.at_s:7.2f} s  {self.kind} {self.target}{length}"
+
+
+NETWORK: Final = (
+    Kind.CUT,
+    Kind.BREAK_REQUESTS,
+    Kind.BREAK_ANSWERS,
+    Kind.LATE_REQUESTS,
+    Kind.SLOW,
+)
+LENGTHS_S: Final = {
+    Kind.CUT: 12.0,
+    Kind.ZOMBIE: 15.0,
+    Kind.BREAK_REQUESTS: 3.0,
+    Kind.BREAK_ANSWERS: 3.0,
+    Kind.LATE_REQUESTS: 3.0,
+    Kind.SLOW: 10.0,
+    Kind.DISK_FULL: 4.0,
+    Kind.COMMITS_FAIL: 0.02,
+    Kind.ENGINE_FAILS: 3.0,
+    Kind.JUDGE_FAILS: 3.0,
+}
+"""Mean seconds; the others have no length."""
+
+
+def kinds_of(target: str) -> Sequence[Kind]:
+    """What can happen to a service."""
+    if target == "queue":
+        return (Kind.KILL, Kind.STOP, Kind.DISK_FULL, Kind.COMMITS_FAIL, Kind.CUT, Kind.SLOW)
+    own = {
+        "rollout": (Kind.KILL, Kind.STOP, Kind.ENGINE_FAILS),
+        "reward": (Kind.KILL, Kind.STOP, Kind.JUDGE_FAILS),
+        "trainer": (Kind.KILL, Kind.KILL, Kind.STOP, Kind.ZOMBIE),
+        "feeder": (Kind.KILL, Kind.STOP),
+    }
+    return own[target.partition("-")[0]] + NETWORK
+
+
+def draw_faults(seed: int, targets: Sequence[str], *, until_s: float, most: int) -> list[Fault]:
+    """At most `most` faults of `targets`, in order. Each seed has a swarm of its own: only some kinds happen."""
+    draw = random.Random(f"faults {seed}")
+    allowed = {kind for kind in Kind if draw.random() < 0.6}
+    faults = []
+    for _ in range(draw.randint(0, most)):
+        target = draw.choice(targets)
+        kind = draw.choice(kinds_of(target))
+        at_s = draw.uniform(0.0, until_s)
+        mean_s = LENGTHS_S.get(kind, 0.0)
+        seconds = draw.expovariate(1 / mean_s) if mean_s else 0.0
+        if kind in allowed:
+            faults.append(Fault(at_s=at_s, kind=kind, target=target, seconds=seconds))
+    return sorted(faults, key=lambda fault: fault.at_s)

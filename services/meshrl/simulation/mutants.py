@@ -1,0 +1,297 @@
+"""Planted bugs: small overrides of the product's classes, to know what the checks can see.
+
+Each is a mistake that somebody could make. `docs/explanation/reliability.md` says which check finds each, and in
+which seed. A campaign over correct code that finds nothing says something about these mistakes, and about their like.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from meshrl.contract.errors import UnavailableError
+from meshrl.contract.types import (
+    Batch,
+    GenerateDelta,
+    PackedGroup,
+    RunSpec,
+    RunState,
+    Task,
+    Version,
+)
+from meshrl.rollout.worker import RolloutWorker
+from meshrl.rpc.clients.queue import QueueClient
+from meshrl.simulation.disk import SimulatedCheckpoints, StoredCheckpoint
+from meshrl.simulation.mesh import Parts
+from meshrl.simulation.stand_ins import PacedEngine
+from meshrl.trainer.checkpoint.checkpoint import Keep, Tensors, TrainerState
+from meshrl.trainer.data.feeder import Feeder
+from meshrl.trainer.distributed import World
+from meshrl.transferqueue.model.group import Grant, Group
+from meshrl.transferqueue.model.records import Exit, TakenBatch
+from meshrl.transferqueue.model.run import Run
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.store import CommitLog, Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """One planted bug."""
+
+    what: str
+    """In one line."""
+    parts: Parts
+
+
+def _with_run(kind: type[Run]) -> Parts:
+    """The queue with another class of runs."""
+
+    class Planted(TransferQueue):
+        def _make_run(self, spec: RunSpec, number: int) -> Run:
+            clock = asyncio.get_running_loop().time
+            return kind(spec, number, commit_log=self._commit_log, expiry=self._expiry, clock=clock)
+
+    return Parts(queue=Planted)
+
+
+class _ImpatientLog(CommitLog):
+    async def flush(self) -> None:
+        return
+
+
+class _AcknowledgesEarly(TransferQueue):
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self._commit_log = _ImpatientLog(store, self._recover)
+
+
+class _SettlesInMemory(TransferQueue):
+    async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
+        settling = asyncio.ensure_future(
+            super().settle(run, epoch=epoch, step=step, batch_id=batch_id)
+        )
+        settling.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+
+class _TakesAnew(TransferQueue):
+    _takes = 0
+
+    async def _take(
+        self, run: str, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
+    ) -> Batch:
+        type(self)._takes += 1
+        return await super()._take(run, epoch, step, groups, f"{batch_id}#{self._takes:06}", wait_s)
+
+    async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
+        known = [b for b in self._run(run).batches if b.startswith(f"{batch_id}#")]
+        newest = max(known, default=batch_id)
+        await super().settle(run, epoch=epoch, step=step, batch_id=newest)
+
+
+class _WritesUnderAnyToken(TransferQueue):
+    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+        await super().write_packed(run, stage, [self._held(run, stage, g) for g in groups])
+
+    def _held(self, run: str, stage: str, write: PackedGroup) -> PackedGroup:
+        state = self._run(run)
+        group = state.by_task.get(write.task)
+        number = state.stages[stage].number
+        mask = sum(1 << index for index in write.indices)
+        for grant in group.grants if group is not None else ():
+            if grant.stage == number and grant.mask & mask == mask:
+                return replace(write, token=grant.token)
+        return write
+
+
+class _MovesTheCursorEarly(TransferQueue):
+    async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
+        count = await super().admit(run, tasks, cursor=cursor, wait_s=wait_s)
+        state = self._run(run)
+        state.move_cursor(cursor)
+        state.save()
+        return count
+
+
+class _ForgetsExpiredRows(TransferQueue):
+    def _expired(self, grant: Grant) -> None:
+        return
+
+
+class _KnowsNoEpoch(Run):
+    def check_epoch(self, epoch: int) -> None:
+        return
+
+
+class _KeepsWhatItSettled(Run):
+    def rewind(self, step: int, *rest: Any, **named: Any) -> int:
+        return 0
+
+
+class _CommitsOneStepMore(Run):
+    def commit(self, step: int) -> None:
+        super().commit(step + 1)
+
+
+class _LeavesOldBatchesTaken(Run):
+    def give_back(self, batches: Sequence[TakenBatch]) -> None:
+        super().give_back([batch for batch in batches if batch.settled])
+
+
+class _RepeatsTokens(Run):
+    def next_token(self) -> int:
+        token = super().next_token()
+        return token - token % 2
+
+
+class _CountsStaleRowsTwice(Run):
+    def remove_rows(self, group: Group, mask: int, exit_: Exit, reason: str) -> None:
+        if exit_ is Exit.STALE:
+            self._ledger.leave(1, exit_, reason)
+        super().remove_rows(group, mask, exit_, reason)
+
+
+class _RingsNoBell(Run):
+    def offer(self, group: Group) -> None:
+        self.complete.add(group)
+
+
+class _LabelsBatchesByTheirStart(PacedEngine):
+    """A label is the version at the start of the request."""
+
+    def generate(self, request: Any) -> Any:
+        self._labels = getattr(self, "_labels", self.version)
+        if not self._running:
+            self._labels = self.version
+        return super().generate(request)
+
+    def _delta(self, count: int, finish_reason: str) -> GenerateDelta:
+        return replace(super()._delta(count, finish_reason), version=self._labels)
+
+
+class _ReportsTheNewestVersion(RolloutWorker):
+    async def _rollout(self, row: Any, engine: Any) -> Any:
+        result = await super()._rollout(row, engine)
+        facts = getattr(result, "facts", None)
+        return (
+            result if facts is None else replace(result, facts=replace(facts, oldest=facts.newest))
+        )
+
+
+class _SkipsAPrompt(Feeder):
+    def _start(self, state: RunState) -> int:
+        position = super()._start(state)
+        return position + 1 if position else 0
+
+
+class _SettlesOnce(QueueClient):
+    async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
+        self._connection.retry_s = 0.0
+        try:
+            await super().settle(run, epoch=epoch, step=step, batch_id=batch_id)
+        except UnavailableError:
+            return
+
+
+class _AcknowledgesUnwritten(SimulatedCheckpoints):
+    def write(
+        self, root: Path, tensors: Tensors, state: TrainerState, world: World, *, keep: Keep
+    ) -> Path:
+        version = Version(state.epoch, state.step)
+        sweeps = self._disk.sweeps
+
+        def rename(_: object) -> None:
+            if self._disk.sweeps == sweeps:
+                self._disk.stored.append(StoredCheckpoint(state, tensors))
+
+        if world.is_main:
+            self._takes().add_done_callback(rename)
+        return self._path(root, version)
+
+
+class _SweepsNothing(SimulatedCheckpoints):
+    def sweep(self, root: Path) -> None:
+        return
+
+
+MUTANTS: Final[Mapping[str, Mutant]] = {
+    "early_acknowledgement": Mutant(
+        what="the queue answers before a change is durable",
+        parts=Parts(queue=_AcknowledgesEarly),
+    ),
+    "settle_in_memory": Mutant(
+        what="`settle` alone is answered before it is durable", parts=Parts(queue=_SettlesInMemory)
+    ),
+    "take_forgets_batch_id": Mutant(
+        what="a repeated `take` gives another batch", parts=Parts(queue=_TakesAnew)
+    ),
+    "write_under_any_token": Mutant(
+        what="a write counts if anybody holds the row", parts=Parts(queue=_WritesUnderAnyToken)
+    ),
+    "cursor_early": Mutant(
+        what="the feeder's position moves before all of its tasks are in",
+        parts=Parts(queue=_MovesTheCursorEarly),
+    ),
+    "expired_rows_forgotten": Mutant(
+        what="rows of an expired lease are not given out again",
+        parts=Parts(queue=_ForgetsExpiredRows),
+    ),
+    "no_epoch_fence": Mutant(
+        what="a trainer that lost the run is not refused", parts=_with_run(_KnowsNoEpoch)
+    ),
+    "no_rewind": Mutant(
+        what="`rewind` returns nothing to the queue", parts=_with_run(_KeepsWhatItSettled)
+    ),
+    "commit_off_by_one": Mutant(
+        what="`commit` releases the step after the checkpoint", parts=_with_run(_CommitsOneStepMore)
+    ),
+    "batches_stay_taken": Mutant(
+        what="`acquire` leaves an older trainer's batch taken",
+        parts=_with_run(_LeavesOldBatchesTaken),
+    ),
+    "token_repeats": Mutant(
+        what="two grants share a fencing token", parts=_with_run(_RepeatsTokens)
+    ),
+    "stale_counted_twice": Mutant(
+        what="the ledger counts a stale group once too often",
+        parts=_with_run(_CountsStaleRowsTwice),
+    ),
+    "lost_wake_up": Mutant(
+        what="a complete group wakes no waiting `take`", parts=_with_run(_RingsNoBell)
+    ),
+    "label_at_start": Mutant(
+        what="tokens are labelled with the version at the start of the request",
+        parts=Parts(engine=_LabelsBatchesByTheirStart),
+    ),
+    "oldest_is_newest": Mutant(
+        what="a row is reported as young as its newest token",
+        parts=Parts(worker=_ReportsTheNewestVersion),
+    ),
+    "feeder_skips": Mutant(
+        what="a feeder that starts again leaves one prompt out", parts=Parts(feeder=_SkipsAPrompt)
+    ),
+    "settle_not_repeated": Mutant(
+        what="a `settle` that broke is not repeated", parts=Parts(client=_SettlesOnce)
+    ),
+    "checkpoint_early": Mutant(
+        what="the queue releases rows before the checkpoint is durable",
+        parts=Parts(checkpoints=_AcknowledgesUnwritten),
+    ),
+    "no_sweep": Mutant(
+        what="a fenced trainer may still put its checkpoint in place",
+        parts=Parts(checkpoints=_SweepsNothing),
+    ),
+}
+"""By name."""
+
+
+def hunt(
+    name: str, seeds: Sequence[int], run: Callable[[int, Parts], Sequence[str]]
+) -> tuple[int, str] | None:
+    """The first of `seeds` in which `run` finds the mutant, and what it says; None: in none."""
+    for seed in seeds:
+        if problems := run(seed, MUTANTS[name].parts):
+            return seed, problems[0]
+    return None

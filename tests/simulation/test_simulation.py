@@ -1,0 +1,90 @@
+"""Whole trainings in virtual time: one seed is one history, no seed fails, and planted bugs are found."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from meshrl.simulation.campaign import kind_of, minimise, story
+from meshrl.simulation.faults import Fault, Kind
+from meshrl.simulation.mesh import Shape, simulate
+from meshrl.simulation.mutants import MUTANTS, hunt
+
+SEEDS = 200
+"""In so many seeds each planted bug is found; most in one of the first five."""
+QUICK = (
+    "early_acknowledgement",
+    "expired_rows_forgotten",
+    "no_rewind",
+    "commit_off_by_one",
+    "token_repeats",
+    "stale_counted_twice",
+    "lost_wake_up",
+    "label_at_start",
+)
+"""Planted bugs that few seeds find; `meshrl simulate --mutant NAME` hunts the others."""
+HASH = "from meshrl.simulation.mesh import simulate; print(simulate(3, trace=True).trace_hash)"
+
+
+@pytest.fixture(autouse=True)
+def _without_logs() -> Iterator[None]:
+    """What services log while they are killed."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_one_seed_is_one_history_in_every_process() -> None:
+    hashes = set()
+    for hash_seed in ("0", "1"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run(
+            [sys.executable, "-c", HASH],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        hashes.add(done.stdout.strip())
+    assert len(hashes) == 1
+    assert hashes != {simulate(4, trace=True).trace_hash}
+
+
+def test_trainings_with_faults_lose_nothing_and_end() -> None:
+    for seed in range(12):
+        assert simulate(seed).problems == [], f"meshrl simulate --seed {seed} --replay"
+
+
+def test_a_training_without_faults_trains_every_row() -> None:
+    report = simulate(1, shape=Shape(prompts=12, group=3), faults=())
+    assert report.problems == []
+    assert report.trained == 36
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_planted_bug_is_found(name: str) -> None:
+    found = hunt(name, range(SEEDS), lambda seed, parts: simulate(seed, parts=parts).problems)
+    assert found is not None, MUTANTS[name].what
+
+
+def test_a_failing_seed_shrinks_to_the_faults_that_matter() -> None:
+    parts = MUTANTS["no_rewind"].parts
+    found = hunt("no_rewind", range(SEEDS), lambda seed, _: simulate(seed, parts=parts).problems)
+    assert found is not None
+    minimal = minimise(found[0], parts=parts)
+    assert minimal is not None
+    assert 1 <= len(minimal.faults) <= 2, list(story(minimal))
+    again = simulate(minimal.seed, shape=minimal.shape, faults=minimal.faults, parts=parts)
+    assert list(map(kind_of, again.problems)) == list(map(kind_of, minimal.report.problems))
+
+
+def test_a_killed_worker_costs_only_time() -> None:
+    kills = [Fault(at_s=second, kind=Kind.KILL, target="rollout-0") for second in range(2, 30, 3)]
+    report = simulate(7, shape=Shape(response_s=6.0), faults=kills)
+    assert report.problems == []
+    assert report.trained == 16
