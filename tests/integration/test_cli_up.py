@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,10 +28,11 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Files that pass every check of a recipe, though no model could be loaded from them."""
     monkeypatch.chdir(tmp_path)
     Path("my.yaml").write_text(RECIPE)
-    Path("train.jsonl").write_text("")
-    Path("mine.py").write_text("def compute_score(*given): return 0.0\n")
+    Path("train.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')
+    Path("mine.py").write_text("def compute_score(**given): return 0.0\n")
     Path("model").mkdir()
-    Path("model/config.json").write_text("{}")
+    Path("model/config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    Path("model/tokenizer.json").write_text("{}")
     Path("model/model.safetensors").write_text("")
     return tmp_path
 
@@ -75,7 +77,7 @@ def processes_of(directory: Path) -> list[str]:
 async def test_a_service_that_refuses_its_recipe_ends_the_run_in_one_line(workplace: Path) -> None:
     (workplace / "taken").write_text("a file, not a directory")
     code, out, err = await ended(await start("queue.path=taken"))
-    assert (code, err) == (2, ["error: queue: queue.path: taken: File exists"])
+    assert (code, err) == (2, [f"error: queue: queue.path: {workplace / 'taken'}: File exists"])
     assert "reward" not in out.split("run tiny: ")[1].split("\n", 1)[1]
     assert processes_of(workplace) == []
 
@@ -86,6 +88,26 @@ async def test_a_second_up_on_the_same_run_is_refused(workplace: Path) -> None:
         code, _, (line,) = await ended(await start())
     assert code == 2
     assert line.startswith("error: runs/tiny is in use: another `meshrl up` (pid ")
+
+
+async def test_a_refused_start_leaves_the_recipe_of_the_run_as_it_was(workplace: Path) -> None:
+    (workplace / "taken").write_text("a file, not a directory")
+    kept = workplace / "runs/tiny/recipe.yaml"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("the recipe that was accepted")
+    code, _, _ = await ended(await start("queue.path=taken", "rollout.n=4"))
+    assert code == 2
+    assert kept.read_text() == "the recipe that was accepted"
+
+
+async def test_a_busy_port_is_said_before_anything_starts(workplace: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code, out, (line,) = await ended(await start("--port", f"queue={port}"))
+    assert (code, out) == (75, "")
+    assert line == (
+        f"error: --port queue={port}: another program listens on 127.0.0.1:{port}; choose another port"
+    )
 
 
 async def test_a_signal_drains_and_nothing_is_left(workplace: Path) -> None:

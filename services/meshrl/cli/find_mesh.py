@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from meshrl.config.loading import load_recipe
+import click
+
+from meshrl.config.loading import load_run
 from meshrl.config.recipe import EVAL_SUFFIX, Recipe
 from meshrl.contract.errors import UnavailableError, UserError
 from meshrl.contract.ports import Queue
@@ -22,6 +25,9 @@ from meshrl.launcher.address_book import (
 from meshrl.rpc import tls
 from meshrl.rpc.queue_connection import connect_queue, open_stored_queue
 
+METRICS_NAME = "metrics.jsonl"
+TAIL_BYTES = 1 << 16
+"""More than the longest line of metrics.jsonl."""
 RETRY_S = 5.0
 """How long a command tries a service that does not answer."""
 Answer = TypeVar("Answer")
@@ -76,18 +82,44 @@ def find_mesh(
     address_book = AddressBook.load(directory / ADDRESS_BOOK_NAME)
     if not is_up(directory):
         if stopped:
-            recipe = load_recipe(address_book.recipe, check=False)
+            say_which(directory, address_book.run)
+            recipe = load_run(address_book.recipe)
             return Mesh(run=run or address_book.run, queue="", stopped=recipe)
         raise UnavailableError(
             f"the mesh in {directory} is not running; start it with: meshrl up {address_book.recipe}"
         )
-    tls.use(load_recipe(address_book.recipe, check=False).tls.certificates)
+    say_which(directory, address_book.run)
+    tls.use(load_run(address_book.recipe).tls.certificates)
     return Mesh(
         run=run or address_book.run,
         queue=address_book.peers()["queue"],
         trainer=address_book.address("trainer"),
         fleet={name: entry.address for name, entry in address_book.of_kind("rollout").items()},
     )
+
+
+def say_which(directory: Path, run: str) -> None:
+    """Tell a person which run and step the answer is about, on stderr: stdout is for the answer."""
+    step = last_step(directory / METRICS_NAME)
+    state = "" if is_up(directory) else ", not running"
+    made = "no step yet" if step is None else f"step {step}"
+    click.echo(f"run {run} in {directory}: {made}{state}", err=True)
+
+
+def last_step(metrics: Path) -> int | None:
+    """The step of the last whole line of metrics.jsonl; None before the first."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, metrics.stat().st_size - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return None
 
 
 def reward_address(run_dir: Path | None, address: str | None) -> str:
@@ -104,5 +136,6 @@ def reward_address(run_dir: Path | None, address: str | None) -> str:
         raise UnavailableError(
             f"the mesh in {directory} is not running; start it with: meshrl up {address_book.recipe}"
         )
-    tls.use(load_recipe(address_book.recipe, check=False).tls.certificates)
+    say_which(directory, address_book.run)
+    tls.use(load_run(address_book.recipe).tls.certificates)
     return address_book.address("reward")

@@ -161,6 +161,51 @@ def save_recipe(recipe: Recipe, path: Path) -> None:
     replace_file(path, text)
 
 
+def anchored(recipe: Recipe) -> Recipe:
+    """The same recipe with absolute paths, its run's directory among them: it means the same from everywhere."""
+
+    def absolute(path: Path) -> Path:
+        return path if path.parts[:1] == ("~",) else path.absolute()
+
+    run = recipe.run.model_copy(update={"dir": recipe.run.path})
+    return _with_paths(recipe.model_copy(update={"run": run}), absolute)
+
+
+def load_run(path: Path) -> Recipe:
+    """The recipe of the run in whose directory `path` lies, wherever that was when it ran.
+
+    Paths under the directory of then are paths under the directory of now. A recipe of an earlier version has paths
+    relative to where `up` was called; those that are not there are looked for beside `runs/`.
+
+    Raises:
+        ConfigError: no such file, or no recipe.
+    """
+    recipe, here = load_recipe(path, check=False), path.parent
+    before = recipe.run.path
+
+    def moved(each: Path) -> Path:
+        if each.is_relative_to(before):
+            return here / each.relative_to(before)
+        beside = here.absolute().parent.parent / each
+        return beside if not each.exists() and beside.exists() else each
+
+    run = recipe.run.model_copy(update={"dir": before})
+    return _with_paths(recipe.model_copy(update={"run": run}), moved)
+
+
+def _with_paths(recipe: Recipe, change: Callable[[Path], Path]) -> Recipe:
+    """The recipe with every path changed."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, Path):
+            return change(value)
+        if isinstance(value, dict):
+            return {key: walk(inner) for key, inner in value.items()}
+        return [walk(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+    return Recipe.model_validate(walk(recipe.model_dump()))
+
+
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Loc, str]]:
     """The sections of a YAML file, and the `file:line` of each key. Raises ConfigError."""
     try:

@@ -72,7 +72,7 @@ class AddressBook:
         """Write the file at once: a reader sees the old address book or this one, never a part."""
         fields = {
             "run": self.run,
-            "recipe": str(self.recipe),
+            "recipe": self.recipe.name if self.recipe.parent == path.parent else str(self.recipe),
             "services": {name: asdict(entry) for name, entry in self.services.items()},
         }
         replace_file(path, json.dumps(fields, indent=2) + "\n")
@@ -83,7 +83,11 @@ class AddressBook:
         try:
             fields = json.loads(path.read_text())
             entries = {name: Entry(**entry) for name, entry in fields["services"].items()}
-            return cls(run=fields["run"], recipe=Path(fields["recipe"]), services=entries)
+            recipe = Path(fields["recipe"])
+            # Beside the book, wherever a copy of both lies now; 0.1 wrote the path from where `up` was called.
+            beside = path.parent / recipe.name
+            recipe = beside if len(recipe.parts) == 1 or beside.exists() else recipe
+            return cls(run=fields["run"], recipe=recipe, services=entries)
         except FileNotFoundError as error:
             raise NotFoundError(f"no address book at {path}; is the mesh up?") from error
         except (ValueError, KeyError, TypeError) as error:

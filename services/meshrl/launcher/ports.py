@@ -22,12 +22,13 @@ def free_port(host: str, taken: Collection[int] = ()) -> int:
     draw = random.SystemRandom()
     for _ in range(TRIES):
         port = draw.randint(LOWEST, HIGHEST)
-        if port not in taken and _is_free(host, port):
+        if port not in taken and is_free(host, port):
             return port
     raise CapacityError(f"no free port found on {host} between {LOWEST} and {HIGHEST}")
 
 
-def _is_free(host: str, port: int) -> bool:
+def is_free(host: str, port: int) -> bool:
+    """Whether no program listens on `port` of `host` now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         try:

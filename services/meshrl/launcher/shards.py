@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from meshrl.config.loading import save_recipe
+from meshrl.config.loading import anchored, save_recipe
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import ConflictError, CorruptError, UserError
 from meshrl.contract.files import replace_file
@@ -87,7 +87,9 @@ class ShardOperations:
                 await self._supervisor.dismiss(name)
                 raise
             self._started = ""
-            save_recipe(_with_shards(self._recipe, shards), self._plan.address_book.recipe)
+            save_recipe(
+                anchored(_with_shards(self._recipe, shards)), self._plan.address_book.recipe
+            )
             self._plan.list_shard(name)
             self._log(f"queue: added {name}, {shards} shards")
             return {"added": name, "shards": shards}

@@ -24,6 +24,8 @@ class MeshStatus:
     """Of every process, updated by the supervisor."""
     started: float = field(default_factory=time.monotonic)
     trainer: TrainerStatus | None = None
+    steps: int = 0
+    """Seen to be made since `up` began."""
     rewards: dict[int, float] = field(default_factory=dict)
     """Mean reward by step."""
     scores: dict[int, float] = field(default_factory=dict)
@@ -37,6 +39,7 @@ class MeshStatus:
     def see(self, status: TrainerStatus) -> bool:
         """Take a status in; True when it brings another step."""
         fresh = self.trainer is None or status.step != self.trainer.step
+        self.steps += self.trainer is not None and status.step > self.trainer.step
         if status.reward_mean is not None and status.step:
             self.rewards[status.step] = status.reward_mean
         if status.held_out_score is not None:

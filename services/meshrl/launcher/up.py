@@ -12,7 +12,6 @@ from functools import partial
 from rich.console import Console
 from rich.live import Live
 
-from meshrl.config.loading import save_recipe
 from meshrl.config.recipe import Recipe
 from meshrl.contract.types import TrainerStatus
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, run_lock
@@ -22,11 +21,18 @@ from meshrl.launcher.health import health_probe
 from meshrl.launcher.logs import MergedLog
 from meshrl.launcher.observer import Observer
 from meshrl.launcher.plan import LaunchPlan
+from meshrl.launcher.run_directory import (
+    busy_port,
+    finished_line,
+    note_finished,
+    recipe_on_trial,
+)
 from meshrl.launcher.shards import ShardOperations, with_recorded_shards
 from meshrl.launcher.status import MeshStatus
 from meshrl.launcher.supervisor import Supervisor, Verdict
 from meshrl.launcher.view import final_table, live_view, step_line, waiting_lines
 from meshrl.rpc import tls
+from meshrl.rpc.exit_codes import Exit
 
 REDRAW_S = 0.25
 STEP_LINE_S = 3.0
@@ -48,11 +54,21 @@ def up(recipe: Recipe, *, fixed_ports: Mapping[str, int], plain: bool) -> int:
     directory.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, soft_wrap=True)
     with run_lock(directory):
-        save_recipe(recipe, directory / RECIPE_NAME)
-        plan = LaunchPlan(
-            recipe, directory / RECIPE_NAME, directory / ADDRESS_BOOK_NAME, fixed_ports
-        )
-        verdict, mesh_status = asyncio.run(_supervise(recipe, plan, console, plain))
+        if (line := finished_line(recipe)) is not None:
+            console.print(line)
+            return Exit.DONE
+        if (line := busy_port(fixed_ports)) is not None:
+            print(f"error: {line}", file=sys.stderr)
+            return Exit.PORT_IN_USE
+        with recipe_on_trial(recipe, directory / RECIPE_NAME) as accept:
+            plan = LaunchPlan(
+                recipe, directory / RECIPE_NAME, directory / ADDRESS_BOOK_NAME, fixed_ports
+            )
+            verdict, mesh_status = asyncio.run(_supervise(recipe, plan, console, plain))
+            if verdict.code != Exit.USER_ERROR or mesh_status.steps:
+                accept()
+        if verdict.finished:
+            note_finished(recipe, mesh_status.trainer.step if mesh_status.trainer else 0)
     mesh_status.recall(recipe.metrics_path)
     files = {
         "checkpoints": str(recipe.checkpoint_dir),

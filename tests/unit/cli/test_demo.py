@@ -10,11 +10,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from click.testing import CliRunner
 
+from meshrl.cli.demo.command import _start_afresh, demo
 from meshrl.cli.demo.report import History, draw_curves, summary
 from meshrl.cli.demo.trace import programs
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Ledger
+from meshrl.launcher.address_book import AddressBook, is_up, run_lock
 
 ROOT = Path(__file__).parents[3]
 
@@ -135,3 +138,50 @@ def test_a_run_that_left_no_history_is_named(tmp_path: Path) -> None:
     path.write_text("")
     with pytest.raises(UserError, match="0 steps and 0 evaluations"):
         History.read(path)
+
+
+def test_a_directory_that_is_no_demos_keeps_its_files(tmp_path: Path) -> None:
+    notes = tmp_path / "thesis" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("years of work")
+    with pytest.raises(UserError, match=r"is not the directory of a demo \(it has thesis\)"):
+        _start_afresh(tmp_path, Path("runs/demo/assets/model"))
+    assert notes.read_text() == "years of work"
+
+
+def test_the_directory_of_another_run_keeps_its_files(tmp_path: Path) -> None:
+    run(tmp_path, model=Path("models/qwen"))
+    with pytest.raises(UserError, match="is not the directory of a demo"):
+        _start_afresh(tmp_path, Path("runs/demo/assets/model"))
+    assert (tmp_path / "queue" / "data").exists()
+
+
+def test_an_earlier_demo_makes_room_but_for_its_model_and_the_lock(tmp_path: Path) -> None:
+    run(tmp_path, model=tmp_path / "assets" / "model")
+    (tmp_path / "assets").mkdir()
+    with run_lock(tmp_path):
+        _start_afresh(tmp_path, tmp_path / "assets" / "model")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["assets", "up.lock"]
+        assert is_up(tmp_path)
+
+
+def test_a_demo_leaves_the_directory_of_a_running_mesh_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, model=Path("runs/demo/assets/model"))
+    monkeypatch.chdir(Path(__file__).parents[3])
+    with run_lock(tmp_path):
+        done = CliRunner().invoke(demo, [f"run.dir={tmp_path}"])
+    assert isinstance(done.exception, UserError)
+    assert "is in use" in str(done.exception)
+    assert (tmp_path / "queue" / "data").exists()
+
+
+def run(directory: Path, model: Path) -> None:
+    """What a run leaves."""
+    (directory / "queue").mkdir()
+    (directory / "queue" / "data").write_text("rows")
+    (directory / "recipe.yaml").write_text(f"model: {{path: {model}}}\n")
+    AddressBook(run="demo", recipe=directory / "recipe.yaml", services={}).save(
+        directory / "mesh.json"
+    )

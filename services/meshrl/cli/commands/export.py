@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
+from meshrl.cli.find_mesh import say_which
 from meshrl.cli.options import PATH
-from meshrl.config import load_recipe
+from meshrl.config.loading import load_run
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
 
@@ -50,7 +51,9 @@ def export(
 ) -> None:
     """Write the newest checkpoint of a run to TARGET: config, safetensors, tokenizer; LoRA is merged."""
     directory = run_dir if run_dir is not None else newest_run_dir()
-    recipe = load_recipe(AddressBook.load(directory / ADDRESS_BOOK_NAME).recipe, check=False)
+    address_book = AddressBook.load(directory / ADDRESS_BOOK_NAME)
+    say_which(directory, address_book.run)
+    recipe = load_run(address_book.recipe)
     source = checkpoint if checkpoint is not None else recipe.checkpoint_dir
     if not source.is_dir():
         raise NotFoundError(f"no checkpoint yet: {source} is not there")
@@ -67,4 +70,6 @@ def export(
         dtype=dtype,
         max_shard_size=max_shard_size,
     )
-    click.echo(f"{made}: load it with transformers, vLLM or SGLang")
+    click.echo(
+        f"{made}: run {address_book.run}, {source}: load it with transformers, vLLM or SGLang"
+    )

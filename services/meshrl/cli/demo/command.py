@@ -13,7 +13,9 @@ import click
 
 from meshrl.cli.options import overrides_argument
 from meshrl.config import load_recipe
-from meshrl.contract.errors import UserError
+from meshrl.config.loading import load_run
+from meshrl.contract.errors import MeshError, UserError
+from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, LOCK_NAME, AddressBook, run_lock
 
 if TYPE_CHECKING:
     from meshrl.config.recipe import Recipe
@@ -36,28 +38,48 @@ def demo(overrides: tuple[str, ...], plain: bool) -> None:
         raise UserError(f"{RECIPE}: no such file; run the demo from a checkout's root")
     recipe = load_recipe(RECIPE, overrides, check=False)
     directory = recipe.run.path
-    _start_afresh(directory)
-    # Imported here: with them come gRPC and torch, and `--help` should answer at once.
-    from meshrl.cli.demo.prepare import prepare
-    from meshrl.launcher.up import up
+    directory.mkdir(parents=True, exist_ok=True)
+    # Held until the model is made: neither a running mesh nor another demo may lose its files.
+    with run_lock(directory):
+        _start_afresh(directory, recipe.model.path)
+        # Imported here: with them come gRPC and torch, and `--help` should answer at once.
+        from meshrl.cli.demo.prepare import prepare
+        from meshrl.launcher.up import up
 
-    click.echo("demo: a tiny model, its prompts and a short supervised warm start")
-    prepare(recipe.model.path.parent, seed=recipe.run.seed, report=_show_warm_start)
+        click.echo("demo: a tiny model, its prompts and a short supervised warm start")
+        prepare(recipe.model.path.parent, seed=recipe.run.seed, report=_show_warm_start)
     code = up(load_recipe(RECIPE, overrides), fixed_ports={}, plain=plain)
     if code == 0:
         _report(recipe)
     sys.exit(code)
 
 
-def _start_afresh(directory: Path) -> None:
-    """Remove what an earlier demo left, but not the model that it made."""
-    for path in directory.glob("*"):
-        if path.name == "assets":
-            continue
-        if path.is_dir():
+def _start_afresh(directory: Path, model: Path) -> None:
+    """Remove what an earlier demo left, but not the model that it made, nor the lock that the caller holds.
+
+    Raises:
+        UserError: something else is in the directory.
+    """
+    present = [path for path in directory.iterdir() if path.name not in ("assets", LOCK_NAME)]
+    if present and not _is_a_demos(directory, model):
+        raise UserError(
+            f"{directory} is not the directory of a demo (it has {present[0].name}): it would be emptied;"
+            " choose another run.dir"
+        )
+    for path in present:
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def _is_a_demos(directory: Path, model: Path) -> bool:
+    """Whether the run that this directory belongs to trained the demo's model."""
+    try:
+        recipe = AddressBook.load(directory / ADDRESS_BOOK_NAME).recipe
+        return load_run(recipe).model.path.resolve() == model.resolve()
+    except MeshError:
+        return False
 
 
 def _show_warm_start(phase: str, progress: SftProgress) -> None:

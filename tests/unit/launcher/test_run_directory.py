@@ -1,0 +1,115 @@
+"""A run's directory keeps the recipe that was accepted, knows its end, and means the same wherever it lies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshrl.cli.find_mesh import find_mesh, last_step
+from meshrl.config import load_recipe
+from meshrl.config.loading import anchored, load_run, save_recipe
+from meshrl.config.recipe import Recipe
+from meshrl.launcher.address_book import AddressBook
+from meshrl.launcher.run_directory import finished_line, note_finished, recipe_on_trial
+
+TEXT = """
+run: {name: my}
+model: {path: model}
+data: {train_files: [train.jsonl]}
+trainer: {total_training_steps: 15}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text(TEXT)
+    return load_recipe(Path("my.yaml"), check=False)
+
+
+def started(recipe: Recipe) -> Path:
+    """The directory of a run as `up` leaves it."""
+    directory = recipe.run.path
+    directory.mkdir(parents=True)
+    save_recipe(anchored(recipe), directory / "recipe.yaml")
+    book = AddressBook(run=recipe.run.name, recipe=directory / "recipe.yaml", services={})
+    book.save(directory / "mesh.json")
+    (directory / "metrics.jsonl").write_text('{"step": 14}\n{"step": 15}\n{"st')
+    return directory
+
+
+def test_a_renamed_run_answers_for_itself_while_another_has_its_name(
+    recipe: Recipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(recipe).rename("runs/old")
+    started(recipe)
+    found = find_mesh(Path("runs/old"), None, None, stopped=True)
+    assert found.stopped is not None
+    assert found.stopped.queue_path == Path("runs/old/queue")
+    assert found.stopped.checkpoint_dir == Path("runs/old/checkpoints")
+    assert capsys.readouterr().err == "run my in runs/old: step 15, not running\n"
+
+
+def test_a_run_is_read_from_any_working_directory(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = started(recipe).absolute()
+    monkeypatch.chdir("/")
+    found = load_run(AddressBook.load(directory / "mesh.json").recipe)
+    assert found.queue_path == directory / "queue"
+    assert found.model.path == tmp_path / "model"
+
+
+def test_the_address_book_names_its_recipe_by_a_path_relative_to_itself(recipe: Recipe) -> None:
+    directory = started(recipe)
+    assert json.loads((directory / "mesh.json").read_text())["recipe"] == "recipe.yaml"
+
+
+def test_a_moved_run_of_an_earlier_version_answers_for_itself_too(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = started(recipe)
+    save_recipe(recipe, directory / "recipe.yaml")  # relative paths, and no run.dir
+    fields = {"run": "my", "recipe": "runs/my/recipe.yaml", "services": {}}
+    (directory / "mesh.json").write_text(json.dumps(fields))
+    directory.rename("runs/old")
+    Path("model").mkdir()
+    monkeypatch.chdir("/")
+    found = load_run(AddressBook.load(tmp_path / "runs/old/mesh.json").recipe)
+    assert found.queue_path == tmp_path / "runs/old/queue"
+    assert found.model.path == tmp_path / "model"
+
+
+def test_a_refused_recipe_does_not_replace_the_accepted_one(recipe: Recipe) -> None:
+    path = started(recipe) / "recipe.yaml"
+    before = path.read_text()
+    other = load_recipe(Path("my.yaml"), ["rollout.n=4"], check=False)
+    with pytest.raises(KeyboardInterrupt), recipe_on_trial(other, path):
+        assert load_recipe(path, check=False).rollout.n == 4  # what the services read meanwhile
+        raise KeyboardInterrupt
+    assert path.read_text() == before
+    with recipe_on_trial(other, path) as accept:
+        accept()
+    assert load_recipe(path, check=False).rollout.n == 4
+
+
+def test_a_finished_run_says_so_until_it_is_asked_for_more(recipe: Recipe) -> None:
+    assert finished_line(recipe) is None
+    (started(recipe) / "checkpoints" / "step-15").mkdir(parents=True)
+    assert finished_line(recipe) is None
+    note_finished(recipe, 15)
+    line = finished_line(recipe)
+    assert line is not None
+    assert line.startswith("run my is finished at step 15; files in runs/my\n")
+    more = load_recipe(Path("my.yaml"), ["trainer.total_training_steps=20"], check=False)
+    assert finished_line(more) is None
+    anew = load_recipe(Path("my.yaml"), ["trainer.resume_mode=disable"], check=False)
+    assert finished_line(anew) is None
+
+
+def test_the_last_step_is_that_of_the_last_whole_line(tmp_path: Path) -> None:
+    assert last_step(tmp_path / "metrics.jsonl") is None
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n{"step": 4, "rew')
+    assert last_step(tmp_path / "metrics.jsonl") == 3
