@@ -152,6 +152,7 @@ async def test_claims_need_a_token_where_tokens_are_configured(
         {"name": "b", "roles": ["read"], "sha256": other_digest},
     ]
     tokens = tmp_path / "tokens.yaml"
+    tokens.touch(0o600)
     tokens.write_text(json.dumps({"tokens": entries}))
     async with claiming(talking_model, tokens=tokens) as (mesh, http):
         assert (await claim(mesh, http)).status_code == 401

@@ -68,6 +68,7 @@ class Service:
 def write_tokens(path: Path) -> dict[str, str]:
     new = {name: new_token() for name in ROLES}
     entries = [{"name": n, "roles": ROLES[n], "sha256": digest} for n, (_, digest) in new.items()]
+    path.touch(0o600)
     path.write_text(yaml.safe_dump({"tokens": entries}))
     return {name: token for name, (token, _) in new.items()}
 
@@ -319,6 +320,7 @@ def certificates(directory: Path) -> Certificates:
 
     authority = trustme.CA()
     certificate = authority.issue_cert("127.0.0.1", "localhost")
+    (directory / "key.pem").touch(0o600)
     certificate.private_key_pem.write_to_path(directory / "key.pem")
     for number, blob in enumerate(certificate.cert_chain_pems):
         blob.write_to_path(directory / "cert.pem", append=number > 0)

@@ -268,6 +268,7 @@ async def test_patches_travel_over_tls_where_the_mesh_does(
     authority = trustme.CA()
     (tmp_path / "ca.pem").write_bytes(authority.cert_pem.bytes())
     mine = authority.issue_cert("127.0.0.1")
+    (tmp_path / "key.pem").touch(0o600)
     mine.private_key_pem.write_to_path(tmp_path / "key.pem")
     for blob in mine.cert_chain_pems:
         blob.write_to_path(tmp_path / "cert.pem", append=True)

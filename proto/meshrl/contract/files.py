@@ -1,9 +1,14 @@
-"""Makes files durable, and replaces files atomically."""
+"""Makes files durable, replaces files atomically, and checks that a secret is nobody else's to read."""
 
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
+
+from meshrl.contract.errors import ConfigError
+
+FOR_OTHERS = stat.S_IROTH | stat.S_IWOTH
 
 
 def sync(path: Path) -> None:
@@ -28,3 +33,29 @@ def replace_file(path: Path, content: str | bytes) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     draft.write_bytes(content if isinstance(content, bytes) else content.encode())
     draft.replace(path)
+
+
+def check_private_file(path: Path, what: str) -> None:
+    """Refuse a file of secrets (a key, tokens, a password) that every user of the machine may read or change.
+
+    Its group may have access: secret mounts are often `root:<group>` with mode 0440. A link's target counts.
+
+    Args:
+        path: The file.
+        what: How the message calls it, such as the recipe's key.
+
+    Raises:
+        ConfigError: the file is open to others, or is not there.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise ConfigError(f"{what}: {path}: {error.strerror}") from error
+    if mode & FOR_OTHERS:
+        may = " and ".join(
+            word for bit, word in ((stat.S_IROTH, "read"), (stat.S_IWOTH, "change")) if mode & bit
+        )
+        raise ConfigError(
+            f"{what}: every user of this machine may {may} {path} (mode {stat.S_IMODE(mode):04o}): "
+            f"chmod o-rw {path}"
+        )

@@ -22,6 +22,7 @@ from meshrl.contract.errors import (
     ForbiddenError,
     UnauthenticatedError,
 )
+from meshrl.contract.files import check_private_file
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +116,7 @@ class TokenStore:
 
 
 def _read(path: Path) -> Sequence[TokenEntry]:
+    check_private_file(path, "tokens file")
     try:
         return TokenFile.model_validate(yaml.safe_load(path.read_text())).tokens
     except OSError as error:

@@ -15,6 +15,7 @@ import grpc
 
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.errors import ConfigError
+from meshrl.contract.files import check_private_file
 
 TOKEN_VARIABLE: Final = "MESHRL_TOKEN"
 """The bearer token that this process sends with every call."""
@@ -97,6 +98,8 @@ def _pem(tls: Certificates, name: str) -> bytes | None:
     path: Path | None = getattr(tls, name)
     if path is None:
         return None
+    if name == "key":
+        check_private_file(path, "tls.key")
     try:
         data = path.read_bytes()
     except OSError as error:

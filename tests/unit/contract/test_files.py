@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.contract.files import replace_file
+from meshrl.contract.errors import ConfigError
+from meshrl.contract.files import check_private_file, replace_file
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(
@@ -26,3 +27,30 @@ def test_a_file_is_replaced_whole_or_not_at_all(
     with pytest.raises(KeyboardInterrupt):
         replace_file(path, "new")
     assert path.read_bytes() == b"bytes\n"
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o600, 0o440, 0o660])
+def test_a_secret_that_only_its_owner_and_group_may_read_is_accepted(
+    tmp_path: Path, mode: int
+) -> None:
+    secret = tmp_path / "secret"
+    secret.touch()
+    secret.chmod(mode)
+    link = tmp_path / "link"
+    link.symlink_to(secret)
+    check_private_file(link, "tls.key")
+
+
+@pytest.mark.parametrize(
+    ("mode", "may"), [(0o644, "read"), (0o602, "change"), (0o666, "read and change")]
+)
+def test_a_secret_that_everybody_may_read_or_change_is_refused_with_the_remedy(
+    tmp_path: Path, mode: int, may: str
+) -> None:
+    secret = tmp_path / "secret"
+    secret.touch()
+    secret.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"tls\.key: every user .* may {may} .*: chmod o-rw"):
+        check_private_file(secret, "tls.key")
+    with pytest.raises(ConfigError, match=r"tls\.key: .*No such file"):
+        check_private_file(tmp_path / "absent", "tls.key")

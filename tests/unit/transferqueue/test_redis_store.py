@@ -357,6 +357,7 @@ async def test_passwords_are_read_from_a_file_and_never_printed(
 ) -> None:
     monkeypatch.setattr(redis_store, "OPEN_S", 0.0)
     secret = folder / "secret"
+    secret.touch(0o600)
     secret.write_text("hunter2\n")
     with running(folder / "a") as server:
         with server.client() as client:

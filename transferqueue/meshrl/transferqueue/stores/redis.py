@@ -31,6 +31,7 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
+from meshrl.contract.files import check_private_file
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.store import FORMAT, Operation, OwnerLostError, Table
 from meshrl.transferqueue.stores._redis_connection import RedisConnection
@@ -412,6 +413,7 @@ def build(config: QueueConfig, path: Path) -> RedisStore:
     """
     password = None
     if config.redis_password_file is not None:
+        check_private_file(config.redis_password_file, "queue.redis_password_file")
         try:
             password = config.redis_password_file.read_text().strip()
         except OSError as error:
