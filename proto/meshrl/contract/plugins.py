@@ -7,6 +7,7 @@ import difflib
 import importlib
 import importlib.util
 import pkgutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,39 @@ def load(package: str, name: str, attribute: str) -> Any:
     try:
         module = importlib.import_module(name if dotted else f"{places[name]}.{name}")
     except ModuleNotFoundError as error:
-        raise ConfigError(f"cannot load {name!r}: {error}") from error
+        raise ConfigError(f"cannot load {name!r}: {error}{where_it_stands(name)}") from error
     if not hasattr(module, attribute):
         raise ConfigError(f"module {module.__name__!r} defines no {attribute!r}")
     return getattr(module, attribute)
+
+
+def where_it_stands(name: str) -> str:
+    """What to do about a module that cannot be found although it stands in the working directory; else empty.
+
+    The services do not import from there: whoever writes a file into it would run code in them.
+    """
+    here, first = Path.cwd(), name.partition(".")[0]
+    if not first or not ((here / first).is_dir() or (here / f"{first}.py").is_file()):
+        return ""
+    return (
+        f"; {first!r} stands in the working directory, which is not searched: set PYTHONPATH={here}"
+    )
+
+
+def check_admitted(package: str, name: str, admitted: Collection[str], key: str) -> None:
+    """Refuse a name that came from elsewhere unless it is known, or among those that the loader's own recipe names.
+
+    `load` runs the module's code; whoever may call a service may not choose what code it runs.
+
+    Raises:
+        ConfigError: a dotted path that the recipe does not name; says at which `key` it may.
+    """
+    if name not in admitted and name not in known(package):
+        kind = package.rpartition(".")[2]
+        raise ConfigError(
+            f"{name[:200]!r} is none of the {kind} known here ({', '.join(known(package))}); one of your own is"
+            f" loaded only if the recipe of the service that loads it names it: {key}"
+        )
 
 
 def constant(package: str, name: str, attribute: str, default: Any) -> Any:

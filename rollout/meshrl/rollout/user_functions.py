@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from meshrl.contract.errors import ConfigError
+from meshrl.contract.plugins import where_it_stands
 
 
 def load_function(name: str, key: str) -> Callable[..., Any]:
@@ -26,7 +27,8 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
     try:
         module = _file(Path(place)) if in_file else importlib.import_module(place)
     except Exception as error:  # user code may raise any error
-        reason = f"{type(error).__name__}: {error}"
+        hint = where_it_stands(place) if isinstance(error, ModuleNotFoundError) else ""
+        reason = f"{type(error).__name__}: {error}{hint}"
         raise ConfigError(f"{key}: cannot import {name!r}: {reason}", key=key) from error
     value = getattr(module, attribute, None)
     if not callable(value):
@@ -48,7 +50,8 @@ def check_function(name: str, key: str) -> ast.FunctionDef | ast.AsyncFunctionDe
         raise ConfigError(f"{key}: no such file: {place}", key=key)
     if not in_file:
         if not _importable(place):
-            raise ConfigError(f"{key}: no module {place!r} can be imported", key=key)
+            hint = where_it_stands(place)
+            raise ConfigError(f"{key}: no module {place!r} can be imported{hint}", key=key)
         spec = importlib.util.find_spec(place)
         if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
             return None

@@ -86,7 +86,7 @@ class ProgramCache:
         """The program `name`.
 
         Raises:
-            ConfigError: no such program, or wrong options.
+            ConfigError: no such program, or wrong options; or it is neither known nor the recipe's own.
         """
         if name not in self._built:
             self._built[name] = self._build(name)
@@ -119,6 +119,7 @@ class ProgramCache:
                 await close()
 
     def _build(self, name: str) -> Program:
+        plugins.check_admitted(PROGRAMS, name, [self._name], "rollout.program")
         module = importlib.import_module(plugins.load(PROGRAMS, name, "__name__"))
         options = self._options if name == self._name else {}
         if hasattr(module, "build"):
@@ -352,8 +353,8 @@ class RolloutWorker:
             return Returned(uid=row.uid)
         except UnavailableError as error:
             await self._park(row, error)
-        except Exception as error:
-            # Programs are user code: an exception fails this row only.
+        except (Exception, SystemExit) as error:
+            # Programs are user code: an exception, or an exit, fails this row only.
             if deadline.expired():
                 reason = f"no result within {row.task.deadline_s:g} s"
                 return Failure(uid=row.uid, outcome=Outcome.TIMEOUT, reason=reason)

@@ -1,4 +1,12 @@
-"""`python -m meshrl.cli`: how `up` starts every service."""
+"""`python -P -m meshrl.cli`: how `up` starts every service."""
+
+import os
+import sys
+
+if not sys.flags.safe_path and sys.path[0] == os.getcwd():  # noqa: PTH109 - as Python wrote it
+    del sys.path[
+        0
+    ]  # as the console script: a file in the working directory is no module of the mesh
 
 from meshrl.cli.root import main
 

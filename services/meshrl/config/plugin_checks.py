@@ -199,7 +199,8 @@ def _name(at: Loc, package: str, name: str, others: tuple[str, ...] = ()) -> Ite
     key = ".".join(map(str, at))
     if "." in name:
         if not _importable(name):
-            yield at, f"{key}: no module {name!r} can be imported"
+            hint = plugins.where_it_stands(name)
+            yield at, f"{key}: no module {name!r} can be imported{hint}"
         return
     names = tuple(sorted((*plugins.known(package), *others)))
     if name not in names:

@@ -88,7 +88,7 @@ class LaunchPlan:
         def argv() -> tuple[str, ...]:
             entry = self.shard_entry(name)
             return (
-                *(sys.executable, "-m", "meshrl.cli", "serve", "queue"),
+                *(sys.executable, "-P", "-m", "meshrl.cli", "serve", "queue"),
                 *(str(self.address_book.recipe), f"queue.shards={shards + 1}", "--name", name),
                 *("--host", entry.host, "--port", str(entry.port)),
                 *("--metrics-port", str(entry.metrics_port)),
@@ -125,6 +125,7 @@ class LaunchPlan:
         argv = (
             *(
                 sys.executable,
+                "-P",
                 "-m",
                 "meshrl.cli",
                 "serve",

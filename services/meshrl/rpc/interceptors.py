@@ -214,7 +214,8 @@ def as_status(method: str, behavior: Behavior) -> Behavior:
             raise  # gRPC's own: already aborted, or the caller left during a write
         except MeshError as error:
             await _abort(context, error)
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            # One call may not end the server: `sys.exit` in code that a handler calls is this call's error too.
             log.exception("%s failed", method)
             await _abort(context, InfraError(f"{method}: {type(error).__name__}: {error}"))
 

@@ -30,6 +30,7 @@ from meshrl.simulation.stand_ins import PacedEngine
 from meshrl.trainer.checkpoint.checkpoint import Keep, Tensors, TrainerState
 from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.distributed import World
+from meshrl.transferqueue import sampling
 from meshrl.transferqueue.model.group import Grant, Group
 from meshrl.transferqueue.model.records import Exit, TakenBatch
 from meshrl.transferqueue.model.run import Run
@@ -52,7 +53,14 @@ def _with_run(kind: type[Run]) -> Parts:
     class Planted(TransferQueue):
         def _make_run(self, spec: RunSpec, number: int) -> Run:
             clock = asyncio.get_running_loop().time
-            return kind(spec, number, commit_log=self._commit_log, expiry=self._expiry, clock=clock)
+            return kind(
+                spec,
+                number,
+                sampler=sampling.build(spec.sampler),
+                commit_log=self._commit_log,
+                expiry=self._expiry,
+                clock=clock,
+            )
 
     return Parts(queue=Planted)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -68,6 +69,8 @@ async def test_a_function_imports_what_it_depends_on(
 ) -> None:
     if level is Isolation.STRICT and (why := no_bubblewrap()):
         pytest.skip(why)
+    if level is Isolation.WEAK and os.geteuid() == 0:
+        pytest.skip("nobody cannot read the folders of pytest")
     environment = environment_of(["counting-apples==1.0", "numpy"], wheelhouse, tmp_path / "cache")
     assert environment is not None
     assert environment.requirements == ("counting-apples==1.0",)

@@ -132,6 +132,17 @@ async def test_a_mistake_at_run_time_is_one_clear_line(function: str, problem: s
         await run(function, ["a"])
 
 
+async def test_a_task_names_no_code_that_the_recipe_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "planted").mkdir()
+    (tmp_path / "planted" / "program.py").write_text("raise SystemExit('planted')")
+    monkeypatch.syspath_prepend(tmp_path)
+    async with ProgramCache("single_turn") as programs:
+        with pytest.raises(ConfigError, match=r"names it: rollout\.program$"):
+            programs.get("planted.program")
+
+
 async def test_a_response_that_the_engine_aborted_is_not_trained() -> None:
     class Gone(Scripted):
         def _delta(self, tokens: Sequence[int], reason: str) -> Any:

@@ -74,6 +74,10 @@ class EchoServicer:
     def _answer(self, request: bytes) -> bytes:
         if request == b"fail":
             raise NotFoundError("nothing of that name", name="fail")
+        if request == b"exit":
+            raise SystemExit(2)
+        if request == b"interrupt":
+            raise KeyboardInterrupt
         return request
 
 
@@ -113,6 +117,18 @@ ARITIES = pytest.mark.parametrize(
     ids=["unary", "answers", "requests", "both"],
 )
 Call = Callable[[grpc.aio.Channel, bytes], Awaitable[Any]]
+
+
+@ARITIES
+@pytest.mark.parametrize("how", ["exit", "interrupt"])
+async def test_an_exit_in_a_handler_is_an_error_of_its_call_and_the_server_goes_on(
+    call: Call, answer: Any, how: str
+) -> None:
+    async with echoing() as (_, _, channel):
+        with pytest.raises(grpc.aio.AioRpcError, match=r"SystemExit|KeyboardInterrupt") as caught:
+            await call(channel, how.encode())
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert await call(channel, b"b") == answer
 
 
 def counted(server: GrpcServer, name: str, **labels: str) -> float | None:

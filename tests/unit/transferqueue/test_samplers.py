@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Version
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.queue import TransferQueue
@@ -39,7 +40,7 @@ class Sampler:
 
 async def first_batch(sampler: str) -> list[str]:
     """The first batch of three complete groups: t0 and t1 were sampled by version 0, t2 by version 1."""
-    actors = Actors(await TransferQueue.open(MemoryStore()))
+    actors = Actors(await TransferQueue.open(MemoryStore(), samplers=[sampler]))
     await actors.start(spec(max_staleness=5.0, sampler=sampler))
     await actors.feed(tasks(3))
     await actors.work(limit=4)
@@ -134,3 +135,20 @@ async def test_a_sampler_of_the_users_own_is_named_by_its_dotted_path(
     (package / "reverse.py").write_text(REVERSE)
     monkeypatch.syspath_prepend(tmp_path)
     assert await first_batch("my_samplers_for_a_test.reverse") == ["t2", "t1"]
+
+
+async def test_opening_a_run_imports_no_module_that_the_recipe_of_the_queue_does_not_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "planted").mkdir()
+    (tmp_path / "planted" / "source.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\n" + REVERSE
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    queue = await TransferQueue.open(MemoryStore(), samplers=["my_package.my_order"])
+    for name in ("planted.source", "lib2to3.__main__", "..fifo", "_private", ""):
+        with pytest.raises(ConfigError, match=r"only if the recipe .* names it: queue\.sampler"):
+            await queue.open_run(spec(sampler=name))
+    assert queue.runs == ()
+    await queue.close()
+    assert not (tmp_path / "ran").exists()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Self
 
@@ -44,6 +44,7 @@ from meshrl.contract.types import (
     Version,
     Waiting,
 )
+from meshrl.transferqueue import sampling
 from meshrl.transferqueue.model.group import Grant
 from meshrl.transferqueue.model.records import TakenBatch
 from meshrl.transferqueue.model.run import Run
@@ -76,6 +77,8 @@ class TransferQueue(RowMethods):
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._samplers: Collection[str] = ()
+        """Dotted paths that a run may name besides the known samplers."""
         self._runs: dict[str, Run] = {}
         self._payload = PayloadReader(store)
         self._commit_log = CommitLog(store, self._recover)
@@ -90,13 +93,16 @@ class TransferQueue(RowMethods):
         self._closing = False
 
     @classmethod
-    async def open(cls, store: Store) -> Self:
+    async def open(cls, store: Store, *, samplers: Collection[str] = ()) -> Self:
         """Read the store back and serve it; from now on the queue owns the store.
+
+        A run may name one of `samplers`, dotted paths, besides the known ones.
 
         Raises:
             UserError: another process owns the store, or it has another format. CorruptError: it cannot be read.
         """
         queue = cls(store)
+        queue._samplers = samplers
         try:
             await queue._recover()
         except BaseException:
@@ -459,7 +465,14 @@ class TransferQueue(RowMethods):
 
     def _make_run(self, spec: RunSpec, number: int) -> Run:
         clock = asyncio.get_running_loop().time
-        return Run(spec, number, commit_log=self._commit_log, expiry=self._expiry, clock=clock)
+        return Run(
+            spec,
+            number,
+            sampler=sampling.build(spec.sampler, self._samplers),
+            commit_log=self._commit_log,
+            expiry=self._expiry,
+            clock=clock,
+        )
 
     def _deadline(self, wait_s: float) -> float:
         return asyncio.get_running_loop().time() + max(0.0, wait_s)

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol, TypeAlias, cast
 
-from meshrl.contract.plugins import load
+from meshrl.contract.plugins import check_admitted, load
 from meshrl.contract.types import Version
 
 PACKAGE = "meshrl.transferqueue.samplers"
@@ -99,6 +99,10 @@ class OrderedSampler(OrderedNumbers):
         self.put(group.number, self.key(group))
 
 
-def build(name: str) -> Sampler:
-    """An instance of class `Sampler` of module `samplers.<name>` or of a dotted path. Raises ConfigError."""
+def build(name: str, admitted: Collection[str] = ()) -> Sampler:
+    """An instance of class `Sampler` of module `samplers.<name>`, or of a dotted path among `admitted`.
+
+    Whoever opens a run sends the name, so the service's own recipe says which code it may load. Raises ConfigError.
+    """
+    check_admitted(PACKAGE, name, admitted, "queue.sampler")
     return cast(Sampler, load(PACKAGE, name, "Sampler")())

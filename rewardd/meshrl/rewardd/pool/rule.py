@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.plugins import known
+from meshrl.contract.plugins import known, where_it_stands
 from meshrl.contract.types import Json
 from meshrl.rewardd.config import RewardConfig, RewardFunctionConfig
 from meshrl.rewardd.pool.signatures import ARGUMENTS, Kind
@@ -230,9 +230,10 @@ def _find(name: str) -> str:
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"no reward module {name!r}: {error}") from error
+        raise ConfigError(f"no reward module {name!r}: {error}{where_it_stands(name)}") from error
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
-        raise ConfigError(f"no reward module {name!r}: nothing to import under that name")
+        hint = where_it_stands(name)
+        raise ConfigError(f"no reward module {name!r}: nothing to import under that name{hint}")
     return spec.origin
 
 

@@ -206,7 +206,9 @@ def open_sandbox(
     if level is Isolation.OFF:
         return OpenSandbox(limits=limits, search=tuple(search), prepare=prepare)
     if level is Isolation.WEAK:
-        if os.geteuid() == 0 and (closed := _closed_to_others((*python_paths(), *readable))):
+        if os.geteuid() == 0 and (
+            closed := _closed_to_others((*python_paths(), *readable, *search))
+        ):
             raise ConfigError(
                 "reward sandbox 'weak' would run functions as root: the user nobody cannot read "
                 f"{closed}; run the service as an ordinary user, or chmod o+rX {closed}"
@@ -326,7 +328,7 @@ def _closed_to_others(paths: Iterable[Path]) -> Path | None:
     """The first folder, of these and of those above them, that the user nobody cannot read."""
     for path in map(Path.absolute, paths):
         for folder in (*reversed(path.parents), path):
-            if not _open_to_others(folder):
+            if folder.exists() and not _open_to_others(folder):
                 return folder
     return None
 

@@ -81,7 +81,7 @@ class SglangServer:
 
     name = "SGLang"
     package = "sglang"
-    module: tuple[str, ...] = ("-m", "sglang.launch_server")
+    module: tuple[str, ...] = ("-P", "-m", "sglang.launch_server")
     plugin: Path | None = PLUGIN_DIR
 
     def __init__(self, config: Config) -> None:

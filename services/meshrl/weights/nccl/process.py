@@ -98,7 +98,7 @@ class NcclProcess:
         config = self._config
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", _MODULE),
+                *(sys.executable, "-P", "-m", _MODULE),
                 *("--socket", str(fds[0]), "--memory", str(fds[1])),
                 *("--library", config.library, "--device", str(config.device)),
                 stdin=asyncio.subprocess.DEVNULL,

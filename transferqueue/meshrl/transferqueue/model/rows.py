@@ -28,6 +28,7 @@ class Rows:
         spec: RunSpec,
         number: int,
         *,
+        sampler: sampling.Sampler,
         commit_log: CommitLog,
         expiry: Expiry,
         clock: Callable[[], float],
@@ -45,7 +46,7 @@ class Rows:
         self._by_task: dict[str, Group] = {}
         self._ledger = RunLedger()
         self.audit_log: Final = AuditLog(number)
-        self.complete: Final = CompleteGroups(sampling.build(spec.sampler))
+        self.complete: Final = CompleteGroups(sampler)
         """Groups that can be taken now."""
         self.fair_share: Final = FairShare()
         """The workers of the stage that samples."""

@@ -25,6 +25,7 @@ from meshrl.transferqueue.model.records import (
 from meshrl.transferqueue.model.rows import Rows
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.model.waiting import Expiry
+from meshrl.transferqueue.sampling import Sampler
 from meshrl.transferqueue.store import CommitLog, Durations, Table, encode_record
 
 
@@ -36,11 +37,14 @@ class Run(Rows):
         spec: RunSpec,
         number: int,
         *,
+        sampler: Sampler,
         commit_log: CommitLog,
         expiry: Expiry,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(spec, number, commit_log=commit_log, expiry=expiry, clock=clock)
+        super().__init__(
+            spec, number, sampler=sampler, commit_log=commit_log, expiry=expiry, clock=clock
+        )
         self._record = RunRecord()
         self._batches: dict[str, TakenBatch] = {}
         self._dead = DeadLetters()

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.frames import strip_checksum
 from meshrl.contract.types import Ledger, RunSpec
+from meshrl.transferqueue import sampling
 from meshrl.transferqueue.model.group import bits, task_key
 from meshrl.transferqueue.model.records import ADMITTED
 from meshrl.transferqueue.model.run import Run
@@ -108,7 +109,8 @@ def _restored(meta: Sequence[tuple[bytes, bytes]]) -> dict[str, Run]:
     def make(spec: RunSpec, number: int) -> Run:
         commit_log = CommitLog(MemoryStore(), nowhere)
         clock = asyncio.get_running_loop().time
-        return Run(spec, number, commit_log=commit_log, expiry=expiry, clock=clock)
+        sampler = sampling.build("fifo")  # an audit takes nothing, in no order
+        return Run(spec, number, sampler=sampler, commit_log=commit_log, expiry=expiry, clock=clock)
 
     try:
         return restore(meta, make)

@@ -1,0 +1,49 @@
+"""What is loaded by name: known modules, and of others those that the service's own recipe names."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshrl.contract.errors import ConfigError
+from meshrl.contract.plugins import check_admitted, load
+
+SAMPLERS = "meshrl.transferqueue.samplers"
+
+
+@pytest.mark.parametrize("name", ["fifo", "my_package.my_order"])
+def test_known_names_and_those_of_the_recipe_are_admitted(name: str) -> None:
+    check_admitted(SAMPLERS, name, ["my_package.my_order"], "queue.sampler")
+
+
+@pytest.mark.parametrize("name", ["os.path", "lib2to3.__main__", "", "..fifo", "_private", "a\0b"])
+def test_any_other_name_is_refused_with_the_key_that_admits_it(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"none of the samplers known here .* queue\.sampler$"):
+        check_admitted(SAMPLERS, name, ["my_package.my_order"], "queue.sampler")
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_a_module_that_stands_in_the_working_directory_is_told_about_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_folder: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if as_folder:
+        Path("not_on_the_path").mkdir()
+    else:
+        Path("not_on_the_path.py").touch()
+    with pytest.raises(ConfigError, match=f"not searched: set PYTHONPATH={tmp_path}"):
+        load(SAMPLERS, "not_on_the_path.order", "Sampler")
+
+
+def test_a_service_imports_nothing_from_its_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise SystemExit('planted')")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "meshrl.cli", "--help"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
