@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
+import zstandard
 from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -187,3 +190,31 @@ def test_a_frame_whose_checksum_looks_like_the_magic_is_known_by_its_checksum(
     assert decompressed(made) == made
     with pytest.raises(CorruptError):
         decompressed(made[:4] + b"something else")
+
+
+def test_a_column_that_states_another_size_than_its_frame_is_refused_before_it_is_made() -> None:
+    bomb = zstandard.ZstdCompressor().compress(bytes(256 << 20))
+    assert len(bomb) < 32 << 10
+    column = compression._COLUMN.pack(0, 1, len(bomb), 8)
+    start = compression._HEAD.pack(compression.MAGIC, 8, 0, 1, 0)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptError, match="states 268435456 bytes, 8 announced"):
+            COMPRESSOR.decompress(start + column + bomb)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_column_that_states_no_size_is_made_up_to_the_announced_one_only() -> None:
+    maker = zstandard.ZstdCompressor(write_content_size=False)
+    bomb = maker.compress(bytes(256 << 20))
+    column = compression._COLUMN.pack(0, 1, len(bomb), 8)
+    start = compression._HEAD.pack(compression.MAGIC, 8, 0, 1, 0)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptError):
+            COMPRESSOR.decompress(start + column + bomb)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

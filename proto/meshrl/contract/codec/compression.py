@@ -38,6 +38,8 @@ SAMPLE_BYTES: Final = 16 << 10
 WORTH: Final = 0.92
 """A column whose sample keeps more than this part of its bytes is not compressed."""
 MAX_FRAME_BYTES: Final = 64 << 20
+MAX_WINDOW_BYTES: Final = 8 << 20
+"""What a decompressor may be asked to remember: zstandard's levels up to 19 need no more."""
 TAKES_COMPRESSED: Final = ("meshrl-frames", "zstd")
 """Metadata of a call whose answer may carry compressed frames. Any request may: every queue decompresses them."""
 MAGIC: Final = b"mz2\0"
@@ -67,7 +69,7 @@ class FrameCompressor:
         self._zstd = zstandard.ZstdCompressor(
             level=level, write_content_size=False, write_dict_id=False
         )
-        self._unzstd = zstandard.ZstdDecompressor()
+        self._unzstd = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
 
     def compress(self, frame: bytes | memoryview) -> bytes | None:
         """The frame in fewer bytes, or None where that does not pay. Raises CorruptError for what is not a frame."""
@@ -132,6 +134,10 @@ class FrameCompressor:
         narrow = _narrow_bytes(narrowing, raw)
         column: bytes | memoryview = data
         if planes:
+            # zstandard allocates what the data states of itself, whatever `max_output_size` is.
+            stated = zstandard.frame_content_size(data)
+            if stated not in (-1, narrow):
+                raise ValueError(f"a column states {stated} bytes, {narrow} announced")
             column = self._unzstd.decompress(data, max_output_size=max(1, narrow))
         if len(column) != narrow:
             raise ValueError(f"a column of {len(column)} bytes, {narrow} announced")
