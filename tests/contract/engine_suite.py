@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshrl.contract.errors import MeshError, NotFoundError, UnavailableError, UserError
+from meshrl.contract.errors import EngineGoneError, MeshError, NotFoundError, UserError
 from meshrl.contract.ports import Engine
 from meshrl.contract.types import (
     GenerateDelta,
@@ -234,5 +234,5 @@ class EngineSuite(ABC):
         await engine.close()
         answers = await asyncio.gather(*readers)
         assert {answer.finish_reason for answer in answers} == {"abort"}
-        with pytest.raises(UnavailableError):
+        with pytest.raises(EngineGoneError):
             await sample(engine, ask("late"))

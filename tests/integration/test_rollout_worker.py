@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from meshrl.contract import rows
-from meshrl.contract.errors import ConfigError, InfraError
+from meshrl.contract.errors import ConfigError, InfraError, UnavailableError
 from meshrl.contract.types import (
     ROLLOUT_COLUMNS,
     ROLLOUT_STAGE,
@@ -282,14 +282,18 @@ async def test_a_row_that_breaks_every_request_is_abandoned_in_the_end(
     assert {letter.outcome for letter in dead} == {Outcome.INFRA_FAULT}
 
 
-async def raising(task: Task, uid: Uid, engine: Generator, tokenizer: Tokenizer) -> Rollout:
-    """A program with a mistake in it."""
-    raise ValueError("no such tool")
-
-
-async def test_an_exception_of_a_program_does_not_open_the_breaker(
-    queue: TransferQueue, engine: echo.EchoEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "raised", [RuntimeError("no such tool"), UnavailableError("no such tool here: no route")]
+)
+async def test_an_exception_of_a_program_neither_opens_the_breaker_nor_ends_the_worker(
+    queue: TransferQueue,
+    engine: echo.EchoEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    raised: Exception,
 ) -> None:
+    async def raising(*given: object) -> Rollout:
+        raise raised
+
     program = ModuleType("raising.program")
     program.run = raising  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, program.__name__, program)

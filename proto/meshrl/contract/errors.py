@@ -109,6 +109,10 @@ class UnavailableError(MeshError):
     retryable = True
 
 
+class EngineGoneError(UnavailableError):
+    """The engine of this process has stopped, or was not started. Over a wire it is an UnavailableError."""
+
+
 class CorruptError(MeshError):
     """Stored or sent bytes are not what they were."""
 
@@ -122,10 +126,10 @@ class InfraError(MeshError):
 
 
 def _tree(root: type[MeshError]) -> dict[str, type[MeshError]]:
-    found = {root.code: root}
+    found: dict[str, type[MeshError]] = {}
     for child in root.__subclasses__():
         found |= _tree(child)
-    return found
+    return found | {root.code: root}
 
 
 BY_CODE: Mapping[str, type[MeshError]] = _tree(MeshError)

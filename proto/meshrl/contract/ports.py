@@ -242,7 +242,11 @@ class Engine(WeightSink, Protocol):
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
-        """Sample one response; the last delta has a `finish_reason`. Closing the iterator aborts the request."""
+        """Sample one response; the last delta has a `finish_reason`. Closing the iterator aborts the request.
+
+        Raises:
+            EngineGoneError: it has stopped, for all requests; this process must be restarted.
+        """
         ...
 
     @property

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from enum import StrEnum
 
-from meshrl.contract.errors import UnavailableError, UserError
+from meshrl.contract.errors import EngineGoneError, UserError
 from meshrl.contract.types import GenerateDelta, GenerateRequest, Uid, Version
 from meshrl.rollout.config import CircuitBreakerConfig
 from meshrl.rollout.ports import Generator
@@ -196,7 +196,7 @@ class WatchedGenerator:
                     if delta.finish_reason and delta.finish_reason != "abort":
                         self._breaker.succeeded()
                     yield delta
-        except (UserError, UnavailableError):  # an invalid request; the engine has stopped
+        except (UserError, EngineGoneError):  # an invalid request; the engine has stopped
             raise
         except Exception as error:
             self.faulted = True

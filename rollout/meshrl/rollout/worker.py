@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Any, NoReturn, Protocol, Self
 
 from meshrl.contract import plugins
-from meshrl.contract.errors import ConfigError, InfraError, UnavailableError
+from meshrl.contract.errors import ConfigError, EngineGoneError, InfraError
 from meshrl.contract.ports import Engine, Queue
 from meshrl.contract.rows import rollout_write
 from meshrl.contract.stage_worker import Failure, Returned, StageResult, StageStats, StageWorker
@@ -351,7 +351,7 @@ class RolloutWorker:
                 rollout = await program(task, row.uid, engine, self._tokenizer)
         except GiveBackError:
             return Returned(uid=row.uid)
-        except UnavailableError as error:
+        except EngineGoneError as error:
             await self._park(row, error)
         except (Exception, SystemExit) as error:
             # Programs are user code: an exception, or an exit, fails this row only.
@@ -372,7 +372,7 @@ class RolloutWorker:
         )
         return replace(written, columns={**written.columns, **rollout.columns})
 
-    async def _park(self, row: LeasedRow, error: UnavailableError) -> NoReturn:
+    async def _park(self, row: LeasedRow, error: EngineGoneError) -> NoReturn:
         """The engine has stopped, which is no attempt of this row: hold it until `run` releases it."""
         if not self._engine_gone.is_set():
             log.error("no more rollouts on this worker, first %s: %s", row.uid, error)

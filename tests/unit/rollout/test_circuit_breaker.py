@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from meshrl.contract.errors import InfraError, UnavailableError, UserError
+from meshrl.contract.errors import EngineGoneError, InfraError, UnavailableError, UserError
 from meshrl.contract.types import GenerateDelta, GenerateRequest, SamplingParams, Uid, Version
 from meshrl.rollout.circuit_breaker import (
     FIRST_PROBES,
@@ -172,7 +172,8 @@ class Scripted:
         (RuntimeError("a driver's own"), 1.0),
         ("abort", None),
         (UserError("prompt too long"), None),
-        (UnavailableError("closed"), None),
+        (EngineGoneError("closed"), None),
+        (UnavailableError("an engine's own server is away"), 1.0),
     ],
     ids=str,
 )

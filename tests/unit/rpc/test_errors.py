@@ -75,3 +75,10 @@ def test_an_error_of_any_size_fits_into_metadata() -> None:
 
 def test_an_unknown_code_becomes_an_infra_error() -> None:
     assert type(errors.from_detail("from_the_future", "x", {})) is errors.InfraError
+
+
+def test_an_engine_that_is_gone_elsewhere_is_a_service_that_is_unavailable() -> None:
+    sent = errors.EngineGoneError("the engine has stopped")
+    received = arrived(status_of(sent), detail=to_detail(sent))
+    assert type(received) is errors.UnavailableError
+    assert received.message == "the engine has stopped"

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from meshrl.contract.config import read_options
-from meshrl.contract.errors import InfraError, MeshError, NotFoundError, UnavailableError, UserError
+from meshrl.contract.errors import EngineGoneError, InfraError, MeshError, NotFoundError, UserError
 from meshrl.contract.types import (
     EngineStats,
     GenerateDelta,
@@ -125,7 +125,7 @@ class TorchEngine:
             return
         try:
             self._thread.post(Stop())
-        except UnavailableError:
+        except EngineGoneError:
             return  # it has ended already
         if not await asyncio.to_thread(self._thread.join, CLOSE_S):
             raise InfraError(f"the engine's thread did not end within {CLOSE_S:.0f} s")
@@ -156,7 +156,7 @@ class TorchEngine:
                 stream.on_close(functools.partial(_abort, thread, row))
                 rows.append(row)
             thread.post(Submit(rows))
-        except UnavailableError as error:
+        except EngineGoneError as error:
             for stream in streams:
                 stream.push(error)
         return streams
@@ -285,19 +285,19 @@ class TorchEngine:
 
     def _serving_thread(self) -> DecodeThread:
         if self._thread is None or self._closed:
-            raise UnavailableError(f"the engine is {'closed' if self._closed else 'not started'}")
+            raise EngineGoneError(f"the engine is {'closed' if self._closed else 'not started'}")
         return self._thread
 
     def _loaded_decoder(self) -> Decoder:
         if self._decoder is None:
-            raise UnavailableError("the engine is not started")
+            raise EngineGoneError("the engine is not started")
         return self._decoder
 
 
 def _abort(thread: DecodeThread, row: Row) -> None:
     try:
         thread.post(Abort(row))
-    except UnavailableError:
+    except EngineGoneError:
         log.debug("%s: the engine ended before the request", row.request.request_id)
 
 

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from meshrl.contract.errors import UnavailableError
+from meshrl.contract.errors import EngineGoneError
 
 RATE_SPAN_S = 1.0
 """The rate of tokens is measured over so many seconds."""
@@ -35,13 +35,13 @@ class ConcurrencyLimit:
         self._changed = asyncio.Condition()
 
     def check(self) -> None:
-        """Raises UnavailableError once the engine has stopped."""
+        """Raises EngineGoneError once the engine has stopped."""
         if self.ended is not None:
-            raise UnavailableError(f"the engine has stopped: {self.ended}")
+            raise EngineGoneError(f"the engine has stopped: {self.ended}")
 
     @asynccontextmanager
     async def slot(self, ready: Callable[[], bool]) -> AsyncIterator[None]:
-        """Take a slot once one is free and `ready` holds. Raises UnavailableError if the engine stops first."""
+        """Take a slot once one is free and `ready` holds. Raises EngineGoneError if the engine stops first."""
         await self.until(lambda: ready() and not self._closed and self.running < self.slots)
         self.running += 1
         try:
@@ -61,7 +61,7 @@ class ConcurrencyLimit:
             await self.notify()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for `condition`. Raises UnavailableError when the engine stops first."""
+        """Wait for `condition`. Raises EngineGoneError when the engine stops first."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.ended is not None or condition())
         self.check()

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import TypeAlias
 
 from meshrl.contract.errors import (
+    EngineGoneError,
     FencedError,
     InfraError,
     MeshError,
     NotFoundError,
-    UnavailableError,
     UserError,
 )
 from meshrl.contract.types import (
@@ -117,7 +117,7 @@ class ServerEngine:
 
     @property
     def url(self) -> str:
-        """Where the server listens. Raises UnavailableError before the start."""
+        """Where the server listens. Raises EngineGoneError before the start."""
         return self._server.client.url
 
     @property
@@ -180,7 +180,7 @@ class ServerEngine:
             response = asyncio.create_task(
                 self._respond(request, server_request, push), name=f"respond {request.request_id}"
             )
-        except (UserError, UnavailableError) as error:
+        except (UserError, EngineGoneError) as error:
             push(error)
             return stream
         self._responses.add(response)
@@ -192,7 +192,7 @@ class ServerEngine:
         """Write a version to the staging directory; see `WeightSink.stage_weights`."""
         checkpoint, staging = self._loaded(), self._staging
         if staging is None:
-            raise UnavailableError("the engine is not started")
+            raise EngineGoneError("the engine is not started")
         self._limit.check()
         check_version(manifest, buckets, checkpoint)
         files = staging.new()
@@ -215,7 +215,7 @@ class ServerEngine:
             NotFoundError: it is not staged.
             FencedError: a newer version is served.
             InfraError: the server failed during the update; it is abandoned, and the restarted one serves no version.
-            UnavailableError: the engine has stopped.
+            EngineGoneError: the engine has stopped.
         """
         if version == self._version:
             return
@@ -405,12 +405,12 @@ class ServerEngine:
         self._restores += 1
         reason = self._server.exit_reason()
         if self._half_loaded and not self._server.replaceable:
-            raise UnavailableError(
+            raise EngineGoneError(
                 f"the {self._server.name} server at {self.url} failed during a weight update and may be half loaded: "
                 "restart it"
             )
         if self._restores > self._config.restarts:
-            raise UnavailableError(
+            raise EngineGoneError(
                 f"{self._server.name} failed {self._restores} times with no response in between, last: {reason}"
             )
         log.warning(
@@ -433,7 +433,7 @@ class ServerEngine:
 
     def _loaded(self) -> Checkpoint:
         if self._checkpoint is None:
-            raise UnavailableError("the engine is not started")
+            raise EngineGoneError("the engine is not started")
         return self._checkpoint
 
 

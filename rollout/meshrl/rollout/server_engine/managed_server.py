@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from meshrl.contract.errors import ConfigError, MeshError, UnavailableError, UserError
+from meshrl.contract.errors import ConfigError, EngineGoneError, MeshError, UserError
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.config import ServerConfig
 from meshrl.rollout.server_engine.kind import AnyServerKind, ServerClient
@@ -49,9 +49,9 @@ class ManagedServer:
 
     @property
     def client(self) -> ServerClient:
-        """The client of the current server. Raises UnavailableError when there is none."""
+        """The client of the current server. Raises EngineGoneError when there is none."""
         if self._client is None:
-            raise UnavailableError("the engine is not started")
+            raise EngineGoneError("the engine is not started")
         return self._client
 
     @property

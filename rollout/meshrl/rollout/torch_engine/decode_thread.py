@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 import torch
 
-from meshrl.contract.errors import FencedError, InfraError, MeshError, UnavailableError
+from meshrl.contract.errors import EngineGoneError, FencedError, InfraError, MeshError
 from meshrl.contract.types import GenerateDelta, OnUpdate, Version
 from meshrl.rollout.ports import UNSERVED
 from meshrl.rollout.torch_engine.batch import Batch, Row
@@ -107,11 +107,11 @@ class DecodeThread:
         """Send a command; callable from any thread.
 
         Raises:
-            UnavailableError: the thread has ended; says why.
+            EngineGoneError: the thread has ended; says why.
         """
         with self._wake:
             if self._ended is not None:
-                raise UnavailableError(f"the engine has stopped: {self._ended}")
+                raise EngineGoneError(f"the engine has stopped: {self._ended}")
             self._inbox.append(command)
             self._wake.notify()
 
@@ -240,7 +240,7 @@ class DecodeThread:
             self._deliver([(row, row.take_fresh(self.version)) for row in rows])
         for swap in swaps:
             if not swap.done.done():
-                swap.done.set_exception(UnavailableError(f"the engine has stopped: {reason}"))
+                swap.done.set_exception(EngineGoneError(f"the engine has stopped: {reason}"))
         self._batch.remove(list(self._batch.rows))
         self._waiting.clear()
 

@@ -20,11 +20,11 @@ from pydantic import PositiveFloat, PositiveInt
 from meshrl.contract.config import Config as BaseConfig
 from meshrl.contract.config import read_options
 from meshrl.contract.errors import (
+    EngineGoneError,
     FencedError,
     InfraError,
     MeshError,
     NotFoundError,
-    UnavailableError,
     UserError,
 )
 from meshrl.contract.types import (
@@ -124,8 +124,8 @@ class EchoEngine:
         try:
             check_request(request)
             if self._ended is not None:
-                raise UnavailableError(f"the engine has stopped: {self._ended}")
-        except (UserError, UnavailableError) as error:
+                raise EngineGoneError(f"the engine has stopped: {self._ended}")
+        except (UserError, EngineGoneError) as error:
             stream.push(error)
             return stream
         push = stream.push
