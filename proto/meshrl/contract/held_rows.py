@@ -199,7 +199,8 @@ class WriteBack:
             for pending in batch:
                 pending.error = error
         for pending in batch:
-            self._waiting.remove(pending)
+            with suppress(ValueError):  # its call was cancelled meanwhile
+                self._waiting.remove(pending)
 
     async def _accepted(self, batch: Sequence[_PendingWrite]) -> bool:
         """Whether the queue takes all rows at once; it takes all or none."""
@@ -217,9 +218,21 @@ class WriteBack:
                 return
             except (FencedError, UserError) as error:
                 named = error.details.get("uid")
-                uid = Uid.parse(named) if named else next(iter(pending.writes))
-                pending.refused[uid] = error
-                del pending.writes[uid]
+                uid = next((uid for uid in pending.writes if str(uid) == named), None)
+                if (
+                    uid is None and len(pending.writes) > 1
+                ):  # it names none of them: which one is it?
+                    await self._write_one_by_one(pending)
+                    return
+                refused = uid or next(iter(pending.writes))
+                pending.refused[refused] = error
+                del pending.writes[refused]
+
+    async def _write_one_by_one(self, pending: _PendingWrite) -> None:
+        for uid, row in pending.writes.items():
+            one = _PendingWrite(pending.token_of, {uid: row})
+            await self._write_alone(one)
+            pending.refused.update(one.refused)
 
     async def _send(self, batch: Sequence[_PendingWrite]) -> None:
         token_of = {uid: pending.token_of[uid] for pending in batch for uid in pending.writes}

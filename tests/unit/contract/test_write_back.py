@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import pytest
 
@@ -147,3 +147,50 @@ async def test_every_call_reports_a_queue_that_is_gone(queue: Watched) -> None:
     await queue.close()
     found = await asyncio.gather(*map(back.bring, rows), return_exceptions=True)
     assert [type(error) for error in found] == [UnavailableError] * ROWS
+
+
+class Refusing:
+    """A queue that refuses one row, and names another one that nobody wrote."""
+
+    def __init__(self, bad: Uid) -> None:
+        self.bad = bad
+        self.taken: list[Uid] = []
+
+    async def write(
+        self, run: str, stage: str, token_of: Mapping[Uid, int], rows: Sequence[RowWrite]
+    ) -> None:
+        if any(row.uid == self.bad for row in rows):
+            raise UserError("column reward holds nan", uid="run/somewhere else/0.0")
+        self.taken += [row.uid for row in rows]
+
+
+async def test_a_refusal_that_names_a_foreign_row_is_the_row_that_is_refused_alone() -> None:
+    uids = [Uid("run", f"t{number}", 0) for number in range(4)]
+    queue = Refusing(uids[2])
+    back = WriteBack(queue, "run", "reward", alone=lambda: True)
+    refused = await back.write(dict.fromkeys(uids, 1), [RowWrite(uid=u, columns={}) for u in uids])
+    assert list(refused) == [uids[2]]
+    assert queue.taken == [uids[0], uids[1], uids[3]]
+
+
+async def test_a_call_that_is_cancelled_while_another_writes_for_it_fails_nobody(
+    queue: Watched,
+) -> None:
+    rows = await leased(queue)
+    back = Back(queue)
+    queue.gate.clear()
+    first = back.bring(rows[0])
+    await queue.begun.wait()
+    queue.begun.clear()
+    writer, cancelled = back.bring(rows[1]), back.bring(rows[2])
+    await asyncio.sleep(0)
+    queue.gate.set()
+    await asyncio.sleep(0)
+    queue.gate.clear()
+    assert await first == {}
+    await queue.begun.wait()  # the second writes for the third too
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    queue.gate.set()
+    assert await writer == {}
+    assert queue.sizes == [1, 2]

@@ -107,10 +107,10 @@ class SessionTable:
         self._claims.append(claim)
         self._on_demand()
         try:
-            async with asyncio.timeout(wait_s):
-                return await asyncio.shield(claim)
-        except TimeoutError:
-            raise WaitTimeoutError(f"no row came within {wait_s:g} s") from None
+            await asyncio.wait({claim}, timeout=wait_s)
+            if not claim.done():
+                raise WaitTimeoutError(f"no row came within {wait_s:g} s")
+            return claim.result()  # also a session that came at the deadline
         except asyncio.CancelledError:
             if claim.done() and not claim.exception():
                 claim.result().finished.set()  # the caller does not get it: its row goes back
