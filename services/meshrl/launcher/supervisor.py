@@ -59,6 +59,8 @@ class State:
     phase: Phase = "waiting"
     pid: int = 0
     restarts: int = 0
+    start_error: str = ""
+    """Why no process could be started, the last time that this happened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +165,8 @@ class Supervisor:
         )
         if not self._ready[service.name].is_set():
             process = self._processes.get(service.name)
-            reason = process.last_error.removeprefix("error: ") if process else "it has no process"
+            told = process.last_error if process else self.states[service.name].start_error
+            reason = told.removeprefix("error: ")
             await self.dismiss(service.name)
             self.check_running()
             raise UnavailableError(f"{service.name} cannot be started: {reason}")
@@ -245,7 +248,15 @@ class Supervisor:
         failures, ports_tried = 0, 0
         while not self._over.is_set() and not drain_requested.is_set():
             state.phase = "starting"
-            process = await self._start(service)
+            try:
+                process = await self._start(service)
+            except OSError as error:  # no process, descriptor or memory is to be had at this moment
+                state.start_error, failures = str(error), failures + 1
+                if not await self._backed_off(
+                    service, failures, "could not be started", str(error)
+                ):
+                    return
+                continue
             ready = await self._until_ready(process)
             await first_of(asyncio.shield(process.done), drain_requested.wait())
             if drain_requested.is_set() and process.running:
@@ -279,18 +290,26 @@ class Supervisor:
             alive_s = asyncio.get_running_loop().time() - (process.ready_at or process.started)
             useless = not ready or alive_s < self._quick_s or code == Exit.NO_PROGRESS
             failures = failures + 1 if useless else 1
-            if failures >= QUICK_FAILURES:
-                line = f"{service.name} failed {failures} times in a row; it last said: {process.last_error}"
-                self._fail(service, Verdict(code=Exit.FAILED, line=line))
+            if not await self._backed_off(
+                service, failures, _exit_text(code), f"it last said: {process.last_error}"
+            ):
                 return
-            state.phase = "restarting"
-            state.restarts += 1
-            backoff = min(FIRST_BACKOFF_S * 2**failures, LONGEST_BACKOFF_S)
-            self._sink(
-                "up", f"{service.name} {_exit_text(code)}; starting it again in {backoff:.1f} s"
-            )
-            await first_of(self._over.wait(), drain_requested.wait(), timeout_s=backoff)
         state.phase = "drained" if drain_requested.is_set() else "stopped"
+
+    async def _backed_off(self, service: Service, failures: int, how: str, reason: str) -> bool:
+        """Wait before the next start; False when there will be none, after too many quick failures."""
+        if failures >= QUICK_FAILURES:
+            line = f"{service.name} failed {failures} times in a row; {reason}"
+            self._fail(service, Verdict(code=Exit.FAILED, line=line))
+            return False
+        state = self.states[service.name]
+        state.phase = "restarting"
+        state.restarts += 1
+        backoff = min(FIRST_BACKOFF_S * 2**failures, LONGEST_BACKOFF_S)
+        self._sink("up", f"{service.name} {how}; starting it again in {backoff:.1f} s")
+        drain_requested = self._drain_requested[service.name].wait()
+        await first_of(self._over.wait(), drain_requested, timeout_s=backoff)
+        return True
 
     def _fail(self, service: Service, verdict: Verdict) -> None:
         """Handle a service that will not be started again: ends the run, unless others of its fleet do its work."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -427,3 +428,48 @@ async def test_lives_in_which_nothing_got_done_are_failures_however_long() -> No
         Exit.FAILED,
         "rollout-0 failed 3 times in a row; it last said: error: the engine fails",
     )
+
+
+def failing_to_start(times: int) -> Callable[[], tuple[str, ...]]:
+    """A command whose process the system refuses so many times."""
+    left = iter(range(times))
+
+    def argv() -> tuple[str, ...]:
+        if next(left, None) is not None:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        return (sys.executable, "-c", WORKS)
+
+    return argv
+
+
+async def test_a_process_that_the_system_refuses_is_started_a_moment_later() -> None:
+    log = Log()
+    supervisor = Supervisor([Service(name="reward", argv=failing_to_start(2))], log)
+    async with running(supervisor) as run:
+        await until(lambda: supervisor.states["reward"].phase == "ready")
+        assert not run.done()
+    assert "reward could not be started; starting it again in 0.4 s" in log.of("up")
+
+
+async def test_a_worker_that_the_system_refuses_for_good_costs_the_run_that_worker_alone() -> None:
+    log = Log()
+    fleet = {"fleet": "rollout", "removable": True}
+    services = [
+        Service(name="rollout-0", argv=failing_to_start(99), **fleet),  # type: ignore[arg-type]
+        process("rollout-1", WORKS, **fleet),
+    ]
+    supervisor = Supervisor(services, log)
+    async with running(supervisor) as run:
+        await until(lambda: supervisor.states["rollout-0"].phase == "failed")
+        await until(lambda: supervisor.states["rollout-1"].phase == "ready")
+        assert not run.done()
+    assert any("the run goes on without it: rollout-0 failed 3 times" in x for x in log.of("up"))
+
+
+async def test_a_service_that_is_taken_on_and_cannot_be_started_says_why() -> None:
+    supervisor = Supervisor([process("queue", WORKS)], Log())
+    async with running(supervisor) as run:
+        await until(lambda: supervisor.states["queue"].phase == "ready")
+        with pytest.raises(UnavailableError, match=r"queue-1 cannot be started: .*temporarily"):
+            await supervisor.add_required(Service(name="queue-1", argv=failing_to_start(99)))
+        assert not run.done()
