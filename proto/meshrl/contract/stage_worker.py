@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -30,6 +31,10 @@ LEASE_WAIT_S = 20.0
 """How long one call of `lease` waits; calls are repeated until `drain`."""
 RELEASE_S = 10.0
 """How long giving rows back may take at the end: a queue with a full disk takes nothing, and leases expire anyway."""
+NUMBERS = re.compile(r"\d+")
+KIND_CHARS = 200
+KINDS = 16
+"""Most kinds of failures that are logged, each once; all of them are counted in the queue."""
 IDLE_PAUSE_S = 2.0
 """Between two calls to an empty queue whose feed is closed: a rewind may still bring rows back."""
 
@@ -120,6 +125,7 @@ class StageWorker:
         concurrency_limit: ConcurrencyLimit | None = None,
     ) -> None:
         self.stats = StageStats()
+        self._warned: set[str] = set()
         self._queue = queue
         self._runs = tuple(runs)
         self._stage = stage
@@ -314,6 +320,7 @@ class StageWorker:
         for failure in failures:
             token = call.rows[failure.uid].token
             self.stats.failed += 1
+            self._warn(failure)
             try:
                 await self._queue.fail(
                     run, self._stage.name, failure.uid, token, failure.outcome, failure.reason
@@ -322,6 +329,18 @@ class StageWorker:
                 self.stats.lost += 1
         if returned:
             await self._release(returned)
+
+    def _warn(self, failure: Failure) -> None:
+        """Log the first failure of each kind: a fault that fails every row is seen before they are given up."""
+        # Numbers differ between rows that fail alike.
+        kind = NUMBERS.sub("0", failure.reason)[:KIND_CHARS]
+        if kind in self._warned or len(self._warned) >= KINDS:
+            return
+        self._warned.add(kind)
+        log.warning(
+            "%s: row %s failed, %s: %s (the first of its kind)",
+            *(self._stage.name, failure.uid, failure.outcome.value, failure.reason),
+        )
 
     async def _release(self, rows: Sequence[LeasedRow]) -> None:
         """Give rows back as if they had not been leased."""

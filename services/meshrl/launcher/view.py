@@ -47,6 +47,8 @@ def _rows(mesh_status: MeshStatus) -> list[tuple[str, RenderableType]]:
         rows.append((name, _replica(mesh_status, name, stats)))
     if mesh_status.ledger is not None:
         rows.append(("ledger", Text(ledger_line(mesh_status.ledger))))
+        if mesh_status.ledger.dead_lettered:
+            rows.append(("dead letters", Text(dead_line(mesh_status.ledger), style="red")))
     away = [n for n, s in mesh_status.states.items() if s.phase not in ("ready", "done")]
     if away:
         rows.append(("services", _services(mesh_status, away)))
@@ -156,6 +158,8 @@ def final_table(mesh_status: MeshStatus, files: Mapping[str, str]) -> Table:
             table.add_row("staleness", f"mean {mean:.2f}, max {top}")
     if mesh_status.ledger is not None:
         table.add_row("ledger", ledger_line(mesh_status.ledger))
+        if mesh_status.ledger.dead_lettered:
+            table.add_row("dead letters", dead_line(mesh_status.ledger))
     restarts = {
         name: state.restarts for name, state in mesh_status.states.items() if state.restarts
     }
@@ -179,6 +183,12 @@ def ledger_line(ledger: Ledger) -> str:
     terms = " + ".join(f"{name} {count:,}" for name, count in parts.items())
     verdict = "balanced" if ledger.balanced else "NOT BALANCED"
     return f"admitted {ledger.admitted:,} = {terms} ({verdict})"
+
+
+def dead_line(ledger: Ledger) -> str:
+    """Why most rows that were given up were given up."""
+    reason, count = max(ledger.dead_lettered.items(), key=lambda item: item[1])
+    return f"{count:,} of {sum(ledger.dead_lettered.values()):,}: {' '.join(reason.split())}"
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:

@@ -7,8 +7,15 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from meshrl.contract.stage_worker import StageWorker
-from meshrl.contract.types import ROLLOUT_STAGE, LeasedRow, PackedGroup, RowWrite, Version
+from meshrl.contract.stage_worker import Failure, StageWorker
+from meshrl.contract.types import (
+    ROLLOUT_STAGE,
+    LeasedRow,
+    Outcome,
+    PackedGroup,
+    RowWrite,
+    Version,
+)
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -71,3 +78,31 @@ async def test_a_result_that_is_being_written_takes_no_place(queue: Shut) -> Non
     loop.drain()
     await running
     assert loop.stats.written == ROWS
+
+
+async def test_the_first_failure_of_each_kind_is_a_warning_and_why_waiting_tells_the_last(
+    queue: Shut, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def handle(rows: Sequence[LeasedRow]) -> list[Failure]:
+        (row,) = rows
+        what = "TypeError: no" if row.uid.task == "t1" else f"KeyError: 'nope{row.uid.task}'"
+        reason = f"{what} at reward.py:3 in compute_score"
+        return [Failure(uid=row.uid, outcome=Outcome.INFRA_FAULT, reason=reason)]
+
+    loop = StageWorker(
+        queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=1, version=lambda: VERSION
+    )
+    running = asyncio.create_task(loop.run())
+    async with asyncio.timeout(60):
+        while loop.stats.failed < ROWS:  # noqa: ASYNC110 - a count that the loop keeps
+            await asyncio.sleep(0)
+    loop.drain()
+    await running
+    warnings = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == 2, warnings
+    assert "KeyError: 'nope" in warnings[0] and "at reward.py:3 in compute_score" in warnings[0]
+    assert "TypeError: no at reward.py:3" in warnings[1]
+    entries = [wait for wait in await queue.why_waiting("run") if wait.who == "stage rollout"]
+    (entry,) = entries
+    assert f"rows that fail ({loop.stats.failed} times since the first): " in entry.what
+    assert "at reward.py:3 in compute_score" in entry.what and len(entry.uids) == 1

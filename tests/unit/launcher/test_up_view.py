@@ -199,3 +199,13 @@ def test_the_end_of_a_run_is_read_from_its_own_record(tmp_path: Path) -> None:
     made.recall(record)
     made.recall(tmp_path / "none.jsonl")
     assert made.scores == before
+
+
+def test_the_commonest_reason_of_dead_letters_stands_in_the_view_and_at_the_end() -> None:
+    made = mesh_status()
+    dead = {"timeout": 2, "KeyError: 'nope' at reward.py:3\n in compute_score": 40}
+    made.ledger = replace(LEDGER, dead_lettered=dead)
+    for drawn in (live_view(made), final_table(made, {})):
+        text = io.StringIO()
+        Console(file=text, width=120).print(drawn)
+        assert "40 of 42: KeyError: 'nope' at reward.py:3 in compute_score" in text.getvalue()

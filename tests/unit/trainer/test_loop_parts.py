@@ -17,7 +17,7 @@ from meshrl.trainer.learner.experience import batch_from_json, batch_to_json, sc
 from meshrl.trainer.learner.optimizer import learning_rate, norms_of
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
-from meshrl.trainer.metrics import MetricsLog, TensorBoardSink
+from meshrl.trainer.metrics import LearningCheck, MetricsLog, TensorBoardSink
 from meshrl.trainer.model.logprob import linear_argmax, linear_sum_pi_squared
 from meshrl.trainer.status import LiveStatus
 
@@ -61,6 +61,35 @@ def test_lines_of_a_history_that_a_crash_undid_are_dropped(tmp_path: Path) -> No
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in lines] == [(0, 0.0), (1, 1.0), (2, 20.0)]
     assert lines[0]["bad"] is None
+
+
+def test_a_run_of_equal_rewards_says_that_it_learns_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    equal = {"advantages/rows_in_equal_groups": 1.0, "reward/mean": 1.0, "actor/grad_norm": 0.0}
+    log = MetricsLog(tmp_path / "metrics.jsonl", [LearningCheck()])
+    for step in range(1, 23):
+        log.write(step, equal)
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        f"nothing is learned: in each of the last {steps} steps (to step {steps}) all rows of each group had the same"
+        " reward (mean 1.000); is the reward constant, or the task too easy or too hard?"
+        for steps in (5, 10, 20)
+    ]
+    log.close()
+
+
+def test_a_run_without_a_gradient_says_so_and_one_good_step_ends_the_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl", [LearningCheck()])
+    for step in range(1, 13):
+        log.write(step, {"actor/grad_norm": 0.5 if step == 3 else 0.0})
+        log.write(step, {"val/score/mean": 0.1})
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning == (
+        "nothing is learned: the gradient was 0 in each of the last 5 steps (to step 8)"
+    )
+    log.close()
 
 
 def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ from meshrl.contract.types import Json
 
 log = logging.getLogger(__name__)
 
+LEARNLESS_STEPS = 5
+"""Steps in a row without anything to learn from that are worth a warning."""
+
 
 class Sink(Protocol):
     """Another destination for metrics."""
@@ -108,6 +111,41 @@ class ConsoleSink:
         """Do nothing."""
 
 
+class LearningCheck:
+    """Warns of a run that cannot learn: groups whose rewards are all equal, or no gradient, for many steps."""
+
+    def __init__(self) -> None:
+        self._equal = 0
+        self._still = 0
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Count the steps in a row; warn once when they are many, and again after twice as many."""
+        if (equal := values.get("advantages/rows_in_equal_groups")) is not None:
+            self._equal = self._equal + 1 if equal == 1 else 0
+            if _is_due(self._equal):
+                log.warning(
+                    "nothing is learned: in each of the last %d steps (to step %d) all rows of each group had the"
+                    " same reward (mean %.3f); is the reward constant, or the task too easy or too hard?",
+                    *(self._equal, step, values.get("reward/mean", math.nan)),
+                )
+        if (gradient := values.get("actor/grad_norm")) is not None:
+            self._still = self._still + 1 if gradient == 0 else 0
+            if _is_due(self._still) and not _is_due(self._equal):
+                log.warning(
+                    "nothing is learned: the gradient was 0 in each of the last %d steps (to step %d)",
+                    *(self._still, step),
+                )
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _is_due(steps: int) -> bool:
+    """At 5, 10, 20, 40, ... steps."""
+    doubled = steps // LEARNLESS_STEPS
+    return steps > 0 and steps % LEARNLESS_STEPS == 0 and doubled & (doubled - 1) == 0
+
+
 class TensorBoardSink:
     """Event files for TensorBoard."""
 
@@ -153,12 +191,12 @@ class WandbSink:
 
 
 def build_sinks(names: Sequence[str], directory: Path, project: str, experiment: str) -> list[Sink]:
-    """The sinks that `trainer.logger` names.
+    """The check that something is learned, and the sinks that `trainer.logger` names.
 
     Raises:
         UserError: a sink's package is not installed.
     """
-    sinks: list[Sink] = []
+    sinks: list[Sink] = [LearningCheck()]
     for name in names:
         if name == "console":
             sinks.append(ConsoleSink())

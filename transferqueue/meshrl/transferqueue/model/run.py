@@ -6,6 +6,7 @@ The attributes of a run change by its methods alone; `operations/` decides which
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from meshrl.contract.errors import FencedError
@@ -27,6 +28,19 @@ from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.model.waiting import Expiry
 from meshrl.transferqueue.sampling import Sampler
 from meshrl.transferqueue.store import CommitLog, Durations, Table, encode_record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastFailure:
+    """What a stage's workers could not do."""
+
+    count: int
+    first: float
+    last: float
+    """Of the run's clock."""
+    uid: Uid
+    """Of the last one."""
+    reason: str
 
 
 class Run(Rows):
@@ -52,10 +66,16 @@ class Run(Rows):
         self._in_batches = 0
         self._consumed = 0
         self._publishes = 0
+        self._failures: dict[str, LastFailure] = {}
         self.ready_to_taken: Final = Durations()
         """Per row since the queue opened: from the last column of its group to the batch that takes it."""
 
     # --- what others may read
+
+    @property
+    def failures(self) -> Mapping[str, LastFailure]:
+        """By stage, since the queue opened."""
+        return self._failures
 
     @property
     def epoch(self) -> int:
@@ -349,6 +369,17 @@ class Run(Rows):
             self._commit_log.delete(Table.PAYLOAD, group.task_key)
             self.known_tasks.mark_departed(group.task_id)
         self.notify_all()
+
+    def note_failure(self, stage: Stage, uid: Uid, reason: str) -> None:
+        """A worker could not finish a row."""
+        now, before = self.clock(), self._failures.get(stage.name)
+        self._failures[stage.name] = LastFailure(
+            count=before.count + 1 if before else 1,
+            first=before.first if before else now,
+            last=now,
+            uid=uid,
+            reason=reason,
+        )
 
     def dead_letter(
         self, group: Group, index: int, stage: Stage, outcome: Outcome, reason: str

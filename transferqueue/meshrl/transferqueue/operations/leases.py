@@ -247,6 +247,7 @@ def fail(run: Run, stage: Stage, uid: Uid, token: int, outcome: Outcome, reason:
     group = run.find(uid)
     if group is None or not group.held_under(stage.number, token) >> uid.index & 1:
         raise fenced(run, stage, uid, token)
+    run.note_failure(stage, uid, reason)
     _redeliver(run, stage, group, 1 << uid.index, outcome, reason)
 
 

@@ -14,6 +14,8 @@ from meshrl.transferqueue.operations import lifecycle
 
 UIDS = 16
 """At most so many rows are named in one entry."""
+FAILING_S = 120.0
+"""A failure is told for so long after it."""
 GROUPS = 10_000
 """At most so many unfinished groups are visited."""
 
@@ -25,6 +27,7 @@ def why_waiting(run: Run, waits: Iterable[Wait]) -> list[Waiting]:
     entries = [_call(run, wait, now, unfinished) for wait in waits]
     entries += _held(run, unfinished, now)
     entries += _unheld(run, unfinished, now)
+    entries += _failing(run, now)
     return sorted(entries, key=lambda waiting: -waiting.since_s)
 
 
@@ -88,6 +91,18 @@ def _unheld(run: Run, unfinished: list[Group], now: float) -> Iterator[Waiting]:
                 what=f"a worker of stage {stage.name}{lost}",
                 since_s=now - min(group.since for group, _ in rows),
                 uids=_uids(rows),
+            )
+
+
+def _failing(run: Run, now: float) -> Iterator[Waiting]:
+    """Stages whose workers fail, with the last reason: rows that are tried again and again look like slow ones."""
+    for stage, failure in run.failures.items():
+        if now - failure.last < FAILING_S:
+            yield Waiting(
+                who=f"stage {stage}",
+                what=f"rows that fail ({failure.count} times since the first): {failure.reason}",
+                since_s=now - failure.first,
+                uids=(failure.uid,),
             )
 
 
