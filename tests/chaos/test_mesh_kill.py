@@ -51,6 +51,39 @@ async def test_a_run_survives_kill_9_of_its_services(
     await balanced(mesh, STEPS)
 
 
+def preloaders_of(up: int) -> list[int]:
+    """Process ids of the preloaders of `meshrl up`."""
+    return [
+        pid
+        for pid in map(int, Path(f"/proc/{up}/task/{up}/children").read_text().split())
+        if "meshrl.launcher.preloader" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
+
+
+async def test_a_run_survives_kill_9_of_its_preloaders(tmp_path: Path) -> None:
+    changes = {"trainer": {"total_training_steps": STEPS, "save_freq": 3, "test_freq": -1}}
+    mesh = make_mesh(tmp_path, changes)
+    services = ("queue", "reward", "trainer", "rollout-0")
+    with mesh.up() as process:
+        mesh.wait_for_step(process, 1)
+        before = {name: mesh.pid(name) for name in services}
+        # The second preloader is a child of the first and dies with it.
+        (preloader,) = preloaders_of(process.pid)
+        (second,) = preloaders_of(preloader)
+        os.kill(preloader, signal.SIGKILL)
+        await until(lambda: not preloaders_of(process.pid) and not Path(f"/proc/{second}").exists())
+        mesh.wait_for_step(process, len(mesh.steps()) + 1)
+        assert {name: mesh.pid(name) for name in services} == before
+        for victim in ("rollout-0", "reward", "trainer"):
+            os.kill(mesh.pid(victim), signal.SIGKILL)
+            await until(lambda: not Path(f"/proc/{before[victim]}").exists())  # noqa: B023
+        mesh.wait(process)
+    await balanced(mesh, STEPS)
+    for kind in ("light", "torch"):
+        assert mesh.output.count(f"services start without the preloader {kind}: ") == 1
+    assert "trainer was killed by SIGKILL; starting it again" in mesh.output
+
+
 def rank_of(mesh: Mesh, number: int) -> int:
     """Process id of a trainer's rank."""
     launcher = mesh.pid("trainer")

@@ -9,9 +9,11 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from meshrl.contract.errors import InfraError, MeshError, UserError
@@ -226,6 +228,44 @@ async def test_running_requests_keep_their_cache_in_flight_and_recompute_it_when
     assert set(cache_marks(later)) == {2}
 
 
+@pytest.mark.parametrize("on_update", list(OnUpdate))
+async def test_prefixes_that_another_engine_cached_under_the_same_label_are_not_found(
+    make: Maker, on_update: OnUpdate
+) -> None:
+    owner = await make()
+    for step in (1, 2):
+        engine = await make(url=owner.url)
+        manifest, buckets = weights(Version(1, step))
+        same_label = Version(5, 0)
+        await engine.stage_weights(replace(manifest, version=same_label), buckets)
+        await engine.commit_weights(same_label, on_update)
+        assert set(cache_marks(await sample(engine, ask("a")))) == {step}
+
+
+async def test_prefixes_that_another_engine_cached_between_two_loads_are_not_found(
+    make: Maker,
+) -> None:
+    engine = await make()
+    other = await make(url=engine.url)
+    await commit(engine, 1)
+    first = await sample(engine, ask("a"))
+    await commit(other, 2)
+    with pytest.raises(InfraError, match=r"1\.2"):
+        await sample(engine, ask("a"))  # cached by other weights under the salt of the first load
+    again = await sample(engine, ask("a"))  # the engine has loaded its weights again
+    assert set(cache_marks(first)) == set(cache_marks(again)) == {1}
+
+
+async def test_every_token_of_the_context_can_be_used(make: Maker) -> None:
+    engine = await make()
+    await commit(engine, 1)
+    most = engine.max_model_len
+    for prompt in (most - 10, most - 1):
+        request = replace(ask("a"), prompt_ids=np.full(prompt, 3, dtype=np.int32))
+        request = replace(request, sampling=replace(request.sampling, max_tokens=most - prompt))
+        assert len((await sample(engine, request)).tokens) == most - prompt
+
+
 @pytest.mark.parametrize(
     "options", [{"update": "disk"}, {"update": "native", "group_backend": "gloo"}], ids=str
 )
@@ -302,7 +342,24 @@ async def test_a_loader_that_raises_ends_the_server_and_the_next_one_says_so(
     await commit(engine, 1)
     await engine.stage_weights(*weights(Version(1, 2)))
     lose_newest_file(tmp_path)
-    with pytest.raises(InfraError, match=r"loading weights 1\.2 failed in SGLang"):
+    with pytest.raises(
+        InfraError, match=r"loading weights 1\.2 failed in SGLang.*exit code 1: .*no \*.safetensors"
+    ):
+        await engine.commit_weights(Version(1, 2), OnUpdate.IN_FLIGHT)
+    await commit(engine, 3)
+    assert mislabelled(await sample(engine, ask("b"))) == 0
+
+
+async def test_a_staged_file_that_is_gone_fails_a_broadcast_like_any_other_load(
+    make: Maker, tmp_path: Path
+) -> None:
+    engine = await make(update="native", group_backend="gloo", staging=str(tmp_path))
+    await commit(engine, 1)
+    await engine.stage_weights(*weights(Version(1, 2)))
+    lose_newest_file(tmp_path)
+    with pytest.raises(
+        InfraError, match=r"loading weights 1\.2 failed in SGLang.*model.safetensors"
+    ):
         await engine.commit_weights(Version(1, 2), OnUpdate.IN_FLIGHT)
     await commit(engine, 3)
     assert mislabelled(await sample(engine, ask("b"))) == 0
@@ -350,15 +407,18 @@ async def test_a_server_that_dies_during_a_broadcast_is_replaced_and_joined_agai
     assert mislabelled(await sample(engine, ask("a"))) == 0
 
 
+@pytest.mark.parametrize("streamed", [False, True], ids=["status", "event"])
 @pytest.mark.parametrize(
-    ("status", "kind"), [(503, InfraError), (500, InfraError), (400, UserError)]
+    ("status", "kind"),
+    [(503, InfraError), (500, InfraError), (429, InfraError), (400, UserError)],
 )
 async def test_a_refused_request_fails_alone(
-    make: Maker, status: int, kind: type[Exception]
+    make: Maker, status: int, kind: type[Exception], streamed: bool
 ) -> None:
     engine = await make()
     await commit(engine, 1)
-    await fault(engine.url, route="/generate", status=status, message="The queue is full.")
+    refusal = {"status": status, "message": "The queue is full.", "streamed": streamed}
+    await fault(engine.url, route="/generate", **refusal)
     with pytest.raises(kind, match="The queue is full"):
         await sample(engine, ask("a"))
     assert len((await sample(engine, ask("b"))).tokens) == 12
@@ -451,7 +511,8 @@ async def test_closing_a_stream_aborts_at_the_server(make: Maker) -> None:
         (["--dp-size", "2"], {}, "--dp-size 2: it refuses weights; want one server a replica"),
         (["--weight-cache-mode", "shared"], {}, "--weight-cache-mode shared"),
         (["--pp-size", "2"], {"update": "native", "group_backend": "gloo"}, "--pp-size 2"),
-        (["--context-length", "64"], {}, f"allows 64 tokens .* the engine {2 * LONG}"),
+        (["--context-length", "64"], {}, f"allows 58 tokens .* the engine {2 * LONG}"),
+        (["--max-total-tokens", "64"], {}, f"cache holds 64 tokens, the engine wants {2 * LONG}"),
         (["--without-route", "/begin_weight_update"], {}, "has no route /begin_weight_update"),
         (["--custom-weight-loader", "other.load"], {}, f"without --custom-weight-loader {LOADER}"),
     ],

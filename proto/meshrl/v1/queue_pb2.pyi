@@ -447,11 +447,11 @@ class LeaseResponse(_message.Message):
 
     @_builtins.property
     def journal(self) -> Global___Parts:
-        """What earlier holders appended, in order."""
+        """The progress that earlier holders appended, in order."""
 
     @_builtins.property
     def frames(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """First those of all `parts`, then those of the `journal`."""
+        """First those of all `parts`, then those of all `journal`."""
 
     def __init__(
         self,

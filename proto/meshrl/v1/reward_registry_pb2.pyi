@@ -231,7 +231,7 @@ class RewardNames(_message.Message):
     base: _builtins.str
     """The version of the recipe's own functions."""
     http_address: _builtins.str
-    """Where the HTTP door is; empty when there is none."""
+    """Where the HTTP API listens; empty when there is none."""
     @_builtins.property
     def names(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardName]: ...
     @_builtins.property

@@ -27,10 +27,10 @@ class WeightPatchRequest(_message.Message):
     BUCKET_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
     secret: _builtins.str
-    """Part of the carrier's endpoint: who asks has been told it by the weight plane."""
+    """Part of the carrier's endpoint: who asks has been told it by the coordinator."""
     run: _builtins.str
     generation: _builtins.int
-    """The cell: one joining of one replica."""
+    """The channel: one joining of one replica."""
     version: _builtins.str
     """"epoch.step" that is fetched."""
     bucket: _builtins.int

@@ -3,7 +3,7 @@
 isort:skip_file
 The weight plane: how a version of the weights reaches every rollout engine as one transaction.
 
-  rollout process (client)                      trainer's process (server)
+  rollout process (client)                      trainer's process (server): the coordinator
        Hello  ───────────────────────────────▶
               ◀───────────────────────────────  Welcome(generation)
               ◀───────────────────────────────  Propose(manifest, endpoint)
@@ -278,7 +278,7 @@ class ReplicaHello(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     highest_epoch: _builtins.int
-    """The highest epoch this process has seen: a plane of a lower one is refused."""
+    """The highest epoch this process has seen: a coordinator of a lower one is refused."""
     serving: _builtins.bool
     """False: the stamp's version means nothing, the engine serves none yet."""
     commit_deadline_s: _builtins.float
@@ -427,7 +427,7 @@ Global___Beat: _TypeAlias = Beat  # noqa: Y015
 
 @_typing.final
 class PlaneMessage(_message.Message):
-    """From the trainer's process."""
+    """From the coordinator in the trainer's process."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

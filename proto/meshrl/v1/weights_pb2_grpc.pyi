@@ -3,7 +3,7 @@
 isort:skip_file
 The weight plane: how a version of the weights reaches every rollout engine as one transaction.
 
-  rollout process (client)                      trainer's process (server)
+  rollout process (client)                      trainer's process (server): the coordinator
        Hello  ───────────────────────────────▶
               ◀───────────────────────────────  Welcome(generation)
               ◀───────────────────────────────  Propose(manifest, endpoint)

@@ -46,3 +46,14 @@ def mesh_options(function: F) -> F:
     )
     run = click.option("--run", metavar="NAME", envvar="MESHRL_RUN", help="The run's name.")
     return run_dir(queue(run(function)))
+
+
+def preload_option(function: F) -> F:
+    """`--preload / --no-preload`."""
+    return click.option(
+        "--preload/--no-preload",
+        default=True,
+        envvar="MESHRL_PRELOAD",
+        show_default=True,
+        help="Fork services from a process that has imported what they do; --no-preload starts each afresh.",
+    )(function)

@@ -46,6 +46,15 @@ def _restarts(recipe: Recipe) -> str:
     return ""
 
 
+def always(recipe: Recipe) -> bool:
+    """Whatever the recipe says."""
+    return True
+
+
+def _never(recipe: Recipe) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceKind:
     """What the mesh must know of a kind of service before it runs one."""
@@ -56,6 +65,8 @@ class ServiceKind:
     """Of a stage. Fixed columns are those of the training run; an evaluation does not have the stage."""
     count: Callable[[Recipe], int | None] = _one
     """How many processes, named `<kind>-0` and so on; None is one process, named as its kind."""
+    needs_torch: Callable[[Recipe], bool] = _never
+    """Whether it imports torch, which `up` then imports for all such services at once."""
     start_order: int = 1
     """`up` starts those of the same number together, once all of the lower numbers are ready."""
     drain_order: int = 1

@@ -138,6 +138,7 @@ class LaunchPlan:
             name=name,
             argv=lambda: argv,
             probe=probe_of(lambda: self.address_book.services[name]),
+            preload="torch" if rules.needs_torch(self._recipe) else "light",
             start_order=rules.start_order,
             drain_order=rules.drain_order,
             drain_s=rules.drain_s,

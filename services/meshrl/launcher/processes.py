@@ -15,8 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
 
+from meshrl.launcher.preloading import (
+    ForkedProcess,
+    PreloadError,
+    Preloading,
+    service_environment,
+)
 from meshrl.launcher.service import Service
-from meshrl.rpc.parent_death import PARENT_VARIABLE
 
 LineSink: TypeAlias = Callable[[str, str], None]
 """Takes (service name, one line)."""
@@ -31,7 +36,9 @@ LINES_S = 2.0
 class ServiceProcess:
     """A running process of `service`, in a session and process group of its own."""
 
-    def __init__(self, service: Service, process: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self, service: Service, process: asyncio.subprocess.Process | ForkedProcess
+    ) -> None:
         self.service = service
         self.pid = process.pid
         self._process = process
@@ -41,24 +48,26 @@ class ServiceProcess:
         self.done: asyncio.Task[int]
 
     @classmethod
-    async def start(cls, service: Service, sink: LineSink) -> ServiceProcess:
-        """Start the process; its lines go to `sink` as they come.
+    async def start(
+        cls, service: Service, sink: LineSink, preloading: Preloading | None = None
+    ) -> ServiceProcess:
+        """Start the process, as a fork of a preloader if it can be; its lines go to `sink` as they come.
 
         Raises:
             OSError: the program cannot be started.
         """
-        env = {"OMP_NUM_THREADS": "1", **os.environ, **service.env}
-        env |= {"PYTHONUNBUFFERED": "1", PARENT_VARIABLE: str(os.getpid())}
         # A pipe of our own: with PIPE, asyncio's `wait` waits for the pipe too, and a grandchild may hold that.
         lines, lines_in = os.pipe()
         try:
-            process = await asyncio.create_subprocess_exec(
-                *service.argv(),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=lines_in,
-                stderr=asyncio.subprocess.STDOUT,
-                env=env,
-                start_new_session=True,
+            process = await _fork(service, sink, preloading, lines_in) or (
+                await asyncio.create_subprocess_exec(
+                    *service.argv(),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=lines_in,
+                    stderr=asyncio.subprocess.STDOUT,
+                    env=service_environment(service.env),
+                    start_new_session=True,
+                )
             )
         except BaseException:
             os.close(lines)
@@ -125,6 +134,21 @@ class ServiceProcess:
         line = raw.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
         self._tail.append(line)
         sink(self.service.name, line)
+
+
+async def _fork(
+    service: Service, sink: LineSink, preloading: Preloading | None, lines: int
+) -> ForkedProcess | None:
+    """A fork that runs `service`; None where no preloader can be used, with one log line for each."""
+    if preloading is None:
+        return None
+    env = service_environment(service.env)
+    try:
+        return await preloading.fork(service.preload, service.argv(), env, lines)
+    except PreloadError as error:
+        if preloading.first_loss(service.preload):
+            sink("up", f"services start without the preloader {service.preload}: {error}")
+        return None
 
 
 class Watchdog:

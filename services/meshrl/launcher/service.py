@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from meshrl.launcher.preloading import Kind
+
 Probe: TypeAlias = Callable[[], Awaitable[bool]]
 """Answers at once whether a service is ready for work."""
 
@@ -24,6 +26,8 @@ class Service:
     argv: Callable[[], tuple[str, ...]]
     """Asked at each start, so that a port chosen anew is seen."""
     env: Mapping[str, str] = field(default_factory=dict)
+    preload: Kind = "light"
+    """The preloader that may fork it: the one that has imported what it needs, and no more."""
     probe: Probe = always_ready
     start_order: int = 0
     """Services of the same number start together, once all of the lower numbers are ready."""

@@ -21,6 +21,7 @@ from itertools import groupby
 from typing import Literal
 
 from meshrl.contract.errors import ConflictError, MeshError, UnavailableError, UserError
+from meshrl.launcher.preloading import Preloading
 from meshrl.launcher.processes import LineSink, ServiceProcess, Watchdog
 from meshrl.launcher.service import Service
 from meshrl.rpc.exit_codes import Exit
@@ -87,12 +88,14 @@ class Supervisor:
         *,
         before_drain: Callable[[], Awaitable[None]] | None = None,
         quick_s: float = QUICK_S,
+        preloading: Preloading | None = None,
     ) -> None:
         self.states = {service.name: State() for service in services}
         self._services = list(services)
         self._sink = sink
         self._before_drain = before_drain
         self._quick_s = quick_s
+        self._preloading = preloading
         self._processes: dict[str, ServiceProcess] = {}
         self._restart_tasks: dict[str, asyncio.Task[None]] = {}
         self._drain_requested: dict[str, asyncio.Event] = {}
@@ -248,6 +251,11 @@ class Supervisor:
         failures, ports_tried = 0, 0
         while not self._over.is_set() and not drain_requested.is_set():
             state.phase = "starting"
+            if self._preloading is not None:
+                preloaded = self._preloading.until_ready(service.preload)
+                await first_of(preloaded, self._over.wait(), drain_requested.wait())
+                if self._over.is_set() or drain_requested.is_set():
+                    break
             try:
                 process = await self._start(service)
             except OSError as error:  # no process, descriptor or memory is to be had at this moment
@@ -330,7 +338,7 @@ class Supervisor:
         self._end(verdict)
 
     async def _start(self, service: Service) -> ServiceProcess:
-        process = await ServiceProcess.start(service, self._sink)
+        process = await ServiceProcess.start(service, self._sink, self._preloading)
         self._watchdog.add(process.pid)
         self._processes[service.name] = process
         self.states[service.name].pid = process.pid

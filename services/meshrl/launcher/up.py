@@ -21,6 +21,7 @@ from meshrl.launcher.health import health_probe
 from meshrl.launcher.logs import MergedLog
 from meshrl.launcher.observer import Observer
 from meshrl.launcher.plan import LaunchPlan
+from meshrl.launcher.preloading import Preloading
 from meshrl.launcher.run_directory import (
     busy_port,
     finished_line,
@@ -42,7 +43,13 @@ RECIPE_NAME = "recipe.yaml"
 SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
-def up(recipe: Recipe, *, fixed_ports: Mapping[str, int], plain: bool) -> int:
+def up(
+    recipe: Recipe,
+    *,
+    fixed_ports: Mapping[str, int],
+    plain: bool,
+    preloading: Preloading | None = None,
+) -> int:
     """Run the mesh of `recipe` to its end; the exit code.
 
     Raises:
@@ -64,7 +71,7 @@ def up(recipe: Recipe, *, fixed_ports: Mapping[str, int], plain: bool) -> int:
             plan = LaunchPlan(
                 recipe, directory / RECIPE_NAME, directory / ADDRESS_BOOK_NAME, fixed_ports
             )
-            verdict, mesh_status = asyncio.run(_supervise(recipe, plan, console, plain))
+            verdict, mesh_status = asyncio.run(_supervise(recipe, plan, console, plain, preloading))
             if verdict.code != Exit.USER_ERROR or mesh_status.steps:
                 accept()
         if verdict.finished:
@@ -82,13 +89,22 @@ def up(recipe: Recipe, *, fixed_ports: Mapping[str, int], plain: bool) -> int:
 
 
 async def _supervise(
-    recipe: Recipe, plan: LaunchPlan, console: Console, plain: bool
+    recipe: Recipe,
+    plan: LaunchPlan,
+    console: Console,
+    plain: bool,
+    preloading: Preloading | None,
 ) -> tuple[Verdict, MeshStatus]:
     services = plan.services(health_probe)
     names = [service.name for service in services]
     with MergedLog(recipe.run.path / "logs", names, console) as log:
         # The observer reads the supervisor's states, and the supervisor asks the observer for a last look.
-        supervisor = Supervisor(services, log, before_drain=lambda: observer.read_final_ledger())
+        supervisor = Supervisor(
+            services,
+            log,
+            before_drain=lambda: observer.read_final_ledger(),
+            preloading=preloading,
+        )
         mesh_status = MeshStatus(run=recipe.run.name, states=supervisor.states)
         live = console.is_terminal and not plain
 

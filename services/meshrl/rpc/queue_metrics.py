@@ -112,7 +112,7 @@ class _FleetGauges:
         workers = run.fair_share.recent_workers(now=run.clock(), silence_s=run.spec.lease_ttl_s)
         ready, held = run.num_ready(stage), sum(holder.rows for holder in workers)
         slots = sum(holder.slots for holder in workers)
-        headroom = 0 if run.feed_closed else lifecycle.free_groups(run) * run.spec.group_size
+        headroom = 0 if run.record.feed_closed else lifecycle.free_groups(run) * run.spec.group_size
         for family, value in (
             (self._ready, ready),
             (self._held, held),

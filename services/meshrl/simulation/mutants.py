@@ -34,6 +34,7 @@ from meshrl.transferqueue import sampling
 from meshrl.transferqueue.model.group import Grant, Group
 from meshrl.transferqueue.model.records import Exit, TakenBatch
 from meshrl.transferqueue.model.run import Run
+from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import CommitLog, Store
 
@@ -149,15 +150,15 @@ class _LeavesOldBatchesTaken(Run):
 
 
 class _RepeatsTokens(Run):
-    def next_token(self) -> int:
-        token = super().next_token()
-        return token - token % 2
+    def grant(self, stage: Stage, worker: str, limit: int) -> list[Grant]:
+        self.record.last_token -= self.record.last_token % 2
+        return super().grant(stage, worker, limit)
 
 
 class _CountsStaleRowsTwice(Run):
     def remove_rows(self, group: Group, mask: int, exit_: Exit, reason: str) -> None:
         if exit_ is Exit.STALE:
-            self._ledger.leave(1, exit_, reason)
+            self.ledger.leave(1, exit_, reason)
         super().remove_rows(group, mask, exit_, reason)
 
 

@@ -201,7 +201,7 @@ async def test_a_queue_whose_memory_and_store_differ_is_reported(tmp_path: Path)
     actors = await in_every_state(store)
     admin = QueueAdmin(actors.queue, store)
     assert (await admin.verify()).problems == []
-    actors.queue.open_runs[0].ledger.admit(1)
+    actors.queue.open_runs[0].ledger.admitted += 1
     (result,) = (await admin.verify()).problems
     assert result.startswith("run run: the queue reports Ledger(run='run', admitted=25")
     await actors.queue.close()

@@ -12,7 +12,12 @@ from meshrl.transferqueue.model.waiting import SWEPT_GRANTS, Expiry
 
 def granted(expiry: Expiry, *, ttl_s: float) -> Grant:
     group = Group.fresh(
-        *("run", 0, 0, "task"), metadata=TaskMetadata(), task_bytes=0, attempts=[0], stages=1
+        *("run", 0, 0, "task"),
+        metadata=TaskMetadata(),
+        task_bytes=0,
+        attempts=[0],
+        stages=1,
+        now=0.0,
     )
     return Grant(group, 0, 1, "worker", 1, 0.0, expiry.now() + ttl_s)
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from meshrl.contract.types import ROLLOUT_STAGE, Lease, Version
 from meshrl.transferqueue.model import stages
-from meshrl.transferqueue.model.stages import FairShare, divide
+from meshrl.transferqueue.model.stages import BETWEEN_S, FairShare, Holder, divide
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -32,6 +36,53 @@ def test_rows_are_divided_by_speed_up_to_the_slots(
     rows: int, speeds: list[float], slots: list[int], shares: list[float]
 ) -> None:
     assert divide(rows, speeds, slots) == pytest.approx(shares)
+
+
+WORKER = st.builds(
+    Holder,
+    rows=st.integers(0, 8),
+    slots=st.integers(0, 16),
+    speed=st.sampled_from([0.0, 0.5, 1.0, 3.0, 40.0]),
+    seen=st.floats(0.0, 20.0),
+    waiting=st.integers(0, 1),
+)
+
+
+def plain_share(
+    holders: dict[str, Holder], worker: str, ready: int, limit: int, now: float, silence_s: float
+) -> int:
+    """The formula, over everybody, without a shortcut."""
+    mine = replace(holders.get(worker, Holder()), seen=now)
+    mine.slots = mine.rows + limit
+    known = [
+        holder
+        for holder in {**holders, worker: mine}.values()
+        if holder.waiting or now - holder.seen <= silence_s
+        if holder.speed and (holder.rows or holder.waiting or now - holder.seen <= BETWEEN_S)
+    ]
+    if mine not in known or len(known) < 2:
+        return limit
+    rows = ready + sum(holder.rows for holder in known)
+    shares = divide(rows, [each.speed for each in known], [each.slots for each in known])
+    wanted = math.ceil(shares[known.index(mine)]) - mine.rows
+    return min(limit, max(wanted, 0 if mine.rows else 1))
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdefgh"), WORKER),
+    st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 60), st.integers(1, 16))),
+)
+def test_every_share_is_that_of_the_plain_formula(
+    holders: dict[str, Holder], calls: list[tuple[str, int, int]]
+) -> None:
+    fair = FairShare()
+    for name, holder in holders.items():
+        mine = fair.holder(name, holder.seen)
+        mine.rows, mine.slots, mine.speed = holder.rows, holder.slots, holder.speed
+        mine.waiting = holder.waiting
+    for now, (worker, ready, limit) in enumerate(calls, 20):
+        expected = plain_share(fair._holders, worker, ready, limit, now, 5.0)
+        assert fair.share(worker, ready, limit, now=now, silence_s=5.0) == expected
 
 
 def measured(**speeds: float) -> FairShare:

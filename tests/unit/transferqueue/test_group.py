@@ -22,8 +22,8 @@ def a_group() -> Group:
         task_bytes=100,
         attempts=[0, 1, 0, 0],
         stages=2,
+        now=0.0,
     )
-    group.present = 0b1111
     group.frames.append(StoredFrame(0, 0, (0, 1), 10, 0b0011, 2**64 - 1))
     group.frames.append(StoredFrame(0, 1, (3, 2), 20, 0b1100, 12))
     group.frames.append(StoredFrame(1, 2, (0, 1), 30, 0b0011, 13, partial=True))

@@ -10,13 +10,24 @@ import pytest
 
 import meshrl.transferqueue.model
 from meshrl.transferqueue.model.group import Grant, Group
-from meshrl.transferqueue.model.records import DeadRow, TakenBatch
+from meshrl.transferqueue.model.records import DeadRow, RunRecord, TakenBatch
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.stages import Holder
 
 MODEL = Path(meshrl.transferqueue.model.__path__[0])
 MODULES = sorted(MODEL.parent.rglob("*.py"))
-STATE = {*dir(Run)}.union(*(each.__slots__ for each in (Group, Grant, TakenBatch, DeadRow, Holder)))
+
+
+def set_on_self(path: Path) -> Iterator[str]:
+    """Attributes that the methods of a module's classes set on `self`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+STATE = {*dir(Run), *set_on_self(MODEL / "rows.py"), *set_on_self(MODEL / "run.py")}.union(
+    *(each.__slots__ for each in (Group, Grant, TakenBatch, DeadRow, Holder, RunRecord))
+)
 
 
 def changes(path: Path) -> Iterator[str]:

@@ -21,6 +21,7 @@ def make_groups(groups: int = 6, size: int = 3) -> list[Group]:
             task_bytes=0,
             attempts=[0] * size,
             stages=1,
+            now=0.0,
         )
         for number in range(groups)
     ]
@@ -43,7 +44,7 @@ def test_rows_pop_in_the_order_of_a_sort(steps: list[tuple[str, int, int]]) -> N
             popped = [(group.number, index) for group, m in ready.pop(mask) for index in bits(m)]
             assert popped == expected
             model -= set(expected)
-        assert len(ready) == len(model)
+        assert ready.count == len(model)
 
 
 @given(st.integers(0, 2**70), st.integers(0, 80))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Self
 
@@ -50,7 +50,7 @@ from meshrl.transferqueue.model.records import TakenBatch
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.specs import check_spec, compare_specs, encode_spec
 from meshrl.transferqueue.model.stages import Stage
-from meshrl.transferqueue.model.waiting import Expiry, Signal, Wait, Waits, any_signal
+from meshrl.transferqueue.model.waiting import Expiry, Signal, Waits, any_signal
 from meshrl.transferqueue.operations import (
     dead_letters,
     leases,
@@ -172,7 +172,7 @@ class TransferQueue(RowMethods):
     async def acquire(self, run: str, owner: str) -> RunState:
         """See the port."""
         state = self._run(run)
-        state.begin_epoch(state.epoch + 1, owner)
+        state.begin_epoch(state.record.epoch + 1, owner)
         state.save()
         state.notify_all()
         answer = state.state()
@@ -183,7 +183,7 @@ class TransferQueue(RowMethods):
         """See the port. A version older than the published one, of the same epoch, changes nothing."""
         state = self._run(run)
         state.check_epoch(version.epoch)
-        if version >= state.published:
+        if version >= state.record.published:
             # A rewind publishes the resumed version before the fleet has it. Publishing it again must end the leases
             # that wait under an older version, too.
             state.publish(version)
@@ -204,7 +204,7 @@ class TransferQueue(RowMethods):
         def reason() -> str:
             return lifecycle.waits_for(self._run(run))
 
-        with self._waits.tracked(self._wait("admit", (run,), "feeder", reason)):
+        with self._waits.tracked("admit", (run,), "feeder", reason):
             while True:
                 state = self._run(run)
                 count = lifecycle.admit(state, tasks, packed, cursor)
@@ -220,7 +220,7 @@ class TransferQueue(RowMethods):
     async def close_feed(self, run: str) -> None:
         """See the port."""
         state = self._run(run)
-        if not state.feed_closed:
+        if not state.record.feed_closed:
             state.close_feed()
             state.save()
             state.notify_all()
@@ -253,7 +253,7 @@ class TransferQueue(RowMethods):
             at = f" at version {version}" if version else ""
             return f"{min(limit, at_least)} rows of stage {stage}{at}"
 
-        with self._waits.tracked(self._wait("lease", runs, worker, reason)):
+        with self._waits.tracked("lease", runs, worker, reason):
             while True:
                 self._check_open()
                 candidates = leases.leasable(self._runs, runs, stage)
@@ -262,7 +262,7 @@ class TransferQueue(RowMethods):
                         if run.publishes != seen.setdefault(run.name, run.publishes):
                             raise WaitTimeoutError(
                                 f"version {version} is too old for run {run.name} at"
-                                f" {run.published}: ask again with the engine's version"
+                                f" {run.record.published}: ask again with the engine's version"
                             )
                     elif leases.enough(run, spec, min(limit, at_least)):
                         share = leases.share(run, spec, worker, limit, at_least)
@@ -362,7 +362,7 @@ class TransferQueue(RowMethods):
             return why_waiting.take_reason(self._run(run), groups, step)
 
         who = f"trainer of epoch {epoch}, batch {batch_id}"
-        with self._waits.tracked(self._wait("take", (run,), who, reason)):
+        with self._waits.tracked("take", (run,), who, reason):
             while True:
                 state = self._run(run)
                 state.check_epoch(epoch)
@@ -476,10 +476,6 @@ class TransferQueue(RowMethods):
 
     def _deadline(self, wait_s: float) -> float:
         return asyncio.get_running_loop().time() + max(0.0, wait_s)
-
-    def _wait(self, kind: str, runs: Sequence[str], who: str, reason: Callable[[], str]) -> Wait:
-        now = asyncio.get_running_loop().time()
-        return Wait(kind=kind, runs=tuple(runs), who=who, since=now, reason=reason)
 
     async def _grant(self, run: Run, stage: Stage, worker: str, limit: int) -> Lease:
         """Grant rows, make that durable, read what the stage reads; a cancelled caller gives the rows back."""

@@ -149,15 +149,18 @@ DTYPES: Final = {
     )
 }
 """The dtypes that can be sent, by numpy's names."""
+_NAMES: Final = {
+    given: name for name, dtype in DTYPES.items() for given in (dtype, dtype.newbyteorder(">"))
+}
 MAX_AXES: Final = 8
 
 
 @encoder
 def encode_array(array: npt.NDArray[Any]) -> pb.Array:
     """Any array of a known dtype."""
-    name = array.dtype.name
-    if name not in DTYPES:
-        malformed(f"dtype {name} is none of {', '.join(DTYPES)}")
+    name = _NAMES.get(array.dtype)  # not `dtype.name`, which numpy makes anew each time
+    if name is None:
+        malformed(f"dtype {array.dtype.name} is none of {', '.join(DTYPES)}")
     data = np.asarray(array, DTYPES[name]).tobytes()
     return pb.Array(dtype=name, shape=array.shape, data=data)
 
@@ -184,7 +187,8 @@ def decode_array(
         malformed(f"{what}want {dtype}, got {given}")
     if axes is not None and len(shape) != axes:
         malformed(f"{what}want {axes} axes, got shape {shape}")
-    return np.frombuffer(data, DTYPES[given]).reshape(shape)
+    found = np.frombuffer(data, DTYPES[given])
+    return found if len(shape) == 1 else found.reshape(shape)
 
 
 OUTCOMES = EnumCodec(Outcome, pb.Outcome, "OUTCOME")

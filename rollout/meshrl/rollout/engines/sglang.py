@@ -39,6 +39,8 @@ LOADER_ARGUMENTS = ("--custom-weight-loader", LOADER)
 READ_VERSION = "0.5.23"
 """The version whose sources were read."""
 BAD_REQUEST = 400
+RESERVED_TOKENS = 6
+"""Of the context length: the server keeps one for itself, and refuses prompts within five tokens of the rest."""
 ABORT_S = 5.0
 """Deadline of the abort of a request that its reader leaves."""
 
@@ -95,7 +97,7 @@ class SglangServer:
             *("--model-path", str(checkpoint.path)),
             *("--host", "127.0.0.1", "--port", port),
             *("--dtype", self._config.dtype),
-            *("--context-length", str(max_length)),
+            *("--context-length", str(max_length + RESERVED_TOKENS)),
             *("--max-running-requests", str(slots)),
             # Requests are complete: token ids in and out, no default of the checkpoint applies.
             *("--skip-tokenizer-init", "--sampling-defaults", "openai"),
@@ -106,7 +108,8 @@ class SglangServer:
 
     def environment(self) -> Mapping[str, str]:
         """Environment of a server that is started here; `rollout.engine.env` is added to it."""
-        return dict(os.environ)
+        # The reserved tokens may go beyond what the checkpoint allows; no token is ever at such a position.
+        return {**os.environ, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
     def client(self, url: str) -> SglangClient:
         """A client of the server at `url`."""
@@ -144,7 +147,14 @@ class SglangServer:
                 "every token's version is exact (--disable-overlap-schedule keeps their cache instead)",
                 client.url,
             )
-        check_max_length(self.name, client.url, await client.call("GET", "/v1/models"), max_length)
+        cache_tokens = int(info.get("max_total_num_tokens") or 0)
+        if 0 < cache_tokens < max_length + RESERVED_TOKENS:
+            raise UserError(
+                f"the SGLang server at {client.url} says its cache holds {cache_tokens} tokens, the engine wants "
+                f"{max_length} and {RESERVED_TOKENS} reserved ones: set rollout.engine.max_model_len"
+            )
+        models = await client.call("GET", "/v1/models")
+        check_max_length(self.name, client.url, models, max_length, reserved=RESERVED_TOKENS)
         chunks = [chunk async for chunk in client.generate(uuid.uuid4().hex, PROBE, "probe")]
         if chunks[-1].spans is None:
             raise UserError(

@@ -105,6 +105,8 @@ class ServerEngine:
         self._restores = 0
         self._updates_begun = 0
         """A request that sees it change waits until the server reports which version sampled its tokens."""
+        self._salt = uuid.uuid4().hex
+        """A server at a `url` outlives its engines, whose versions may have the same labels."""
         self._rate = TokenRate()
         self._capacity = CacheCapacity(slots=slots, longest=1)
         self._updates = 0
@@ -295,8 +297,8 @@ class ServerEngine:
             server_request.stop_token_ids,
         )
         request_id = uuid.uuid4().hex
-        # Other weights have another salt, so a prefix that they cached is never found.
-        salt = str(self._version)
+        # Each load of each engine has a salt of its own, so a prefix that other weights cached is never found.
+        salt = f"{self._salt}.{updates_begun}"
         async with contextlib.aclosing(client.generate(request_id, server_request, salt)) as chunks:
             async for chunk in chunks:
                 was_stopped = reader.stopped
@@ -345,9 +347,10 @@ class ServerEngine:
         except BaseException as error:
             self._up, self._half_loaded, self._version = False, True, UNSERVED
             self._suspect.set()
-            if isinstance(error, MeshError):
+            if isinstance(error, (MeshError, OSError)):
+                last_words = await self._server.last_words(error)
                 raise InfraError(
-                    f"loading weights {version} failed in {self._server.name}: {error}"
+                    f"loading weights {version} failed in {self._server.name}: {error}{last_words}"
                 ) from error
             raise
         previous, self._served = self._served, files

@@ -87,6 +87,8 @@ class HttpClient:
     ) -> AsyncGenerator[Mapping[str, Any], None]:
         """Post `body`, yield the server-sent events. Closing the iterator closes the connection.
 
+        An error may be the status of the answer, or an event of a stream that began with status 200.
+
         Raises:
             UserError: the server refuses the request.
             InfraError: the server failed, disconnected or sent nothing for `silence_s`.
@@ -96,14 +98,29 @@ class HttpClient:
             async with self._http.stream("POST", route, json=body, timeout=timeout) as response:
                 if not response.is_success:
                     message = _message(await response.aread())
-                    kind = UserError if response.is_client_error else InfraError
+                    kind = UserError if _is_refusal(response.status_code) else InfraError
                     raise kind(f"{self.who}: {message}")
                 async for line in response.aiter_lines():
                     text = line.removeprefix("data: ")
-                    if text and text != "[DONE]":
-                        yield json.loads(text)
+                    if not text or text == "[DONE]":
+                        continue
+                    event = json.loads(text)
+                    if error := event.get("error"):
+                        code = error.get("code") if isinstance(error, dict) else None
+                        kind = UserError if _is_refusal(code) else InfraError
+                        raise kind(f"{self.who}: {error_message(event)}")
+                    yield event
         except httpx.HTTPError as error:
             raise InfraError(f"{self.who} broke off a response: {_text(error)}") from error
+
+
+def _is_refusal(code: object) -> bool:
+    """A status that blames the request; a server that is too busy or too slow blames itself."""
+    return (
+        isinstance(code, int)
+        and httpx.codes.is_client_error(code)
+        and code not in (httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS)
+    )
 
 
 def error_message(answer: Any) -> str:

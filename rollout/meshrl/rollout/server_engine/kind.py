@@ -125,14 +125,19 @@ def processed(chunks: Sequence[Chunk]) -> bool:
     return all(logprob >= -ALMOST_ZERO for chunk in chunks for logprob in chunk.logprobs)
 
 
-def check_max_length(name: str, url: str, models: Mapping[str, Any], max_length: int) -> None:
+def check_max_length(
+    name: str, url: str, models: Mapping[str, Any], max_length: int, *, reserved: int = 0
+) -> None:
     """Compare the answer of an OpenAI `/v1/models` with the engine's `max_length`, in tokens of prompt and response.
+
+    `reserved`: tokens of its context length that the server gives to no request.
 
     Raises:
         UserError: the server allows fewer.
     """
     (card, *_) = models["data"]
-    allowed = card.get("max_model_len") or max_length
+    length = card.get("max_model_len")
+    allowed = length - reserved if length else max_length
     if allowed < max_length:
         raise UserError(
             f"the {name} server at {url} allows {allowed} tokens of prompt and response, the engine "

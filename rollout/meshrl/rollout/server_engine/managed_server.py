@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import logging
 import os
@@ -12,6 +13,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import httpx
 
 from meshrl.contract.errors import ConfigError, EngineGoneError, MeshError, UserError
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
@@ -23,6 +26,8 @@ log = logging.getLogger(__name__)
 
 START_S, URL_START_S = 900.0, 10.0
 HEALTH_S = 10.0
+LAST_WORDS_S = 5.0
+"""How long a server that broke a connection may take to end."""
 POLL_S = 0.2
 REPORT_S = 15.0
 
@@ -107,6 +112,16 @@ class ManagedServer:
         if process is None or process.exit_code is None:
             return "it does not answer"
         return f"exit code {process.exit_code}: {process.last_error()} (log: {process.log})"
+
+    async def last_words(self, error: Exception) -> str:
+        """Why the child process ended, to add to `error` of a broken connection; empty where it goes on."""
+        process = self._process
+        if process is None or not isinstance(error.__cause__, httpx.TransportError):
+            return ""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await process.ended()
+        return "" if process.exit_code is None else f"; {self.exit_reason()}"
 
     async def close(self) -> None:
         """End the child process; a server at a `url` is left running. Idempotent."""

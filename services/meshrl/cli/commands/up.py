@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from meshrl.cli.options import recipe_argument
-from meshrl.config import load_recipe
+from meshrl.cli.options import preload_option, recipe_argument
+from meshrl.launcher.preloading import preloading
 
 
 def _ports(
@@ -34,14 +34,22 @@ def _ports(
     help="Let a service listen on this port; the others take free ones. May be given several times.",
 )
 @click.option("--plain", is_flag=True, help="Print lines instead of the live view.")
-def up(recipe: Path, overrides: tuple[str, ...], ports: dict[str, int], plain: bool) -> None:
+@preload_option
+def up(
+    recipe: Path, overrides: tuple[str, ...], ports: dict[str, int], plain: bool, preload: bool
+) -> None:
     """Train as RECIPE says: start every service here, watch over them, drain at the end.
 
     The first Ctrl-C ends the step, saves a checkpoint and drains; the second kills. The same command goes on from
     the last checkpoint.
     """
-    loaded = load_recipe(recipe, overrides)
-    # Imported here: with it comes gRPC, and a wrong recipe should be answered at once.
-    from meshrl.launcher.up import up as run_up
+    # First of all: the preloaders import while this process does.
+    with preloading(preload) as preloaders:
+        from meshrl.config import load_recipe
 
-    sys.exit(run_up(loaded, fixed_ports=ports, plain=plain))
+        loaded = load_recipe(recipe, overrides)
+        # Imported here: with it comes gRPC, and a wrong recipe should be answered at once.
+        from meshrl.launcher.up import up as run_up
+
+        code = run_up(loaded, fixed_ports=ports, plain=plain, preloading=preloaders)
+    sys.exit(code)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from meshrl.cli.options import overrides_argument
+from meshrl.cli.options import overrides_argument, preload_option
 from meshrl.config import load_recipe
 from meshrl.config.loading import load_run
 from meshrl.contract.errors import MeshError, UserError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, LOCK_NAME, AddressBook, run_lock
+from meshrl.launcher.preloading import preloading
 
 if TYPE_CHECKING:
     from meshrl.config.recipe import Recipe
@@ -28,7 +29,8 @@ RECIPE = Path("recipes/demo/recipe.yaml")
 @click.command()
 @overrides_argument
 @click.option("--plain", is_flag=True, help="Print lines instead of the live view.")
-def demo(overrides: tuple[str, ...], plain: bool) -> None:
+@preload_option
+def demo(overrides: tuple[str, ...], plain: bool, preload: bool) -> None:
     """Make a tiny model, warm it up, and let it learn by RL that thinking pays.
 
     Every run starts afresh under runs/demo, but for the warm-started model, which is kept. Results:
@@ -48,7 +50,9 @@ def demo(overrides: tuple[str, ...], plain: bool) -> None:
 
         click.echo("demo: a tiny model, its prompts and a short supervised warm start")
         prepare(recipe.model.path.parent, seed=recipe.run.seed, report=_show_warm_start)
-    code = up(load_recipe(RECIPE, overrides), fixed_ports={}, plain=plain)
+    with preloading(preload) as preloaders:
+        loaded = load_recipe(RECIPE, overrides)
+        code = up(loaded, fixed_ports={}, plain=plain, preloading=preloaders)
     if code == 0:
         _report(recipe)
     sys.exit(code)

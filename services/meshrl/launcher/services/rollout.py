@@ -21,6 +21,7 @@ SERVICE = ServiceKind(
     sections=("model", "rollout", "weights"),
     columns=_columns,
     count=lambda recipe: recipe.rollout.workers,
+    needs_torch=lambda recipe: recipe.rollout.name == "torch",
     start_order=2,
     removable=True,
 )

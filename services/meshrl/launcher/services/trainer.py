@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meshrl.config.recipe import Recipe
-from meshrl.config.stages import ServiceKind
+from meshrl.config.stages import ServiceKind, always
 
 if TYPE_CHECKING:
     from meshrl.rpc.service_context import ServiceContext
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 SERVICE = ServiceKind(
     sections=("model", "algorithm", "actor", "trainer", "weights"),
+    needs_torch=always,
     drain_order=0,
     drain_s=300,
     finite=True,

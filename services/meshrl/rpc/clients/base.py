@@ -194,7 +194,7 @@ class Connection:
         repeatable: bool = True,
     ) -> Result:
         """The result of the first attempt that reaches the service."""
-        budget = RetryBudget(self.retry_s)
+        budget: RetryBudget | None = None
         space = None if self._disk_full is None else DiskFullWait(self._disk_full, wait_s)
         while True:
             try:
@@ -205,11 +205,12 @@ class Connection:
             except (grpc.aio.AioRpcError, TimeoutError) as failure:
                 error = self._error(failure, wait_s)
                 if space is not None and is_full(error):
-                    budget.reset()
+                    budget = None
                     await space.pause(error)
                     continue
                 if not (repeatable and isinstance(error, UnavailableError)):
                     raise error from failure
+                budget = budget or RetryBudget(self.retry_s)
                 await budget.pause(error)
 
     def _error(

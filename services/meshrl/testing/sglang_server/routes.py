@@ -26,6 +26,7 @@ NOT_FLUSHED = (
     "Weights were updated, but the cache was not flushed because requests are still running or queued. "
     "Retract or finish them, then call /flush_cache."
 )
+RESERVED_OF_PROMPTS = 6
 Body = dict[str, Any]
 
 
@@ -36,6 +37,8 @@ class Fault:
     status: int
     message: str
     times: int
+    streamed: bool
+    """The answer has status 200, and the error is an event of its stream."""
 
 
 class Routes:
@@ -110,7 +113,7 @@ class Routes:
                 fault.times -= 1
                 if fault.times <= 0:
                     del self._faults[path]
-                return _failed(fault.message, fault.status)
+                return (_refused if fault.streamed else _failed)(fault.message, fault.status)
             try:
                 return await handler(body)
             except Died as died:
@@ -154,11 +157,16 @@ class Routes:
     # Generation
 
     async def _generate(self, body: Body) -> Response:
-        params = body["sampling_params"]
-        room = self._info["context_length"] - len(body["input_ids"])
-        if params["max_new_tokens"] > room:
-            # The real server shortens it with a warning by default; our engine never requests more.
-            return _error(f"Requested token count exceeds the context length: {room} are left.")
+        params, prompt = body["sampling_params"], len(body["input_ids"])
+        length = self._info["context_length"]
+        if prompt + params["max_new_tokens"] > length:
+            return _refused(f"Requested token count exceeds the context length of {length} tokens")
+        if prompt >= length - RESERVED_OF_PROMPTS:
+            return _refused(
+                f"Input length ({prompt} tokens) exceeds the maximum allowed length "
+                f"({length - RESERVED_OF_PROMPTS} tokens)"
+            )
+        params["max_new_tokens"] = min(params["max_new_tokens"], length - 2 - prompt)
         request = Request(
             rid=body["rid"],
             prompt=tuple(body["input_ids"]),
@@ -301,14 +309,17 @@ class Routes:
     async def _fault(self, body: Body) -> Response:
         """Set a fault.
 
-        `{"route", "status", "message", "times"}`: the route answers with it; `{"die_at": tokens}`; `{"stalled":
-        bool}`; `{"partial": bool}`: the next load stops halfway; `{"holds": [[tokens, label], …]}`: after so many
-        more tokens no step runs until the label is that; `{"says_mark": bool}`: tokens equal the mark.
+        `{"route", "status", "message", "times", "streamed"}`: the route answers so; `{"die_at": tokens}`;
+        `{"stalled": bool}`; `{"partial": bool}`: the next load stops halfway; `{"holds": [[tokens, label], …]}`:
+        after so many more tokens no step runs until the label is that; `{"says_mark": bool}`: tokens equal the mark.
         """
         scheduler = self._scheduler
         if "route" in body:
             self._faults[body["route"]] = Fault(
-                status=body["status"], message=body["message"], times=body.get("times", 1)
+                status=body["status"],
+                message=body["message"],
+                times=body.get("times", 1),
+                streamed=body.get("streamed", False),
             )
         scheduler.die_at = body.get("die_at", scheduler.die_at)
         scheduler.tokens_are_marks = body.get("says_mark", scheduler.tokens_are_marks)
@@ -360,5 +371,8 @@ def _failed(message: str, status: int) -> Response:
     return JSONResponse({"success": False, "message": message}, status_code=status)
 
 
-def _error(message: str) -> Response:
-    return JSONResponse({"error": {"message": message}}, status_code=400)
+def _refused(message: str, status: int = 400) -> Response:
+    """A request that is wrong is refused inside its stream."""
+    error = {"message": message, "type": "invalid_request_error", "code": status}
+    lines = b"data: " + orjson.dumps({"error": error}) + b"\n\n", b"data: [DONE]\n\n"
+    return Response(b"".join(lines), media_type="text/event-stream")

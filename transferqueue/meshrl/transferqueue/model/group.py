@@ -178,8 +178,9 @@ class Group:
         task_bytes: int,
         attempts: list[int],
         stages: int,
+        now: float,
     ) -> Group:
-        """A group without rows; `add_all` or `add_row` puts them in."""
+        """A group with a row at every index, none of which has a column."""
         size = len(attempts)
         return cls(
             *(run, run_number, number, task_id, size, metadata, task_bytes, attempts),
@@ -189,6 +190,8 @@ class Group:
             writers=[[0] * size for _ in range(stages)],
             facts=[None] * size,
             replacements=[0] * size,
+            present=(1 << size) - 1,
+            since=now,
         )
 
     # --- names
@@ -200,10 +203,6 @@ class Group:
     def uid(self, index: int) -> Uid:
         """The name of the row at `index`."""
         return Uid(self.run, self.task_id, index, self.attempts[index])
-
-    def attempts_at(self, indices: Sequence[int]) -> tuple[int, ...]:
-        """The attempt of each of these rows."""
-        return tuple([self.attempts[index] for index in indices])
 
     # --- sets of rows
 
@@ -269,11 +268,6 @@ class Group:
         return [facts for index in bits(mask) if (facts := self.facts[index]) is not None]
 
     # --- rows come and go
-
-    def add_all(self, now: float) -> None:
-        """Every row of a new group comes in."""
-        self.present = (1 << self.size) - 1
-        self.since = now
 
     def add_row(self, index: int, now: float, *, replacements: int = 0) -> None:
         """The attempt `attempts[index]` comes in, with no column."""

@@ -180,10 +180,6 @@ class RunLedger:
         queued, leased, *_ = self.resident
         return queued + leased
 
-    def admit(self, rows: int) -> None:
-        """`rows` came in."""
-        self.admitted += rows
-
     def move(self, old: Sequence[int], new: Sequence[int]) -> None:
         """A group's rows change from the counts `old` to `new`, by state."""
         self.resident = list(map(add, self.resident, map(sub, new, old)))

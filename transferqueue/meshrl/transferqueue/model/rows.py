@@ -14,7 +14,15 @@ from meshrl.contract.errors import NotFoundError
 from meshrl.contract.types import GroupRows, RowFacts, RunSpec, Uid
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.model.group import Counts, Grant, Group, StoredFrame, bits
-from meshrl.transferqueue.model.records import ADMITTED, AuditLog, Exit, RunLedger, State
+from meshrl.transferqueue.model.records import (
+    ADMITTED,
+    AuditLog,
+    Exit,
+    RunLedger,
+    RunRecord,
+    State,
+    TaskMetadata,
+)
 from meshrl.transferqueue.model.stages import FairShare, Stage, Stages
 from meshrl.transferqueue.model.waiting import CompleteGroups, Expiry, ReadyRows, Signal
 from meshrl.transferqueue.store import CommitLog, Table
@@ -42,18 +50,28 @@ class Rows:
         self._commit_log = commit_log
         self._expiry = expiry
 
+        self.record = RunRecord()
         self._groups: dict[int, Group] = {}
+        self.groups: Final[Mapping[int, Group]] = self._groups
+        """The resident groups by number."""
         self._by_task: dict[str, Group] = {}
-        self._ledger = RunLedger()
+        self.by_task: Final[Mapping[str, Group]] = self._by_task
+        """The resident groups by task id."""
+        self.ledger = RunLedger()
+        """Counts every row that was ever admitted."""
         self.audit_log: Final = AuditLog(number)
         self.complete: Final = CompleteGroups(sampler)
         """Groups that can be taken now."""
         self.fair_share: Final = FairShare()
         """The workers of the stage that samples."""
         self._ready = tuple(ReadyRows() for _ in self.stages)
-        self._open_bytes = 0
-        self._open_tokens = 0
+        self.open_bytes = 0
+        """Payload of the groups that are not consumed."""
+        self.open_tokens = 0
+        """Tokens of the rows of these groups, as far as they are sampled."""
         self._lease_expiries: Counter[str] = Counter()
+        self.lease_expiries: Final[Mapping[str, int]] = self._lease_expiries
+        """Rows whose lease expired since the queue opened, by stage; 0 for any other name."""
 
         self.rows_signals: Final = tuple(Signal() for _ in self.stages)
         """By stage number: it has other rows to lease."""
@@ -63,39 +81,9 @@ class Rows:
 
     # --- what others may read
 
-    @property
-    def groups(self) -> Mapping[int, Group]:
-        """The resident groups by number."""
-        return self._groups
-
-    @property
-    def by_task(self) -> Mapping[str, Group]:
-        """The resident groups by task id."""
-        return self._by_task
-
-    @property
-    def ledger(self) -> RunLedger:
-        """Counts every row that was ever admitted."""
-        return self._ledger
-
-    @property
-    def open_bytes(self) -> int:
-        """Payload of the groups that are not consumed."""
-        return self._open_bytes
-
-    @property
-    def open_tokens(self) -> int:
-        """Tokens of the rows of these groups, as far as they are sampled."""
-        return self._open_tokens
-
-    @property
-    def lease_expiries(self) -> Mapping[str, int]:
-        """Rows whose lease expired since the queue opened, by stage; 0 for any other name."""
-        return self._lease_expiries
-
     def num_ready(self, stage: Stage) -> int:
         """Rows that `stage` could lease now."""
-        return len(self._ready[stage.number])
+        return self._ready[stage.number].count
 
     def find(self, uid: Uid) -> Group | None:
         """The group of a resident row, of exactly this attempt."""
@@ -145,7 +133,7 @@ class Rows:
 
     def notify_shares(self, stage: Stage) -> None:
         """A worker holds fewer rows than before: another one that waits for its share may have one now."""
-        if stage.first and self._ready[stage.number]:
+        if stage.first and self._ready[stage.number].count:
             self.rows_signals[stage.number].notify()
 
     # --- rows come in
@@ -160,24 +148,35 @@ class Rows:
             group.add_row(index, now, replacements=replacements)
         self._came_in(group, len(indices))
 
-    def _add_group(self, group: Group) -> None:
-        """A group without rows comes in, with a new row at every index."""
-        self._groups[group.number] = group
-        self._by_task[group.task_id] = group
-        self._open_bytes += group.task_bytes
-        group.add_all(self.clock())
+    def _add_group(
+        self, number: int, task_id: str, metadata: TaskMetadata, nbytes: int, attempts: list[int]
+    ) -> Group:
+        """A group comes in, with a row at every index."""
+        group = Group.fresh(
+            *(self.name, self.number, number, task_id),
+            metadata=metadata,
+            task_bytes=nbytes,
+            attempts=attempts,
+            stages=len(self._ready),
+            now=self.clock(),
+        )
+        self._groups[number] = group
+        self._by_task[task_id] = group
+        self.open_bytes += nbytes
         self._came_in(group, group.size)
+        return group
 
     def _came_in(self, group: Group, rows: int) -> None:
-        self._ledger.admit(rows)
+        self.ledger.admitted += rows
         self.audit_log.note(group.task_id, rows, ADMITTED)
         self._refresh(group)
 
     # --- rows change hands
 
-    def grant(self, stage: Stage, worker: str, limit: int, token: int) -> list[Grant]:
-        """At most `limit` ready rows are delivered to `worker` under `token`, one grant per group."""
-        now = self.clock()
+    def grant(self, stage: Stage, worker: str, limit: int) -> list[Grant]:
+        """At most `limit` ready rows are delivered to `worker` under a token that nobody has, one grant per group."""
+        self.record.last_token += 1
+        token, now = self.record.last_token, self.clock()
         deadline = self.lease_deadline()
         holder = self.fair_share.holder(worker, now) if stage.first else None
         grants: list[Grant] = []
@@ -218,7 +217,7 @@ class Rows:
         self._drop_frames(group, group.drop_progress(number, mask))
         if facts:
             group.set_facts(rows, facts)
-            self._open_tokens += sum([row.num_tokens for row in facts])
+            self.open_tokens += sum([row.num_tokens for row in facts])
         group.since = now
         self._refresh(group)
 
@@ -275,10 +274,10 @@ class Rows:
     def remove_rows(self, group: Group, mask: int, exit_: Exit, reason: str) -> None:
         """Rows of the group leave; their payload is deleted, and a worker that holds one is fenced."""
         count = mask.bit_count()
-        self._ledger.leave(count, exit_, reason)
+        self.ledger.leave(count, exit_, reason)
         self.audit_log.note(group.task_id, count, exit_, reason)
         if not (group.batch and group.batch.consumed):
-            self._open_tokens -= sum([facts.num_tokens for facts in group.facts_of(mask)])
+            self.open_tokens -= sum([facts.num_tokens for facts in group.facts_of(mask)])
         self._drop_frames(group, group.drop_rows(mask))
         self._refresh(group)
 
@@ -307,24 +306,24 @@ class Rows:
     ) -> None:
         key = group.add_frame(stage, rows, mask, frame, partial=partial)
         self._commit_log.put(Table.PAYLOAD, key, frame)
-        self._open_bytes += len(frame)
+        self.open_bytes += len(frame)
 
     def _drop_frames(self, group: Group, frames: Iterable[StoredFrame]) -> None:
         for frame in frames:
             self._commit_log.delete(Table.PAYLOAD, group.frame_key(frame.number))
             if not (group.batch and group.batch.consumed):
-                self._open_bytes -= frame.nbytes
+                self.open_bytes -= frame.nbytes
 
     def _count_open(self, group: Group, sign: int) -> None:
         """The group's bytes and tokens count for admission (1) or do not any more (-1)."""
-        self._open_bytes += sign * group.nbytes
-        self._open_tokens += sign * group.num_tokens
+        self.open_bytes += sign * group.nbytes
+        self.open_tokens += sign * group.num_tokens
 
     def _refresh(self, group: Group) -> None:
         """Bring the ledger and the ready sets in line with the group."""
         counts = self._counts(group)
         if counts != group.counts:
-            self._ledger.move(group.counts, counts)
+            self.ledger.move(group.counts, counts)
             group.counts = counts
         if group.batch is not None:
             return  # its rows have every column, so they have left the ready sets

@@ -59,78 +59,29 @@ class Run(Rows):
         super().__init__(
             spec, number, sampler=sampler, commit_log=commit_log, expiry=expiry, clock=clock
         )
-        self._record = RunRecord()
+        self.key: Final = b"s" + number.to_bytes(4, "big")
+        """The key of the record that every transition rewrites."""
+        self.spec_key: Final = b"r" + number.to_bytes(4, "big")
+        """The key of the record that never changes."""
         self._batches: dict[str, TakenBatch] = {}
+        self.batches: Final[Mapping[str, TakenBatch]] = self._batches
+        """The batches that are taken or settled, by id."""
         self._dead = DeadLetters()
+        self.dead_letters: Final[Mapping[Uid, DeadRow]] = self._dead.by_uid
+        """The dead rows, in the order in which they died."""
         self.known_tasks: Final = KnownTasks(number, commit_log)
-        self._in_batches = 0
+        self.in_batches = 0
+        """Groups in a batch, taken or settled."""
         self._consumed = 0
-        self._publishes = 0
+        self.publishes = 0
+        """Calls of `publish` since the queue opened: shows a waiting lease that its version may be too old."""
         self._failures: dict[str, LastFailure] = {}
+        self.failures: Final[Mapping[str, LastFailure]] = self._failures
+        """By stage, since the queue opened."""
         self.ready_to_taken: Final = Durations()
         """Per row since the queue opened: from the last column of its group to the batch that takes it."""
 
     # --- what others may read
-
-    @property
-    def failures(self) -> Mapping[str, LastFailure]:
-        """By stage, since the queue opened."""
-        return self._failures
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the trainer that has the run."""
-        return self._record.epoch
-
-    @property
-    def owner(self) -> str:
-        """The name of that trainer; empty before the first one."""
-        return self._record.owner
-
-    @property
-    def published(self) -> Version:
-        """The newest version that rollout may sample with."""
-        return self._record.published
-
-    @property
-    def publishes(self) -> int:
-        """Calls of `publish` since the queue opened: shows a waiting lease that its version may be too old."""
-        return self._publishes
-
-    @property
-    def cursor(self) -> str:
-        """The feeder's position in its data."""
-        return self._record.cursor
-
-    @property
-    def feed_closed(self) -> bool:
-        """No task will come any more."""
-        return self._record.feed_closed
-
-    @property
-    def committed_step(self) -> int:
-        """Steps before this one are covered by a checkpoint."""
-        return self._record.committed_step
-
-    @property
-    def next_position(self) -> int:
-        """The position of the next group that is taken for the first time."""
-        return self._record.next_position
-
-    @property
-    def batches(self) -> Mapping[str, TakenBatch]:
-        """The batches that are taken or settled, by id."""
-        return self._batches
-
-    @property
-    def dead_letters(self) -> Mapping[Uid, DeadRow]:
-        """The dead rows, in the order in which they died."""
-        return self._dead.by_uid
-
-    @property
-    def in_batches(self) -> int:
-        """Groups in a batch, taken or settled."""
-        return self._in_batches
 
     @property
     def unconsumed(self) -> int:
@@ -143,45 +94,35 @@ class Run(Rows):
 
     def check_epoch(self, epoch: int) -> None:
         """Refuse a trainer that lost the run. Raises FencedError."""
-        if epoch != self._record.epoch:
+        if epoch != self.record.epoch:
             raise FencedError(
-                f"run {self.name}: epoch {epoch} is fenced, epoch {self.epoch} has the run"
-                f" ({self.owner or 'nobody acquired it'})",
+                f"run {self.name}: epoch {epoch} is fenced, epoch {self.record.epoch} has the run"
+                f" ({self.record.owner or 'nobody acquired it'})",
                 epoch=epoch,
-                newest=self.epoch,
+                newest=self.record.epoch,
             )
 
     # --- records
 
-    @property
-    def key(self) -> bytes:
-        """The key of the record that every transition rewrites."""
-        return b"s" + self.number.to_bytes(4, "big")
-
-    @property
-    def spec_key(self) -> bytes:
-        """The key of the record that never changes."""
-        return b"r" + self.number.to_bytes(4, "big")
-
     def encode(self) -> bytes:
         """State and ledger: they change in the transaction of the rows."""
-        return encode_record({**self._record.encode(), "books": self._ledger.totals()})
+        return encode_record({**self.record.encode(), "books": self.ledger.totals()})
 
     def decode(self, stored: Json) -> None:
         """The inverse of `encode`."""
         fields = dict(stored)
-        self._ledger = RunLedger.restored(fields.pop("books"))
-        self._record = RunRecord.decode(fields)
+        self.ledger = RunLedger.restored(fields.pop("books"))
+        self.record = RunRecord.decode(fields)
 
     def state(self) -> RunState:
         """The run's state as the port returns it."""
         return RunState(
             spec=self.spec,
-            epoch=self.epoch,
-            published=self.published,
-            cursor=self.cursor,
-            feed_closed=self.feed_closed,
-            committed_step=self.committed_step,
+            epoch=self.record.epoch,
+            published=self.record.published,
+            cursor=self.record.cursor,
+            feed_closed=self.record.feed_closed,
+            committed_step=self.record.committed_step,
         )
 
     def save(self, groups: Iterable[Group] = ()) -> None:
@@ -196,65 +137,45 @@ class Run(Rows):
 
     def begin_epoch(self, epoch: int, owner: str) -> None:
         """`owner` has the run now; batches that an older epoch took and did not settle are complete groups again."""
-        self._record.epoch, self._record.owner = epoch, owner
+        self.record.epoch, self.record.owner = epoch, owner
         self.give_back([batch for batch in self._batches.values() if not batch.settled])
 
     def publish(self, version: Version) -> None:
         """`version` is the newest one; batches of earlier steps may become consumed."""
-        self._record.published = version
-        self._publishes += 1
+        self.record.published = version
+        self.publishes += 1
         self.recount()
 
     # --- the feed
 
     def admit(self, task_id: str, metadata: TaskMetadata, payload: bytes, size: int) -> Group:
         """A task that is not known comes in as a group of `size` rows; `payload` is the packed task."""
-        number = self._record.next_group
-        self._record.next_group += 1
+        number = self.record.next_group
+        self.record.next_group += 1
         self.known_tasks.add(task_id, number)
-        group = self._new_group(number, task_id, metadata, len(payload), [0] * size)
+        group = self._add_group(number, task_id, metadata, len(payload), [0] * size)
         self._commit_log.put(Table.PAYLOAD, group.task_key, with_checksum(payload))
-        self._add_group(group)
         return group
 
     def move_cursor(self, cursor: str) -> None:
         """The feeder's position changed."""
-        self._record.cursor = cursor
+        self.record.cursor = cursor
 
     def close_feed(self) -> None:
         """No task will come any more."""
-        self._record.feed_closed = True
-
-    def forget_tasks(self) -> None:
-        """Forget the ids of the tasks that left longest ago."""
-        self.known_tasks.forget(self._by_task)
-
-    def _new_group(
-        self, number: int, task_id: str, metadata: TaskMetadata, nbytes: int, attempts: list[int]
-    ) -> Group:
-        return Group.fresh(
-            *(self.name, self.number, number, task_id),
-            metadata=metadata,
-            task_bytes=nbytes,
-            attempts=attempts,
-            stages=len(self.stages),
-        )
-
-    # --- leases
-
-    def next_token(self) -> int:
-        """A fencing token that nobody has."""
-        self._record.last_token += 1
-        return self._record.last_token
+        self.record.feed_closed = True
 
     # --- batches
 
     def open_batch(
-        self, batch_id: str, step: int, epoch: int, groups: Sequence[Group]
-    ) -> TakenBatch:
-        """A trainer takes complete `groups`, whose rows all have every column."""
-        batch = TakenBatch(self.number, self._record.next_batch, batch_id, step, epoch)
-        self._record.next_batch += 1
+        self, batch_id: str, step: int, epoch: int, groups: Sequence[Group], manifest: bytes
+    ) -> None:
+        """A trainer takes complete `groups`, whose rows all have every column.
+
+        `manifest` is what `take` answers, for a caller that asks again.
+        """
+        batch = TakenBatch(self.number, self.record.next_batch, batch_id, step, epoch)
+        self.record.next_batch += 1
         self._batches[batch_id] = batch
         now = self.clock()
         for group in groups:
@@ -262,19 +183,15 @@ class Run(Rows):
             self._put_in(group, batch)
             if group.position < 0:
                 self.ready_to_taken.add(now - group.since, group.present.bit_count())
-                group.position = self._record.next_position
-                self._record.next_position += 1
+                group.position = self.record.next_position
+                self.record.next_position += 1
             self._refresh(group)
         self._commit_log.touch(batch)
-        return batch
-
-    def store_manifest(self, batch: TakenBatch, manifest: bytes) -> None:
-        """Keep what `take` answers, for a caller that asks again."""
         self._commit_log.put(Table.PAYLOAD, batch.manifest_key, manifest)
 
     def skip_positions(self, position: int) -> None:
         """Groups that are taken for the first time get `position` or later."""
-        self._record.next_position = max(self._record.next_position, position)
+        self.record.next_position = max(self.record.next_position, position)
 
     def settle(self, batch: TakenBatch) -> None:
         """The batch went into its optimizer step."""
@@ -290,14 +207,14 @@ class Run(Rows):
             for group in self.groups_of(batch):
                 self.remove_group(group, Exit.TRAINED, "")
             self._close_batch(batch)
-        self._record.committed_step = step
+        self.record.committed_step = step
 
     def rewind(self, step: int) -> int:
         """Batches settled at `step` or later are complete groups again, and `step` is published; returns the rows."""
         batches = [b for b in self._batches.values() if b.settled and b.step >= step]
         rows = sum(g.present.bit_count() for batch in batches for g in self.groups_of(batch))
         self.give_back(batches)
-        self._record.published = Version(self.epoch, step)
+        self.record.published = Version(self.record.epoch, step)
         self.recount()
         self.complete_signal.notify()
         return rows
@@ -308,7 +225,7 @@ class Run(Rows):
             batch.settled = False
             groups = self.groups_of(batch)
             for group in groups:
-                self._in_batches -= 1
+                self.in_batches -= 1
                 if batch.consumed:
                     self._consumed -= 1
                     self._count_open(group, 1)
@@ -323,7 +240,7 @@ class Run(Rows):
         """The published version or a batch changed: find the batches that hold no credit any more. O(batches)."""
         for batch in self._batches.values():
             consumed = batch.settled and (
-                not self.spec.gated or batch.step < self._record.published.step
+                not self.spec.gated or batch.step < self.record.published.step
             )
             if consumed is not batch.consumed:
                 batch.consumed = consumed
@@ -336,7 +253,7 @@ class Run(Rows):
     def _put_in(self, group: Group, batch: TakenBatch) -> None:
         group.batch = batch
         batch.groups.append(group.number)
-        self._in_batches += 1
+        self.in_batches += 1
 
     def _close_batch(self, batch: TakenBatch) -> None:
         del self._batches[batch.batch_id]
@@ -353,11 +270,11 @@ class Run(Rows):
         batch = group.batch
         if batch is not None:
             batch.groups.remove(group.number)
-            self._in_batches -= 1
+            self.in_batches -= 1
         if batch is not None and batch.consumed:
             self._consumed -= 1
         else:
-            self._open_bytes -= group.task_bytes
+            self.open_bytes -= group.task_bytes
         del self._groups[group.number]
         del self._by_task[group.task_id]
         self._commit_log.delete(Table.META, group.key)
@@ -387,7 +304,7 @@ class Run(Rows):
         """The row at `index` leaves as a dead letter of `stage`."""
         row = DeadRow(
             run_number=self.number,
-            number=self._record.next_dead,
+            number=self.record.next_dead,
             letter=DeadLetter(
                 uid=group.uid(index),
                 stage=stage.name,
@@ -400,7 +317,7 @@ class Run(Rows):
             task_bytes=group.task_bytes,
             attempts=list(group.attempts),
         )
-        self._record.next_dead += 1
+        self.record.next_dead += 1
         self._dead.add(row)
         self._commit_log.touch(row)
         self.remove_rows(group, 1 << index, Exit.DEAD, reason)
@@ -413,17 +330,14 @@ class Run(Rows):
     def readmit(self, row: DeadRow) -> Group:
         """The task of a dead row whose group left comes in again, with a new attempt at each index."""
         attempts = [attempt + 1 for attempt in row.attempts]
-        group = self._new_group(
-            row.group, row.letter.uid.task, row.metadata, row.task_bytes, attempts
-        )
-        self._add_group(group)
-        return group
+        task_id = row.letter.uid.task
+        return self._add_group(row.group, task_id, row.metadata, row.task_bytes, attempts)
 
     # --- restoring from a store
 
     def restore_batches(self, batches: Iterable[TakenBatch]) -> None:
         """Batches as they were stored, without groups."""
-        self._batches = {batch.batch_id: batch for batch in batches}
+        self._batches.update({batch.batch_id: batch for batch in batches})
 
     def restore_dead_letter(self, row: DeadRow) -> None:
         """A dead letter as it was stored."""

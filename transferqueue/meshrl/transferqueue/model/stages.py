@@ -20,11 +20,8 @@ class Stage:
     writes: tuple[str, ...]
     after: tuple[int, ...]
     """Numbers of the stages that write what this one reads."""
-
-    @property
-    def first(self) -> bool:
-        """True for a stage that reads nothing: it samples, so it follows the policy's version."""
-        return not self.reads
+    first: bool
+    """It reads nothing: it samples, so it follows the policy's version."""
 
 
 class Stages:
@@ -46,7 +43,9 @@ class Stages:
         for number, spec in enumerate(specs):
             self._check(spec, number)
             after = tuple(sorted({self._of_column[column] for column in spec.reads}))
-            self._by_name[spec.name] = Stage(number, spec.name, spec.reads, spec.writes, after)
+            self._by_name[spec.name] = Stage(
+                number, spec.name, spec.reads, spec.writes, after, first=not spec.reads
+            )
         self._ordered = tuple(self._by_name.values())
         self.writes = tuple(stage.writes for stage in self._ordered)
         """By stage number: the columns that it writes."""
@@ -165,20 +164,31 @@ class FairShare:
     def share(self, worker: str, ready: int, limit: int, *, now: float, silence_s: float) -> int:
         """How many of `ready` rows `worker`, which asks for `limit`, is granted; at least one if it holds none.
 
-        Workers that have finished nothing yet, or that neither hold rows nor wait for some (nor did a moment ago), do
-        not count.
+        O(workers) while there are rows for all slots; otherwise as many passes over them as `divide` makes. Workers
+        that have finished nothing yet, or that neither hold rows nor wait for some (nor did a moment ago), do not
+        count.
         """
         mine = self.holder(worker, now)
         mine.slots = mine.rows + limit
-        recent = self.recent_workers(now=now, silence_s=silence_s)
-        self._holders = {name: h for name, h in self._holders.items() if h in recent}
-        known = [
-            h for h in recent if h.speed and (h.rows or h.waiting or now - h.seen <= BETWEEN_S)
+        silent = [
+            name
+            for name, holder in self._holders.items()
+            if not holder.waiting and now - holder.seen > silence_s
         ]
-        if not mine.speed or len(known) < 2:
+        for name in silent:
+            del self._holders[name]
+        if not mine.speed:
+            return limit
+        known = [
+            holder
+            for holder in self._holders.values()
+            if holder.speed and (holder.rows or holder.waiting or now - holder.seen <= BETWEEN_S)
+        ]
+        rows = ready + sum([holder.rows for holder in known])
+        if len(known) < 2 or rows >= sum([holder.slots for holder in known]):
             return limit
         shares = divide(
-            ready + sum(holder.rows for holder in known),
+            rows,
             [holder.speed for holder in known],
             [holder.slots for holder in known],
         )

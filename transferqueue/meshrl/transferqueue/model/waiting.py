@@ -34,12 +34,10 @@ class ReadyRows:
         self._queued: set[int] = set()
         self._rows: dict[int, tuple[Group, int]] = {}
         """By group number: the group and the mask of its rows that are ready."""
-        self._count = 0
+        self.count = 0
+        """Of the rows."""
         self._claims: dict[int, tuple[str, float]] = {}
         """By group number: the worker that has siblings of its rows, and until when the rest is kept for it."""
-
-    def __len__(self) -> int:
-        return self._count
 
     def set(self, group: Group, mask: int) -> bool:
         """Exactly the rows in `mask` of this group are ready; returns True if some were not before. O(log groups)."""
@@ -48,7 +46,7 @@ class ReadyRows:
         old = entry[1] if entry else 0
         if mask == old:
             return False
-        self._count += mask.bit_count() - old.bit_count()
+        self.count += mask.bit_count() - old.bit_count()
         came = bool(mask & ~old)
         if came or not mask:
             # Rows that came back may go to any worker.
@@ -66,26 +64,21 @@ class ReadyRows:
         """Remove and return at most `limit` rows in order, for `worker`. O(groups visited x log groups)."""
         popped: list[tuple[Group, int]] = []
         others: list[tuple[int, int]] = []
-        while limit > 0 and (head := self._head()) is not None:
-            claim = self._claims.get(head[1])
-            if claim is not None and claim[0] != worker and now < claim[1]:
+        while limit > 0 and self._heap:
+            number = self._heap[0][1]
+            claim = self._claims.get(number)
+            if number not in self._rows:
+                self._queued.discard(heapq.heappop(self._heap)[1])
+            elif claim is not None and claim[0] != worker and now < claim[1]:
                 others.append(heapq.heappop(self._heap))
             else:
-                limit -= self._take(head[1], limit, worker, now, popped)
+                limit -= self._take(number, limit, worker, now, popped)
         for entry in others:
             heapq.heappush(self._heap, entry)
         for _, number in others:
             if limit > 0:
                 limit -= self._take(number, limit, worker, now, popped)
         return popped
-
-    def _head(self) -> tuple[int, int] | None:
-        """The first entry whose group has rows."""
-        while self._heap:
-            if self._heap[0][1] in self._rows:
-                return self._heap[0]
-            self._queued.discard(heapq.heappop(self._heap)[1])
-        return None
 
     def _take(
         self, number: int, limit: int, worker: str, now: float, popped: list[tuple[Group, int]]
@@ -164,23 +157,16 @@ class Signal:
     """Wakes all callers that wait for one kind of change, in the order in which they came."""
 
     def __init__(self) -> None:
-        self._listeners: dict[asyncio.Future[None], None] = {}
+        self.listeners: dict[asyncio.Future[None], None] = {}
+        """They are done at the next `notify`, which forgets them."""
 
     def notify(self) -> None:
         """Something changed: wake every listener."""
-        if self._listeners:
-            listeners, self._listeners = self._listeners, {}
+        if self.listeners:
+            listeners, self.listeners = self.listeners, {}
             for listener in listeners:
                 if not listener.done():
                     listener.set_result(None)
-
-    def join(self, listener: asyncio.Future[None]) -> None:
-        """Complete `listener` at the next `notify`."""
-        self._listeners[listener] = None
-
-    def leave(self, listener: asyncio.Future[None]) -> None:
-        """Forget `listener`."""
-        self._listeners.pop(listener, None)
 
 
 async def any_signal(signals: Sequence[Signal], deadline: float, what: Callable[[], str]) -> None:
@@ -194,7 +180,7 @@ async def any_signal(signals: Sequence[Signal], deadline: float, what: Callable[
         raise WaitTimeoutError(f"timed out waiting for {what()}")
     listener: asyncio.Future[None] = loop.create_future()
     for signal in signals:
-        signal.join(listener)
+        signal.listeners[listener] = None
     try:
         async with asyncio.timeout_at(deadline):
             await listener
@@ -202,7 +188,7 @@ async def any_signal(signals: Sequence[Signal], deadline: float, what: Callable[
         raise WaitTimeoutError(f"timed out waiting for {what()}") from None
     finally:
         for signal in signals:
-            signal.leave(listener)
+            signal.listeners.pop(listener, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,10 +211,13 @@ class Waits:
         self._numbers = itertools.count()
 
     @contextmanager
-    def tracked(self, wait: Wait) -> Iterator[None]:
-        """Register `wait` for as long as the block runs."""
+    def tracked(
+        self, kind: str, runs: Sequence[str], who: str, reason: Callable[[], str]
+    ) -> Iterator[None]:
+        """Register a call that waits for as long as the block runs."""
         number = next(self._numbers)
-        self._waits[number] = wait
+        since = asyncio.get_running_loop().time()
+        self._waits[number] = Wait(kind=kind, runs=tuple(runs), who=who, since=since, reason=reason)
         try:
             yield
         finally:

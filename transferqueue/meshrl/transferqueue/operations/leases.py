@@ -53,7 +53,7 @@ def leasable(runs: Mapping[str, Run], names: Sequence[str], stage: str) -> list[
                 f"no stage named {stage!r} in {', '.join(names)} (run {names[0]} has"
                 f" {', '.join(spec.name for spec in opened[0].stages)})"
             )
-        if all(run.feed_closed and not run.groups for run in opened):
+        if all(run.record.feed_closed and not run.groups for run in opened):
             raise EndOfDataError(f"nothing is left to lease in {', '.join(names)}")
     return sorted(candidates, key=lambda pair: -pair[0].spec.priority)
 
@@ -66,8 +66,8 @@ def open_to(run: Run, stage: Stage, version: Version | None) -> bool:
         raise UserError(
             f"run {run.name} is gated: a lease of stage {stage.name} must name its engine's version"
         )
-    behind = run.published.step - version.step
-    return version.epoch == run.epoch and behind <= run.spec.max_staleness
+    behind = run.record.published.step - version.step
+    return version.epoch == run.record.epoch and behind <= run.spec.max_staleness
 
 
 def enough(run: Run, stage: Stage, at_least: int) -> bool:
@@ -85,12 +85,12 @@ def enough(run: Run, stage: Stage, at_least: int) -> bool:
 
 def grant(run: Run, stage: Stage, worker: str, limit: int) -> list[Granted]:
     """Deliver at most `limit` rows to `worker`."""
-    grants = run.grant(stage, worker, limit, run.next_token())
+    grants = run.grant(stage, worker, limit)
     granted: list[Granted] = []
     for each in grants:
         group, indices = each.group, bits(each.mask)
         extract = located(
-            *(group, indices, group.attempts_at(indices), each.mask, stage.after),
+            *(group, indices, each.mask, stage.after),
             progress_of=stage.number,
         )
         deliveries = group.deliveries[stage.number]

@@ -27,7 +27,6 @@ from meshrl.contract.types import (
     Batch,
     BatchGroup,
     GroupPolicy,
-    Json,
     Outcome,
     PackedTask,
     RunSpec,
@@ -60,14 +59,14 @@ def waits_for(run: Run) -> str:
     spec = run.spec
     return (
         f"room: {run.unconsumed} of {spec.admission_groups:g} groups are admitted and not consumed"
-        f" (published {run.published}), {run.open_bytes} of {spec.resident_bytes} bytes"
+        f" (published {run.record.published}), {run.open_bytes} of {spec.resident_bytes} bytes"
         + (f", {run.open_tokens} of {spec.resident_tokens} tokens" if spec.resident_tokens else "")
     )
 
 
 def can_grow(run: Run) -> bool:
     """True when admission could add rows now."""
-    return not run.feed_closed and free_groups(run) > 0
+    return not run.record.feed_closed and free_groups(run) > 0
 
 
 def packed(spec: RunSpec, known: Container[str], tasks: Sequence[Task]) -> dict[str, PackedTask]:
@@ -109,32 +108,27 @@ def admit(run: Run, tasks: Sequence[Task], frames: Mapping[str, PackedTask], cur
     count = 0
     for task in tasks:
         if task.task_id not in run.known_tasks:
-            if run.feed_closed:
+            if run.record.feed_closed:
                 raise ConflictError(
                     f"run {run.name}: the feed is closed, {task.task_id} is too late"
                 )
             if free_groups(run) == 0:
                 break
-            added.append(_add(run, task, frames.get(task.task_id) or codec.pack_task(task)))
+            difficulty = task.extra_info.get("difficulty", 0.0)
+            if not isinstance(difficulty, int | float) or not math.isfinite(difficulty):
+                difficulty = 0.0
+            metadata = TaskMetadata(task.priority, task.data_source, float(difficulty))
+            frame = frames.get(task.task_id) or codec.pack_task(task)
+            added.append(run.admit(task.task_id, metadata, frame.data, task.group_size))
         count += 1
-    if count == len(tasks) and cursor != run.cursor:
+    if count == len(tasks) and cursor != run.record.cursor:
         run.move_cursor(cursor)
         run.save()
     if added:
-        run.forget_tasks()
+        run.known_tasks.forget(run.by_task)
         run.save(added)
         run.notify_stages()
     return count
-
-
-def _add(run: Run, task: Task, frame: PackedTask) -> Group:
-    metadata = TaskMetadata(task.priority, task.data_source, _difficulty(task))
-    return run.admit(task.task_id, metadata, frame.data, task.group_size)
-
-
-def _difficulty(task: Task) -> float:
-    value = task.extra_info.get("difficulty", 0.0)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
 
 INCOMPLETE = "group_incomplete"
@@ -202,7 +196,7 @@ def take(run: Run, *, epoch: int, step: int, count: int, batch_id: str) -> Batch
     groups = fresh_enough(run, step, count)
     if len(groups) < count:
         open_groups = len(run.groups) - run.in_batches
-        if not run.feed_closed or len(run.complete) < open_groups:
+        if not run.record.feed_closed or len(run.complete) < open_groups:
             return None
         if not groups:
             raise EndOfDataError(
@@ -210,11 +204,19 @@ def take(run: Run, *, epoch: int, step: int, count: int, batch_id: str) -> Batch
             )
     for group in groups:
         run.withdraw(group)
-        if group.unfinished:
-            run.remove_rows(group, group.unfinished, Exit.FILTERED, SPARE)
-    batch = run.open_batch(batch_id, step, epoch, groups)
+        if unfinished := group.unfinished:
+            run.remove_rows(group, unfinished, Exit.FILTERED, SPARE)
     manifest = tuple(map(_manifest, groups))
-    run.store_manifest(batch, encode_record(list(map(_stored, manifest))))
+    stored = [
+        (
+            *(group.task, group.indices, group.attempts, group.size, group.num_tokens),
+            # Plain tuples: orjson takes no others.
+            *(list(map(tuple, group.oldest)), list(map(tuple, group.newest))),
+            group.outcomes,
+        )
+        for group in manifest
+    ]
+    run.open_batch(batch_id, step, epoch, groups, encode_record(stored))
     run.save(groups)
     return Batch(batch_id=batch_id, run=run.name, step=step, groups=manifest)
 
@@ -236,21 +238,12 @@ def _manifest(group: Group) -> BatchGroup:
     return BatchGroup(
         task=group.task_id,
         indices=indices,
-        attempts=group.attempts_at(indices),
+        attempts=tuple([group.attempts[index] for index in indices]),
         size=group.size,
         num_tokens=num_tokens,
         oldest=oldest,
         newest=newest,
         outcomes=outcomes,
-    )
-
-
-def _stored(group: BatchGroup) -> Json:
-    return (
-        *(group.task, group.indices, group.attempts, group.size, group.num_tokens),
-        # Plain tuples: orjson takes no others.
-        *(list(map(tuple, group.oldest)), list(map(tuple, group.newest))),
-        group.outcomes,
     )
 
 
@@ -308,7 +301,7 @@ def settle(run: Run, *, step: int, batch_id: str) -> None:
     """
     batch = run.batches.get(batch_id)
     if batch is None:
-        if step < run.committed_step:
+        if step < run.record.committed_step:
             return  # settled and committed: the call is a repetition
         raise NotFoundError(f"run {run.name} has no batch {batch_id!r}", batch_id=batch_id)
     if batch.step != step:
@@ -321,7 +314,7 @@ def settle(run: Run, *, step: int, batch_id: str) -> None:
 
 def commit(run: Run, step: int) -> None:
     """Rows settled before `step` are trained for good and leave; committing twice is committing once."""
-    if step >= run.committed_step:
+    if step >= run.record.committed_step:
         run.commit(step)
         run.save()
 
@@ -332,11 +325,11 @@ def rewind(run: Run, step: int) -> int:
     Raises:
         ConflictError: rows of that step were committed and have left.
     """
-    if step < run.committed_step:
+    if step < run.record.committed_step:
         raise ConflictError(
             f"run {run.name} cannot go back to step {step}: rows before step"
-            f" {run.committed_step} were committed and have left",
-            committed_step=run.committed_step,
+            f" {run.record.committed_step} were committed and have left",
+            committed_step=run.record.committed_step,
         )
     rows = run.rewind(step)
     run.save()

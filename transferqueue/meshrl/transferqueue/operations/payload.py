@@ -66,7 +66,8 @@ def check(run: Run, write: PackedGroup, frame: Frame, stage: Stage, group: Group
         elif write.facts:
             raise _Refused(f"facts come with the first stage, not with {stage.name}")
         else:
-            lengths = _lengths_in(group, write)
+            known = [group.facts[index] if group else None for index in write.indices]
+            lengths = tuple([facts.num_tokens if facts else 0 for facts in known])
         for name, column in frame.columns.items():
             _check_column(name, column, lengths)
     except _Refused as refused:
@@ -94,14 +95,6 @@ def _lengths_by_facts(write: PackedGroup, stage: Stage) -> tuple[int, ...]:
         if facts.newest < facts.oldest or facts.num_tokens < 0:
             raise _Refused(f"facts make no sense: {facts}", position)
     return tuple([facts.num_tokens for facts in write.facts])
-
-
-def _lengths_in(group: Group | None, write: PackedGroup) -> tuple[int, ...]:
-    """Tokens (T) of each row; 0 for a row without facts."""
-    if group is None:
-        return (0,) * len(write.indices)
-    known = map(group.facts.__getitem__, write.indices)
-    return tuple([facts.num_tokens if facts else 0 for facts in known])
 
 
 def _check_column(name: str, column: Column, num_tokens: tuple[int, ...]) -> None:
@@ -200,13 +193,12 @@ def extract(
             )
             raise NotFoundError(f"row {uid} has no column {missing} yet", uid=uid)
     numbers = [stage.number for stage in stages]
-    return located(group, rows.indices, rows.attempts, mask, numbers)
+    return located(group, rows.indices, mask, numbers)
 
 
 def located(
     group: Group,
     indices: tuple[int, ...],
-    attempts: tuple[int, ...],
     mask: int,
     stages: Sequence[int],
     *,
@@ -224,6 +216,7 @@ def located(
                     group.frame_key(frame.number), frame.stage, rows_, positions, frame.checksum
                 )
             )
+    attempts = tuple([group.attempts[index] for index in indices])
     return Extract(group.task_id, indices, attempts, group.task_key, tuple(frames), tuple(progress))
 
 
@@ -268,7 +261,8 @@ class PayloadReader:
         Raises:
             NotFoundError: rows left while they were read.
         """
-        stored = await self._stored([frame.key for each in extracts for frame in each.frames])
+        keys = [frame.key for each in extracts for frame in each.frames]
+        stored = dict(zip(keys, await self._store.read(keys) if keys else [], strict=True))
         wanted = frozenset(names)
         groups: list[PayloadGroup] = []
         for each in extracts:
@@ -296,7 +290,7 @@ class PayloadReader:
         """Like `read`, with tasks, progress, tokens and deliveries; groups that left in the meantime are left out."""
         missing = [each.task_key for each in extracts if each.task_key not in self._tasks]
         keys = [*missing, *[f.key for each in extracts for f in (*each.frames, *each.progress)]]
-        stored = await self._stored(keys)
+        stored = dict(zip(keys, await self._store.read(keys) if keys else [], strict=True))
         wanted = frozenset(names)
         groups: list[LeasedGroup] = []
         for each, (token, deliveries) in zip(extracts, held, strict=True):
@@ -319,9 +313,6 @@ class PayloadReader:
             )
         return groups
 
-    async def _stored(self, keys: Sequence[bytes]) -> dict[bytes, bytes | None]:
-        return dict(zip(keys, await self._store.read(keys), strict=True)) if keys else {}
-
     def _task(self, each: Extract, value: bytes | None) -> PackedTask | None:
         task = self._tasks.get(each.task_key)
         if task is None and value is not None:
@@ -339,28 +330,24 @@ def _parts(
     names: frozenset[str] | None,
     writes: Sequence[Sequence[str]],
 ) -> tuple[Part, ...] | None:
-    """The parts of a row group; None if one of the frames was deleted while they were read."""
+    """The needed rows and columns of stored frames; None if one of the frames was deleted while they were read.
+
+    A frame that has no others is passed on as it is. `names` None: all columns.
+
+    Raises:
+        CorruptError: the store returns another frame than the one that was written under its key.
+    """
     parts: list[Part] = []
     for frame in frames:
         value = stored[frame.key]
         if value is None:
             return None
-        parts.append(_part(frame, value, names, writes[frame.stage]))
+        if checksum_of(value) != frame.checksum:
+            raise CorruptError(f"frame {frame.key.hex()}: the store returns another one")
+        whole = names is None or names.issuperset(writes[frame.stage])
+        if frame.positions is not None or not whole:
+            read = Frame(value, f"frame {frame.key.hex()}")
+            columns = [name for name in read.columns if names is None or name in names]
+            value = read.select(columns, frame.positions)
+        parts.append(Part(rows=frame.rows, frame=value))
     return tuple(parts)
-
-
-def _part(
-    frame: NeededFrame, value: bytes, names: frozenset[str] | None, written: Sequence[str]
-) -> Part:
-    """The needed rows and columns of a stored frame; the frame itself if it has no others. `names` None: all columns.
-
-    Raises:
-        CorruptError: it is not the frame that was written under this key.
-    """
-    if checksum_of(value) != frame.checksum:
-        raise CorruptError(f"frame {frame.key.hex()}: the store returns another one")
-    if frame.positions is None and (names is None or names.issuperset(written)):
-        return Part(rows=frame.rows, frame=value)
-    read = Frame(value, f"frame {frame.key.hex()}")
-    columns = [name for name in read.columns if names is None or name in names]
-    return Part(rows=frame.rows, frame=read.select(columns, frame.positions))

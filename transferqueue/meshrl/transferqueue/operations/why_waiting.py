@@ -51,7 +51,7 @@ def _call(run: Run, wait: Wait, now: float, unfinished: list[Group]) -> Waiting:
         if not unfinished:
             owners = {"feeder"}
     elif wait.kind == "admit":
-        owners = {run.owner or "trainer"}
+        owners = {run.record.owner or "trainer"}
     return Waiting(
         who=wait.who, what=what, since_s=now - wait.since, owners=tuple(sorted(owners)), uids=uids
     )
@@ -113,7 +113,7 @@ def take_reason(run: Run, count: int, step: int) -> str:
         f"{count} complete groups for step {step}: {len(run.complete)} are, of {open_groups} open"
     )
     if open_groups < count:
-        closed = "closed" if run.feed_closed else "open"
+        closed = "closed" if run.record.feed_closed else "open"
         reason += (
             f"; the feed is {closed}, admission has {lifecycle.free_groups(run)} groups of room"
         )

@@ -137,16 +137,16 @@ class ShardQueue(TransferQueue):
 
     def _text(self, name: str) -> str:
         run = self._runs.get(name)
-        return run.cursor if run else ""
+        return run.record.cursor if run else ""
 
     async def follow(self, state: RunState, owner: str) -> None:
         """See the port."""
         run = self._run(state.spec.run)
-        if state.epoch < run.epoch:
+        if state.epoch < run.record.epoch:
             run.check_epoch(state.epoch)
-        if state.epoch > run.epoch:
+        if state.epoch > run.record.epoch:
             run.begin_epoch(state.epoch, owner)
-        if state.published > run.published:
+        if state.published > run.record.published:
             run.publish(state.published)
         lifecycle.commit(run, state.committed_step)
         if state.feed_closed:
@@ -181,7 +181,7 @@ class ShardQueue(TransferQueue):
         answer = ShardCapacity(
             open_groups=state.unconsumed,
             open_bytes=state.open_bytes,
-            feed_closed=state.feed_closed,
+            feed_closed=state.record.feed_closed,
             known=frozenset(task for task in tasks if task in state.known_tasks),
             members=self._text(run + SUFFIX),
         )
@@ -199,7 +199,7 @@ class ShardQueue(TransferQueue):
 
     def _has_capacity(self, run: str, fewer_than: int) -> bool:
         state = self._run(run)
-        return state.feed_closed or state.unconsumed < fewer_than
+        return state.record.feed_closed or state.unconsumed < fewer_than
 
     async def admit_in_turn(
         self, run: str, tasks: Sequence[Task], *, cursor: str | None, turn: str
@@ -211,7 +211,7 @@ class ShardQueue(TransferQueue):
             if cursor is None:
                 if not tasks:
                     return 0
-                cursor = self._run(run).cursor
+                cursor = self._run(run).record.cursor
             # Nothing is awaited between this check and the transition.
             return await self.admit(run, tasks, cursor=cursor, wait_s=0.0)
         except WaitTimeoutError:
@@ -310,7 +310,7 @@ class ShardQueue(TransferQueue):
                         return True
                 elif run.publishes != seen.setdefault(run.name, run.publishes):
                     raise WaitTimeoutError(
-                        f"version {version} is too old for run {run.name} at {run.published}:"
+                        f"version {version} is too old for run {run.name} at {run.record.published}:"
                         " ask again with the engine's version"
                     )
             return False
@@ -360,7 +360,7 @@ class ShardQueue(TransferQueue):
             return
         kind, runs, who, why = wait
         deadline = self._deadline(wait_s)
-        with self._waits.tracked(self._wait(kind, runs, who, lambda: why)):
+        with self._waits.tracked(kind, runs, who, lambda: why):
             while not true():
                 await any_signal(signals(), deadline, lambda: why)
 
@@ -379,8 +379,8 @@ def _groups(run: Run, step: int, count: int, plan: str, members: str) -> GroupCo
         replays=tuple(sorted(replays.items())),
         fresh=len(found) - replays.total(),
         unfinished=len(run.groups) - run.in_batches - len(run.complete),
-        feed_closed=run.feed_closed,
-        next_round=(run.next_position >> ROUND_BITS) + 1,
+        feed_closed=run.record.feed_closed,
+        next_round=(run.record.next_position >> ROUND_BITS) + 1,
         members=members,
     )
 
@@ -392,7 +392,7 @@ def _rows(run: Run, stage: Stage) -> RowCounts:
         upstream=0 if stage.first else run.ledger.unstarted,
         open_groups=run.unconsumed,
         open_bytes=run.open_bytes,
-        feed_closed=run.feed_closed,
-        epoch=run.epoch,
-        published=run.published,
+        feed_closed=run.record.feed_closed,
+        epoch=run.record.epoch,
+        published=run.record.published,
     )

@@ -119,7 +119,9 @@ class StoreChecksum:
 
     def encode(self) -> bytes:
         """As stored, with a checksum of its own."""
-        return with_checksum(_FIELDS.pack(self.number, *self._fields()))
+        # Sums are cut to 64 bits here and not at each change.
+        records, values = self.record_sum & _WRAP, self.value_sum & _WRAP
+        return with_checksum(_FIELDS.pack(self.number, self.records, records, self.values, values))
 
     def differs(self, stored: bytes) -> str:
         """How a stored checksum differs from this one, in words; empty where it does not. Raises CorruptError."""
@@ -128,16 +130,11 @@ class StoreChecksum:
         )
         if number != self.number:
             return f"the checksum is of commit {number}, the file of commit {self.number}"
-        mine = self._fields()
-        if mine[:2] != (records, record_sum):
+        if (self.records, self.record_sum & _WRAP) != (records, record_sum):
             return f"its {self.records} records are not the {records} of the last commit"
-        if mine[2:] != (values, value_sum):
+        if (self.values, self.value_sum & _WRAP) != (values, value_sum):
             return f"its {self.values} payload values are not the {values} of the last commit"
         return ""
-
-    def _fields(self) -> tuple[int, int, int, int]:
-        # Sums are cut to 64 bits here and not at each change.
-        return self.records, self.record_sum & _WRAP, self.values, self.value_sum & _WRAP
 
 
 def check(

@@ -1,7 +1,7 @@
-"""The vllm engine against a real vLLM server on this machine's CPU (`make venv-vllm`).
+"""The vllm and sglang engines against real servers on this machine's CPU (`make venv-vllm`, `make venv-sglang`).
 
-One server, the child of the module's engine, answers everybody: the contract suite and the parity tests attach to it
-by `url`; the tests that break it come last, and cost one more start.
+One server of each kind, the child of the module's engine, answers everybody: the contract suite and the parity tests
+attach to it by `url`; the tests that break it come last, and cost one more start.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ import pytest_asyncio
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.ports import Engine
 from meshrl.contract.types import GenerateRequest, OnUpdate, Uint8, Version, WeightManifest
+from meshrl.rollout.engines import sglang, vllm
 from meshrl.rollout.engines import torch as torch_engine
-from meshrl.rollout.engines.vllm import build
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.streams import Response, sample
 
 from ..contract.engine_suite import LONG, SLOTS, EngineSuite, until_running
 from ..unit.rollout.checkpoints import (
+    SHAPE,
     assert_goes_on_with_the_old_cache,
     forced_logprobs,
     greedy,
@@ -38,18 +40,95 @@ from ..unit.rollout.checkpoints import (
 )
 
 ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
-READY = any((ROOT / ".venv-vllm").glob(".ready-*"))
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(not READY, reason="no vLLM here: `make venv-vllm` (x86-64 Linux)"),
-]
-SMALL_CPU_SERVER = [
-    *("--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20), "--block-size", "32"),
-    *("--max-num-batched-tokens", str(2 * LONG)),
-]
-"""A start in seconds, and no half of the machine's memory for the cache."""
+pytestmark = [pytest.mark.asyncio(loop_scope="module")]
+
+KV_BYTES = 64 << 20
+TINY: dict[str, Any] = {
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 2 * LONG,
+}
+"""Tied, so that an update that forgets the packed projection is seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A server that starts in seconds and does not take half of the machine's memory for its cache."""
+
+    name: str
+    package: str
+    build: Callable[..., ServerEngine]
+    arguments: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    cache_tokens: int
+    seeds: bool = True
+    """Two requests with one seed get the same tokens."""
+    renormalises: bool = True
+    """Top-p cuts what top-k left; else both cut the whole distribution."""
+    lost_file: str
+    """What the error says when the staged file is gone."""
+
+    @property
+    def venv(self) -> Path:
+        """Its environment; not there unless made."""
+        return ROOT / f".venv-{self.package}"
+
+    def options(self, log: Path) -> dict[str, object]:
+        """`rollout.engine` of an engine that starts the server."""
+        return {
+            "python": str(self.venv / "bin" / "python"),
+            "dtype": "float32",
+            "extra_args": list(self.arguments),
+            "env": dict(self.env),
+            "log": str(log),
+            "eos_token_ids": [],
+        }
+
+
+VLLM = Kind(
+    name="vLLM",
+    package="vllm",
+    build=vllm.build,
+    arguments=[
+        *("--enforce-eager", "--kv-cache-memory-bytes", str(KV_BYTES), "--block-size", "32"),
+        *("--max-num-batched-tokens", str(2 * LONG)),
+    ],
+    cache_tokens=KV_BYTES
+    // (2 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * TINY["head_dim"] * 4),
+    lost_file=".*safetensors",
+)
+SGLANG = Kind(
+    name="SGLang",
+    package="sglang",
+    build=sglang.build,
+    arguments=[
+        *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend"),
+        *("pytorch", "--max-total-tokens", "40000", "--disable-overlap-schedule"),
+        "--sleep-on-idle",  # else its scheduler keeps a core busy
+    ],
+    env={
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT / "tests" / "sglang_cpu"),
+    },
+    cache_tokens=40_000,
+    seeds=False,  # its deterministic mode has no attention backend for CPUs
+    renormalises=False,
+    lost_file=".*exit code .*safetensors",
+)
+
+
+def _param(kind: Kind) -> Any:
+    ready = any(kind.venv.glob(".ready-*"))
+    reason = f"no {kind.name} here: `make venv-{kind.package}` (x86-64 Linux)"
+    marks = [getattr(pytest.mark, kind.package), pytest.mark.skipif(not ready, reason=reason)]
+    return pytest.param(kind, marks=marks, id=kind.package)
+
+
+@pytest.fixture(scope="module", params=[_param(VLLM), _param(SGLANG)])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    found: Kind = request.param
+    return found
 
 
 SWAPPED = 800
@@ -64,10 +143,7 @@ class Words:
 
 
 def tied(seed: int = 0) -> Any:
-    """Tied, so that an update that forgets the packed projection is seen."""
-    return make_model(
-        "Qwen3", seed=seed, head_dim=32, tie_word_embeddings=True, max_position_embeddings=2 * LONG
-    )
+    return make_model("Qwen3", seed=seed, **TINY)
 
 
 @pytest.fixture(scope="module")
@@ -83,20 +159,19 @@ def staging(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def owner(checkpoint: Path, staging: Path) -> AsyncIterator[ServerEngine]:
+async def owner(kind: Kind, checkpoint: Path, staging: Path) -> AsyncIterator[ServerEngine]:
     """The engine whose child everybody uses."""
-    options = {"python": str(PYTHON), "dtype": "float32", "extra_args": SMALL_CPU_SERVER}
-    options |= {"log": str(checkpoint / "vllm.log"), "eos_token_ids": [], "staging": str(staging)}
-    engine = build(options, model=checkpoint, slots=SLOTS, tokenizer=Words())
+    options = {**kind.options(server_log(kind, checkpoint)), "staging": str(staging)}
+    engine = kind.build(options, model=checkpoint, slots=SLOTS, tokenizer=Words())
     await engine.start()
     yield engine
     await engine.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def engine(owner: ServerEngine, checkpoint: Path) -> AsyncIterator[ServerEngine]:
+async def engine(kind: Kind, owner: ServerEngine, checkpoint: Path) -> AsyncIterator[ServerEngine]:
     options = {"url": owner.url, "eos_token_ids": [], "stream_interval": 4}
-    attached = build(options, model=checkpoint, slots=SLOTS, tokenizer=Words())
+    attached = kind.build(options, model=checkpoint, slots=SLOTS, tokenizer=Words())
     await attached.start()
     yield attached
     await attached.close()
@@ -113,7 +188,16 @@ async def all_of(engine: Engine, requests: Sequence[GenerateRequest]) -> list[Re
     return await asyncio.gather(*(sample(engine, each) for each in requests))
 
 
+def server_log(kind: Kind, checkpoint: Path) -> Path:
+    """Where the server writes; also what finds its process."""
+    return checkpoint / f"{kind.package}.log"
+
+
 class TestContract(EngineSuite):
+    @pytest.fixture
+    def seeds(self, kind: Kind) -> bool:
+        return kind.seeds
+
     def weights(self, version: Version) -> tuple[WeightManifest, Sequence[Uint8]]:
         return pack(tied(), version)
 
@@ -142,8 +226,10 @@ async def test_greedy_tokens_and_logprobs_are_those_of_transformers(engine: Serv
     ids=str,
 )
 async def test_logprobs_are_those_of_the_distribution_that_was_sampled(
-    engine: ServerEngine, sampling: dict[str, Any]
+    kind: Kind, engine: ServerEngine, sampling: dict[str, Any]
 ) -> None:
+    if {"top_k", "top_p"} <= set(sampling) and not kind.renormalises:
+        pytest.skip(f"{kind.name} cuts top-p before top-k, so it samples another distribution")
     model = tied(seed=3)
     await commit(engine, model, Version(1, 0))
     generate_requests = prompts(8)
@@ -184,12 +270,16 @@ async def test_a_response_ends_with_its_stop_token_or_the_token_that_completes_i
     engine: ServerEngine,
 ) -> None:
     await commit(engine, tied(), Version(1, 0))
-    whole = await sample(engine, request("a", [5, 6, 7], max_tokens=60))
+    whole = await sample(engine, request("a", [5, 6, 7], max_tokens=60, temperature=0.0))
     tokens = whole.tokens.tolist()
     wanted = tokens[20]
     end = tokens.index(wanted) + 1
-    by_id = await sample(engine, request("a", [5, 6, 7], max_tokens=60, stop_token_ids=(wanted,)))
-    by_text = await sample(engine, request("a", [5, 6, 7], max_tokens=60, stop=(f"w{wanted} ",)))
+    by_id = await sample(
+        engine, request("a", [5, 6, 7], max_tokens=60, temperature=0.0, stop_token_ids=(wanted,))
+    )
+    by_text = await sample(
+        engine, request("a", [5, 6, 7], max_tokens=60, temperature=0.0, stop=(f"w{wanted} ",))
+    )
     for answer in (by_id, by_text):
         assert answer.tokens.tolist() == tokens[:end]
         assert answer.finish_reason == "stop"
@@ -256,18 +346,41 @@ async def test_a_swap_in_mid_generation_labels_every_token_and_serves_the_new_we
 
 
 async def test_rows_are_leased_by_the_tokens_that_the_servers_cache_holds(
-    owner: ServerEngine, checkpoint: Path
+    kind: Kind, owner: ServerEngine, checkpoint: Path
 ) -> None:
-    config = tied().config
-    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-    held = (64 << 20) // token_bytes
+    held = kind.cache_tokens
     options = {"url": owner.url, "eos_token_ids": [], "max_model_len": LONG}
-    wide = build(options, model=checkpoint, slots=10_000, tokenizer=Words())
+    wide = kind.build(options, model=checkpoint, slots=10_000, tokenizer=Words())
     await wide.start()
     try:
         assert held // LONG - 1 <= wide.stats().capacity <= held // LONG
     finally:
         await wide.close()
+
+
+@pytest.mark.parametrize("on_update", list(OnUpdate))
+async def test_prefixes_that_another_engine_cached_under_the_same_label_are_not_found(
+    kind: Kind, owner: ServerEngine, checkpoint: Path, on_update: OnUpdate
+) -> None:
+    prompt = prompts(1, seed=11)[0] * 8  # longer than a block of the cache
+    for seed in (8, 9):
+        engine = kind.build({"url": owner.url, "eos_token_ids": []}, model=checkpoint, slots=SLOTS)
+        await engine.start()
+        try:
+            await commit(engine, tied(seed=seed), Version(7, 0), on_update)
+            answer = await sample(engine, request("a", prompt, max_tokens=24))
+            forced = forced_logprobs(tied(seed=seed), prompt, answer.tokens.tolist())
+            np.testing.assert_allclose(answer.logprobs, forced, atol=1e-4)
+        finally:
+            await engine.close()
+
+
+async def test_every_token_of_the_context_can_be_used(engine: ServerEngine) -> None:
+    await commit(engine, tied(), Version(1, 0))
+    for prompt in (2 * LONG - 10, 2 * LONG - 1):
+        rest = 2 * LONG - prompt
+        answer = await sample(engine, request("a", [5] * prompt, max_tokens=rest))
+        assert len(answer.tokens) == rest
 
 
 async def test_weights_that_do_not_fit_are_refused_before_any_call_to_the_server(
@@ -301,11 +414,11 @@ async def lose_newest_file(staging: Path) -> None:
 
 
 async def test_a_server_that_allows_less_than_the_engine_promises_is_refused(
-    owner: ServerEngine, tmp_path: Path
+    kind: Kind, owner: ServerEngine, tmp_path: Path
 ) -> None:
     longer = make_model("Qwen3", head_dim=32, max_position_embeddings=4 * LONG)
     longer.save_pretrained(tmp_path)
-    engine = build({"url": owner.url}, model=tmp_path, slots=SLOTS)
+    engine = kind.build({"url": owner.url}, model=tmp_path, slots=SLOTS)
     with pytest.raises(UserError, match=f"allows {2 * LONG} tokens .* the engine {4 * LONG}"):
         await engine.start()
 
@@ -324,7 +437,7 @@ def server_pid(log: Path) -> int:
 
 
 async def test_a_killed_server_fails_its_requests_and_returns_with_the_served_version(
-    owner: ServerEngine, checkpoint: Path
+    kind: Kind, owner: ServerEngine, checkpoint: Path
 ) -> None:
     model = tied(seed=4)
     await commit(owner, model, Version(10, 0))
@@ -334,7 +447,7 @@ async def test_a_killed_server_fails_its_requests_and_returns_with_the_served_ve
     ]
     await until_running(owner, SLOTS)
     await asyncio.sleep(0.1)
-    os.kill(server_pid(checkpoint / "vllm.log"), signal.SIGKILL)
+    os.kill(server_pid(server_log(kind, checkpoint)), signal.SIGKILL)
     failed = await asyncio.gather(*running, return_exceptions=True)
     assert {type(error) for error in failed} == {InfraError}
     # Waits for the new server; nobody has to send the weights again.
@@ -345,34 +458,36 @@ async def test_a_killed_server_fails_its_requests_and_returns_with_the_served_ve
 
 
 async def test_a_server_whose_update_failed_is_replaced_and_serves_nothing_until_the_next_version(
-    owner: ServerEngine, checkpoint: Path, staging: Path
+    kind: Kind, owner: ServerEngine, checkpoint: Path, staging: Path
 ) -> None:
     await commit(owner, tied(), Version(11, 0))
-    half_loaded = server_pid(checkpoint / "vllm.log")
+    half_loaded = server_pid(server_log(kind, checkpoint))
     await owner.stage_weights(*pack(tied(seed=1), Version(11, 1)))
     await lose_newest_file(staging)
-    with pytest.raises(InfraError, match=r"loading weights 11\.1 failed in vLLM: .*safetensors"):
+    with pytest.raises(
+        InfraError, match=rf"loading weights 11\.1 failed in {kind.name}: {kind.lost_file}"
+    ):
         await owner.commit_weights(Version(11, 1), OnUpdate.IN_FLIGHT)
     assert owner.version == Version(0, 0)
     waiting = asyncio.create_task(sample(owner, request("a", [5, 6], max_tokens=8)))
     await commit(owner, tied(seed=2), Version(11, 2))
     answer = await waiting
-    assert server_pid(checkpoint / "vllm.log") != half_loaded
+    assert server_pid(server_log(kind, checkpoint)) != half_loaded
     assert [span.version for span in answer.spans] == [Version(11, 2)]
     forced = forced_logprobs(tied(seed=2), [5, 6], answer.tokens.tolist())
     np.testing.assert_allclose(answer.logprobs, forced, atol=1e-4)
 
 
 async def test_a_failed_update_poisons_a_server_that_cannot_be_replaced(
-    owner: ServerEngine, checkpoint: Path, tmp_path: Path
+    kind: Kind, owner: ServerEngine, checkpoint: Path, tmp_path: Path
 ) -> None:
     options = {"url": owner.url, "staging": str(tmp_path)}
-    engine = build(options, model=checkpoint, slots=SLOTS)
+    engine = kind.build(options, model=checkpoint, slots=SLOTS)
     await engine.start()
     await commit(engine, tied(), Version(1, 0))
     await engine.stage_weights(*pack(tied(seed=1), Version(1, 1)))
     await lose_newest_file(tmp_path)
-    with pytest.raises(InfraError, match=r"loading weights 1\.1 failed in vLLM: .*safetensors"):
+    with pytest.raises(InfraError, match=rf"loading weights 1\.1 failed in {kind.name}: "):
         await engine.commit_weights(Version(1, 1), OnUpdate.IN_FLIGHT)
     assert engine.version == Version(0, 0)
     with pytest.raises(MeshError, match="half loaded: restart it"):
@@ -385,26 +500,27 @@ async def test_a_failed_update_poisons_a_server_that_cannot_be_replaced(
     [
         (
             {"url": "http://127.0.0.1:9", "start_s": 0.1},
-            "no vLLM server answers at http://127.0.0.1:9",
+            "no {name} server answers at http://127.0.0.1:9",
         ),
         ({"url": "localhost:8000"}, "rollout.engine.url is 'localhost:8000'"),
         ({"python": "/no/such/python"}, "rollout.engine.python: /no/such/python is no program"),
-        ({"python": sys.executable}, "No module named .?vllm"),
+        ({"python": sys.executable}, "No module named .?{package}"),
         (
             {"command": ["sh", "-c", "echo ValueError: no such model >&2; exit 3"]},
             "exit code 3 .*ValueError: no such model",
         ),
-        ({"command": ["no-such-vllm"]}, "there is no program 'no-such-vllm'"),
+        ({"command": ["no-such-server"]}, "there is no program 'no-such-server'"),
         ({"url": "http://a", "python": "b"}, "one of url and python"),
         ({"pyton": "b"}, "did you mean 'python'"),
     ],
     ids=str,
 )
 async def test_an_unsuitable_server_is_one_clear_message(
-    options: dict[str, Any], said: str, checkpoint: Path
+    kind: Kind, options: dict[str, Any], said: str, checkpoint: Path
 ) -> None:
-    with pytest.raises(UserError, match=said) as raised:
-        engine = build(options, model=checkpoint, slots=SLOTS, tokenizer=None)
+    expected = said.format(name=kind.name, package=kind.package)
+    with pytest.raises(UserError, match=expected) as raised:
+        engine = kind.build(options, model=checkpoint, slots=SLOTS, tokenizer=None)
         try:
             await engine.start()
         finally:

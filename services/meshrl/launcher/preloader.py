@@ -1,0 +1,179 @@
+"""The program that imports what services import, once, and forks a process for each start of one.
+
+    up ──exec──▶ light: gRPC, pydantic, the queue ──fork──▶ torch: torch and transformers too
+                   │ fork twice                               │ fork twice
+                   ▼                                          ▼
+                 queue, reward, feeder                      trainer, reference, rollout
+
+A service becomes a child of `up`, which adopts it: the process between the two forks ends at once. Each of the two
+preloaders keeps one thread, calls no gRPC and initialises no CUDA, so a fork is as good as a fresh interpreter.
+
+consumes: requests on stdin, a socket: JSON, and the descriptor of the service's log lines. waits for: the next one.
+unblocked by: the end of `up`, which closes the socket. produces: `ready`; then the process id of each service.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import socket
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshrl.rpc.parent_death import PARENT_VARIABLE, die_with_parent
+
+LIGHT = (
+    "meshrl.cli.commands.serve",
+    "meshrl.launcher.services._queue",
+    "meshrl.launcher.services._reward",
+    "meshrl.launcher.prompts",
+    "meshrl.trainer.data.feeder",
+    "meshrl.transferqueue.stores.disk",
+)
+"""Where the imports of every service begin. None of them imports torch."""
+TORCH = (
+    "meshrl.launcher.services._trainer",
+    "meshrl.launcher.services._rollout",
+    "meshrl.trainer.reference",
+    "meshrl.rollout.engines.torch",
+    "transformers.models.auto.tokenization_auto",
+)
+NAME = (sys.executable, "-m", "meshrl.launcher.preloader")
+CONTROL = 0
+"""The descriptor of the socket to `up`."""
+READY = b"ready"
+REQUEST_BYTES = 1 << 16
+PADDING = "." * 4096
+"""An argument that makes room for the command line of a service: see `show_command_line`."""
+
+
+def main() -> None:
+    """Import, fork on request, and in a fork run the service."""
+    die_with_parent()
+    descriptor, light_modules, torch_modules, _padding = sys.argv[1:]
+    torch_control = socket.socket(fileno=int(descriptor))
+    show_command_line((*NAME, "light"))
+    # A collection during the imports finds no garbage and walks every object again: a tenth of their time.
+    gc.disable()
+    _import(light_modules.split(","))
+    light = os.getpid()
+    if os.fork() == 0:
+        os.environ[PARENT_VARIABLE] = str(light)
+        die_with_parent()
+        os.dup2(torch_control.fileno(), CONTROL)
+        show_command_line((*NAME, "torch"))
+        _import(torch_modules.split(","))
+    torch_control.close()
+    if reason := _cannot_fork():
+        sys.exit(f"error: {reason}")
+    # What exists now is garbage in no fork: a collection there would only copy the pages.
+    gc.freeze()
+    gc.enable()
+    control = socket.socket(fileno=CONTROL)
+    control.send(READY)
+    argv = _fork_on_request(control)
+    if argv is not None:
+        _run(argv)
+
+
+def _import(modules: Iterable[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+
+
+def _cannot_fork() -> str:
+    """Why a fork of this process would not be like a fresh interpreter; empty where it is."""
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    if threads > 1:
+        return f"the imports started {threads - 1} threads, which a fork would not have"
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "the imports initialised CUDA, which a fork cannot use"
+    return ""
+
+
+def _fork_on_request(control: socket.socket) -> list[str] | None:
+    """Fork until `up` ends; then None. Returns the command line in each fork, which is a service from then on."""
+    while True:
+        message, (*descriptors,), _, _ = socket.recv_fds(control, REQUEST_BYTES, 1)
+        if not message:
+            return None
+        request = json.loads(message)
+        go, go_in = os.pipe()
+        between = os.fork()
+        if between == 0:
+            _end_unless_forked_again()
+            os.close(go_in)
+            # Nothing to read: the preloader has died, and `up` starts the service itself.
+            if not os.read(go, 1) or os.getppid() != request["parent"]:
+                os._exit(1)
+            os.close(go)
+            control.send(str(os.getpid()).encode())
+            _detach(control, *descriptors)
+            os.environ.update(request["env"])
+            argv: list[str] = request["argv"]
+            return argv
+        os.close(go)
+        _, status = os.waitpid(between, 0)
+        if status == 0:
+            # From here on the service is a child of `up`.
+            os.write(go_in, b"g")
+        else:
+            control.send(b"0")
+        for descriptor in (go_in, *descriptors):
+            os.close(descriptor)
+
+
+def _end_unless_forked_again() -> None:
+    """Return in a second fork only; the process between ends, with 1 if there can be no second one."""
+    try:
+        ended = os.fork() != 0
+    except OSError:
+        os._exit(1)
+    if ended:
+        os._exit(0)
+
+
+def _detach(control: socket.socket, lines: int) -> None:
+    """Be what `up` would have started: a session of its own, nothing to read, `lines` for what it prints."""
+    os.setsid()
+    control.detach()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(lines, 1)
+    os.dup2(lines, 2)
+    os.close(nothing)
+    os.close(lines)
+
+
+def _run(argv: Sequence[str]) -> None:
+    """Run `python -m MODULE ARGUMENTS`, which `argv` says, as the interpreter would."""
+    # `random` draws a seed after a fork by itself. Torch begins with the same constant in every process.
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed()
+    show_command_line(argv)
+    _python, _m, module, *arguments = argv
+    sys.orig_argv = list(argv)
+    sys.argv[:] = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def show_command_line(argv: Sequence[str]) -> None:
+    """Let `ps` show `argv`, cut where the memory of this process's own command line ends."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end in proc(5)
+    room = end - start - 1
+    shown = b"".join(os.fsencode(word) + b"\0" for word in argv)[: max(room, 0)]
+    if room > 0:
+        ctypes.memset(start, 0, room)
+        ctypes.memmove(start, shown, len(shown))
+
+
+if __name__ == "__main__":
+    main()
