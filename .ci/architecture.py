@@ -28,7 +28,7 @@ LINES: Mapping[str, int] = {
     "meshrl.contract": 5200,
     "meshrl.simulation": 3500,
     "meshrl.rpc": 4500,
-    "meshrl.launcher": 4000,
+    "meshrl.launcher": 4300,
     "meshrl.testing": 3300,
     "meshrl.cli": 3350,
     "meshrl.http": 2200,
