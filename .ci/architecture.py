@@ -23,7 +23,7 @@ LINES: Mapping[str, int] = {
     "meshrl.trainer": 12900,
     "meshrl.rollout": 10000,
     "meshrl.transferqueue": 10000,
-    "meshrl.rewardd": 7200,
+    "meshrl.rewardd": 7260,
     "meshrl.weights": 6400,
     "meshrl.contract": 5200,
     "meshrl.simulation": 3500,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,6 +100,37 @@ async def test_a_submission_scores_the_run_until_a_roll_back(opened: Open) -> No
         await registry.roll_back("ann", "reward", "")
     await registry.roll_back("ann", "reward", two[:6])
     assert await scored(registry) == [(2.0, two)]
+
+
+async def test_a_roll_back_to_the_recipe_lets_its_own_functions_score_again(opened: Open) -> None:
+    registry = await opened()
+    one = (await registry.submit("ann", constant(1))).manifest.hash
+    for _ in range(2):
+        assert (await registry.roll_back("bob", "reward", "recipe")).current == ""
+        assert await scored(registry) == [(-1.0, registry.base)]
+    again = await opened(restart=True)
+    assert await scored(again) == [(-1.0, again.base)]
+    await again.roll_back("bob", "reward", one)
+    assert await scored(again) == [(1.0, one)]
+    with pytest.raises(ConflictError, match="'recipe' names the recipe's own functions"):
+        await again.roll_back("bob", "reward", "")
+
+
+async def test_the_start_says_which_reward_scores_the_run_since_when_and_by_whom(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    registry = await opened()
+    assert f"the recipe's own functions score the run: version {registry.base}" in caplog.text
+    one = (await registry.submit("ann", constant(1))).manifest.hash
+    caplog.clear()
+    await opened(restart=True)
+    (warning,) = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert re.fullmatch(
+        f"the run is scored by version {one} of the reward 'reward', submitted 20..-..-.. ..:..:.. by ann, not by the"
+        r" recipe's functions \(`meshrl reward rollback reward recipe` goes back to them\)",
+        warning,
+    )
 
 
 async def test_submitting_twice_is_submitting_once(opened: Open) -> None:

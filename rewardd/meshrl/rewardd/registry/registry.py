@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import logging
 import math
 import time
 from collections import Counter
@@ -38,6 +39,8 @@ AT_ONCE = 2
 """Submissions loaded and tested at once; further ones wait."""
 MAX_SAMPLES = 4096
 """Most samples of one comparison or one trial."""
+log = logging.getLogger(__name__)
+
 RECIPE = "recipe"
 """Names the recipe's own functions wherever a version is given."""
 
@@ -117,8 +120,18 @@ class Registry:
         return self._config.registry.name
 
     async def start(self) -> None:
-        """Load the version that scores the run. Raises ConfigError."""
+        """Load the version that scores the run, and say which: a submission outlives the run. Raises ConfigError."""
         await self._follow()
+        name = self._names.get(self.followed)
+        if name is None or not name.current:
+            log.info("the recipe's own functions score the run: version %s", self._base)
+            return
+        submitted = name.submission(name.current)
+        log.warning(
+            "the run is scored by version %s of the reward %r, submitted %s by %s, not by the recipe's functions"
+            " (`meshrl reward rollback %s recipe` goes back to them)",
+            *(name.current, name.name, _when(submitted.at), submitted.by or "nobody", name.name),
+        )
 
     def names(self) -> Sequence[Name]:
         """Every name, sorted."""
@@ -225,16 +238,24 @@ class Registry:
     async def roll_back(self, by: str, name: str, version: str) -> Name:
         """Point `name` to `version`; if empty, to the version before the current one.
 
+        `recipe` as the version lets the recipe's own functions score again: the name then points to nothing.
+
         Raises:
             ConflictError: there is no version before, or `version` is retired.
         """
         async with self._names_lock:
             entry = self.name(name)
             target = self.resolve(name, version) if version else entry.previous
-            if not target or target == self._base:
+            if not target:
                 raise ConflictError(
                     f"reward {name!r} has no version before {entry.current or 'the first'}"
+                    f" ({RECIPE!r} names the recipe's own functions)"
                 )
+            if target == self._base:
+                if entry.current:
+                    moved = _event(Action.POINT, "", by, note="roll back to the recipe")
+                    entry = await self._append(entry, moved)
+                return entry
             _refuse_retired(entry, target)
             async with self._cache.borrow(target):
                 if target != entry.current:
@@ -368,6 +389,10 @@ class Registry:
 
 def _event(action: Action, version: str, by: str, *, note: str = "", share: float = 0.0) -> Event:
     return Event(action=action, hash=version, by=by, at=time.time(), note=note, share=share)
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def _refuse_retired(name: Name, version: str) -> None:

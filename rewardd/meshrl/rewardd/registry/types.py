@@ -129,6 +129,10 @@ class Name:
         """Every hash that was submitted under it, oldest first."""
         return tuple(dict.fromkeys(e.hash for e in self.history if e.action is Action.SUBMIT))
 
+    def submission(self, version: str) -> Event:
+        """When and by whom a version was first submitted under this name."""
+        return next(e for e in self.history if e.action is Action.SUBMIT and e.hash == version)
+
     @property
     def current(self) -> str:
         """The hash that it points to; empty while it points nowhere."""

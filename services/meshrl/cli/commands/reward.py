@@ -167,9 +167,9 @@ def diff(context: click.Context, name: str, old: str, new: str) -> None:
 @click.argument("version", default="")
 @click.pass_context
 def rollback(context: click.Context, name: str, version: str) -> None:
-    """Point NAME to VERSION, or to the one before the current one."""
+    """Point NAME to VERSION, or to the one before the current one; `recipe` goes back to the recipe's functions."""
     found = _ask(context, lambda client: client.roll_back(name, version))
-    click.echo(f"{name} points to {found.current}")
+    click.echo(f"{name} points to {found.current or 'the functions of the recipe'}")
 
 
 @reward.command()
