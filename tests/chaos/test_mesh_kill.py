@@ -67,6 +67,7 @@ async def test_a_run_survives_kill_9_of_its_preloaders(tmp_path: Path) -> None:
     with mesh.up() as process:
         mesh.wait_for_step(process, 1)
         before = {name: mesh.pid(name) for name in services}
+        assert "without the preloader" not in mesh.output
         # The second preloader is a child of the first and dies with it.
         (preloader,) = preloaders_of(process.pid)
         (second,) = preloaders_of(preloader)

@@ -44,7 +44,9 @@ TORCH = (
     "meshrl.rollout.engines.torch",
     "transformers.models.auto.tokenization_auto",
 )
-NAME = (sys.executable, "-m", "meshrl.launcher.preloader")
+PYTHON = (sys.executable, "-P", "-m")
+"""How a service starts: its working directory holds no code of ours."""
+NAME = (*PYTHON, "meshrl.launcher.preloader")
 CONTROL = 0
 """The descriptor of the socket to `up`."""
 READY = b"ready"
@@ -153,12 +155,12 @@ def _detach(control: socket.socket, lines: int) -> None:
 
 
 def _run(argv: Sequence[str]) -> None:
-    """Run `python -m MODULE ARGUMENTS`, which `argv` says, as the interpreter would."""
+    """Run `python -P -m MODULE ARGUMENTS`, which `argv` says, as the interpreter would."""
     # `random` draws a seed after a fork by itself. Torch begins with the same constant in every process.
     if numpy_random := sys.modules.get("numpy.random"):
         numpy_random.seed()
     show_command_line(argv)
-    _python, _m, module, *arguments = argv
+    module, *arguments = argv[len(PYTHON) :]
     sys.orig_argv = list(argv)
     sys.argv[:] = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -14,13 +14,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, Literal, TypeAlias
 
-from meshrl.launcher.preloader import LIGHT, PADDING, READY, REQUEST_BYTES, TORCH
+from meshrl.launcher.preloader import LIGHT, NAME, PADDING, PYTHON, READY, REQUEST_BYTES, TORCH
 from meshrl.rpc.parent_death import PARENT_VARIABLE
 
 Kind: TypeAlias = Literal["light", "torch"]
@@ -162,8 +161,8 @@ class Preloading:
         other = [name for name in changed if not name.startswith(OUR_VARIABLES)]
         if other := sorted({*other, *(self._env.keys() - env.keys())}):
             raise PreloadError(f"the service has another {other[0]}")
-        if tuple(argv[:2]) != (sys.executable, "-m"):
-            raise PreloadError(f"{argv[0]} is another program")
+        if tuple(argv[: len(PYTHON)]) != PYTHON:
+            raise PreloadError(f"it is no module of this Python: {' '.join(argv)}")
         forking = asyncio.create_task(self._fork(kind, argv, changed, lines), name="fork")
         try:
             return await asyncio.shield(forking)
@@ -212,7 +211,7 @@ def preloading(
     with tempfile.TemporaryFile() as output, light, torch:
         module_lists = [",".join(modules[kind]) for kind in KINDS]
         command = [
-            *(sys.executable, "-m", "meshrl.launcher.preloader"),
+            *NAME,
             *(str(torch_end.fileno()), *module_lists, PADDING),
         ]
         process = subprocess.Popen(

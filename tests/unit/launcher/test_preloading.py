@@ -31,7 +31,7 @@ import numpy.random
 facts = {
     "arguments": sys.argv[1:], "name": __name__, "main": sys.modules["__main__"].__file__,
     "parent": os.getppid(), "leads": os.getsid(0) == os.getpgid(0) == os.getpid(),
-    "stdin": sys.stdin.read(), "variable": os.environ.get("MESHRL_TOLD"),
+    "stdin": sys.stdin.read(), "path": sys.path, "flags": str(sys.flags), "variable": os.environ.get("MESHRL_TOLD"),
     "draws": [random.random(), numpy.random.random()],
     "descriptors": sorted(map(int, os.listdir("/proc/self/fd")))[:-1],
     "shown": open("/proc/self/cmdline").read().rstrip(chr(0)).split(chr(0)),
@@ -63,7 +63,7 @@ def preloaded(modules: Any = NOTHING) -> Iterator[Preloading]:
 def service(module: str, *arguments: str, **rules: Any) -> Service:
     return Service(
         name=module,
-        argv=lambda: (sys.executable, "-m", module, *arguments),
+        argv=lambda: (sys.executable, "-P", "-m", module, *arguments),
         preload="torch",
         **rules,
     )

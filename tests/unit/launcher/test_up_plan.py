@@ -14,6 +14,7 @@ from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.launcher.address_book import AddressBook, Entry, is_up, newest_run_dir, run_lock
 from meshrl.launcher.plan import LaunchPlan
 from meshrl.launcher.ports import free_port
+from meshrl.launcher.preloader import PYTHON
 from meshrl.launcher.service import Probe, Service, always_ready
 from meshrl.rpc.queue_connection import shard_number
 
@@ -38,6 +39,16 @@ def plan(tmp_path: Path, *overrides: str, **fixed: int) -> tuple[LaunchPlan, dic
 def test_a_mesh_has_as_many_rollout_workers_as_it_says(tmp_path: Path) -> None:
     _, services = plan(tmp_path, "rollout.workers=2")
     assert list(services) == ["queue", "reward", "trainer", "rollout-0", "rollout-1", "feeder"]
+
+
+def test_every_service_can_be_forked_and_those_with_torch_come_from_the_preloader_that_has_it(
+    tmp_path: Path,
+) -> None:
+    launch_plan, services = plan(tmp_path, "queue.shards=2", "actor.use_kl_loss=true")
+    started = [*services.values(), launch_plan.new_shard(no_probe)]
+    assert {service.argv()[: len(PYTHON)] for service in started} == {PYTHON}
+    with_torch = [service.name for service in started if service.preload == "torch"]
+    assert with_torch == ["reference", "trainer", "rollout-0"]
 
 
 def test_a_queue_of_several_shards_is_several_services_in_the_address_book(tmp_path: Path) -> None:
