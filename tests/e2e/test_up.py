@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..listening import reachable_sockets
 from ..mesh import make_mesh
 
 pytestmark = pytest.mark.slow
@@ -16,7 +18,13 @@ pytestmark = pytest.mark.slow
 
 def test_a_run_trains_evaluates_exports_and_balances(tmp_path: Path) -> None:
     mesh = make_mesh(tmp_path, reference=True)
-    mesh.run()
+    reachable: set[tuple[str, int]] = set()
+    with mesh.up() as process:
+        while process.poll() is None:
+            reachable |= reachable_sockets(process.pid)
+            time.sleep(0.2)
+        mesh.wait(process)
+    assert not reachable, "nothing listens beyond loopback unasked"
     assert [line["step"] for line in mesh.steps()] == [0, 1, 2, 3]
     assert [m["step"] for m in mesh.metrics() if "val/score/mean" in m] == [0, 2, 4]
     ledger = asyncio.run(mesh.ledger())

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import logging
 import os
 import signal
@@ -42,6 +41,7 @@ from pydantic import Field, NonNegativeFloat
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.config import Config
 from meshrl.contract.errors import InfraError, MeshError, UserError
+from meshrl.contract.sockets import is_loopback
 from meshrl.rpc import tls
 from meshrl.rpc.errors import PortInUseError
 from meshrl.rpc.exit_codes import Exit
@@ -295,14 +295,6 @@ def require_loopback(settings: ServerSettings) -> None:
             "bind 127.0.0.1, or set allow_insecure_bind in a network that you trust",
             host=settings.host,
         )
-
-
-def is_loopback(host: str) -> bool:
-    """True when only this machine can reach `host`."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def bind(server: grpc.aio.Server, settings: ServerSettings) -> int:

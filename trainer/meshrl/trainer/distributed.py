@@ -11,7 +11,7 @@ import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshrl.contract.errors import ConfigError, InfraError
+from meshrl.contract.sockets import is_loopback, listen_fd, loopback_interface
 from meshrl.trainer.model.sequence_parallel import SequenceGroup
 
 _Item = TypeVar("_Item", bound=np.generic)
@@ -198,9 +199,32 @@ def lost_peer(error: RuntimeError) -> str | None:
 
 def _init_group(backend: str) -> None:
     timeout = timedelta(seconds=CONTROL_TIMEOUT_S)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group(backend, timeout=timeout)
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if size == 1 or is_loopback(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    store: Any
+    if size == 1:
+        # A world of one needs no port: the store lives in this process.
+        rank, store = 0, dist.HashStore()  # type: ignore[attr-defined]
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        dist.init_process_group(backend, timeout=timeout)  # torchrun has the store
         return
-    # A world of one needs no port: the store lives in this process.
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    else:
+        store = _store(address, int(os.environ["MASTER_PORT"]), rank, size, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _store(address: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
+    """Rank 0 listens at the address that the others were given, and nowhere else."""
+    descriptor = None
+    if rank == 0:
+        try:
+            descriptor, port = listen_fd(address, port)
+        except OSError as error:
+            raise ConfigError(
+                f"MASTER_ADDR={address}, MASTER_PORT={port}: rank 0 cannot listen there ({error})"
+            ) from error
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        *(address, port, size), is_master=rank == 0, timeout=timeout, master_listen_fd=descriptor
+    )

@@ -14,10 +14,11 @@ from meshrl.config.recipe import Recipe, uses_gateway
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.errors import UserError
 from meshrl.contract.files import replace_file
+from meshrl.contract.sockets import is_loopback
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.rollout.tokenizer import ChatTokenizer
 from meshrl.rpc.auth import Authorizer, TokenStore
-from meshrl.rpc.runtime import ServerSettings, is_loopback
+from meshrl.rpc.runtime import ServerSettings
 
 log = logging.getLogger(__name__)
 

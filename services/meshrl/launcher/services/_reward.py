@@ -13,6 +13,7 @@ from typing import Any
 
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import UserError
+from meshrl.contract.sockets import is_loopback
 from meshrl.http.rewards.app import build_app
 from meshrl.http.rewards.metrics import WatchMetrics
 from meshrl.http.server import serving_http
@@ -25,7 +26,7 @@ from meshrl.rpc.auth import Authorizer, Role, TokenStore
 from meshrl.rpc.guarded_registry import GuardedRegistry
 from meshrl.rpc.interceptors import Behavior, Context, Interceptor
 from meshrl.rpc.queue_connection import connect_mesh_queue
-from meshrl.rpc.runtime import GrpcServer, ServerSettings, Servicer, is_loopback
+from meshrl.rpc.runtime import GrpcServer, ServerSettings, Servicer
 from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.reward import RewardServicer
 from meshrl.rpc.servicers.reward_registry import RewardRegistryServicer, caller_of

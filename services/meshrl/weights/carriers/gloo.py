@@ -20,6 +20,7 @@ import torch.distributed
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import ConfigError, UnavailableError
 from meshrl.contract.ports import WeightSource
+from meshrl.contract.sockets import listen_fd
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.carrier import Link, RunPaths
 from meshrl.weights.waiting import WorkerThread
@@ -43,10 +44,15 @@ class Carrier:
         """Open the store; returns `host:port`."""
         host, port = self._config.host, self._config.port
         try:
+            descriptor, port = listen_fd(host, port)
             self._store = c10d.TCPStore(
-                host, port, None, is_master=True, wait_for_workers=False, timeout=_delta(60.0)
+                *(host, port, None),
+                is_master=True,
+                wait_for_workers=False,
+                timeout=_delta(60.0),
+                master_listen_fd=descriptor,
             )
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise ConfigError(
                 f"weights.host/port: cannot listen on {host}:{port} ({_one_line(error)})"
             ) from error

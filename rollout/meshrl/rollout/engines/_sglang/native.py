@@ -27,7 +27,8 @@ import numpy as np
 import torch
 import torch.distributed
 
-from meshrl.contract.errors import InfraError, MeshError
+from meshrl.contract.errors import ConfigError, InfraError, MeshError
+from meshrl.contract.sockets import listen_fd
 from meshrl.contract.types import Version
 from meshrl.rollout.server_engine.http import HttpClient
 from meshrl.rollout.server_engine.tensor_ranges import (
@@ -147,13 +148,18 @@ class GroupSender:
 
     async def _join(self, client: HttpClient, ranks: int) -> None:
         self._client = client
+        try:
+            descriptor, port = listen_fd(self._address)
+        except OSError as error:
+            raise ConfigError(
+                f"rollout.engine.group_address: cannot listen on {self._address} ({error})"
+            ) from error
         self._store = c10d.TCPStore(
-            self._address,
-            0,
-            None,
+            *(self._address, port, None),
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=JOIN_S),
+            master_listen_fd=descriptor,
         )
         size = 1 + ranks
         body = {
@@ -180,7 +186,10 @@ class GroupSender:
             options = c10d.ProcessGroupNCCL.Options()
             options._timeout = timeout
             return c10d.ProcessGroupNCCL(store, 0, size, options)
-        return c10d.ProcessGroupGloo(store, 0, size, timeout)
+        options = c10d.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=self._address)]
+        return c10d.ProcessGroupGloo(store, 0, size, options)
 
     def _broadcast(self, flat: torch.Tensor) -> None:
         options = c10d.BroadcastOptions()

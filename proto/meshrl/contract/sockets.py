@@ -1,0 +1,36 @@
+"""Sockets that listen at one address, for libraries that would listen at every address of the machine."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+
+def listen_fd(host: str, port: int = 0) -> tuple[int, int]:
+    """A descriptor that listens at `host`, and its port; whoever takes the descriptor closes it.
+
+    For `torch.distributed.TCPStore(master_listen_fd=...)`: without it the store of `127.0.0.1` listens at `*`.
+    Raises OSError: the address is not this machine's, or the port is taken.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(socket.SOMAXCONN)
+        chosen: int = listener.getsockname()[1]
+        return listener.detach(), chosen
+
+
+def loopback_interface() -> str:
+    """The name of the interface of 127.0.0.1: `lo` on Linux, `lo0` on macOS."""
+    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+def is_loopback(host: str) -> bool:
+    """True when only this machine can reach `host`."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,39 @@
+"""Nothing of a trainer or of the gloo carrier listens beyond the address that was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshrl.config.weights import WeightsConfig
+from meshrl.contract.errors import ConfigError
+from meshrl.weights.carrier import RunPaths
+from meshrl.weights.carriers import gloo
+
+from ...listening import sockets
+from .ranks import Ranks
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_ranks_of_one_machine_listen_on_loopback_only(
+    ranks: Ranks, tmp_path: Path, count: int
+) -> None:
+    ranks.run("listen.py", [], tmp_path / "output", ranks=count)
+    lines = (tmp_path / "output").read_text().splitlines()
+    assert len(lines) == count
+    assert set(" ".join(lines).split()) == {"127.0.0.1"}
+
+
+async def test_the_store_of_the_gloo_carrier_listens_where_the_recipe_says(tmp_path: Path) -> None:
+    before = sockets()
+    carrier = gloo.Carrier(WeightsConfig(carrier="gloo"), RunPaths(directory=tmp_path))
+    endpoint = await carrier.listen()
+    assert {f"{host}:{port}" for host, port in sockets() - before} == {endpoint}
+    other = gloo.Carrier(
+        WeightsConfig(carrier="gloo", port=int(endpoint.rpartition(":")[2])),
+        RunPaths(directory=tmp_path),
+    )
+    with pytest.raises(ConfigError, match=f"cannot listen on {endpoint}"):
+        await other.listen()
+    await carrier.close()
