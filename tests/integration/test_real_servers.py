@@ -28,6 +28,7 @@ from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.streams import Response, sample
 
 from ..contract.engine_suite import LONG, SLOTS, EngineSuite, until_running
+from ..listening import reachable_sockets
 from ..unit.rollout.checkpoints import (
     SHAPE,
     assert_goes_on_with_the_old_cache,
@@ -381,6 +382,11 @@ async def test_every_token_of_the_context_can_be_used(engine: ServerEngine) -> N
         rest = 2 * LONG - prompt
         answer = await sample(engine, request("a", [5] * prompt, max_tokens=rest))
         assert len(answer.tokens) == rest
+
+
+async def test_the_server_listens_on_loopback_only(engine: ServerEngine) -> None:
+    await commit(engine, tied(), Version(1, 0))
+    assert reachable_sockets(os.getpid()) == set()
 
 
 async def test_weights_that_do_not_fit_are_refused_before_any_call_to_the_server(
