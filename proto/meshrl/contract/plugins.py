@@ -72,14 +72,14 @@ def where_it_stands(name: str) -> str:
 
 
 def check_admitted(package: str, name: str, admitted: Collection[str], key: str) -> None:
-    """Refuse a name that came from elsewhere unless it is known, or among those that the loader's own recipe names.
+    """Refuse a dotted path that came from elsewhere unless the loader's own recipe names it; `load` checks others.
 
     `load` runs the module's code; whoever may call a service may not choose what code it runs.
 
     Raises:
         ConfigError: a dotted path that the recipe does not name; says at which `key` it may.
     """
-    if name not in admitted and name not in known(package):
+    if "." in name and name not in admitted:
         kind = package.rpartition(".")[2]
         raise ConfigError(
             f"{name[:200]!r} is none of the {kind} known here ({', '.join(known(package))}); one of your own is"

@@ -33,6 +33,7 @@ from meshrl.contract.types import (
     Version,
     VersionSpan,
     group_rows,
+    name_fault,
     packed_groups,
 )
 
@@ -76,8 +77,14 @@ def reward_write(score: Score, *, loss_mask: Uint8 | None = None) -> RowWrite:
     """What the reward stage writes back; with the row's `loss_mask`, uint8[T], also the reward of each token.
 
     Raises:
-        UserError: the judge gave another number of token rewards than the response has tokens.
+        UserError: the judge gave another number of token rewards than the response has tokens, or a component a
+            name that is none.
     """
+    for name in score.components:
+        if fault := name_fault(name):
+            raise UserError(
+                f"row {score.uid}: reward component {name[:80]!r}: {fault}", uid=score.uid
+            )
     columns: Columns = {
         "reward": np.array([score.score], dtype=np.float32),
         "reward_components": text_column(json.dumps(dict(score.components), sort_keys=True)),

@@ -20,7 +20,7 @@ def test_known_names_and_those_of_the_recipe_are_admitted(name: str) -> None:
     check_admitted(SAMPLERS, name, ["my_package.my_order"], "queue.sampler")
 
 
-@pytest.mark.parametrize("name", ["os.path", "lib2to3.__main__", "", "..fifo", "_private", "a\0b"])
+@pytest.mark.parametrize("name", ["os.path", "lib2to3.__main__", "..fifo", "a\0.b"])
 def test_any_other_name_is_refused_with_the_key_that_admits_it(name: str) -> None:
     with pytest.raises(ConfigError, match=r"none of the samplers known here .* queue\.sampler$"):
         check_admitted(SAMPLERS, name, ["my_package.my_order"], "queue.sampler")

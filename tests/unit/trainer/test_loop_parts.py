@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,35 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     log.write(0, {"loss": 1.0, "version": "1.0"})
     log.close()
     assert any(file.stat().st_size > 0 for file in (tmp_path / "tb").iterdir())
+
+
+class BreaksAt:
+    """A logger of somebody else's that does not take one name."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.steps = name, list[int]()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name in values:
+            name.encode()
+        self.steps.append(step)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_logger_that_fails_does_not_end_training_and_is_told_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = BreaksAt("a"), BreaksAt("b")
+    log = MetricsLog(tmp_path / "metrics.jsonl", [bad, TensorBoardSink(tmp_path / "tb"), good])
+    for step in range(3):
+        log.write(step, {"loss": 1.0} | ({"reward/\ud800": 2.0} if step < 2 else {}))
+    log.close()
+    assert (bad.steps, good.steps) == ([2], [2])
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert caplog.text.count("the logger BreaksAt does not take the metrics of step 0") == 2
+    assert caplog.text.count("the logger ") == 3
 
 
 @pytest.mark.parametrize(

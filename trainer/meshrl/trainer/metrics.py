@@ -42,6 +42,7 @@ class MetricsLog:
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
         self._path = path
         self._sinks = tuple(sinks)
+        self._failed: list[Sink] = []
         path.parent.mkdir(parents=True, exist_ok=True)
         self._stream = path.open("a")
 
@@ -64,7 +65,15 @@ class MetricsLog:
         self._stream.flush()
         numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float)}
         for sink in self._sinks:
-            sink.write(step, numbers)
+            try:
+                sink.write(step, numbers)
+            except Exception as error:  # the packages of loggers raise anything, and training does not depend on them
+                if sink not in self._failed:
+                    self._failed.append(sink)
+                    log.warning(
+                        "the logger %s does not take the metrics of step %d, and perhaps later ones: %s: %s",
+                        type(sink).__name__, step, type(error).__name__, error,
+                    )  # fmt: skip
 
     def close(self) -> None:
         """Flush and end every sink."""

@@ -17,6 +17,7 @@ from meshrl.contract.types import (
     StageSpec,
     StalePolicy,
 )
+from meshrl.transferqueue.model.specs import Quota
 
 
 def _spell_infinity(value: object) -> object:
@@ -32,6 +33,26 @@ def _know_old_names(value: object) -> object:
 
 Durability = Annotated[Literal["always", "none"], BeforeValidator(_know_old_names)]
 Staleness = Annotated[NonNegativeInt | Literal["inf"], BeforeValidator(_spell_infinity)]
+
+
+class QuotaConfig(Config):
+    """What one run may ask of the queue: whoever opens a run sends its bounds, and these bound them."""
+
+    runs: PositiveInt = 1000
+    """Runs that one queue keeps."""
+    stages: PositiveInt = 64
+    """Stages of a run, and columns that one of them reads or writes."""
+    group_rows: PositiveInt = 16_384
+    """Rows of one group."""
+    resident_rows: PositiveInt = 4_000_000
+    """Rows that the run's admission bound may let in: groups of a batch, times batches, times `group_size`."""
+    resident_bytes: PositiveInt = 1 << 40
+    """The largest `resident_bytes`."""
+
+    @property
+    def bounds(self) -> Quota:
+        """As the queue, which imports no pydantic, takes it."""
+        return Quota(**self.model_dump())
 
 
 class QueueConfig(Config):
@@ -82,6 +103,8 @@ class QueueConfig(Config):
     """Payload of groups that wait to be trained; beyond it new groups wait (one batch is always admitted)."""
     resident_tokens: NonNegativeInt = 0
     """Tokens of rows that wait to be trained; beyond it new groups wait, as with bytes. 0: no bound."""
+    quota: QuotaConfig = QuotaConfig()
+    """Bounds of what any run, of whichever client, may ask of this queue."""
     sampler: str = "fifo"
     """The order in which complete groups are taken: a module of `meshrl.transferqueue.samplers`, or a dotted path."""
     grow_bytes: PositiveInt = Field(default=256 << 20)

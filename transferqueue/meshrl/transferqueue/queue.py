@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Self
 
 from meshrl.contract.errors import (
+    CapacityError,
     ConflictError,
     CorruptError,
     FencedError,
@@ -48,7 +49,7 @@ from meshrl.transferqueue import sampling
 from meshrl.transferqueue.model.group import Grant
 from meshrl.transferqueue.model.records import TakenBatch
 from meshrl.transferqueue.model.run import Run
-from meshrl.transferqueue.model.specs import check_spec, compare_specs, encode_spec
+from meshrl.transferqueue.model.specs import Quota, check_spec, compare_specs, encode_spec
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.model.waiting import Expiry, Signal, Waits, any_signal
 from meshrl.transferqueue.operations import (
@@ -79,6 +80,7 @@ class TransferQueue(RowMethods):
         self._store = store
         self._samplers: Collection[str] = ()
         """Dotted paths that a run may name besides the known samplers."""
+        self._quota = Quota()
         self._runs: dict[str, Run] = {}
         self._payload = PayloadReader(store)
         self._commit_log = CommitLog(store, self._recover)
@@ -93,16 +95,18 @@ class TransferQueue(RowMethods):
         self._closing = False
 
     @classmethod
-    async def open(cls, store: Store, *, samplers: Collection[str] = ()) -> Self:
+    async def open(
+        cls, store: Store, *, samplers: Collection[str] = (), quota: Quota | None = None
+    ) -> Self:
         """Read the store back and serve it; from now on the queue owns the store.
 
-        A run may name one of `samplers`, dotted paths, besides the known ones.
+        A run may name one of `samplers`, dotted paths, besides the known ones, and ask for what `quota` allows.
 
         Raises:
             UserError: another process owns the store, or it has another format. CorruptError: it cannot be read.
         """
         queue = cls(store)
-        queue._samplers = samplers
+        queue._samplers, queue._quota = samplers, quota or Quota()
         try:
             await queue._recover()
         except BaseException:
@@ -153,7 +157,11 @@ class TransferQueue(RowMethods):
         if run is not None:
             compare_specs(run.spec, spec)
         else:
-            check_spec(spec)
+            check_spec(spec, self._quota)
+            if len(self._runs) >= self._quota.runs:
+                raise CapacityError(
+                    f"this queue keeps {len(self._runs)} runs already (queue.quota.runs)"
+                )
             number = max((r.number for r in self._runs.values()), default=-1) + 1
             run = self._make_run(spec, number)
             self._runs[spec.run] = run
@@ -196,7 +204,8 @@ class TransferQueue(RowMethods):
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
         """See the port. Raises UserError for a task that can never be processed, CapacityError for a full disk."""
         state = self._run(run)
-        packed = lifecycle.packed(state.spec, state.known_tasks, tasks)
+        most = self._quota.group_rows
+        packed = lifecycle.packed(state.spec, state.known_tasks, tasks, most_rows=most)
         if packed:
             self._space.check(run, "feeder", sum(len(task.data) for task in packed.values()))
         deadline = self._deadline(wait_s)

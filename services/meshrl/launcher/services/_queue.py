@@ -32,7 +32,9 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     limit_malloc_arenas()
     store = build_store(recipe, shard_number(recipe, context.name))
     try:
-        queue = await ShardQueue.open(store, samplers=[recipe.queue.sampler])
+        queue = await ShardQueue.open(
+            store, samplers=[recipe.queue.sampler], quota=recipe.queue.quota.bounds
+        )
     except CorruptError as error:
         raise UserError(error.message) from error
     try:

@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 
-from meshrl.contract.errors import ConflictError, UserError
-from meshrl.contract.types import GroupPolicy, Json, RunSpec, StageSpec, StalePolicy
+from meshrl.contract.errors import CapacityError, ConflictError, UserError
+from meshrl.contract.types import GroupPolicy, Json, RunSpec, StageSpec, StalePolicy, name_fault
 
 RUN_BYTES = 200
 """A run's name has at most so many bytes."""
 
 
-def check_spec(spec: RunSpec) -> None:
-    """Refuse a spec that cannot work. Stages and sampler are checked where they are built. Raises UserError."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """What one run may ask of a queue: whoever opens a run sends its bounds, and these bound them."""
+
+    runs: int = 1000
+    stages: int = 64
+    group_rows: int = 16_384
+    resident_rows: int = 4_000_000
+    resident_bytes: int = 1 << 40
+
+
+def check_spec(spec: RunSpec, quota: Quota) -> None:
+    """Refuse a spec that cannot work or asks for too much. Stages and sampler are checked where they are built.
+
+    Raises:
+        UserError: it cannot work.
+        CapacityError: it is beyond the queue's `quota`.
+    """
     problem = ""
-    if not spec.run or "/" in spec.run or len(spec.run.encode()) > RUN_BYTES:
+    if not 1 <= len(spec.run.encode(errors="replace")) <= RUN_BYTES or "/" in spec.run:
         problem = f"a run's name has 1 to {RUN_BYTES} bytes and no '/'"
+    elif fault := name_fault(spec.run):
+        problem = f"that is no name: {fault}"
     elif spec.group_size < 1 or spec.batch_groups < 1 or spec.resident_batches < 1:
         problem = "group_size, batch_groups and resident_batches are at least 1"
     elif not spec.max_staleness >= 0:
@@ -25,7 +43,29 @@ def check_spec(spec: RunSpec) -> None:
     elif spec.group_policy is GroupPolicy.K_OF_N and not 1 <= spec.group_k <= spec.group_size:
         problem = f"group_k is {spec.group_k}, k_of_n wants 1 to {spec.group_size}"
     if problem:
-        raise UserError(f"run {spec.run!r}: {problem}")
+        raise UserError(f"run {spec.run[:RUN_BYTES]!r}: {problem}")
+    _check_quota(spec, quota)
+    for stage in spec.stages:
+        for name in (stage.name, *stage.reads, *stage.writes):
+            if fault := name_fault(name):
+                raise UserError(f"run {spec.run!r}: stage or column {name[:80]!r}: {fault}")
+
+
+def _check_quota(spec: RunSpec, quota: Quota) -> None:
+    columns = max((max(len(stage.reads), len(stage.writes)) for stage in spec.stages), default=0)
+    rows = spec.group_size * spec.batch_groups
+    asked = {
+        "stages": max(len(spec.stages), columns),
+        "group_rows": spec.group_size,
+        "resident_rows": max(rows, spec.group_size * spec.admission_groups),
+        "resident_bytes": spec.resident_bytes,
+    }
+    for name, value in asked.items():
+        if value > (most := getattr(quota, name)):
+            raise CapacityError(
+                f"run {spec.run!r} asks for {value:.0f} {name.replace('_', ' ')}, and this queue allows {most}"
+                f" (queue.quota.{name})"
+            )
 
 
 def compare_specs(old: RunSpec, new: RunSpec) -> None:

@@ -34,6 +34,7 @@ from meshrl.contract.types import (
     Task,
     Uid,
     Version,
+    name_fault,
 )
 from meshrl.transferqueue.model.group import Group, bits
 from meshrl.transferqueue.model.records import Exit, State, TakenBatch, TaskMetadata
@@ -69,15 +70,21 @@ def can_grow(run: Run) -> bool:
     return not run.record.feed_closed and free_groups(run) > 0
 
 
-def packed(spec: RunSpec, known: Container[str], tasks: Sequence[Task]) -> dict[str, PackedTask]:
+def packed(
+    spec: RunSpec, known: Container[str], tasks: Sequence[Task], *, most_rows: float = math.inf
+) -> dict[str, PackedTask]:
     """The tasks that are not `known`, checked and packed, by id. Raises UserError, with `task`."""
     frames: dict[str, PackedTask] = {}
     for task in tasks:
         problem = ""
         if task.run != spec.run:
             problem = f"belongs to run {task.run}, not {spec.run}"
-        elif not task.task_id or len(task.task_id.encode()) > TASK_ID_BYTES:
+        elif not task.task_id or len(task.task_id.encode(errors="replace")) > TASK_ID_BYTES:
             problem = f"wants an id of 1 to {TASK_ID_BYTES} bytes"
+        elif fault := name_fault(task.task_id, most=TASK_ID_BYTES):
+            problem = f"is no name: {fault}"
+        elif task.group_size > most_rows:
+            problem = f"wants a group of {task.group_size} rows, at most {most_rows:.0f} (queue.quota.group_rows)"
         elif task.group_size < 1:
             problem = f"wants a group of {task.group_size} rows, at least 1 makes sense"
         elif task.prompt_ids.ndim != 1 or task.prompt_ids.dtype != np.int32:
@@ -85,7 +92,7 @@ def packed(spec: RunSpec, known: Container[str], tasks: Sequence[Task]) -> dict[
         elif spec.group_k > task.group_size:
             problem = f"has {task.group_size} rows, and the run wants {spec.group_k} finished"
         if problem:
-            raise UserError(f"task {task.task_id!r} {problem}", task=task.task_id)
+            raise UserError(f"task {task.task_id[:200]!r} {problem}", task=task.task_id)
         if task.task_id not in known and task.task_id not in frames:
             try:
                 frames[task.task_id] = codec.pack_task(task)

@@ -1,0 +1,94 @@
+"""What a client may ask of a queue: names, and the bounds that the queue's own recipe sets."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from meshrl.contract.errors import CapacityError, UserError
+from meshrl.contract.types import ROLLOUT_STAGE, StageSpec
+from meshrl.transferqueue.config import QueueConfig
+from meshrl.transferqueue.model.specs import Quota
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
+
+from ...contract.queue_actors import spec, task
+
+BAD = [".", "..", "a\0b", "a\nb", "\ud800", "\u202e", "x" * 201]
+
+
+@pytest.fixture
+async def queue() -> AsyncIterator[TransferQueue]:
+    queue = await TransferQueue.open(MemoryStore(), quota=Quota(runs=1, stages=8, group_rows=8))
+    yield queue
+    await queue.close()
+
+
+@pytest.mark.parametrize("name", ["", "a/b", *BAD], ids=ascii)
+async def test_a_run_has_a_name_that_a_file_and_a_log_line_can_have(
+    queue: TransferQueue, name: str
+) -> None:
+    with pytest.raises(UserError):
+        await queue.open_run(spec(run=name))
+    assert queue.runs == ()
+
+
+@pytest.mark.parametrize("name", ["", "a/../b", "/a", *BAD[:-1]], ids=ascii)
+async def test_so_have_its_stages_columns_and_tasks(queue: TransferQueue, name: str) -> None:
+    for stage in (
+        StageSpec(name=name, reads=(), writes=("tokens",)),
+        StageSpec(name="rollout", reads=(), writes=("tokens", name)),
+    ):
+        with pytest.raises(UserError, match="stage or column"):
+            await queue.open_run(spec(stages=(stage,)))
+    await queue.open_run(spec())
+    with pytest.raises(UserError, match=r"is no name|wants an id"):
+        await queue.admit("run", [task(name)], cursor="", wait_s=0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "key"),
+    [
+        ({"resident_bytes": 1 << 60}, "resident_bytes"),
+        ({"batch_groups": 1 << 30}, "resident_rows"),
+        ({"max_staleness": 1e12}, "resident_rows"),
+        ({"max_staleness": float("inf"), "resident_batches": 1 << 30}, "resident_rows"),
+        ({"group_size": 9}, "group_rows"),
+        (
+            {
+                "stages": tuple(
+                    StageSpec(name=f"s{n}", reads=(), writes=(f"c{n}",)) for n in range(9)
+                )
+            },
+            "stages",
+        ),
+        (
+            {"stages": (StageSpec(name="s", reads=(), writes=tuple(f"c{n}" for n in range(9))),)},
+            "stages",
+        ),
+    ],
+    ids=str,
+)
+async def test_a_run_asks_for_no_more_than_the_queue_allows(
+    queue: TransferQueue, asked: dict[str, object], key: str
+) -> None:
+    with pytest.raises(CapacityError, match=rf"this queue allows \d+ \(queue\.quota\.{key}\)$"):
+        await queue.open_run(spec(**({"stages": (ROLLOUT_STAGE,)} | asked)))
+    assert queue.runs == ()
+
+
+async def test_a_queue_keeps_so_many_runs_and_groups_have_so_many_rows(
+    queue: TransferQueue,
+) -> None:
+    await queue.open_run(spec(stages=(StageSpec(name="s", reads=(), writes=("c",)),)))
+    with pytest.raises(UserError, match=r"9 rows, at most 8 \(queue\.quota\.group_rows\)"):
+        await queue.admit("run", [task("t", group_size=9)], cursor="", wait_s=0)
+    with pytest.raises(CapacityError, match=r"1 runs already \(queue\.quota\.runs\)"):
+        await queue.open_run(
+            spec(run="another", stages=(StageSpec(name="s", reads=(), writes=("c",)),))
+        )
+
+
+def test_a_recipe_without_a_quota_has_that_of_a_queue_without_one() -> None:
+    assert QueueConfig().quota.bounds == Quota()
