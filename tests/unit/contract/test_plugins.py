@@ -47,3 +47,17 @@ def test_a_service_imports_nothing_from_its_working_directory(tmp_path: Path) ->
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_a_chat_template_reaches_nothing_but_its_messages() -> None:
+    pytest.importorskip("jinja2")
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    for escape in (
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append.__self__.__class__ }}",
+        "{% for n in range(10**9) %}x{% endfor %}",
+    ):
+        with pytest.raises(Exception, match=r"unsafe|Range too big"):
+            utils.render_jinja_template(
+                conversations=[[{"role": "user", "content": "x"}]], chat_template=escape
+            )
