@@ -220,8 +220,26 @@ class SettlePromises:
         await actors.work()
         await actors.train(0)
         await actors.train(1)
+        actors.epoch = (await queue.acquire("run", "second")).epoch
         assert await queue.rewind("run", epoch=actors.epoch, step=1) == 4
         assert await actors.resident() == {"settled": 4, "ready": 4}
+
+    async def test_a_rewind_that_arrives_once_more_gives_back_nothing(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start(spec(max_staleness=3.0))
+        await actors.feed(tasks(4))
+        await actors.work()
+        await actors.train(0)
+        actors.epoch = (await queue.acquire("run", "second")).epoch
+        assert await queue.rewind("run", epoch=actors.epoch, step=0) == 4
+        await queue.take(
+            "run", epoch=actors.epoch, step=0, groups=2, batch_id="again", wait_s=WAIT_S
+        )
+        await actors.settle(0, name="again")
+        await actors.publish(1)
+        assert await queue.rewind("run", epoch=actors.epoch, step=0) == 0
+        assert await actors.resident() == {"settled": 4, "ready": 4}
+        assert (await queue.run_state("run")).published == Version(actors.epoch, 1)
 
     async def test_what_was_committed_cannot_be_rewound(self, queue: Queue) -> None:
         actors = Actors(queue)
@@ -239,6 +257,7 @@ class SettlePromises:
         await actors.feed(tasks(2))
         await actors.work()
         await actors.train(0)
+        actors.epoch = (await queue.acquire("run", "second")).epoch
         await queue.rewind("run", epoch=actors.epoch, step=0)
         with pytest.raises(WaitTimeoutError):
             await actors.feed(tasks(2, start=2))

@@ -156,6 +156,7 @@ async def test_the_other_methods_of_the_port_work_too() -> None:
         again = await client.take("run", epoch=epoch, step=0, groups=1, batch_id="b", wait_s=5)
         assert batch == again
         await client.settle("run", epoch=epoch, step=0, batch_id="b")
+        epoch = (await client.acquire("run", "its successor")).epoch
         assert await client.rewind("run", epoch=epoch, step=0) == 2
         batch = await client.take("run", epoch=epoch, step=0, groups=1, batch_id="c", wait_s=5)
         await client.filter(

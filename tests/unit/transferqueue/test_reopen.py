@@ -143,7 +143,8 @@ async def test_a_replay_keeps_its_order_across_a_restart(life: Life) -> None:
     first = await actors.train(0)
     await actors.write(late)
     await actors.work()
-    await actors.queue.rewind("run", epoch=1, step=0)
+    actors.epoch = (await actors.queue.acquire("run", "second")).epoch
+    await actors.queue.rewind("run", epoch=actors.epoch, step=0)
     await reopen()
     assert batch_uids(await actors.take(0)) == batch_uids(first)
 

@@ -314,6 +314,7 @@ async def test_a_call_that_reached_some_shards_is_repaired_by_repeating_it(
         await queue.take("run", epoch=held, step=0, groups=6, batch_id=f"b{held}", wait_s=0)
         await queue.settle("run", epoch=held, step=0, batch_id=f"b{held}")
         await queue.commit("run", epoch=held, step=0)
+        held = (await queue.acquire("run", "third")).epoch
         await queue.rewind("run", epoch=held, step=0)
         await queue.publish("run", type(actors.version)(held, 1))
         await queue.close_feed("run")

@@ -210,11 +210,20 @@ class Run(Rows):
         self.record.committed_step = step
 
     def rewind(self, step: int) -> int:
-        """Batches settled at `step` or later are complete groups again, and `step` is published; returns the rows."""
-        batches = [b for b in self._batches.values() if b.settled and b.step >= step]
+        """Batches of older epochs settled at `step` or later are complete groups again; returns the rows.
+
+        `step` is published, unless this epoch has published already: a request that was delayed in the network and
+        arrives once more must not give back what this trainer has learned from, nor the version of its fleet.
+        """
+        batches = [
+            batch
+            for batch in self._batches.values()
+            if batch.settled and batch.step >= step and batch.epoch < self.record.epoch
+        ]
         rows = sum(g.present.bit_count() for batch in batches for g in self.groups_of(batch))
         self.give_back(batches)
-        self.record.published = Version(self.record.epoch, step)
+        if self.record.published.epoch < self.record.epoch:
+            self.record.published = Version(self.record.epoch, step)
         self.recount()
         self.complete_signal.notify()
         return rows
