@@ -97,6 +97,23 @@ class TakePromises:
         again = batch_uids(await actors.take(2))
         self.agree(again, ["t0.0.1", "t0.1.1", "t1.0.1", "t1.1.1"])
 
+    async def test_a_prompt_that_is_too_old_at_each_attempt_leaves_in_the_end(
+        self, queue: Queue
+    ) -> None:
+        actors = Actors(queue)
+        await actors.start(spec(max_staleness=1.0, max_attempts=2))
+        await actors.feed(tasks(2))
+        for attempt in range(3):
+            await actors.work()
+            step = 2 * (attempt + 1)
+            await actors.publish(step)
+            with pytest.raises(WaitTimeoutError):
+                await actors.take(step)
+        ledger = await actors.ledger()
+        assert ledger.stale == {"reissued": 8, "stale at each attempt": 4}
+        assert ledger.balanced
+        assert await actors.resident() == {}
+
     async def test_rows_exactly_as_old_as_allowed_are_taken(self, queue: Queue) -> None:
         actors = Actors(queue)
         await actors.start(spec(max_staleness=2.0))

@@ -209,8 +209,10 @@ class Model:
         group.rows = finished
 
     def _retire(self, group: ModelGroup) -> None:
-        self.stale["dropped" if self.drops else "reissued"] += len(group.rows)
-        if self.drops:
+        given_up = not self.drops and min(group.attempts) >= self.attempts
+        reason = "dropped" if self.drops else "stale at each attempt" if given_up else "reissued"
+        self.stale[reason] += len(group.rows)
+        if self.drops or given_up:
             self._leave(group)
             return
         group.attempts = [attempt + 1 for attempt in group.attempts]

@@ -90,7 +90,8 @@ class QueueConfig(Config):
     """Seconds without a renewal after which a worker loses its rows; one that dies loses them at once. Time in which
     the queue itself could not receive renewals does not count."""
     max_attempts: PositiveInt = 3
-    """Deliveries of a row to a stage before it is dead-lettered."""
+    """Deliveries of a row to a stage before it is dead-lettered; and how often a group that grew too old is issued
+    again before it leaves as stale."""
     group_policy: GroupPolicy = GroupPolicy.ALL
     """When a group is complete: all | k_of_n | replace_sibling."""
     group_k: NonNegativeInt = 0

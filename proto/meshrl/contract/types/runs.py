@@ -96,7 +96,7 @@ class RunSpec:
     """For `k_of_n`: how many finished rows make the group complete."""
     stale_policy: StalePolicy = StalePolicy.REISSUE
     max_attempts: int = 3
-    """Deliveries of a row to a stage before it is dead-lettered."""
+    """Deliveries of a row to a stage before it is dead-lettered, and re-issues of a stale group before it leaves."""
     lease_ttl_s: float = 5.0
     resident_batches: int = 4
     """Admission bound, in batches, where `max_staleness` is infinite."""

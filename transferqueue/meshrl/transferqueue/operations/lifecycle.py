@@ -143,6 +143,8 @@ INCOMPLETE = "group_incomplete"
 SPARE = "k_of_n"
 """The reason with which unfinished rows leave when the k rows that were asked for are taken."""
 REISSUED, DROPPED = "reissued", "dropped"
+ALWAYS_STALE = "stale at each attempt"
+"""The reason with which a group leaves that was issued again `max_attempts` times and was too old each time."""
 
 READY = list(State).index(State.READY)
 
@@ -183,13 +185,23 @@ def too_old(run: Run, group: Group, step: int) -> bool:
 
 
 def retire(run: Run, group: Group) -> None:
-    """The group is too old: every row leaves as stale; `reissue` samples the task again in its old place."""
-    if run.spec.stale_policy is StalePolicy.DROP:
-        run.remove_group(group, Exit.STALE, DROPPED)
-        run.save()
+    """The group is too old: every row leaves as stale; `reissue` samples the task again in its old place.
+
+    At most `max_attempts` times: a prompt whose responses take longer than `max_staleness` steps would be sampled for
+    as long as training goes on.
+    """
+    reason = DROPPED
+    if (
+        run.spec.stale_policy is StalePolicy.REISSUE
+        and min(group.attempts) >= run.spec.max_attempts
+    ):
+        reason = ALWAYS_STALE
+    elif run.spec.stale_policy is StalePolicy.REISSUE:
+        run.reissue(group, REISSUED)
+        run.save([group])
         return
-    run.reissue(group, REISSUED)
-    run.save([group])
+    run.remove_group(group, Exit.STALE, reason)
+    run.save()
 
 
 def take(run: Run, *, epoch: int, step: int, count: int, batch_id: str) -> Batch | None:
