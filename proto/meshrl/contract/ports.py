@@ -186,7 +186,7 @@ class Queue(Protocol):
         ...
 
     async def rewind(self, run: str, *, epoch: int, step: int) -> int:
-        """A trainer resumed at `step`: rows that older epochs settled at or after it are ready again; returns how many."""
+        """A trainer resumed at `step`: rows that older epochs settled since are ready again; returns how many."""
         ...
 
     async def ledger(self, run: str) -> Ledger:

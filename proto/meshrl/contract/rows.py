@@ -66,8 +66,8 @@ def rollout_write(
     facts = RowFacts(
         outcome=outcome,
         num_tokens=len(trajectory.tokens),
-        # By step, as staleness is counted: after a trainer went back to a checkpoint, tokens of (1, 3) may be followed
-        # by tokens of (2, 0), and these are the older ones.
+        # By step, as staleness is counted: after a trainer went back to a checkpoint, tokens of (1, 3) may be
+        # followed by tokens of (2, 0), and these are the older ones.
         oldest=min((s.version for s in spans), key=lambda v: (v.step, v.epoch), default=now),
         newest=max((s.version for s in spans), default=now),
         finish_reason=finish_reason,

@@ -18,6 +18,7 @@ import grpc
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import (
+    CorruptError,
     FencedError,
     InfraError,
     MeshError,
@@ -197,6 +198,10 @@ class ReplicaController:
         """Raises FencedError for a trainer whose epoch is over, or the coordinator's reason to refuse."""
         if message.WhichOneof("body") == "abort":
             raise from_detail(message.abort.code, message.abort.message, {})
+        if message.WhichOneof("body") != "welcome":
+            raise CorruptError(
+                f"the trainer's first message is {message.WhichOneof('body') or 'empty'}, not a welcome"
+            )
         epoch = message.stamp.epoch
         if epoch < self._highest_epoch:
             raise FencedError(

@@ -1,0 +1,116 @@
+"""Two things in one moment, and messages in a wrong order: small parts of the product in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from meshrl.config.weights import WeightsConfig
+from meshrl.contract.errors import WaitTimeoutError
+from meshrl.contract.types import OnUpdate
+from meshrl.http.gateway.sessions import SessionTable
+from meshrl.rollout.sessions.session import Session
+from meshrl.rpc.interceptors import Context
+from meshrl.simulation.loop import START_S, SimulatedLoop, quiet
+from meshrl.simulation.network import Delays, Network
+from meshrl.testing.weights import HashSink
+from meshrl.v1 import weights_pb2 as pb
+from meshrl.weights.carrier import RunPaths
+from meshrl.weights.replica_controller import ReplicaController
+from meshrl.weights.servicer import WeightsServicer
+
+
+@contextmanager
+def virtual_time(seed: int) -> Iterator[SimulatedLoop]:
+    with quiet():
+        loop = SimulatedLoop(seed)
+        asyncio.set_event_loop(loop)
+        try:
+            yield loop
+        finally:
+            loop.close()
+            asyncio.set_event_loop(None)
+
+
+def run(seed: int, main: Coroutine[Any, Any, Any]) -> Any:
+    with virtual_time(seed) as loop:
+        return loop.run_until_complete(loop.create_task(main))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_session_that_comes_in_the_moment_of_a_deadline_reaches_somebody(seed: int) -> None:
+    draw = random.Random(seed)
+
+    async def claims_and_sessions() -> tuple[list[Any], list[Any]]:
+        table = SessionTable(prompt_tokens=None)
+        given: list[Any] = []
+        claimed: list[Any] = []
+
+        async def claim() -> None:
+            await asyncio.sleep(draw.randrange(4))
+            try:
+                claimed.append(await table.claim(draw.randrange(1, 4)))
+            except WaitTimeoutError:
+                return
+
+        async def give() -> None:
+            await asyncio.sleep(draw.randrange(1, 7))
+            session = cast(Session, SimpleNamespace(finished=asyncio.Event()))
+            if table.hand_over(session, cast(Any, None)):
+                given.append(session)
+
+        await asyncio.gather(claim(), claim(), give(), give())
+        return given, claimed
+
+    given, claimed = run(seed, claims_and_sessions())
+    assert [session for session in given if session not in claimed] == []
+
+
+class Hasty(WeightsServicer):
+    """A coordinator whose first message is a beat."""
+
+    def __init__(self) -> None:
+        self.silence_s = 10.0
+        self.joins = 0
+        self.messages = 0
+
+    async def Join(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[pb.ReplicaMessage], context: Context
+    ) -> None:
+        self.joins += 1
+        await context.write(pb.PlaneMessage(beat=pb.Beat()))
+        async for _ in request_iterator:
+            self.messages += 1
+
+
+def test_a_first_message_that_is_no_welcome_is_refused_and_the_joining_tried_again() -> None:
+    with virtual_time(0) as loop:
+        network = Network(loop, 0, Delays())
+        hasty = Hasty()
+        network.listen("trainer:1", [hasty])
+        controller = ReplicaController(
+            WeightsConfig(carrier="shm"),
+            run="run",
+            replica="rollout-0",
+            engine=HashSink(),
+            on_update=OnUpdate.IN_FLIGHT,
+            paths=RunPaths(directory=Path("simulated")),
+            connect=lambda: network.connect("trainer:1"),
+        )
+
+        async def a_minute() -> None:
+            joining = asyncio.create_task(controller.run())
+            await asyncio.sleep(60)
+            joining.cancel()
+
+        loop.run_until_complete(loop.create_task(a_minute()))
+        assert loop.time() - START_S >= 60
+        assert 2 < hasty.joins < 200  # again and again, with pauses
+        assert hasty.messages <= hasty.joins  # a HELLO each, and no beat
