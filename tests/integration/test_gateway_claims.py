@@ -143,7 +143,7 @@ async def test_a_claim_whose_client_left_costs_no_attempt(talking_model: Path) -
 async def test_claims_need_a_token_where_tokens_are_configured(
     talking_model: Path, tmp_path: Path
 ) -> None:
-    from meshrl.rpc.auth import new_token
+    from meshrl.rpc.credentials import new_token
 
     token, digest = new_token()
     other, other_digest = new_token()

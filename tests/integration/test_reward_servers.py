@@ -31,8 +31,9 @@ from meshrl.rewardd.registry.registry import Registry
 from meshrl.rewardd.registry.types import Case, Submission
 from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
 from meshrl.rpc.audit_log import RewardAuditLog
-from meshrl.rpc.auth import Authorizer, TokenStore, new_token
+from meshrl.rpc.auth import Authorizer, TokenStore
 from meshrl.rpc.clients.reward_registry import RewardRegistryClient
+from meshrl.rpc.credentials import new_token
 from meshrl.rpc.guarded_registry import GuardedRegistry
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.reward import RewardServicer

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-import logging
-import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -23,10 +20,8 @@ from meshrl.contract.errors import (
     UnauthenticatedError,
 )
 from meshrl.contract.files import check_private_file
+from meshrl.rpc.credentials import MeshRole, Reloaded, read_verifiers, sha256
 
-log = logging.getLogger(__name__)
-
-TOKEN_PREFIX = "mrl_"
 MAX_CALLERS = 10_000
 """Callers whose rate is remembered; the least recently seen is dropped first."""
 
@@ -70,49 +65,26 @@ class TokenFile(Config):
     """Every valid token."""
 
 
-def new_token() -> tuple[str, str]:
-    """A token of 256 random bits and its SHA-256; with that much entropy no slow hash is needed."""
-    token = TOKEN_PREFIX + secrets.token_urlsafe(32)
-    return token, _sha256(token)
-
-
-def _sha256(token: str) -> str:
-    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
-
-
 class TokenStore:
     """The tokens of a file; reads it again when it changes, so that a token can be revoked at run time."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError, which names file and key."""
-        self._path = path
-        self._entries = _read(path)
-        self._stamp = path.stat().st_mtime_ns
+        self._entries = Reloaded(path, _read, every_s=0.0)
 
     def find(self, authorization: str) -> Principal:
         """The caller with this `Authorization` header. Raises UnauthenticatedError."""
-        self._refresh()
         scheme, _, token = authorization.strip().partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise UnauthenticatedError("this service needs a token: Authorization: Bearer <token>")
-        digest = _sha256(token.strip())
+        digest = sha256(token.strip())
         match: TokenEntry | None = None
-        for entry in self._entries:  # always all of them, so that the time reveals nothing
+        for entry in self._entries.get():  # always all of them, so that the time reveals nothing
             if hmac.compare_digest(entry.sha256, digest):
                 match = entry
         if match is None:
             raise UnauthenticatedError("this token is unknown here")
         return Principal(name=match.name, roles=frozenset(match.roles))
-
-    def _refresh(self) -> None:
-        try:
-            stamp = self._path.stat().st_mtime_ns
-            if stamp != self._stamp:
-                self._entries, self._stamp = _read(self._path), stamp
-        except (OSError, ConfigError) as error:
-            log.error(
-                "the tokens file cannot be read, so the tokens read before stay valid: %s", error
-            )
 
 
 def _read(path: Path) -> Sequence[TokenEntry]:
@@ -158,8 +130,21 @@ class RateLimit:
             )
 
 
+_OF_RUN: Mapping[MeshRole, frozenset[Role]] = {
+    MeshRole.OPERATOR: frozenset(Role),
+    MeshRole.SUBMITTER: frozenset((Role.READ, Role.SUBMIT)),
+    MeshRole.READER: frozenset((Role.READ,)),
+    MeshRole.TRAINER: frozenset((Role.READ,)),
+    MeshRole.ROLLOUT: frozenset((Role.READ,)),
+}
+"""What a credential of the run allows beside the tokens of a file."""
+
+
 class Authorizer:
-    """Admits callers by token, role and rate. Without a token store everybody is `anonymous` with every role."""
+    """Admits callers by token, role and rate. Without a token store everybody is `anonymous` with every role.
+
+    A credential of the run is known as well, if there are `verifiers`: its name is its role.
+    """
 
     def __init__(
         self,
@@ -167,8 +152,10 @@ class Authorizer:
         *,
         requests_per_minute: float,
         submissions_per_minute: float,
+        verifiers: Path | None = None,
     ) -> None:
         self._tokens = tokens
+        self._verifiers = None if verifiers is None else Reloaded(verifiers, read_verifiers)
         self._requests = RateLimit("requests", requests_per_minute)
         self._submissions = RateLimit("submissions", submissions_per_minute)
 
@@ -183,7 +170,11 @@ class Authorizer:
         Raises:
             UnauthenticatedError, ForbiddenError, CapacityError (too many requests).
         """
-        if self._tokens is None:
+        of_run = self._of_run(authorization)
+        if of_run is not None:
+            who = of_run
+            self._requests.count(who.name)
+        elif self._tokens is None:
             who = Principal(name="anonymous", roles=frozenset(Role))
             self._requests.count(peer)
         else:
@@ -197,8 +188,18 @@ class Authorizer:
 
     def check(self, authorization: str, role: Role) -> None:
         """As `admit`, without counting. Raises UnauthenticatedError, ForbiddenError."""
-        if self._tokens is not None and role not in (who := self._tokens.find(authorization)).roles:
+        who = self._of_run(authorization)
+        if who is None and self._tokens is not None:
+            who = self._tokens.find(authorization)
+        if who is not None and role not in who.roles:
             raise ForbiddenError(f"{who.name} may not do this: it needs the role {role}")
+
+    def _of_run(self, authorization: str) -> Principal | None:
+        if self._verifiers is None:
+            return None
+        _, _, token = authorization.strip().partition(" ")
+        role = self._verifiers.get().get(sha256(token.strip()))
+        return None if role is None else Principal(name=role, roles=_OF_RUN.get(role, frozenset()))
 
     def _find(self, authorization: str, peer: str) -> Principal:
         assert self._tokens is not None

@@ -18,13 +18,16 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+from socketserver import ThreadingMixIn
 from types import TracebackType
-from typing import Any, Final, Protocol, Self, cast
-from wsgiref.simple_server import WSGIServer
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, cast
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import grpc
 import uvloop
@@ -34,17 +37,20 @@ from prometheus_client import (
     CollectorRegistry,
     PlatformCollector,
     ProcessCollector,
-    start_http_server,
+    make_wsgi_app,
 )
 from pydantic import Field, NonNegativeFloat
 
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.config import Config
-from meshrl.contract.errors import InfraError, MeshError, UserError
+from meshrl.contract.errors import ForbiddenError, InfraError, MeshError, UserError
 from meshrl.contract.sockets import is_loopback
 from meshrl.rpc import tls
+from meshrl.rpc.auth import TokenStore
+from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.errors import PortInUseError
 from meshrl.rpc.exit_codes import Exit
+from meshrl.rpc.identity import METRICS_ROLES, Identity
 from meshrl.rpc.interceptors import (
     CallMetrics,
     InterceptedHandlers,
@@ -55,8 +61,14 @@ from meshrl.rpc.interceptors import (
 from meshrl.rpc.process_memory import reuse_freed_memory
 from meshrl.rpc.transport import SERVER_OPTIONS
 
+if TYPE_CHECKING:
+    from wsgiref.types import WSGIApplication
+
 log = logging.getLogger(__name__)
 
+METRICS_TIMEOUT_S: Final = 10.0
+CERTIFICATE_NAMES: Final = "meshrl.certificate_names"
+"""In the environment of a request for metrics."""
 HEALTH_WATCH: Final = f"/{health.SERVICE_NAME}/Watch"
 EXIT_INTERRUPTED: Final = 130
 
@@ -82,6 +94,16 @@ class ServerSettings(Config):
     """Certificates of this service. With `client_ca` it may bind any address."""
     authenticated: bool = False
     """The servicers check tokens themselves, so the service may bind any address."""
+    verifiers: Path | None = None
+    """Hashes of the credentials that callers must present (credentials.py). Null asks nobody: for libraries and tests
+    on loopback; `up` and `serve` always set it."""
+    certificate_roles: Mapping[str, MeshRole] = Field(default_factory=dict)
+    """Role by the name of a client's certificate."""
+
+    @property
+    def identified(self) -> bool:
+        """True if every call is asked who makes it."""
+        return self.verifiers is not None or bool(self.certificate_roles)
 
 
 class Servicer(Protocol):
@@ -111,15 +133,25 @@ class GrpcServer:
         servicers: Sequence[Servicer],
         *,
         interceptors: Sequence[Interceptor] = (),
+        tokens: TokenStore | None = None,
     ) -> None:
         """Nothing listens before the context is entered.
 
         Args:
             settings: Where to listen.
             servicers: What to serve.
-            interceptors: Wrap every call, inside of metrics, errors and draining.
+            interceptors: Wrap every call, inside of metrics, errors, identity and draining.
+            tokens: A tokens file that this service accepts beside the credentials of the run.
+
+        Raises:
+            ConfigError: the verifiers cannot be read.
         """
         self.settings = settings
+        self._identity = (
+            Identity(settings.verifiers, certificates=settings.certificate_roles, tokens=tokens)
+            if settings.identified
+            else None
+        )
         self._interceptors = tuple(interceptors)
         self.port = settings.port
         """The port in use, once the context is entered."""
@@ -158,6 +190,7 @@ class GrpcServer:
         interceptors = (
             CallMetrics(self.registry).interceptor,
             as_status,
+            *((self._identity.interceptor,) if self._identity is not None else ()),
             self._long_polls.interceptor,
             *self._interceptors,
         )
@@ -172,7 +205,11 @@ class GrpcServer:
             self.port = bind(self._grpc, self.settings)
             if self.settings.metrics_port is not None:
                 endpoint = MetricsEndpoint(
-                    self.registry, self.settings.host, self.settings.metrics_port
+                    self.registry,
+                    self.settings.host,
+                    self.settings.metrics_port,
+                    tls=self.settings.tls,
+                    identity=self._identity,
                 )
                 self.metrics_port = self._closing.enter_context(endpoint).port
                 undo.callback(self._closing.close)
@@ -242,28 +279,84 @@ class GrpcServer:
             await self._health.set(name, status)
 
 
-class MetricsEndpoint:
-    """Serves `/metrics` over HTTP while the context is open."""
+class _MetricsServer(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+
+class _MetricsHandler(WSGIRequestHandler):
+    timeout = METRICS_TIMEOUT_S
+
+    def get_environ(self) -> dict[str, Any]:
+        """With the names of the client's certificate."""
+        environ: dict[str, Any] = super().get_environ()
+        if isinstance(self.connection, ssl.SSLSocket):
+            certificate: Any = self.connection.getpeercert() or {}
+            subject = (pair for part in certificate.get("subject", ()) for pair in part)
+            environ[CERTIFICATE_NAMES] = [
+                *(value for key, value in subject if key == "commonName"),
+                *(value for _, value in certificate.get("subjectAltName", ())),
+            ]
+        return environ
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Logs nothing."""
+
+
+class MetricsEndpoint:
+    """Serves `/metrics` over HTTP while the context is open.
+
+    Beyond loopback with the TLS of the service, and for callers who may read them only.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        host: str,
+        port: int,
+        *,
+        tls: Certificates = Certificates(),  # noqa: B008 - frozen
+        identity: Identity | None = None,
+    ) -> None:
         self.port = port
         """The port in use, once the context is entered. 0 picks a free one."""
-        self._registry = registry
         self._host = host
         self._http: tuple[WSGIServer, threading.Thread] | None = None
+        local = is_loopback(host)
+        self._tls = Certificates() if local else tls
+        self._app = make_wsgi_app(registry)
+        if identity is not None and not local:
+            self._app = _identified(self._app, identity)
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
 
     def __enter__(self) -> Self:
+        class Server(_MetricsServer):
+            address_family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+
         try:
-            self._http = start_http_server(self.port, self._host, self._registry)
+            server = make_server(
+                self._host, self.port, self._app, Server, handler_class=_MetricsHandler
+            )
         except OSError as error:
             kind = PortInUseError if error.errno == errno.EADDRINUSE else UserError
             raise kind(
                 f"cannot serve metrics on {self._host}:{self.port}: {error.strerror or error}",
                 port=self.port,
             ) from error
-        self.port = self._http[0].server_port
+        if self._tls.cert is not None:
+            context = ssl.create_default_context(
+                ssl.Purpose.CLIENT_AUTH, cafile=self._tls.client_ca
+            )
+            context.verify_mode = ssl.CERT_REQUIRED if self._tls.mutual else ssl.CERT_NONE
+            context.load_cert_chain(self._tls.cert, self._tls.key)
+            # Shakes hands in the thread of the request: a silent client keeps nobody else waiting.
+            server.socket = context.wrap_socket(
+                server.socket, server_side=True, do_handshake_on_connect=False
+            )
+        thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+        thread.start()
+        self._http = server, thread
+        self.port = server.server_port
         return self
 
     def __exit__(
@@ -280,21 +373,51 @@ class MetricsEndpoint:
             self._http = None
 
 
+def _identified(app: WSGIApplication, identity: Identity) -> WSGIApplication:
+    def asked(environ: Any, start_response: Any) -> Any:
+        authorization = environ.get("HTTP_AUTHORIZATION", "")
+        try:
+            names = environ.get(CERTIFICATE_NAMES) or None
+            identity.check("/metrics", METRICS_ROLES, authorization, names)
+        except MeshError as error:
+            status = "403 Forbidden" if isinstance(error, ForbiddenError) else "401 Unauthorized"
+            start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+            return [error.message.encode() + b"\n"]
+        return app(environ, start_response)
+
+    return asked
+
+
 def join_address(host: str, port: int) -> str:
     """`host:port`, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def require_loopback(settings: ServerSettings) -> None:
-    """Raises UserError for a host that other machines can reach, unless the settings permit it."""
-    if settings.allow_insecure_bind or settings.tls.mutual or settings.authenticated:
+    """Raises UserError for a host that other machines can reach, unless the settings permit it.
+
+    They do if a caller needs a certificate, a credential over an encrypted connection, or if nothing is needed on
+    purpose.
+    """
+    if is_loopback(settings.host) or settings.tls.mutual:
         return
-    if not is_loopback(settings.host):
+    if settings.authenticated or (settings.identified and settings.tls.cert is not None):
+        return
+    if not settings.allow_insecure_bind:
         raise UserError(
-            f"host {settings.host!r} can be reached from other machines and calls are not authenticated: "
-            "bind 127.0.0.1, or set allow_insecure_bind in a network that you trust",
+            f"host {settings.host!r} can be reached from other machines, and calls are "
+            + ("not encrypted" if settings.identified else "not authenticated")
+            + ": bind 127.0.0.1, set tls.cert and tls.key, or set allow_insecure_bind in a network that you trust",
             host=settings.host,
         )
+    log.warning(
+        "INSECURE: %s can be reached from other machines and nothing is encrypted: whoever can listen in that network"
+        " reads everything%s",
+        settings.host,
+        ", credentials included"
+        if settings.identified
+        else ", and anybody in it may call every method",
+    )
 
 
 def bind(server: grpc.aio.Server, settings: ServerSettings) -> int:

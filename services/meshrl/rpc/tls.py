@@ -1,25 +1,23 @@
-"""TLS for every connection of the mesh: both ends of gRPC, and HTTP, configured by one section of the recipe.
+"""The connections of the mesh: TLS for both ends of gRPC and for HTTP, and the credential that every call carries.
 
-A process calls `use` once when it starts. Clients open connections with `channel`.
+A process calls `use` and `credentials.use` once when it starts. Clients open connections with `channel`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, cast
 
 import grpc
 
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.files import check_private_file
-
-TOKEN_VARIABLE: Final = "MESHRL_TOKEN"
-"""The bearer token that this process sends with every call."""
-
+from meshrl.rpc import credentials
+from meshrl.rpc.credentials import Credential, Metadata
 
 _in_use = Certificates()
 
@@ -42,23 +40,89 @@ def in_use() -> Certificates:
     return _in_use
 
 
-def channel(address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
-    """A channel to a service of the mesh, with the certificates of `use` or the environment (MESHRL_TLS_CA, ...)."""
-    credentials = _credentials()
-    if credentials is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, credentials, options=options)
+def channel(
+    address: str, options: Sequence[tuple[str, Any]] = (), credential: Credential | None = None
+) -> grpc.aio.Channel:
+    """A channel to a service of the mesh, with the certificates of `use` or the environment (MESHRL_TLS_CA, ...).
+
+    Every call through it carries `credential`, or the one of this process.
+    """
+    tls = _channel_credentials()
+    if tls is None:
+        opened = grpc.aio.insecure_channel(address, options=options)
+    else:
+        opened = grpc.aio.secure_channel(address, tls, options=options)
+    source = credential if credential is not None else credentials.in_use()
+    return opened if source is None else cast("grpc.aio.Channel", _Channel(opened, source))
 
 
-def blocking_channel(address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
+def blocking_channel(
+    address: str, options: Sequence[tuple[str, Any]] = (), credential: Credential | None = None
+) -> grpc.Channel:
     """As `channel`, for a thread without an event loop."""
-    credentials = _credentials()
-    if credentials is None:
-        return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(address, credentials, options=options)
+    tls = _channel_credentials()
+    if tls is None:
+        opened = grpc.insecure_channel(address, options=options)
+    else:
+        opened = grpc.secure_channel(address, tls, options=options)
+    source = credential if credential is not None else credentials.in_use()
+    return opened if source is None else cast("grpc.Channel", _Channel(opened, source))
 
 
-def _credentials() -> grpc.ChannelCredentials | None:
+class _Channel:
+    """A channel whose calls carry a credential, and as it is otherwise.
+
+    Not with gRPC's interceptors: grpc.aio makes tasks of every intercepted call, which costs more than a small call.
+    """
+
+    def __init__(self, channel: Any, credential: Credential) -> None:
+        self._channel = channel
+        self._credential = credential
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> _Method:
+        return _Method(self._channel.unary_unary(*args, **kwargs), self._credential.metadata)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> _Method:
+        return _Method(self._channel.unary_stream(*args, **kwargs), self._credential.metadata)
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> _Method:
+        return _Method(self._channel.stream_unary(*args, **kwargs), self._credential.metadata)
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> _Method:
+        return _Method(self._channel.stream_stream(*args, **kwargs), self._credential.metadata)
+
+    async def __aenter__(self) -> _Channel:
+        await self._channel.__aenter__()
+        return self
+
+    async def __aexit__(self, *raised: Any) -> None:
+        await self._channel.__aexit__(*raised)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+
+class _Method:
+    """A method of a stub that adds a credential to the metadata of the call."""
+
+    def __init__(self, method: Any, credential: Callable[[], Metadata]) -> None:
+        self._method = method
+        self._credential = credential
+
+    def __call__(
+        self, *args: Any, metadata: Sequence[tuple[str, str]] | None = None, **kwargs: Any
+    ) -> Any:
+        return self._method(*args, metadata=(*self._credential(), *(metadata or ())), **kwargs)
+
+    def future(
+        self, *args: Any, metadata: Sequence[tuple[str, str]] | None = None, **kwargs: Any
+    ) -> Any:
+        """Of blocking channels."""
+        every = (*self._credential(), *(metadata or ()))
+        return self._method.future(*args, metadata=every, **kwargs)
+
+
+def _channel_credentials() -> grpc.ChannelCredentials | None:
     tls = _in_use if _in_use.on else _from_environment()
     if not tls.on:
         return None
@@ -78,12 +142,6 @@ def add_port(server: grpc.aio.Server, address: str, tls: Certificates) -> int:
         [(key, cert)], root_certificates=_pem(tls, "client_ca"), require_client_auth=tls.mutual
     )
     return server.add_secure_port(address, credentials)
-
-
-def call_metadata() -> tuple[tuple[str, str], ...]:
-    """The metadata that a client sends with every call: its token, if it has one."""
-    token = os.environ.get(TOKEN_VARIABLE)
-    return (("authorization", f"Bearer {token}"),) if token else ()
 
 
 def _from_environment() -> Certificates:

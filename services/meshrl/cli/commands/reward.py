@@ -280,7 +280,8 @@ def rescore(context: click.Context, name: str, rows: Path, version: str, out: Pa
 @click.option("--roles", default="read", show_default=True, help="Some of submit, read, operate.")
 def token(name: str, roles: str) -> None:
     """Make a token for NAME: the token on stderr, its line for reward.registry.tokens on stdout."""
-    from meshrl.rpc.auth import Role, new_token
+    from meshrl.rpc.auth import Role
+    from meshrl.rpc.credentials import new_token
 
     chosen = [role.strip() for role in roles.split(",")]
     unknown = [role for role in chosen if role not in set(Role)]

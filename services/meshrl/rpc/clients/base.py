@@ -29,6 +29,7 @@ from meshrl.contract.errors import (
 )
 from meshrl.rpc import tls
 from meshrl.rpc.clients.disk_full import DiskFullPolicy, DiskFullWait, is_full
+from meshrl.rpc.credentials import Credential
 from meshrl.rpc.errors import from_rpc
 from meshrl.rpc.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SizedMessage
 
@@ -59,9 +60,9 @@ Connect: TypeAlias = Callable[[str], grpc.aio.Channel]
 """Opens a channel to `host:port`. The simulation passes its own."""
 
 
-def connect(address: str) -> grpc.aio.Channel:
-    """A channel to a service of the mesh, as every client opens it."""
-    return tls.channel(address, CHANNEL_OPTIONS)
+def connect(address: str, credential: Credential | None = None) -> grpc.aio.Channel:
+    """A channel to a service of the mesh, as every client opens it. Calls carry the credential, or the process's."""
+    return tls.channel(address, CHANNEL_OPTIONS, credential)
 
 
 class RetryBudget:
@@ -105,7 +106,7 @@ class Connection:
         """With `disk_full`, calls that a full disk refuses are repeated until there is space (disk_full.py)."""
         self.name = f"{service} at {address}"
         self.channel = connect(address)
-        self.metadata = (*tls.call_metadata(), *metadata)
+        self.metadata = tuple(metadata)
         self.retry_s = retry_s
         self._disk_full = disk_full
 

@@ -26,6 +26,7 @@ from meshrl.contract import codec
 from meshrl.contract.errors import MeshError, UnavailableError, WaitTimeoutError
 from meshrl.contract.held_rows import Held, HeldLeases
 from meshrl.rpc import tls
+from meshrl.rpc.credentials import Credential
 from meshrl.rpc.errors import from_rpc
 from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.v1 import queue_pb2 as pb
@@ -100,8 +101,11 @@ class _Owner:
 class LeaseRenewer:
     """Renews leases in a thread that starts with the first `renew_held`."""
 
-    def __init__(self, service: str, address: str, metadata: Metadata) -> None:
+    def __init__(
+        self, service: str, address: str, metadata: Metadata, credential: Credential | None = None
+    ) -> None:
         """`service` is the queue's name in error messages."""
+        self._credential = credential
         self._service = service
         self._address = address
         self._metadata = metadata
@@ -143,7 +147,9 @@ class LeaseRenewer:
             self._channel = self._thread = None
 
     def _start(self) -> None:
-        self._channel = channel = tls.blocking_channel(self._address, CHANNEL_OPTIONS)
+        self._channel = channel = tls.blocking_channel(
+            self._address, CHANNEL_OPTIONS, self._credential
+        )
         self._renew_call = channel.unary_unary(
             "/meshrl.v1.Queue/Renew",
             pb.RenewRequest.SerializeToString,

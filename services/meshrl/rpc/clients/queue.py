@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol, TypedDict, Unpack
 
 from meshrl.contract import codec
@@ -29,6 +30,7 @@ from meshrl.contract.types import (
 from meshrl.rpc.clients.base import SERVICE_RETRY_S, Connect, GrpcClient, connect, discard
 from meshrl.rpc.clients.disk_full import DiskFullPolicy
 from meshrl.rpc.clients.lease_renewer import LeaseRenewer, Metadata
+from meshrl.rpc.credentials import Credential
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
 from meshrl.v1.trajectory_pb2 import Ack
@@ -57,6 +59,8 @@ class ClientOptions(TypedDict, total=False):
     """With it calls wait while the queue's disk is full; without it they raise CapacityError."""
     connect: Connect
     """Opens the channel."""
+    credential: Credential | None
+    """What calls present; without it that of the process. Without effect where `connect` and `renewer` are given."""
     renewer: Callable[[str, str, Metadata], Renewer]
     """From the queue's name in messages, its address and the metadata of calls."""
 
@@ -72,16 +76,17 @@ class QueueClient(GrpcClient, RowMethods):
         compression = options.get("compression", "auto")
         retry_s = options.get("retry_s", SERVICE_RETRY_S)
         self._compresses = wanted(compression, address)
+        credential = options.get("credential")
         super().__init__(
             "queue",
             address,
             retry_s,
             (TAKES_COMPRESSED,) if self._compresses else (),
             disk_full=options.get("disk_full"),
-            connect=options.get("connect", connect),
+            connect=options.get("connect", partial(connect, credential=credential)),
         )
         self._stub = rpc.QueueStub(self._connection.channel)
-        renewer = options.get("renewer", LeaseRenewer)
+        renewer = options.get("renewer", partial(LeaseRenewer, credential=credential))
         self._renewer = renewer(self._connection.name, address, self._connection.metadata)
         channel = self._connection.channel
         self._lease = channel.unary_stream(

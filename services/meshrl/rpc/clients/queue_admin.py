@@ -36,7 +36,7 @@ class QueueAdminClient(GrpcClient):
             UnavailableError: the queue went away, or sent nothing for ANSWER_S.
             CorruptError: the backup ends in the middle of a value.
         """
-        call = self._stub.Backup(pb.BackupRequest())
+        call = self._stub.Backup(pb.BackupRequest(), metadata=self._connection.metadata)
         cut: list[bytes] = []
         stream = aiter(call)
         try:

@@ -31,7 +31,9 @@ class RolloutClient(GrpcClient):
         """
         message = codec.encode_generate_request(request)
         self._connection.check_size(message)
-        call = self._stub.Generate(message, timeout=self._deadline_s)
+        call = self._stub.Generate(
+            message, timeout=self._deadline_s, metadata=self._connection.metadata
+        )
         try:
             async for delta in call:
                 yield self._connection.decode(delta, codec.decode_generate_delta)

@@ -48,7 +48,9 @@ class TrainerClient(GrpcClient):
 
     async def _watch_once(self, every_s: float) -> AsyncIterator[TrainerStatus]:
         """Statuses until the stream breaks. Then raises UnavailableError."""
-        call = self._stub.Watch(pb.WatchTrainerRequest(every_s=every_s))
+        call = self._stub.Watch(
+            pb.WatchTrainerRequest(every_s=every_s), metadata=self._connection.metadata
+        )
         statuses = aiter(call)
         try:
             while True:
