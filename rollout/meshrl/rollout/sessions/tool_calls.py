@@ -10,16 +10,13 @@ is `{"id": "call_…", "type": "function", "function": {"name": "add", "argument
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Mapping
 from typing import Any
 
 from meshrl.rollout.sessions.requests import ToolCall
+from meshrl.rollout.tools.formats.hermes import CLOSING, OPENING
 from meshrl.rollout.tools.parsing import call_of, from_json
-
-OPENING = "<tool_call>"
-CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 def parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
@@ -28,15 +25,20 @@ def parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     If a call cannot be read, or other text follows, there are no calls and everything is text: a client must not run
     half of the calls.
     """
-    before, opening, rest = text.partition(OPENING)
-    if not opening:
-        return text, ()
-    found = CALL.findall(opening + rest)
-    calls = tuple(call for call in map(_read, found) if call is not None)
-    leftover = CALL.sub("", opening + rest).strip()
-    if leftover or len(calls) < len(found):
-        return text, ()
-    return before, calls
+    first = at = text.find(OPENING)
+    calls: list[ToolCall] = []
+    while 0 <= at < len(text):
+        end = text.find(CLOSING, at)
+        if not text.startswith(OPENING, at) or end < 0:
+            return text, ()
+        call = _read(text[at + len(OPENING) : end].strip())
+        if call is None:
+            return text, ()
+        calls.append(call)
+        at = end + len(CLOSING)
+        while at < len(text) and text[at].isspace():
+            at += 1
+    return (text[:first] if calls else text), tuple(calls)
 
 
 def _read(text: str) -> ToolCall | None:

@@ -1,4 +1,8 @@
-"""Parses the text of a tool call into a `ToolCall`, or into one that says what is wrong."""
+"""Parses the text of a tool call into a `ToolCall`, or into one that says what is wrong.
+
+What a policy samples may be hostile to its parser by chance. Every parser of it looks at each character a bounded
+number of times: `str.find` and indices, no regular expressions, whose backtracking nobody sees.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,13 @@ import json
 
 from meshrl.contract.types import Json
 from meshrl.rollout.tools.ports import ToolCall
+
+
+def skip(text: str, at: int, characters: str) -> int:
+    """The first place from `at` on whose character is none of `characters`."""
+    while at < len(text) and text[at] in characters:
+        at += 1
+    return at
 
 
 def from_json(text: str) -> Json:

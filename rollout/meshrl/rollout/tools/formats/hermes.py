@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import re
-
 from meshrl.rollout.tools.parsing import call_of, from_json
 from meshrl.rollout.tools.ports import ToolCall
 
-_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
 def parse(text: str) -> list[ToolCall]:
     """See `ToolFormat`; the last block may lack its end, if a stop string removed it."""
-    return [call_of(from_json(block.strip())) for block in _BLOCK.findall(text)]
+    calls: list[ToolCall] = []
+    at = text.find(OPENING)
+    while at >= 0:
+        begin = at + len(OPENING)
+        end = text.find(CLOSING, begin)
+        block = text[begin:end] if end >= 0 else text[begin:]
+        calls.append(call_of(from_json(block.strip())))
+        at = text.find(OPENING, end) if end >= 0 else -1
+    return calls
