@@ -134,6 +134,10 @@ class _Making:
         conventions = "verl's numbers: docs/reference/algorithms.md#differences-from-verl"
         for section in ("algorithm", "actor"):
             self.say((section, "conventions"), "verl", conventions)
+        reward = self.tree.get("reward", {})
+        if not reward.get("judges") and "path" not in reward.get("custom_reward_function", {}):
+            by_data_source = [{"name": "verl", "kwargs": {"conventions": "verl"}}]
+            self.say(("reward", "functions"), by_data_source, conventions)
         if given.row_tokens > self._set_or("actor.ppo_max_token_len_per_gpu"):
             longest = "one row may have so many tokens"
             self.say(("actor", "ppo_max_token_len_per_gpu"), given.row_tokens, longest, force=True)

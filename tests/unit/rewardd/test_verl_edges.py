@@ -24,6 +24,26 @@ def test_dapo_reads_a_box_only_where_no_answer_is_stated_and_normalises_it(
 
 
 @pytest.mark.parametrize(
+    ("solution", "truth", "right", "prediction"),
+    [
+        (r"\boxed{42}", "42", True, "42"),
+        (r"\boxed{\frac12}", r"\frac{1}{2}", False, r"\frac12"),
+        (r"so \boxed{1,000}", "1000", False, "1,000"),
+        (r"\boxed{4}", r"\boxed{4}", False, "4"),
+        ("Answer: 1,000", "1000", True, "1000"),
+        ("no box", "4", False, "[INVALID]"),
+    ],
+)
+def test_under_verls_conventions_dapo_compares_a_box_character_for_character(
+    solution: str, truth: str, right: bool, prediction: str
+) -> None:
+    wanted = {"score": 1.0 if right else -1.0, "acc": right, "pred": prediction}
+    options = verl.Config(conventions="verl")
+    for data_source in ("math_dapo", "aime_2024"):
+        assert verl.compute_score(data_source, solution, truth, config=options) == wanted
+
+
+@pytest.mark.parametrize(
     ("solution", "truth", "score"),
     [
         ("The answer is 42.", "42", 1.0),

@@ -7,6 +7,7 @@ https://arxiv.org/abs/2503.14476.
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from meshrl.contract import config
 from meshrl.contract.types import Json
@@ -49,7 +50,11 @@ UNWRAPPED: tuple[tuple[str, str], ...] = (
 
 
 class Config(config.Config):
-    """Nothing to set."""
+    """How a box is compared."""
+
+    conventions: Literal["meshrl", "verl"] = "meshrl"
+    r"""`meshrl`: a box is normalised as an answer line is; `verl`: its content must be the ground truth, character
+    for character, so that `\boxed{\frac12}` is wrong where the truth is `\frac{1}{2}`."""
 
 
 def compute_score(
@@ -63,8 +68,11 @@ def compute_score(
     tail, truth = solution_str[-TAIL:], str(ground_truth)
     answers = ANSWER.findall(tail)
     found = answers[-1] if answers else last_boxed(tail[-BOX_TAIL:], ("\\boxed{",))
-    prediction = INVALID if found is None else normal(found)
-    right = prediction == normal(truth)
+    if config.conventions == "verl" and not answers and found is not None:
+        prediction, right = found, found == truth
+    else:
+        prediction = INVALID if found is None else normal(found)
+        right = prediction == normal(truth)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": prediction}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from meshrl.contract import config
 from meshrl.contract.errors import UserError
@@ -56,7 +56,10 @@ SCORERS: dict[str, Any] = {
 
 
 class Config(config.Config):
-    """Nothing to set: the data_source decides."""
+    """The data_source decides; this says how."""
+
+    conventions: Literal["meshrl", "verl"] = "meshrl"
+    """As in `math_dapo`."""
 
 
 def compute_score(
@@ -77,6 +80,9 @@ def compute_score(
             f"no scorer for data_source {data_source!r} (known: {', '.join(SCORERS)}, aime*); "
             "name one in reward.functions or reward.custom_reward_function"
         )
+    if scorer is math_dapo:
+        options = math_dapo.Config(conventions=config.conventions)
+        return math_dapo.compute_score(data_source, solution_str, ground_truth, extra_info, options)
     result: float | dict[str, Json] = scorer.compute_score(
         data_source, solution_str, ground_truth, extra_info
     )
