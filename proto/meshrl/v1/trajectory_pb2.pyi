@@ -181,6 +181,7 @@ class SamplingParams(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     GREEDY_SIBLINGS_FIELD_NUMBER: _builtins.int
+    JOINT_CUT_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy."""
     top_p: _builtins.float
@@ -193,6 +194,8 @@ class SamplingParams(_message.Message):
     """Mixed with the uid of the row."""
     greedy_siblings: _builtins.int
     """So many of the last rows of a group are sampled greedily instead: baselines."""
+    joint_cut: _builtins.bool
+    """top_k and top_p both cut the whole distribution, as SGLang does; else top_p cuts what top_k has left."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Strings that end the response."""
@@ -212,10 +215,11 @@ class SamplingParams(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         seed: _builtins.int = ...,
         greedy_siblings: _builtins.int = ...,
+        joint_cut: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["greedy_siblings", b"greedy_siblings", "max_tokens", b"max_tokens", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["greedy_siblings", b"greedy_siblings", "joint_cut", b"joint_cut", "max_tokens", b"max_tokens", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -106,6 +106,10 @@ class RolloutConfig(Config):
     """Smallest set of tokens with this probability; 1 keeps all."""
     top_k: TopK = -1
     """The k likeliest tokens; -1 keeps all."""
+    top_k_top_p: Literal["sequential", "joint"] = "sequential"
+    """What top_k and top_p mean together: `sequential`: top_p is a share of what top_k has left (torch, vLLM, Hugging
+    Face); `joint`: of the whole distribution (SGLang). An engine refuses the other one's rule, so that a fleet
+    samples from one distribution. Either alone is the same."""
     stop: StopList = Field(default_factory=list)
     """A response ends when its text contains one of these; the tokens that complete it stay in the response."""
     program: str = "single_turn"
@@ -151,6 +155,7 @@ class RolloutConfig(Config):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            joint_cut=self.top_k_top_p == "joint",
             max_tokens=max_tokens,
             stop=tuple(self.stop),
             seed=seed,
@@ -162,6 +167,7 @@ class RolloutConfig(Config):
             temperature=self.val_kwargs.temperature,
             top_p=self.val_kwargs.top_p,
             top_k=self.val_kwargs.top_k,
+            joint_cut=self.top_k_top_p == "joint",
             max_tokens=max_tokens,
             stop=tuple(self.stop),
             seed=seed,

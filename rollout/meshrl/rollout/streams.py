@@ -59,8 +59,12 @@ class TokenStream:
     __del__ = close
 
 
-def check_request(request: GenerateRequest) -> None:
-    """Raises UserError for an invalid request."""
+CUTS = {False: "sequential", True: "joint"}
+"""How top_k and top_p cut together, as `rollout.top_k_top_p` names it, by `joint_cut`."""
+
+
+def check_request(request: GenerateRequest, *, joint_cut: bool = False) -> None:
+    """Raises UserError for an invalid request, or one that asks for another rule than the engine's `joint_cut`."""
     sampling, name = request.sampling, request.request_id
     prompt = len(request.prompt_ids) - request.continued
     if sampling.temperature < 0:
@@ -69,6 +73,12 @@ def check_request(request: GenerateRequest) -> None:
         raise UserError(f"top_p is {sampling.top_p}, want 0 < top_p <= 1")
     if sampling.top_k == 0 or sampling.top_k < -1:
         raise UserError(f"top_k is {sampling.top_k}, want a positive number, or -1 for all")
+    if sampling.cuts_twice and sampling.joint_cut != joint_cut:
+        rule, key = CUTS[joint_cut], CUTS[sampling.joint_cut]
+        raise UserError(
+            f"top_k {sampling.top_k} with top_p {sampling.top_p}: this engine cuts {rule}, and the run's"
+            f" rollout.top_k_top_p is {key}: engines of both kinds sample different distributions; use one of the two"
+        )
     if sampling.max_tokens < (0 if request.continued else 1):
         raise UserError(f"max_tokens is {sampling.max_tokens}, want at least 1")
     if "" in sampling.stop:

@@ -45,6 +45,7 @@ def plugin_checks(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
         yield from _options(
             at, ENGINES, recipe.rollout.name, recipe.rollout.engine, recipe, machine
         )
+        yield from _cuts(recipe)
     for index, judge in enumerate(recipe.reward.judges):
         at = ("reward", "judges", index)
         if (*at, "kind") not in unknown:
@@ -80,6 +81,22 @@ def _options(
     for option, text in faults(machine, recipe.model.path) if faults else ():
         where = (*at, option) if option else (*at[:-1], named)
         yield where, f"{'.'.join(map(str, where))}: {text}"
+
+
+def _cuts(recipe: Recipe) -> Iterator[Problem]:
+    """Where top_k and top_p cut together, the engine must cut as the recipe says."""
+    rollout = recipe.rollout
+    asked = [rollout.sampling(max_tokens=1, seed=0), rollout.val_sampling(max_tokens=1, seed=0)]
+    twice = next((sampling for sampling in asked if sampling.cuts_twice), None)
+    kind = plugins.config_class(ENGINES, rollout.name)
+    joint = bool(getattr(kind, "joint_cut", False))
+    if twice is not None and kind is not None and twice.joint_cut != joint:
+        rule = "of the whole distribution" if joint else "of what top_k has left"
+        yield (
+            ("rollout", "top_k_top_p"),
+            f"rollout.top_k_top_p: top_k {twice.top_k} with top_p {twice.top_p}: {rollout.name} takes top_p {rule};"
+            f" want {'joint' if joint else 'sequential'} to accept that, or one of the two alone",
+        )
 
 
 def _required(at: Loc, package: str, name: str, machine: ThisMachine) -> Iterator[Problem]:

@@ -224,6 +224,15 @@ WRONG: list[tuple[str, str]] = [
         "rollout.engine.tensor_parallel: no such option; ",
     ),
     (
+        "rollout={name: sglang, top_k: 20, top_p: 0.7, engine: {url: 'http://a'}}",
+        "rollout.top_k_top_p: top_k 20 with top_p 0.7: sglang takes top_p of the whole distribution; want joint to"
+        " accept that, or one of the two alone",
+    ),
+    (
+        "rollout={top_k: 20, top_p: 0.7, top_k_top_p: joint}",
+        "rollout.top_k_top_p: top_k 20 with top_p 0.7: torch takes top_p of what top_k has left; want sequential",
+    ),
+    (
         "model.path=moe",
         "rollout.name: the torch engine cannot run Qwen3MoeForCausalLM of moe (it runs LlamaForCausalLM,"
         " Qwen2ForCausalLM, Qwen3ForCausalLM; other models need rollout.name=vllm)",

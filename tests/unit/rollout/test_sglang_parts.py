@@ -6,24 +6,30 @@ import base64
 import importlib.util
 import pickle
 import pickletools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from meshrl.contract.errors import InfraError, UserError
+from meshrl.contract.types import GenerateRequest, SamplingParams
 from meshrl.rollout.engines._sglang.native import plan_buckets, update_body
 from meshrl.rollout.engines.sglang import (
     PLUGIN_DIR,
+    Config,
     EventReader,
     ServerFacts,
     named_empty_tensor,
     request_body,
 )
+from meshrl.rollout.engines.vllm import Config as VllmConfig
 from meshrl.rollout.server_engine.request import ServerRequest
 from meshrl.rollout.server_engine.tensor_ranges import read_tensor_ranges
+from meshrl.rollout.streams import check_request
 
 FACTS = ServerFacts(
     ranks=1, overlaps=True, increments=True, eos_token_ids=(2,), vocab_size=50_000, mask_tokens=4096
@@ -145,3 +151,21 @@ def test_tokens_that_events_repeat_are_read_once() -> None:
     reader = EventReader(increments=False, cut=False)
     chunks = [reader.read(event(list(range(n)))) for n in (1, 4, 4, 6)]
     assert [list(chunk.tokens) for chunk in chunks] == [[0], [1, 2, 3], [], [4, 5]]
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_engines_that_cut_differently_never_sample_one_run(joint: bool) -> None:
+    both = SamplingParams(top_k=20, top_p=0.7, joint_cut=joint)
+    asked = GenerateRequest(request_id="r", prompt_ids=np.array([5], np.int32), sampling=both)
+    kinds = {Config.joint_cut: "sglang", VllmConfig.joint_cut: "vllm", False: "torch"}
+    accepting = []
+    for rule, kind in kinds.items():
+        try:
+            check_request(asked, joint_cut=rule)
+            accepting.append(kind)
+        except UserError as error:
+            assert "top_k 20 with top_p 0.7" in str(error)
+    assert accepting == (["sglang"] if joint else ["torch"])
+    for alone in ({"top_k": 20}, {"top_p": 0.7}, {"top_k": 20, "top_p": 0.7, "temperature": 0.0}):
+        alike = replace(asked, sampling=SamplingParams(joint_cut=joint, **alone))  # type: ignore[arg-type]
+        check_request(alike, joint_cut=not joint)

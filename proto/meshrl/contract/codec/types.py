@@ -257,6 +257,7 @@ def encode_sampling(sampling: SamplingParams) -> pb.SamplingParams:
         stop_token_ids=sampling.stop_token_ids,
         seed=sampling.seed,
         greedy_siblings=sampling.greedy_siblings,
+        joint_cut=sampling.joint_cut,
     )
 
 
@@ -277,6 +278,7 @@ def decode_sampling(message: pb.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         seed=message.seed,
         greedy_siblings=message.greedy_siblings,
+        joint_cut=message.joint_cut,
     )
 
 

@@ -113,6 +113,13 @@ class SamplingParams:
     """Mixed with the uid of the row, so that a row's draws depend on nothing that runs beside it."""
     greedy_siblings: int = 0
     """How many of the last rows of a group are sampled greedily instead: baselines (ReMax)."""
+    joint_cut: bool = False
+    """top_k and top_p both cut the whole distribution, as SGLang does; else top_p cuts what top_k has left."""
+
+    @property
+    def cuts_twice(self) -> bool:
+        """Whether `joint_cut` makes a difference."""
+        return self.temperature > 0 and self.top_p < 1 and self.top_k > 1
 
     def of_row(self, index: int, group_size: int) -> SamplingParams:
         """How row `index` of a group of `group_size` is sampled."""

@@ -49,6 +49,7 @@ class Config(ServerConfig):
     """`rollout.engine` for `rollout.name: sglang`."""
 
     package: ClassVar[str] = "sglang"
+    joint_cut: ClassVar[bool] = True
 
     update: Literal["staged", "disk", "native"] = "staged"
     """How the server gets a version: `staged`: every rank reads the staged file, through our loader that the server

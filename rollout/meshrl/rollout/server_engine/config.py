@@ -17,6 +17,8 @@ class ServerConfig(BaseConfig):
 
     package: ClassVar[str] = ""
     """The server's Python package, for one that is started with the current interpreter; empty: not known."""
+    joint_cut: ClassVar[bool] = False
+    """The server's top_p is a share of the whole distribution, also beside top_k: `rollout.top_k_top_p: joint`."""
 
     url: str | None = None
     """The address of a server that runs already; docs/reference/engines.md says how to start one."""

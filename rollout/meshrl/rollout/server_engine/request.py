@@ -51,7 +51,7 @@ def read_request(
         UserError: the request cannot be run.
     """
     sampling, prompt, name = request.sampling, request.prompt_ids, request.request_id
-    check_request(request)
+    check_request(request, joint_cut=config.joint_cut)
     left = max_length - len(prompt)
     if left < (0 if request.continued else 1):
         raise UserError(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshrl.rollout.sessions.requests import ToolCall
-from meshrl.rollout.sessions.tool_calls import OPENING, parse_calls
+from meshrl.rollout.sessions.tool_calls import parse_calls
 from meshrl.rollout.tokenizer import Tokenizer
+from meshrl.rollout.tools.formats.hermes import OPENING
 
 BROKEN = "�"
 """A tokenizer decodes a part of a character to this."""
