@@ -32,7 +32,7 @@ LINES: Mapping[str, int] = {
     "meshrl.testing": 3300,
     "meshrl.cli": 3350,
     "meshrl.http": 2200,
-    "meshrl.verl": 2100,
+    "meshrl.verl": 2200,
     "meshrl.client": 1800,
     "meshrl.config": 2000,
 }

@@ -5,7 +5,7 @@ A rule is a key and a function from its value (and all that was given) to an `An
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -102,6 +102,30 @@ def within(key: str, why: str, default: Any = None) -> Rule:
 def ignored(key: str, why: str) -> Rule:
     """Of no consequence here."""
     return Rule(key=key, convert=lambda value, given: Answer(status=Status.IGNORED, note=why))
+
+
+def ignored_below(section: str, names: Iterable[str], why: str) -> Iterator[Rule]:
+    """Of no consequence here: these keys of a section, each named."""
+    for name in names:
+        yield ignored(f"{section}.{name}", why)
+
+
+def unnamed(section: str) -> Rule:
+    """Every other key of a section: refused unless it is switched off, because nobody here knows what it changes."""
+    return refused(
+        f"{section}.*",
+        "not known here: it may change the run; leave it out if it changes speed, memory or logging only",
+    )
+
+
+def unless(switch: str, section: str, why: str, instead: str) -> Rule:
+    """A whole section that counts only while its key `switch` is on."""
+
+    def convert(value: Any, given: Given) -> Answer:
+        on = given.get(f"{section}.{switch}", None) not in (None, False, "")
+        return no(instead) if on else Answer(status=Status.IGNORED, note=why)
+
+    return Rule(key=f"{section}.*", convert=convert)
 
 
 def refused(

@@ -6,7 +6,17 @@ from collections.abc import Iterator
 
 from meshrl.verl import conversions as to
 from meshrl.verl.conversions import BUDGET, ROLLOUT
-from meshrl.verl.rules import Rule, ignored, refused, rule, same, within
+from meshrl.verl.rules import (
+    Rule,
+    ignored,
+    ignored_below,
+    refused,
+    rule,
+    same,
+    unless,
+    unnamed,
+    within,
+)
 
 NO_MEANING = "a service of its own, nothing to share"
 
@@ -67,10 +77,19 @@ def rollout() -> Iterator[Rule]:
         "single_turn_agent",
     )
     yield refused(f"{ROLLOUT}.ignore_eos", "responses end at the end token", (None, False), False)
-    yield ignored(f"{ROLLOUT}.multi_turn.*", "multi_turn.enable is off")
-    yield ignored(
-        f"{ROLLOUT}.*", "of verl's engine in the trainer's process; here it is " + NO_MEANING
+    yield unless("enable", f"{ROLLOUT}.multi_turn", "multi_turn.enable is off", tools)
+    yield from ignored_below(
+        ROLLOUT,
+        (
+            *("free_cache_engine", "load_format", "layered_summon_param", "mode", "trace.*"),
+            *("prompt_length", "response_length", "disable_log_stats", "multi_stage_wake_up"),
+            *("update_weights_bucket_megabytes", "checkpoint_engine.*", "skip_tokenizer_init"),
+            *("cudagraph_capture_sizes", "agent.num_workers", "prometheus.*", "profiler.*"),
+            *("logprobs_mode", "scheduling_policy", "server.*", "enable_sleep_mode"),
+        ),
+        "of verl's engine in the trainer's process; here it is " + NO_MEANING,
     )
+    yield unnamed(ROLLOUT)
 
 
 def reward() -> Iterator[Rule]:
@@ -102,13 +121,29 @@ def reward() -> Iterator[Rule]:
             f"{at}.url",
             "programs are graded in a sandbox: reward.recipe_sandbox=strict and the reward `code`",
         )
-        yield ignored(f"{at}.*", "no sandbox_fusion.url")
+        yield unless(
+            "url", at, "no sandbox_fusion.url", "a local sandbox has limits: reward.limits"
+        )
     yield refused(
         "reward.reward_kwargs.*",
         "pass it to the function: reward.custom_reward_function.reward_kwargs",
     )
-    yield ignored("reward.*", "the reward is " + NO_MEANING)
-    yield ignored("reward_model.*", "the reward is " + NO_MEANING)
+    for at in ("reward", "reward_model"):
+        yield from ignored_below(
+            at,
+            (
+                *("launch_reward_fn_async", "use_reward_loop", "nccl_timeout", "profiler.*"),
+                *("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "strategy"),
+                *("forward_max_token_len_per_gpu", "ulysses_sequence_parallel_size"),
+                *("enable_resource_pool", "n_gpus_per_node", "nnodes"),
+                *("reward_model.model_path", "reward_model.enable_resource_pool"),
+                *("reward_model.n_gpus_per_node", "reward_model.nnodes", "reward_model.rollout.*"),
+                *("model.path", "model.use_shm", "model.trust_remote_code", "model.fsdp_config.*"),
+                *("model.input_tokenizer", "model.use_remove_padding", "reward_manager.module.*"),
+            ),
+            "the reward is " + NO_MEANING,
+        )
+        yield unnamed(at)
 
 
 def _overlong(at: str) -> Iterator[Rule]:
@@ -151,14 +186,28 @@ def trainer() -> Iterator[Rule]:
     yield within("trainer.max_critic_ckpt_to_keep", "one checkpoint holds both")
     yield same("trainer.device", "trainer.device")
     yield refused("trainer.val_only", "meshrl eval RECIPE", (None, False), False)
-    yield ignored("trainer.*", "bookkeeping of verl's own")
+    for name in ("rollout_data_dir", "validation_data_dir", "log_val_generations"):
+        yield refused(f"trainer.{name}", "rows are not written out by the trainer here")
+    yield from ignored_below(
+        "trainer",
+        (
+            *("ray_wait_register_center_timeout", "del_local_ckpt_after_load", "default_hdfs_dir"),
+            *("esi_redundant_time", "use_legacy_worker_impl", "resume_from_path"),
+            *("profile_steps", "npu_profile.*", "worker_nsight_options.*"),
+            *("controller_nsight_options.*", "rollout_wait_timeout"),
+        ),
+        "bookkeeping of verl's own",
+    )
+    yield unnamed("trainer")
 
 
 def elsewhere() -> Iterator[Rule]:
     """Sections of verl that concern nothing here."""
     yield refused("distillation.enabled", "there is no distillation here", (None, False), False)
-    for section in ("distillation", "async_training", "skip"):
-        yield ignored(f"{section}.*", "not used here")
+    there_is_none = "there is no distillation here"
+    yield unless("enabled", "distillation", "distillation.enabled is off", there_is_none)
+    for section in ("async_training", "skip"):
+        yield unnamed(section)
     for section in (
         "ray_kwargs",
         "ray_init",

@@ -8,10 +8,38 @@ from functools import cache
 from meshrl.verl import conversions as to
 from meshrl.verl import services_table
 from meshrl.verl.conversions import ACTOR, BUDGET, MODEL, PACKS
-from meshrl.verl.rules import Rule, ignored, refused, rule, same, within
+from meshrl.verl.rules import (
+    Rule,
+    ignored,
+    ignored_below,
+    refused,
+    rule,
+    same,
+    unnamed,
+    within,
+)
 
 REF = "actor_rollout_ref.ref"
 FSDP_ONLY = "the trainer is FSDP2 always; only speed and memory differ"
+
+FSDP_KEYS = (
+    *("wrap_policy.*", "mixed_precision.*", "offload_policy", "reshard_after_forward"),
+    *("fsdp_size", "forward_prefetch", "forward_only", "use_orig_params", "model_dtype"),
+    *("full_determinism", "seed", "strategy", "use_torch_compile"),
+    *("entropy_from_logits_with_chunking", "entropy_checkpointing"),
+)
+WORKER_KEYS = (
+    *(
+        "use_torch_compile",
+        "checkpoint.*",
+        "profiler.*",
+        "profile.*",
+        "nccl_timeout",
+        "load_weight",
+    ),
+    *("data_loader_seed", "use_fused_kernels", "use_remove_padding", "use_prefix_grouper"),
+    *("entropy_from_logits_with_chunking", "entropy_checkpointing"),
+)
 
 
 @cache
@@ -51,7 +79,17 @@ def _model() -> Iterator[Rule]:
         "only architectures of transformers itself are trained",
         (None, False),
     )
-    yield ignored(f"{MODEL}.*", "kernels and memory: the results are the same")
+    yield same(f"{MODEL}.lora.rank", "model.lora_rank")
+    yield same(f"{MODEL}.lora.alpha", "model.lora_alpha")
+    yield from ignored_below(
+        MODEL,
+        (
+            *("use_liger", "use_fused_kernels", "fused_kernel_options.impl_backend", "use_shm"),
+            *("enable_activation_offload", "tiled_mlp.enabled", "tiled_mlp.num_shards"),
+        ),
+        "kernels and memory: the results are the same",
+    )
+    yield unnamed(MODEL)
 
 
 def _data() -> Iterator[Rule]:
@@ -94,7 +132,18 @@ def _data() -> Iterator[Rule]:
     yield ignored(
         "data.filter_overlong_prompts_workers", "prompts are measured while they are read"
     )
-    yield ignored("data.*", "how verl loads its data; the rows are the same")
+    for name in ("image_key", "video_key"):
+        yield refused(f"data.{name}", "only text models are trained")
+    yield from ignored_below(
+        "data",
+        (
+            *("return_raw_input_ids", "return_raw_chat", "return_full_prompt", "use_shm"),
+            *("return_multi_modal_inputs", "dataloader_num_workers", "validation_shuffle"),
+            *("trust_remote_code", "tokenizer", "val_batch_size", "datagen.name"),
+        ),
+        "how verl loads its data; the rows are the same",
+    )
+    yield unnamed("data")
 
 
 def _algorithm() -> Iterator[Rule]:
@@ -224,13 +273,20 @@ def _optimizer(verl: str, ours: str, lr: float) -> Iterator[Rule]:
     yield refused(f"{verl}.num_cycles", "a cosine falls once", (None, 0.5), 0.5)
     yield refused(f"{verl}.optimizer", f"{ours}.name is adamw or muon", (None, "AdamW"), "AdamW")
     yield ignored(f"{verl}.total_training_steps", "trainer.total_training_steps")
-    yield ignored(f"{verl}.*", "of another optimizer implementation")
+    yield from ignored_below(
+        verl,
+        ("optimizer_impl", "zero_indexed_step", "override_optimizer_config"),
+        "of another optimizer implementation",
+    )
+    yield unnamed(verl)
     if verl.startswith(ACTOR):
-        yield ignored(f"{ACTOR}.fsdp_config.*", FSDP_ONLY)
-        yield ignored(
-            f"{ACTOR}.*",
+        yield from ignored_below(f"{ACTOR}.fsdp_config", FSDP_KEYS, FSDP_ONLY)
+        yield from ignored_below(
+            ACTOR,
+            (*WORKER_KEYS, "rollout_n", "ppo_infer_max_token_len_per_gpu"),
             "the trainer has no such setting; it changes speed, memory or debugging only",
         )
+        yield unnamed(ACTOR)
 
 
 def _critic() -> Iterator[Rule]:
@@ -261,7 +317,26 @@ def _critic() -> Iterator[Rule]:
         "forward_micro_batch_size_per_gpu",
     ):
         yield within(f"critic.{name}", "the actor's packs")
-    yield ignored("critic.*", "the critic is made as the actor is")
+    critic_model = (
+        *("enable_gradient_checkpointing", "use_remove_padding", "tokenizer_path", "use_shm"),
+        *(
+            "trust_remote_code",
+            "enable_activation_offload",
+        ),
+        *("use_liger", "use_fused_kernels"),
+    )
+    yield from ignored_below("critic.model", critic_model, "the critic is made as the actor is")
+    for at in ("critic.model.fsdp_config", "critic.fsdp_config"):
+        yield from ignored_below(at, ("param_offload", *FSDP_KEYS), FSDP_ONLY)
+    yield from ignored_below(
+        "critic",
+        (
+            *WORKER_KEYS,
+            *("strategy", "rollout_n", "use_dynamic_bsz", "ulysses_sequence_parallel_size"),
+        ),
+        "the critic is made as the actor is",
+    )
+    yield unnamed("critic")
 
 
 def _reference() -> Iterator[Rule]:
@@ -281,4 +356,10 @@ def _reference() -> Iterator[Rule]:
         f"{REF}.fsdp_config.param_offload",
         "the reference is a process of its own: nothing to make room for",
     )
-    yield ignored(f"{REF}.*", "the reference is a process of its own")
+    yield from ignored_below(f"{REF}.fsdp_config", ("optimizer_offload", *FSDP_KEYS), FSDP_ONLY)
+    yield from ignored_below(
+        REF,
+        (*WORKER_KEYS, "strategy", "rollout_n", "ulysses_sequence_parallel_size"),
+        "the reference is a process of its own",
+    )
+    yield unnamed(REF)

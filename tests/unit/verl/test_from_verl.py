@@ -320,6 +320,59 @@ def test_what_has_no_meaning_here_is_ignored_with_a_reason() -> None:
     assert len(ignored) == 4 and all(found.note for found in ignored)
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        f"{M}.exclude_modules=[lm_head]",
+        f"{M}.mtp.enable=True",
+        "data.image_key=images",
+        "actor_rollout_ref.actor.freeze_layers=4",
+        "actor_rollout_ref.actor.router_replay.mode=R3",
+        "actor_rollout_ref.actor.optim.lr_decay_style=cosine",
+        f"{R}.repetition_penalty=1.1",
+        f"{R}.min_p=0.05",
+        f"{R}.quantization=fp8",
+        f"{R}.val_kwargs.max_tokens=64",
+        "critic.model.freeze=embeddings",
+        "actor_rollout_ref.ref.update_every=10",
+        "reward_model.style=math_verify",
+        "reward_model.reward_fn.path=mine.py",
+        "trainer.ref_update_freq=100",
+        "trainer.rollout_data_dir=rows",
+        "async_training.trigger_parameter_sync_step=4",
+        "skip.rollout=true",
+    ],
+)
+def test_a_key_that_the_table_does_not_name_is_refused_not_ignored(written: str) -> None:
+    migration = migrate([written])
+    assert [found.key for found in migration.of(Status.REFUSED)] == [written.partition("=")[0]]
+    assert not migration.of(Status.IGNORED)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        *(A, R, F, M, f"{A}.optim", f"{A}.fsdp_config", "data", "algorithm", "critic"),
+        *("critic.optim", "reward", "reward_model", "trainer", "async_training", "skip"),
+    ],
+)
+def test_a_key_of_nobody_is_refused_in_every_section_that_may_change_training(section: str) -> None:
+    (refused,) = migrate([f"{section}.zzz_unheard_of=4"]).of(Status.REFUSED)
+    assert "known here" in refused.note
+
+
+def test_turns_of_a_conversation_are_refused_with_the_switch_and_ignored_without() -> None:
+    turns = f"{R}.multi_turn.max_assistant_turns=4"
+    assert not migrate([turns]).of(Status.REFUSED)
+    refused = migrate([f"{R}.multi_turn.enable=True", turns]).of(Status.REFUSED)
+    assert len(refused) == 2
+
+
+def test_lora_in_its_nested_spelling_is_lora() -> None:
+    made = migrate([f"{M}.lora.rank=16", f"{M}.lora.alpha=32"])
+    assert (made.tree["model"]["lora_rank"], made.tree["model"]["lora_alpha"]) == (16, 32)
+
+
 def test_plus_and_tilde_add_and_take_out(tmp_path: Path) -> None:
     at_buffer = "reward.reward_kwargs.overlong_buffer_cfg"
     made = migrate(
