@@ -66,12 +66,14 @@ def test_a_training_without_faults_trains_every_row() -> None:
     assert report.trained == 36
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_a_planted_bug_is_found(name: str) -> None:
     found = hunt(name, range(SEEDS), lambda seed, parts: simulate(seed, parts=parts).problems)
     assert found is not None, MUTANTS[name].what
 
 
+@pytest.mark.slow
 def test_a_failing_seed_shrinks_to_the_faults_that_matter() -> None:
     parts = MUTANTS["no_rewind"].parts
     found = hunt("no_rewind", range(SEEDS), lambda seed, _: simulate(seed, parts=parts).problems)

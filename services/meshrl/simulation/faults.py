@@ -77,6 +77,10 @@ LENGTHS_S: Final = {
 """Mean seconds; the others have no length."""
 
 
+AIMED: Final = 0.3
+"""Share of seeds whose faults all happen to the services of one kind."""
+
+
 def kinds_of(target: str) -> Sequence[Kind]:
     """What can happen to a service."""
     if target == "queue":
@@ -91,7 +95,14 @@ def kinds_of(target: str) -> Sequence[Kind]:
 
 
 def draw_faults(seed: int, targets: Sequence[str], *, until_s: float, most: int) -> list[Fault]:
-    """At most `most` faults of `targets`, in order. Each seed has a swarm of its own: only some kinds happen."""
+    """At most `most` faults of `targets`, in order.
+
+    Each seed has a swarm of its own: only some kinds happen, and in some seeds only to the services of one kind.
+    """
+    aim = random.Random(f"aim {seed}")
+    if aim.random() < AIMED:
+        role = aim.choice(sorted({target.partition("-")[0] for target in targets}))
+        targets = [target for target in targets if target.partition("-")[0] == role]
     draw = random.Random(f"faults {seed}")
     allowed = {kind for kind in Kind if draw.random() < 0.6}
     faults = []
