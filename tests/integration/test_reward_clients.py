@@ -130,6 +130,15 @@ async def test_the_curl_commands_of_the_docs_work_as_they_stand(tmp_path: Path) 
             assert json.loads(output)
 
 
+def test_the_python_clients_send_no_token_unencrypted_beyond_this_machine() -> None:
+    for kind in (RewardClient, AsyncRewardClient):
+        with pytest.raises(UserError, match="the token would travel to http://mesh:1 unencrypted"):
+            kind("http://mesh:1", token="mrl_")
+        kind("http://mesh:1")
+        kind("https://mesh:1", token="mrl_")
+        kind("http://mesh:1", token="mrl_", allow_plain_http=True)
+
+
 async def test_the_python_clients_return_the_service_s_answers(tmp_path: Path) -> None:
     async with serving(tmp_path, closed=True) as service:
         token = service.tokens["boss"]

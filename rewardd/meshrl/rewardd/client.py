@@ -10,13 +10,14 @@ Needs httpx (`pip install 'meshrl[client]'`). Answers are the JSON of the servic
 from __future__ import annotations
 
 import base64
+import ipaddress
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
-from meshrl.contract.errors import InfraError, MeshError, UnavailableError, from_detail
+from meshrl.contract.errors import InfraError, MeshError, UnavailableError, UserError, from_detail
 from meshrl.contract.types import Json
 
 TIMEOUT_S = 120.0
@@ -41,8 +42,24 @@ def _unreachable(url: httpx.URL, error: httpx.TransportError) -> MeshError:
     return UnavailableError(f"the reward service at {url} cannot be reached: {error}")
 
 
-def _headers(token: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}"} if token else {}
+def _headers(url: str, token: str | None, allow_plain_http: bool) -> dict[str, str]:
+    """Raises UserError if the token would travel unencrypted beyond this machine."""
+    if not token:
+        return {}
+    if httpx.URL(url).scheme != "https" and not (allow_plain_http or _is_local(url)):
+        raise UserError(
+            f"the token would travel to {url} unencrypted: use https://, or allow_plain_http=True in a network "
+            "that you trust"
+        )
+    return {"Authorization": f"Bearer {token}"}
+
+
+def _is_local(url: str) -> bool:
+    host = httpx.URL(url).host
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class _Methods:
@@ -124,10 +141,24 @@ class _Methods:
 class RewardClient(_Methods):
     """Each method blocks until the service has answered."""
 
-    def __init__(self, url: str, *, token: str | None = None, verify: Any = True) -> None:
-        """Connect to `url`; `verify` as httpx takes it (an SSLContext for a private authority)."""
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        verify: Any = True,
+        allow_plain_http: bool = False,
+    ) -> None:
+        """Connect to `url`; `verify` as httpx takes it (an SSLContext for a private authority).
+
+        Raises:
+            UserError: the token would travel unencrypted beyond this machine, and `allow_plain_http` is not set.
+        """
         self._http = httpx.Client(
-            base_url=url, headers=_headers(token), timeout=TIMEOUT_S, verify=verify
+            base_url=url,
+            headers=_headers(url, token, allow_plain_http),
+            timeout=TIMEOUT_S,
+            verify=verify,
         )
 
     def __enter__(self) -> Self:
@@ -151,10 +182,24 @@ class RewardClient(_Methods):
 class AsyncRewardClient(_Methods):
     """The same methods, awaitable."""
 
-    def __init__(self, url: str, *, token: str | None = None, verify: Any = True) -> None:
-        """Connect to `url`; `verify` as httpx takes it (an SSLContext for a private authority)."""
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        verify: Any = True,
+        allow_plain_http: bool = False,
+    ) -> None:
+        """Connect to `url`; `verify` as httpx takes it (an SSLContext for a private authority).
+
+        Raises:
+            UserError: the token would travel unencrypted beyond this machine, and `allow_plain_http` is not set.
+        """
         self._http = httpx.AsyncClient(
-            base_url=url, headers=_headers(token), timeout=TIMEOUT_S, verify=verify
+            base_url=url,
+            headers=_headers(url, token, allow_plain_http),
+            timeout=TIMEOUT_S,
+            verify=verify,
         )
 
     async def __aenter__(self) -> Self:

@@ -85,10 +85,12 @@ class GatewayConfig(Config):
     tokens: Path | None = None
     """A YAML file of tokens as for `reward.registry.tokens`: role `claim` may request sessions. Null: every client
     may, which is allowed on loopback only."""
+    allowed_hosts: list[str] = Field(default_factory=list)
+    """Names by which clients call it, besides `localhost`, `host` and IP addresses; another Host is refused."""
     max_request_bytes: PositiveInt = 8 << 20
     """Size of one request."""
     max_connections: PositiveInt = 4096
-    """Connections at the same time; further ones get 503."""
+    """Connections at the same time, three quarters of them from one address; further ones get 503 or are closed."""
     claims_per_minute: PositiveFloat = 6000.0
     """Session requests of one caller."""
 

@@ -1,20 +1,23 @@
-"""Limits the body of every request, with and without a Content-Length."""
+"""Limits the body of every request, with and without a Content-Length, and the time that it may take to come."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
 
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from meshrl.http.responses import Refuse
+
+BODY_S = 60.0
+"""Seconds for a whole body."""
 
 
 class BodyLimit:
-    """ASGI middleware: 413 beyond `limit` bytes, announced or sent; `refuse(status, code, detail)` answers."""
+    """ASGI middleware: 413 beyond `limit` bytes, announced or sent, 408 after `body_s`; `refuse` answers."""
 
-    def __init__(
-        self, app: ASGIApp, limit: int, refuse: Callable[[int, str, str], Response]
-    ) -> None:
+    def __init__(self, app: ASGIApp, limit: int, refuse: Refuse, body_s: float = BODY_S) -> None:
+        self._body_s = body_s
         self._app = app
         self._refuse = refuse
         self._limit = limit
@@ -30,10 +33,18 @@ class BodyLimit:
             await self._refuse(413, "capacity", detail)(scope, receive, send)
             return
         received = 0
+        deadline: float | None = asyncio.get_running_loop().time() + self._body_s
 
         async def bounded() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, deadline
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                # Raised inside the app, which answers it.
+                raise HTTPException(408, f"the body took longer than {self._body_s:g} s") from None
+            if not message.get("more_body", False):
+                deadline = None  # what comes next is that the client disconnects
             received += len(message.get("body", b""))
             if received > self._limit:
                 raise HTTPException(413, detail)  # raised inside the app, which answers it

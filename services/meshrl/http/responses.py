@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from fastapi.exceptions import RequestValidationError
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 from meshrl.contract.errors import MeshError
 
 MAX_DETAIL = 2000
 """Most characters of an error message."""
+Refuse: TypeAlias = Callable[[int, str, str], Response]
+"""Makes the response to a request that a middleware refuses, from status, code and detail."""
 
 
 class AsciiJSON(JSONResponse):
@@ -20,6 +23,11 @@ class AsciiJSON(JSONResponse):
     def render(self, content: Any) -> bytes:
         """The body."""
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
+def plain_refusal(status: int, code: str, detail: str) -> Response:
+    """A refusal for an app without a format of its own."""
+    return AsciiJSON({"code": code, "detail": detail[:MAX_DETAIL]}, status)
 
 
 def headers_of(status: int, error: MeshError) -> dict[str, str]:

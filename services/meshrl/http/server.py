@@ -1,4 +1,4 @@
-"""Serves a FastAPI app with uvicorn, on the event loop of the gRPC server: bind, serve, drain."""
+"""Serves a FastAPI app with uvicorn, on the event loop of the gRPC server: bind, accept, serve, drain."""
 
 from __future__ import annotations
 
@@ -6,33 +6,77 @@ import asyncio
 import contextlib
 import logging
 import socket
-import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from meshrl.contract.certificates import Certificates
-from meshrl.contract.errors import InfraError, UserError
+from meshrl.contract.errors import InfraError
+from meshrl.http.responses import Refuse, plain_refusal
+from meshrl.http.web_requests import WebRequests
+from meshrl.rpc.connections import Acceptor, Connection, ConnectionLimits, listen, server_tls
 from meshrl.rpc.runtime import join_address
+from meshrl.rpc.web_origin import hosts_of
 
 log = logging.getLogger(__name__)
 
 DRAIN_S = 5
 IDLE_S = 30
-BACKLOG = 128
 AT_ONCE = 256
-"""Concurrent requests; uvicorn answers further ones with 503."""
+"""Connections at the same time; uvicorn answers further ones with 503."""
 
 
 class _UvicornServer(uvicorn.Server):
-    """Leaves signals to rpc.runtime."""
+    """Leaves signals to rpc.runtime, and accepting to rpc.connections."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Captures no signal."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens on nothing."""
+        await super().startup(sockets=[])
+
+
+class _LimitedProtocol(H11Protocol):
+    """Tells `connection` when a request begins and ends, so that one that never does is closed."""
+
+    def __init__(self, connection: Connection, **options: Any) -> None:
+        super().__init__(**options)
+        self._connection = connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in H11Protocol
+        self._connection.opens(transport)
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._tell()
+
+    def on_response_complete(self) -> None:
+        self._connection.ends()
+        super().on_response_complete()  # begins the next request if it has come already
+        if self._running:
+            self._connection.begins()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.lost()
+        super().connection_lost(exc)
+
+    @property
+    def _running(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _tell(self) -> None:
+        if self._running:
+            self._connection.begins()
+        else:
+            self._connection.awaits()
 
 
 @asynccontextmanager
@@ -43,7 +87,9 @@ async def serving_http(
     tls: Certificates,
     *,
     name: str = "reward registry",
-    at_once: int = AT_ONCE,
+    limits: ConnectionLimits | None = None,
+    allowed_hosts: Iterable[str] = (),
+    refuse: Refuse = plain_refusal,
 ) -> AsyncIterator[str]:
     """Serve `app` while the body runs; yields the address, `http://host:port`.
 
@@ -53,14 +99,18 @@ async def serving_http(
         port: 0 picks a free one.
         tls: Certificates.
         name: Name in log lines.
-        at_once: Most connections and requests; uvicorn answers further ones with 503.
+        limits: Most connections, and the time to send a request's headers.
+        allowed_hosts: Names under which clients call the server, besides `localhost` and `host`.
+        refuse: Answers what a web page of another site may have sent.
 
     Raises:
-        UserError: cannot listen on the port.
+        UserError: cannot listen on the port, or a certificate cannot be used.
     """
-    listener = _listen(host, port)
+    limits = limits or ConnectionLimits(AT_ONCE)
+    context = server_tls(tls)
+    listener = listen(host, port)
     config = uvicorn.Config(
-        app,
+        WebRequests(app, hosts_of(host, allowed_hosts), refuse),
         log_config=None,
         access_log=False,
         lifespan="off",
@@ -68,36 +118,26 @@ async def serving_http(
         server_header=False,
         timeout_keep_alive=IDLE_S,
         timeout_graceful_shutdown=DRAIN_S,
-        limit_concurrency=at_once,
-        ssl_certfile=tls.cert,
-        ssl_keyfile=tls.key,
-        ssl_ca_certs=str(tls.client_ca) if tls.client_ca else None,
-        ssl_cert_reqs=ssl.CERT_REQUIRED if tls.client_ca else ssl.CERT_NONE,
+        limit_concurrency=limits.total + 1,
     )
     server = _UvicornServer(config)
+
+    def protocol(connection: Connection) -> asyncio.Protocol:
+        state = server.server_state
+        return _LimitedProtocol(connection, config=config, server_state=state, app_state={})
+
+    acceptor = Acceptor(listener, protocol, limits, context)
+    accepting = asyncio.create_task(acceptor.run(), name=f"{name} connections")
     task = asyncio.create_task(server.serve(sockets=[listener]), name=f"{name} http")
-    scheme = "https" if tls.cert else "http"
+    scheme = "https" if context else "http"
     address = f"{scheme}://{join_address(host, listener.getsockname()[1])}"
     log.info("%s on %s (pages: %s/docs)", name, address, address)
     try:
         yield address
-        if task.done():
-            raise InfraError(f"the HTTP server of the {name} ended: {task.exception()}")
+        for each in (task, accepting):
+            if each.done():
+                raise InfraError(f"the HTTP server of the {name} ended: {each.exception()}")
     finally:
+        accepting.cancel()
         server.should_exit = True
-        await asyncio.wait({task})
-        listener.close()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        why = error.strerror or str(error)
-        raise UserError(f"cannot listen on {join_address(host, port)}: {why}") from error
-    return listener
+        await asyncio.wait({task, accepting})

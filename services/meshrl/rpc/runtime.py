@@ -18,39 +18,30 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import sys
-import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
-from socketserver import ThreadingMixIn
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, cast
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from typing import Any, Final, Protocol, Self, cast
 
 import grpc
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
-from prometheus_client import (
-    CollectorRegistry,
-    PlatformCollector,
-    ProcessCollector,
-    make_wsgi_app,
-)
+from prometheus_client import CollectorRegistry
 from pydantic import Field, NonNegativeFloat
 
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.config import Config
-from meshrl.contract.errors import ForbiddenError, InfraError, MeshError, UserError
+from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.sockets import is_loopback
 from meshrl.rpc import tls
 from meshrl.rpc.auth import TokenStore
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.errors import PortInUseError
 from meshrl.rpc.exit_codes import Exit
-from meshrl.rpc.identity import METRICS_ROLES, Identity
+from meshrl.rpc.identity import Identity
 from meshrl.rpc.interceptors import (
     CallMetrics,
     InterceptedHandlers,
@@ -58,17 +49,12 @@ from meshrl.rpc.interceptors import (
     LongPolls,
     as_status,
 )
+from meshrl.rpc.metrics_endpoint import MetricsEndpoint
 from meshrl.rpc.process_memory import reuse_freed_memory
 from meshrl.rpc.transport import SERVER_OPTIONS
 
-if TYPE_CHECKING:
-    from wsgiref.types import WSGIApplication
-
 log = logging.getLogger(__name__)
 
-METRICS_TIMEOUT_S: Final = 10.0
-CERTIFICATE_NAMES: Final = "meshrl.certificate_names"
-"""In the environment of a request for metrics."""
 HEALTH_WATCH: Final = f"/{health.SERVICE_NAME}/Watch"
 EXIT_INTERRUPTED: Final = 130
 
@@ -164,6 +150,7 @@ class GrpcServer:
         self._stopping = asyncio.Event()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined] # unknown to its stubs
         self._grpc: grpc.aio.Server | None = None
+        self._metrics: MetricsEndpoint | None = None
         self._closing = ExitStack()
 
     def _methods(self, table: str) -> dict[str, Callable[[Any], Any]]:
@@ -204,15 +191,16 @@ class GrpcServer:
             undo.push_async_callback(self._grpc.stop, None)
             self.port = bind(self._grpc, self.settings)
             if self.settings.metrics_port is not None:
-                endpoint = MetricsEndpoint(
+                self._metrics = MetricsEndpoint(
                     self.registry,
                     self.settings.host,
                     self.settings.metrics_port,
-                    tls=self.settings.tls,
+                    self.settings.tls,
                     identity=self._identity,
                 )
-                self.metrics_port = self._closing.enter_context(endpoint).port
-                undo.callback(self._closing.close)
+                self._metrics.start()
+                undo.push_async_callback(self._metrics.stop)
+                self.metrics_port = self._metrics.port
             await self._grpc.start()
             undo.pop_all()
         log.info("serving %s on %s", ", ".join(names[:-1]), self.address)
@@ -228,6 +216,8 @@ class GrpcServer:
             await self.drain()
         finally:
             self._closing.close()
+            if self._metrics is not None:
+                await self._metrics.stop()
 
     def _attach_to(self, server: grpc.aio.Server) -> Sequence[str]:
         """Register health, servicers and reflection. Returns the services' names, without reflection's."""
@@ -277,115 +267,6 @@ class GrpcServer:
     async def _set_health(self, status: int) -> None:
         for name in ("", *(servicer.service for servicer in self._servicers)):
             await self._health.set(name, status)
-
-
-class _MetricsServer(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-
-class _MetricsHandler(WSGIRequestHandler):
-    timeout = METRICS_TIMEOUT_S
-
-    def get_environ(self) -> dict[str, Any]:
-        """With the names of the client's certificate."""
-        environ: dict[str, Any] = super().get_environ()
-        if isinstance(self.connection, ssl.SSLSocket):
-            certificate: Any = self.connection.getpeercert() or {}
-            subject = (pair for part in certificate.get("subject", ()) for pair in part)
-            environ[CERTIFICATE_NAMES] = [
-                *(value for key, value in subject if key == "commonName"),
-                *(value for _, value in certificate.get("subjectAltName", ())),
-            ]
-        return environ
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Logs nothing."""
-
-
-class MetricsEndpoint:
-    """Serves `/metrics` over HTTP while the context is open.
-
-    Beyond loopback with the TLS of the service, and for callers who may read them only.
-    """
-
-    def __init__(
-        self,
-        registry: CollectorRegistry,
-        host: str,
-        port: int,
-        *,
-        tls: Certificates = Certificates(),  # noqa: B008 - frozen
-        identity: Identity | None = None,
-    ) -> None:
-        self.port = port
-        """The port in use, once the context is entered. 0 picks a free one."""
-        self._host = host
-        self._http: tuple[WSGIServer, threading.Thread] | None = None
-        local = is_loopback(host)
-        self._tls = Certificates() if local else tls
-        self._app = make_wsgi_app(registry)
-        if identity is not None and not local:
-            self._app = _identified(self._app, identity)
-        ProcessCollector(registry=registry)
-        PlatformCollector(registry=registry)
-
-    def __enter__(self) -> Self:
-        class Server(_MetricsServer):
-            address_family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-
-        try:
-            server = make_server(
-                self._host, self.port, self._app, Server, handler_class=_MetricsHandler
-            )
-        except OSError as error:
-            kind = PortInUseError if error.errno == errno.EADDRINUSE else UserError
-            raise kind(
-                f"cannot serve metrics on {self._host}:{self.port}: {error.strerror or error}",
-                port=self.port,
-            ) from error
-        if self._tls.cert is not None:
-            context = ssl.create_default_context(
-                ssl.Purpose.CLIENT_AUTH, cafile=self._tls.client_ca
-            )
-            context.verify_mode = ssl.CERT_REQUIRED if self._tls.mutual else ssl.CERT_NONE
-            context.load_cert_chain(self._tls.cert, self._tls.key)
-            # Shakes hands in the thread of the request: a silent client keeps nobody else waiting.
-            server.socket = context.wrap_socket(
-                server.socket, server_side=True, do_handshake_on_connect=False
-            )
-        thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
-        thread.start()
-        self._http = server, thread
-        self.port = server.server_port
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._http is not None:
-            server, thread = self._http
-            server.shutdown()
-            thread.join()
-            server.server_close()
-            self._http = None
-
-
-def _identified(app: WSGIApplication, identity: Identity) -> WSGIApplication:
-    def asked(environ: Any, start_response: Any) -> Any:
-        authorization = environ.get("HTTP_AUTHORIZATION", "")
-        try:
-            names = environ.get(CERTIFICATE_NAMES) or None
-            identity.check("/metrics", METRICS_ROLES, authorization, names)
-        except MeshError as error:
-            status = "403 Forbidden" if isinstance(error, ForbiddenError) else "401 Unauthorized"
-            start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
-            return [error.message.encode() + b"\n"]
-        return app(environ, start_response)
-
-    return asked
 
 
 def join_address(host: str, port: int) -> str:

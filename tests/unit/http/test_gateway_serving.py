@@ -40,7 +40,8 @@ async def test_a_gateway_writes_its_address_while_it_serves(tmp_path: Path) -> N
             assert (await http.get("/health")).json() == {"status": "serving", "sessions": 0}
             document = (await http.get("/openapi.json")).json()
             assert "/sessions/{session_id}/v1/chat/completions" in document["paths"]
-            answer = await http.post("/v1/chat/completions", content=b"x" * 100_000)
+            kind = {"content-type": "application/json"}
+            answer = await http.post("/v1/chat/completions", content=b"x" * 100_000, headers=kind)
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
     assert not file.exists()
 
@@ -72,6 +73,14 @@ async def test_a_gateway_that_everybody_could_reach_is_refused(
 ) -> None:
     opening = gateway_of(recipe(tmp_path, options, **gateway), None, SETTINGS, name="w")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=problem):
+        async with opening:
+            pass
+
+
+async def test_a_gateway_takes_no_tokens_unencrypted_beyond_this_machine(tmp_path: Path) -> None:
+    wanted = recipe(tmp_path, {"external": True}, host="0.0.0.0", tokens=str(tmp_path / "tokens"))
+    opening = gateway_of(wanted, None, SETTINGS, name="w")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"would travel unencrypted: set tls\.cert"):
         async with opening:
             pass
 

@@ -22,6 +22,9 @@ class RegistryConfig(Config):
     tokens: Path | None = None
     """A YAML file of tokens (`meshrl reward token` writes its lines). Null: anybody who can connect may do
     everything, which is allowed on loopback only."""
+    allowed_hosts: list[str] = Field(default_factory=list)
+    """Names by which clients call the HTTP server, besides `localhost`, its own host and IP addresses; a request for
+    another Host is refused."""
     allowed_dependencies: list[str] = Field(default_factory=list)
     """Packages that a submission may depend on, by name."""
     max_source_bytes: PositiveInt = 1 << 20

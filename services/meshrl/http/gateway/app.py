@@ -19,7 +19,7 @@ from meshrl.contract.types import PostedReward
 from meshrl.http.body_limit import BodyLimit
 from meshrl.http.gateway import models as m
 from meshrl.http.gateway.answers import AnswerFormat, StreamedAnswer
-from meshrl.http.gateway.errors import install, refused, too_large
+from meshrl.http.gateway.errors import install, refusal, refused
 from meshrl.http.gateway.sessions import SessionTable, address
 from meshrl.http.responses import AsciiJSON
 from meshrl.rollout.sessions.agents import task_json
@@ -74,7 +74,7 @@ def build_app(
         description="Sessions of rows, for clients of OpenAI's API.",
         default_response_class=AsciiJSON,
     )
-    app.add_middleware(BodyLimit, limit=max_body_bytes, refuse=too_large)
+    app.add_middleware(BodyLimit, limit=max_body_bytes, refuse=refusal)
     app.add_middleware(SessionAuth, sessions=sessions)  # added last, so it runs first
     install(app)
 

@@ -74,9 +74,10 @@ def refused(error: MeshError) -> AsciiJSON:
     return AsciiJSON(error_body(error), status, headers)
 
 
-def too_large(status: int, code: str, detail: str) -> AsciiJSON:
-    """The response to a body beyond the limit, sent before the app sees the request."""
-    return AsciiJSON(_body(detail, INVALID, None, TOO_LARGE), status)
+def refusal(status: int, code: str, detail: str) -> AsciiJSON:
+    """The response to a request that a middleware refuses, sent before the app sees it."""
+    body = _body(detail[:MAX_DETAIL], INVALID, None, TOO_LARGE if status == 413 else code)
+    return AsciiJSON(body, status)
 
 
 def install(app: FastAPI) -> None:
@@ -94,7 +95,9 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> AsciiJSON:
-        code = {404: "not_found", 405: "method_not_allowed", 413: TOO_LARGE}.get(error.status_code)
+        code = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: TOO_LARGE}.get(
+            error.status_code
+        )
         return AsciiJSON(
             _body(str(error.detail), INVALID, None, code), error.status_code, error.headers
         )

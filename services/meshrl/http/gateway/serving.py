@@ -18,6 +18,7 @@ from meshrl.contract.sockets import is_loopback
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.rollout.tokenizer import ChatTokenizer
 from meshrl.rpc.auth import Authorizer, TokenStore
+from meshrl.rpc.connections import ConnectionLimits
 from meshrl.rpc.runtime import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ async def gateway_of(
         return
     # Imported here: with it comes FastAPI, which a run without agents can do without.
     from meshrl.http.gateway.app import build_app
+    from meshrl.http.gateway.errors import refusal
     from meshrl.http.server import serving_http
 
     config = recipe.rollout.gateway
@@ -54,7 +56,14 @@ async def gateway_of(
     tls = Certificates() if is_loopback(config.host) else settings.tls
     port = config.port + _number(name) if config.port else 0
     async with serving_http(
-        app, config.host, port, tls, name="gateway", at_once=config.max_connections
+        app,
+        config.host,
+        port,
+        tls,
+        name="gateway",
+        limits=ConnectionLimits(config.max_connections),
+        allowed_hosts=config.allowed_hosts,
+        refuse=refusal,
     ) as url:
         sessions.url = url
         with _address_file(recipe.run.path / "gateways" / f"{name}.json", url):
@@ -76,6 +85,14 @@ def _authorizer(recipe: Recipe, settings: ServerSettings) -> Authorizer | None:
                 "this run are started here: want 127.0.0.1 (only program_options.external needs another)"
             )
         return None
+    encrypted = settings.tls.cert is not None
+    if not (local or encrypted) and config.tokens is not None:
+        if not settings.allow_insecure_bind:
+            raise UserError(
+                f"rollout.gateway.host: {config.host!r} can be reached from other machines, and tokens and the keys "
+                "of sessions would travel unencrypted: set tls.cert and tls.key, or bind 127.0.0.1"
+            )
+        log.warning("the gateway on %s takes tokens and keys unencrypted", config.host)
     protected = local or config.tokens is not None or settings.tls.mutual
     if not protected:
         if not settings.allow_insecure_bind:

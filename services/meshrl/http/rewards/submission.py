@@ -65,7 +65,7 @@ async def read(request: Request) -> m.SubmitBody:
     if kind == "multipart/form-data":
         async with request.form(max_files=1, max_fields=MAX_FORM_FIELDS) as form:
             return _validated(await _fields(form))
-    if kind not in ("application/json", ""):
+    if kind != "application/json":
         raise UserError(f"content type {kind[:80]!r}: want application/json or multipart/form-data")
     try:
         fields = json.loads(await request.body())

@@ -15,6 +15,7 @@ from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import UserError
 from meshrl.contract.sockets import is_loopback
 from meshrl.http.rewards.app import build_app
+from meshrl.http.rewards.errors import problem
 from meshrl.http.rewards.metrics import WatchMetrics
 from meshrl.http.server import serving_http
 from meshrl.launcher.stage_service import STAGE_GRACE_S, open_runs, work_until_stopped
@@ -57,7 +58,14 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         if submissions and config.http_port is not None:
             app = build_app(guarded, config.max_request_bytes)
             guarded.http_address = await stack.enter_async_context(
-                serving_http(app, settings.host, config.http_port, settings.tls)
+                serving_http(
+                    app,
+                    settings.host,
+                    config.http_port,
+                    settings.tls,
+                    allowed_hosts=config.allowed_hosts,
+                    refuse=problem,
+                )
             )
         stage = RewardStage(
             queue,
@@ -81,6 +89,14 @@ def _protected(config: RegistryConfig, settings: ServerSettings) -> bool:
 
 def _authorizer(config: RegistryConfig, settings: ServerSettings) -> Authorizer:
     """Raises UserError if anybody on the network could submit."""
+    if config.tokens is not None and settings.tls.cert is None and not is_loopback(settings.host):
+        if not settings.allow_insecure_bind:
+            raise UserError(
+                f"host {settings.host!r} can be reached from other machines, and tokens would travel unencrypted: "
+                "set tls.cert and tls.key, or bind 127.0.0.1",
+                host=settings.host,
+            )
+        log.warning("%s takes tokens unencrypted", settings.host)
     if not _protected(config, settings):
         if not settings.allow_insecure_bind:
             raise UserError(

@@ -1,0 +1,79 @@
+"""Which requests a web page of another site may have sent: they are refused, whatever they ask for.
+
+A page can point a name of its own to this machine's address (DNS rebinding), and can send some requests to any
+address. The Host header shows the first, Origin and Sec-Fetch-Site the second; programs send neither of the latter.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable, Mapping
+from urllib.parse import urlsplit
+
+from meshrl.contract.errors import ForbiddenError
+
+ANY_ADDRESS = ("0.0.0.0", "::")
+OWN_PAGES = ("same-origin", "none")
+"""Values of Sec-Fetch-Site: a page of this server, and an address that a person typed."""
+
+
+def hosts_of(bound: str, allowed: Iterable[str] = ()) -> frozenset[str]:
+    """The names under which a server answers: `localhost`, the host that it binds, and those that are configured."""
+    own = (socket.gethostname(), socket.getfqdn()) if bound in ANY_ADDRESS else (bound,)
+    return frozenset(name.lower().rstrip(".") for name in ("localhost", *own, *allowed))
+
+
+def check_origin(headers: Mapping[str, str], hosts: frozenset[str]) -> None:
+    """Refuse a request that a page of another site may have sent.
+
+    An IP address as Host is accepted: no name points to it, so nobody can have changed where it points.
+
+    Args:
+        headers: Of the request, names in lower case.
+        hosts: See `hosts_of`.
+
+    Raises:
+        ForbiddenError: says which header, and what would be accepted.
+    """
+    host = headers.get("host", "")
+    name = (_netloc(f"//{host}")[0]).rstrip(".")
+    if not (name in hosts or _is_address(name)):
+        raise ForbiddenError(
+            f"Host {host[:100]!r} is not a name of this server; it answers to {', '.join(sorted(hosts))} "
+            "and to IP addresses (allowed_hosts adds names)"
+        )
+    site = headers.get("sec-fetch-site", "none").lower()
+    if site not in OWN_PAGES:
+        raise ForbiddenError(
+            f"Sec-Fetch-Site {site[:20]!r}: pages of other sites may not call this server"
+        )
+    origin = headers.get("origin")
+    if origin is not None and not same_origin(origin, host):
+        raise ForbiddenError(
+            f"Origin {origin[:100]!r}: pages of other sites may not call this server"
+        )
+
+
+def same_origin(origin: str, host: str) -> bool:
+    """True if a page of `origin` came from the server that is called as `host`."""
+    scheme = origin.partition(":")[0].lower()
+    return scheme in ("http", "https") and _netloc(origin) == _netloc(f"{scheme}://{host}")
+
+
+def _netloc(url: str) -> tuple[str, int | None]:
+    """Name and port, in lower case; an empty name if it makes no sense."""
+    try:
+        parts = urlsplit(url)
+        default = {"http": 80, "https": 443}.get(parts.scheme)
+        return (parts.hostname or "").lower(), parts.port or default
+    except ValueError:
+        return "", None
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

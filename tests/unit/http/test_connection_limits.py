@@ -1,0 +1,206 @@
+"""Connections that say nothing, or half of something, take no place from others: HTTP servers and metrics alike."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+import trustme
+import uvloop
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from meshrl.contract.certificates import Certificates
+from meshrl.contract.errors import ConfigError
+from meshrl.http.body_limit import BodyLimit
+from meshrl.http.rewards.errors import problem
+from meshrl.http.server import serving_http
+from meshrl.rpc.connections import ConnectionLimits
+from meshrl.rpc.metrics_endpoint import MetricsEndpoint
+
+HALF = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"
+WHOLE = HALF + b"Connection: close\r\n\r\n"
+PLAIN = Certificates()
+OPEN_FOR_EVER = 3600.0
+Serve: TypeAlias = Callable[[ConnectionLimits], AbstractAsyncContextManager[int]]
+
+
+@asynccontextmanager
+async def http(limits: ConnectionLimits) -> AsyncIterator[int]:
+    app = FastAPI()
+    app.add_middleware(BodyLimit, limit=100, refuse=problem, body_s=0.05)
+
+    @app.get("/metrics")
+    async def root() -> str:
+        return "metrics"
+
+    @app.post("/post")
+    async def post(body: dict[str, int]) -> dict[str, int]:
+        return body
+
+    @app.get("/wait")
+    async def wait() -> None:
+        await asyncio.sleep(OPEN_FOR_EVER)
+
+    async with serving_http(app, "127.0.0.1", 0, Certificates(), limits=limits) as url:
+        yield int(url.rpartition(":")[2])
+
+
+@asynccontextmanager
+async def metrics(
+    limits: ConnectionLimits, tls: Certificates = PLAIN, host: str = "127.0.0.1"
+) -> AsyncIterator[int]:
+    endpoint = MetricsEndpoint(CollectorRegistry(), host, 0, tls, limits=limits)
+    endpoint.start()
+    try:
+        yield endpoint.port
+    finally:
+        await endpoint.stop()
+
+
+@pytest.fixture(params=[http, metrics], ids=["http", "metrics"])
+def serve(request: pytest.FixtureRequest) -> Serve:
+    chosen: Serve = request.param
+    return chosen
+
+
+async def say(port: int, text: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(text)
+    return reader, writer
+
+
+async def answer_to(port: int, text: bytes) -> bytes:
+    """Everything until the server closes."""
+    reader, writer = await say(port, text)
+    try:
+        return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("begun", [b"", b"G", HALF], ids=["nothing", "a letter", "half"])
+async def test_a_request_that_is_never_finished_is_closed(serve: Serve, begun: bytes) -> None:
+    async with serve(ConnectionLimits(8, header_s=0.05)) as port:
+        assert await answer_to(port, begun) == b""
+
+
+async def test_half_open_connections_leave_room_for_others(serve: Serve) -> None:
+    async with AsyncExitStack() as stack:
+        port = await stack.enter_async_context(serve(ConnectionLimits(8, header_s=OPEN_FOR_EVER)))
+        for _ in range(100):
+            _, writer = await say(port, HALF)
+            stack.callback(writer.close)
+        assert (await answer_to(port, WHOLE)).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_the_event_loop_of_the_services_keeps_the_same_limits(serve: Serve) -> None:
+    async def main() -> None:
+        async with serve(ConnectionLimits(8, header_s=0.05)) as port:
+            assert (await answer_to(port, WHOLE)).startswith(b"HTTP/1.1 200 OK")
+            assert await answer_to(port, HALF) == b""
+        async with serve(ConnectionLimits(8, header_s=OPEN_FOR_EVER)) as port:
+            writers = [(await say(port, HALF))[1] for _ in range(100)]
+            assert (await answer_to(port, WHOLE)).startswith(b"HTTP/1.1 200 OK")
+            for writer in writers:
+                writer.close()
+
+    uvloop.run(main())
+
+
+async def test_requests_that_run_are_not_closed_for_newcomers() -> None:
+    async with AsyncExitStack() as stack:
+        port = await stack.enter_async_context(http(ConnectionLimits(4)))
+        waiting = []
+        for _ in range(3):  # of the four places, one address may have three
+            reader, writer = await say(port, WHOLE.replace(b"/metrics", b"/wait"))
+            stack.callback(writer.close)
+            waiting.append(asyncio.create_task(reader.read()))
+        refused = asyncio.create_task(answer_to(port, WHOLE))
+        done, _ = await asyncio.wait([refused, *waiting], return_when=asyncio.FIRST_COMPLETED)
+        assert done == {refused}
+        assert refused.result() == b""
+        for task in waiting:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+async def test_a_connection_that_is_kept_alive_serves_again_and_then_makes_room() -> None:
+    async with http(ConnectionLimits(2)) as port:  # one for each address
+        kept, writer = await say(port, HALF + b"\r\n")
+        for _ in range(2):
+            assert b"200 OK" in await kept.readuntil(b'"metrics"')
+            writer.write(HALF + b"\r\n")
+        await kept.readuntil(b'"metrics"')
+        assert b"200 OK" in await answer_to(port, WHOLE)
+        with contextlib.suppress(ConnectionError):
+            assert await kept.read() == b""
+        writer.close()
+
+
+async def test_a_body_that_never_ends_is_refused() -> None:
+    head = b"POST /post HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    async with http(ConnectionLimits(8)) as port:
+        said = await answer_to(port, head + b"Content-Length: 9\r\nConnection: close\r\n\r\n{")
+    assert said.startswith(b"HTTP/1.1 408")
+
+
+async def test_an_endless_header_is_refused(serve: Serve) -> None:
+    async with serve(ConnectionLimits(8, header_s=OPEN_FOR_EVER)) as port:
+        said = await answer_to(port, HALF + b"X: " + b"x" * 100_000)
+    assert said == b"" or said.startswith(b"HTTP/1.1 4")
+
+
+async def test_metrics_refuse_what_a_page_of_another_site_asks() -> None:
+    async with metrics(ConnectionLimits(8)) as port:
+        for line in (b"Host: evil.example", b"Host: localhost\r\nOrigin: https://evil.example"):
+            said = await answer_to(port, WHOLE.replace(b"Host: localhost", line))
+            assert said.startswith(b"HTTP/1.1 403")
+        assert (await answer_to(port, b"\r\n\r\n")).startswith(b"HTTP/1.1 400")
+        assert (await answer_to(port, WHOLE.replace(b"GET", b"PUT"))).startswith(b"HTTP/1.1 405")
+
+
+def certificates(folder: Path) -> Certificates:
+    authority = trustme.CA()
+    mine = authority.issue_cert("127.0.0.1")
+    (folder / "key.pem").touch(0o600)
+    mine.private_key_pem.write_to_path(folder / "key.pem")
+    mine.cert_chain_pems[0].write_to_path(folder / "cert.pem")
+    authority.cert_pem.write_to_path(folder / "ca.pem")
+    return Certificates(
+        cert=folder / "cert.pem", key=folder / "key.pem", client_ca=folder / "ca.pem"
+    )
+
+
+async def test_metrics_beyond_loopback_need_the_client_certificate_that_the_service_needs(
+    tmp_path: Path,
+) -> None:
+    files = certificates(tmp_path)
+    limits = ConnectionLimits(8, header_s=OPEN_FOR_EVER)
+    async with metrics(limits, files, "0.0.0.0") as port, AsyncExitStack() as stack:
+        for _ in range(20):  # half of a TLS handshake
+            _, writer = await say(port, b"\x16\x03\x01")
+            stack.callback(writer.close)
+        trusting = ssl.create_default_context(cafile=str(files.client_ca))
+        with pytest.raises((ssl.SSLError, ConnectionError, EOFError)):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+            writer.write(WHOLE)
+            await reader.readexactly(1)
+        trusting.load_cert_chain(str(files.cert), str(files.key))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting)
+        writer.write(WHOLE)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 OK")
+        writer.close()
+    (tmp_path / "key.pem").chmod(0o644)
+    with pytest.raises(ConfigError, match=r"tls\.key: every user of this machine may read"):
+        async with metrics(limits, files, "0.0.0.0"):
+            pass
