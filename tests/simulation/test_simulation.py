@@ -90,3 +90,11 @@ def test_a_killed_worker_costs_only_time() -> None:
     report = simulate(7, shape=Shape(response_s=6.0), faults=kills)
     assert report.problems == []
     assert report.trained == 16
+
+
+def test_a_trainer_that_counts_as_dead_and_comes_back_is_refused() -> None:
+    shape = Shape(prompts=24, max_staleness=2)
+    comes_back = [Fault(at_s=5.0, kind=Kind.ZOMBIE, target="trainer", seconds=4.0)]
+    assert simulate(3, shape=shape, faults=comes_back).problems == []
+    unfenced = simulate(3, shape=shape, faults=comes_back, parts=MUTANTS["no_epoch_fence"].parts)
+    assert "settle of epoch 1 was accepted, epoch 2 has the run" in unfenced.problems
