@@ -12,13 +12,44 @@ GOLDEN ?= tests/golden
 
 .PHONY: demo test parity check proto docs bench venv clean
 
-$(VENV)/.ready: pyproject.toml
+# Every other package is one of the lock's, by its hash. The lock is made for CI's platform; others resolve the extras.
+LOCK := .ci/requirements.lock
+LOCKED := $(shell $(PYTHON) -c 'import platform, sys; print(sys.version_info[:2] == (3, 11) and \
+  (sys.platform, platform.machine()) == ("linux", "x86_64"))')
+$(VENV)/.ready: pyproject.toml $(LOCK)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH)
+ifeq ($(LOCKED),True)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $(LOCK)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+else
+	@echo "$(LOCK) is for Python 3.11 on x86-64 Linux: here the newest packages that fit are installed"
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[torch,rewards,vllm,dev]'
+endif
 	touch $@
 
 venv: $(VENV)/.ready
+
+# The tools of the supply chain, in an environment of their own: they do not belong to what they pin and check.
+LOCK_VENV := .venv-lock
+LOCK_READY := $(LOCK_VENV)/.ready-1
+$(LOCK_READY):
+	rm -rf $(LOCK_VENV)
+	$(PYTHON) -m venv $(LOCK_VENV)
+	$(LOCK_VENV)/bin/pip install --quiet --disable-pip-version-check uv==0.13.9 pip-audit==2.10.1
+	touch $@
+
+# Pin what pyproject.toml asks for, with hashes. Pins stay as they are where they still fit: `make lock UPGRADE=--upgrade`.
+.PHONY: lock audit
+UPGRADE ?=
+lock: $(LOCK_READY)
+	$(LOCK_VENV)/bin/uv pip compile pyproject.toml .ci/lock-build.txt --quiet $(UPGRADE) --override .ci/lock-overrides.txt \
+	  --extra torch --extra rewards --extra vllm --extra dev --python-version 3.11 --python-platform x86_64-unknown-linux-gnu \
+	  --generate-hashes --no-emit-package torch --no-emit-index-url --no-emit-find-links --no-annotate --no-header -o $(LOCK)
+
+# Known vulnerabilities of the locked packages, asked of osv.dev: 1 if there are any, 2 if it cannot be reached.
+audit: $(LOCK_READY)
+	@$(LOCK_VENV)/bin/python .ci/audit.py $(LOCK)
 
 # An environment of its own for vLLM's CPU build (a community wheel, x86-64 Linux only): the least that its server needs.
 # Its full dependencies pull torchvision's CUDA build, which breaks `import transformers` beside a CPU torch.
@@ -220,4 +251,4 @@ bench-startup: venv venv-peer-trl
 	$(BIN)/python benchmarks/startup.py
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-peer-queue .venv-peer-reward .venv-peer-trl build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(LOCK_VENV) .venv-vllm .venv-sglang .venv-peer-queue .venv-peer-reward .venv-peer-trl build dist .mypy_cache .ruff_cache .pytest_cache
