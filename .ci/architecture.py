@@ -27,7 +27,7 @@ LINES: Mapping[str, int] = {
     "meshrl.weights": 6400,
     "meshrl.contract": 5200,
     "meshrl.simulation": 3500,
-    "meshrl.rpc": 5480,
+    "meshrl.rpc": 5650,
     "meshrl.launcher": 4300,
     "meshrl.testing": 3300,
     "meshrl.cli": 3350,

@@ -16,8 +16,10 @@ from meshrl.config.recipe import Recipe
 from meshrl.contract import plugins
 from meshrl.contract.config import Config
 from meshrl.contract.errors import MeshError
+from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.errors import status_of
 from meshrl.rpc.exit_codes import Exit
+from meshrl.rpc.identity import METHODS
 from meshrl.testing.parity.cases import load
 from meshrl.testing.parity.compare import Verdict, judge
 from meshrl.trainer.algorithms.recipe_defaults import defaults
@@ -68,6 +70,7 @@ def pages() -> dict[str, str]:
         "config.md": config_page(),
         "cli.md": cli_page(),
         "errors.md": errors_page(),
+        "identity.md": identity_page(),
         "algorithms.md": algorithms_page(),
     }
 
@@ -222,6 +225,35 @@ def _errors(kind: type[MeshError]) -> Iterator[str]:
 
 def _first_line(kind: type) -> str:
     return (kind.__doc__ or "").strip().splitlines()[0]
+
+
+def identity_page() -> str:
+    """Which role may call which method."""
+    services: dict[str, list[str]] = {}
+    for method, roles in METHODS.items():
+        _, service, name = method.split("/")
+        marks = " | ".join("x" if role in roles else "" for role in MeshRole)
+        services.setdefault(service, []).append(f"| `{name}` | {marks} |")
+    lines = [
+        "# Who may call what",
+        NOTE,
+        "Every gRPC method asks who calls, but health (`grpc.health.v1`), which is open. A caller shows a",
+        "credential (`authorization: Bearer ...`) or, over mutual TLS, a certificate whose name `tls.roles` maps to",
+        "a role. Without one the answer is UNAUTHENTICATED; with the wrong role, or a certificate without any,",
+        "PERMISSION_DENIED. A method that is missing here is refused to everybody.",
+        "[Credentials, files and certificates](../how-to/credentials.md).",
+        "",
+    ]
+    for service, rows in services.items():
+        lines += [
+            f"## `{service}`",
+            "",
+            f"| method | {' | '.join(MeshRole)} |",
+            f"|---|{'---|' * len(MeshRole)}",
+            *rows,
+            "",
+        ]
+    return "\n".join(lines)
 
 
 def algorithms_page() -> str:

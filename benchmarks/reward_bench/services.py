@@ -39,6 +39,7 @@ from meshrl.contract.types import (
 from meshrl.launcher.address_book import Entry
 from meshrl.launcher.health import is_serving
 from meshrl.launcher.ports import free_port
+from meshrl.rpc import credentials
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.clients.reward_registry import RewardRegistryClient
 
@@ -77,7 +78,7 @@ async def mesh(groups: int) -> AsyncIterator[Mesh]:
             "reward": {"custom_reward_function": {"path": str(directory / "base.py")}},
         }
         recipe.write_text(yaml.safe_dump(sections))
-        async with serving("queue", recipe) as queue_at, QueueClient(queue_at) as queue:
+        async with serving("queue", recipe) as queue_at, _client(directory, queue_at) as queue:
             await queue.open_run(train_spec(load_recipe(recipe, check=False)))
             async with (
                 serving("reward", recipe, "--queue", queue_at) as reward_at,
@@ -85,6 +86,12 @@ async def mesh(groups: int) -> AsyncIterator[Mesh]:
             ):
                 http = (await registry.names()).http_address
                 yield Mesh(queue=queue, registry=registry, http=http)
+
+
+def _client(directory: Path, address: str) -> QueueClient:
+    """With what the run's queue asks for; later clients present it too."""
+    credentials.use_run_directory(directory / "run")
+    return QueueClient(address)
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ import yaml
 from meshrl.launcher.address_book import Entry
 from meshrl.launcher.health import is_serving
 from meshrl.launcher.ports import free_port
+from meshrl.rpc import credentials
 
 
 @dataclass
@@ -46,6 +47,7 @@ class Service:
             while not await is_serving(entry):
                 assert self.process.returncode is None, self.output
                 await asyncio.sleep(0.02)
+        credentials.use_run_directory(Path(yaml.safe_load(self.recipe.read_text())["run"]["dir"]))
 
     async def kill(self) -> None:
         """kill -9."""
@@ -60,12 +62,14 @@ class Service:
 
 @asynccontextmanager
 async def serving(*services: Service) -> AsyncIterator[None]:
-    """All of them, in order; ended in the other order."""
+    """All of them, in order; ended in the other order. Meanwhile this process presents their run's credential."""
+    before = credentials.in_use()
     try:
         for service in services:
             await service.start()
         yield
     finally:
+        credentials.use(before)
         for service in reversed(services):
             if service.process is not None and service.process.returncode is None:
                 service.process.terminate()

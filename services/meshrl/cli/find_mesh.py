@@ -22,7 +22,7 @@ from meshrl.launcher.address_book import (
     newest_run_dir,
     run_lock,
 )
-from meshrl.rpc import tls
+from meshrl.rpc import credentials, tls
 from meshrl.rpc.queue_connection import connect_queue, open_stored_queue
 
 METRICS_NAME = "metrics.jsonl"
@@ -90,6 +90,7 @@ def find_mesh(
         )
     say_which(directory, address_book.run)
     tls.use(load_run(address_book.recipe).tls.certificates)
+    credentials.use_run_directory(directory)
     return Mesh(
         run=run or address_book.run,
         queue=address_book.peers()["queue"],
@@ -138,4 +139,5 @@ def reward_address(run_dir: Path | None, address: str | None) -> str:
         )
     say_which(directory, address_book.run)
     tls.use(load_run(address_book.recipe).tls.certificates)
+    credentials.use_run_directory(directory)
     return address_book.address("reward")

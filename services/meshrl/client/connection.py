@@ -12,7 +12,8 @@ from meshrl.contract.codec.compression import Mode
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.rpc.clients.base import SERVICE_RETRY_S
-from meshrl.rpc.clients.queue import QueueClient
+from meshrl.rpc.clients.queue import ClientOptions, QueueClient
+from meshrl.rpc.credentials import Credential
 
 Client = TypeVar("Client", bound=QueueClient)
 
@@ -55,22 +56,28 @@ def check_address(address: str) -> str:
 
 @asynccontextmanager
 async def connected(
-    addresses: Sequence[str], retry_s: float, compression: Mode
+    addresses: Sequence[str],
+    retry_s: float,
+    compression: Mode,
+    credential: Credential | None = None,
 ) -> AsyncIterator[Queue]:
     """The queue at one address, or the sharded queue at several. All clients must use the same order."""
     require_no_fork()
+    options: ClientOptions = {
+        "retry_s": retry_s,
+        "compression": compression,
+        "credential": credential,
+    }
     async with AsyncExitStack() as stack:
         if len(addresses) == 1:
-            yield await stack.enter_async_context(
-                _registered(QueueClient(addresses[0], retry_s=retry_s, compression=compression))
-            )
+            yield await stack.enter_async_context(_registered(QueueClient(addresses[0], **options)))
             return
         # Imported here, so that clients of a queue without shards need not load the router.
         from meshrl.rpc.clients.shard import ShardClient
         from meshrl.transferqueue.sharding import ShardedQueue
 
         async def dial(address: str) -> ShardClient:
-            client = ShardClient(address, retry_s=retry_s, compression=compression)
+            client = ShardClient(address, **options)
             return await stack.enter_async_context(_registered(client))
 
         router = ShardedQueue([await dial(address) for address in addresses], addresses, dial)

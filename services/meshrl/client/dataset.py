@@ -26,6 +26,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 
@@ -61,6 +62,7 @@ class _Source:
 
     addresses: tuple[str, ...]
     patience_s: float
+    credential: str | Path | None
     run: str
     groups: int
     steps: int | None
@@ -86,6 +88,7 @@ class QueueDataset(IterableDataset[TensorBatch]):
         publish: As in `Run.batches`.
         wait_s: Seconds to wait for each batch before WaitTimeoutError.
         patience_s: Seconds for which calls are repeated while the queue restarts.
+        credential: As in `Queue.connect`.
     """
 
     def __init__(
@@ -102,11 +105,14 @@ class QueueDataset(IterableDataset[TensorBatch]):
         publish: bool = True,
         wait_s: float = DAY_S,
         patience_s: float = RETRY_S,
+        credential: str | Path | None = None,
     ) -> None:
-        Queue.connect(*addresses)  # raises for a bad address here rather than in a worker
+        # Raises for a bad address or credential here rather than in a worker.
+        Queue.connect(*addresses, credential=credential)
         self._source = _Source(
             addresses=addresses,
             patience_s=patience_s,
+            credential=credential,
             run=run,
             groups=groups,
             steps=steps,
@@ -281,7 +287,9 @@ class _Connection:
 
     def __init__(self, source: _Source) -> None:
         self._thread = EventLoopThread()
-        self._queue = Queue.connect(*source.addresses, patience_s=source.patience_s)
+        self._queue = Queue.connect(
+            *source.addresses, patience_s=source.patience_s, credential=source.credential
+        )
         self._thread.call(self._queue.__aenter__())
 
     def call(self, ask: Ask[T]) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -24,6 +25,7 @@ from meshrl.contract.types import (
     Version,
     Waiting,
 )
+from meshrl.rpc.credentials import Credential
 
 DAY_S: Final = 86_400.0
 """Default seconds that calls wait for rows, or for room."""
@@ -32,16 +34,27 @@ DAY_S: Final = 86_400.0
 class Queue:
     """A transfer queue in another process. A write is durable on return, and writing twice is writing once."""
 
-    def __init__(self, addresses: Sequence[str], patience_s: float, compression: Mode) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        patience_s: float,
+        compression: Mode,
+        credential: Credential | None = None,
+    ) -> None:
         self._addresses = tuple(check_address(address) for address in addresses)
         self._retry_s = patience_s
         self._compression = compression
+        self._credential = credential
         self._port: ports.Queue | None = None
         self._closing = AsyncExitStack()
 
     @classmethod
     def connect(
-        cls, *addresses: str, patience_s: float = RETRY_S, compression: Mode = "auto"
+        cls,
+        *addresses: str,
+        patience_s: float = RETRY_S,
+        compression: Mode = "auto",
+        credential: str | Path | None = None,
     ) -> Self:
         """A queue to enter with `async with`.
 
@@ -49,13 +62,18 @@ class Queue:
             addresses: `host:port`, or one for each shard, in the same order in every program.
             patience_s: Seconds for which calls are repeated while the queue restarts.
             compression: Of payload, lossless: `auto` compresses between hosts, `off` never, `zstd` always.
+            credential: A credential of the run, or the file of one (`<run.dir>/credentials/<role>`); by default
+                MESHRL_CREDENTIAL_FILE or MESHRL_TOKEN.
 
         Raises:
             UserError: there is no address, or one is not `host:port` or `unix:/path`.
+            ConfigError: the credential cannot be read.
         """
         if not addresses:
             raise UserError("connect needs the address of a queue: host:port")
-        return cls(addresses, patience_s, compression)
+        return cls(
+            addresses, patience_s, compression, Credential(credential) if credential else None
+        )
 
     @property
     def port(self) -> ports.Queue:
@@ -66,7 +84,7 @@ class Queue:
 
     async def __aenter__(self) -> Self:
         if self._port is None:
-            opening = connected(self._addresses, self._retry_s, self._compression)
+            opening = connected(self._addresses, self._retry_s, self._compression, self._credential)
             self._port = await self._closing.enter_async_context(opening)
         return self
 

@@ -10,6 +10,7 @@ its block, the next `write` or the end of the block raises LeaseLostError.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -177,7 +178,11 @@ class Queue:
 
     @classmethod
     def connect(
-        cls, *addresses: str, patience_s: float = RETRY_S, compression: Mode = "auto"
+        cls,
+        *addresses: str,
+        patience_s: float = RETRY_S,
+        compression: Mode = "auto",
+        credential: str | Path | None = None,
     ) -> Self:
         """A queue to enter with `with`.
 
@@ -185,12 +190,17 @@ class Queue:
             addresses: `host:port`, or one for each shard, in the same order in every program.
             patience_s: Seconds for which calls are repeated while the queue restarts.
             compression: Of payload, lossless: `auto` compresses between hosts, `off` never, `zstd` always.
+            credential: A credential of the run, or the file of one (`<run.dir>/credentials/<role>`); by default
+                MESHRL_CREDENTIAL_FILE or MESHRL_TOKEN.
 
         Raises:
             UserError: there is no address, or one is not `host:port` or `unix:/path`.
+            ConfigError: the credential cannot be read.
         """
         return cls(
-            AsyncQueue.connect(*addresses, patience_s=patience_s, compression=compression),
+            AsyncQueue.connect(
+                *addresses, patience_s=patience_s, compression=compression, credential=credential
+            ),
             EventLoopThread(),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from pydantic import Field, JsonValue, PositiveInt, model_validator
 
@@ -46,6 +47,19 @@ class RunConfig(Config):
         return self.dir if self.dir is not None else Path("runs") / self.name
 
 
+CredentialRole: TypeAlias = Literal[
+    "feeder",
+    "rollout",
+    "reward",
+    "reference",
+    "stage",
+    "trainer",
+    "operator",
+    "submitter",
+    "reader",
+]
+
+
 class TlsConfig(Config):
     """Certificates, as PEM files. With none, connections are not encrypted."""
 
@@ -57,6 +71,9 @@ class TlsConfig(Config):
     """Authority that must have signed a service's certificate; null: the machine's own authorities."""
     client_ca: Path | None = None
     """Authority that must have signed a client's certificate (mutual TLS); null asks for no certificate."""
+    roles: dict[str, CredentialRole] = Field(default_factory=dict)
+    """Role of a client by the common name or a SAN of its certificate. With any, certificates without a role are
+    refused."""
 
     @model_validator(mode="after")
     def _fits(self) -> TlsConfig:

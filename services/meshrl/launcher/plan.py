@@ -18,6 +18,7 @@ from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import AddressBook, Entry
 from meshrl.launcher.ports import free_port
 from meshrl.launcher.service import Probe, Service
+from meshrl.rpc import credentials
 
 ProbeOf: TypeAlias = Callable[[Callable[[], Entry]], Probe]
 
@@ -137,6 +138,7 @@ class LaunchPlan:
         return Service(
             name=name,
             argv=lambda: argv,
+            env=credentials.service_environment(self._recipe.run.path, service.kind),
             probe=probe_of(lambda: self.address_book.services[name]),
             preload="torch" if rules.needs_torch(self._recipe) else "light",
             start_order=rules.start_order,

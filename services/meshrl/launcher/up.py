@@ -32,7 +32,7 @@ from meshrl.launcher.shards import ShardOperations, with_recorded_shards
 from meshrl.launcher.status import MeshStatus
 from meshrl.launcher.supervisor import Supervisor, Verdict
 from meshrl.launcher.view import final_table, live_view, step_line, waiting_lines
-from meshrl.rpc import tls
+from meshrl.rpc import credentials, tls
 from meshrl.rpc.exit_codes import Exit
 
 REDRAW_S = 0.25
@@ -58,7 +58,9 @@ def up(
     tls.use(recipe.tls.certificates)
     recipe = with_recorded_shards(recipe)
     directory = recipe.run.path
-    directory.mkdir(parents=True, exist_ok=True)
+    credentials.open_run_directory(directory)
+    operator = credentials.file_of_role(directory, credentials.MeshRole.OPERATOR)
+    credentials.use(credentials.Credential(operator), credentials.verifiers_file(directory))
     console = Console(highlight=False, soft_wrap=True)
     with run_lock(directory):
         if (line := finished_line(recipe)) is not None:

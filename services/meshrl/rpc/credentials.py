@@ -172,7 +172,7 @@ def forget_environment() -> None:
         os.environ.pop(name, None)
 
 
-def credential_file(run_dir: Path, role: MeshRole) -> Path:
+def file_of_role(run_dir: Path, role: MeshRole) -> Path:
     """Where the credential of a role lies."""
     return run_dir / FOLDER / role
 
@@ -184,11 +184,63 @@ def verifiers_file(run_dir: Path) -> Path:
 
 def use_run_directory(run_dir: Path, role: MeshRole = MeshRole.OPERATOR) -> None:
     """Present the run's credential of `role`, unless the environment names one. A run without any goes without."""
-    file = credential_file(run_dir, role)
+    file = file_of_role(run_dir, role)
     credential = from_environment()
     if credential is None and file.exists():
         credential = Credential(file)
     use(credential, _verifiers_in_use)
+
+
+def use_for_service(
+    run_dir: Path, kind: str, *, credential_file: Path | None = None, verifiers: Path | None = None
+) -> None:
+    """Set what a service of this kind presents and verifies: the given files, else those of its run.
+
+    A run without credentials gets them. No process that the service starts inherits any.
+
+    Raises:
+        ConfigError: a file cannot be used. UserError: the run's directory cannot be written.
+    """
+    credential = Credential(credential_file) if credential_file is not None else from_environment()
+    forget_environment()
+    role = role_of(kind)
+    if verifiers is None or (credential is None and role is not None):
+        open_run_directory(run_dir)
+    if credential is None and role is not None:
+        credential = Credential(file_of_role(run_dir, role))
+    use(credential, verifiers if verifiers is not None else verifiers_file(run_dir))
+
+
+def service_environment(run_dir: Path, kind: str) -> Mapping[str, str]:
+    """What `up` tells a service of this kind; empty variables hide those of whoever started `up`."""
+    role = role_of(kind)
+    return {
+        TOKEN_VARIABLE: "",
+        FILE_VARIABLE: "" if role is None else str(file_of_role(run_dir, role).absolute()),
+        VERIFIERS_VARIABLE: str(verifiers_file(run_dir).absolute()),
+    }
+
+
+def own_environment() -> Mapping[str, str]:
+    """What makes a further process of this service present and verify the same."""
+    found = dict(_in_use.environment()) if _in_use is not None else {}
+    if _verifiers_in_use is not None:
+        found[VERIFIERS_VARIABLE] = str(_verifiers_in_use)
+    return found
+
+
+def open_run_directory(run_dir: Path) -> None:
+    """Make the directory of a run and its credentials where they are missing, closed to other users.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run.dir: {run_dir}: {error.strerror}") from error
+    tighten(run_dir)
+    ensure_credentials(run_dir)
 
 
 def ensure_credentials(run_dir: Path) -> None:

@@ -129,6 +129,7 @@ class Identity:
         *,
         certificates: Mapping[str, MeshRole] | None = None,
         tokens: TokenStore | None = None,
+        mutual: bool = False,
     ) -> None:
         """Raises ConfigError.
 
@@ -137,6 +138,7 @@ class Identity:
             certificates: Role by the common name or SAN of a client's certificate. With any, every caller's
                 certificate must name a role, and a credential beside it can only narrow that.
             tokens: A tokens file whose roles count at this server too.
+            mutual: True if callers have certificates.
         """
         known: Mapping[str, MeshRole] = {}
         self._known: Callable[[], Mapping[str, MeshRole]] = (
@@ -144,6 +146,7 @@ class Identity:
         )
         self._certificates = certificates or {}
         self._tokens = tokens
+        self._mutual = mutual
 
     def roles(self, authorization: str, names: Iterable[str] | None) -> frozenset[MeshRole]:
         """The roles of a caller with this `authorization` and a certificate of these names; None: it has none.
@@ -195,7 +198,8 @@ class Identity:
         wanted = METHODS.get(method, frozenset())
 
         async def run(request: Any, context: Context) -> Any:
-            self.check(method, wanted, authorization_of(context), certificate_names(context))
+            names = certificate_names(context) if self._mutual else None
+            self.check(method, wanted, authorization_of(context), names)
             return await behavior(request, context)
 
         return run

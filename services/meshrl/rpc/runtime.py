@@ -134,7 +134,12 @@ class GrpcServer:
         """
         self.settings = settings
         self._identity = (
-            Identity(settings.verifiers, certificates=settings.certificate_roles, tokens=tokens)
+            Identity(
+                settings.verifiers,
+                certificates=settings.certificate_roles,
+                tokens=tokens,
+                mutual=settings.tls.mutual,
+            )
             if settings.identified
             else None
         )

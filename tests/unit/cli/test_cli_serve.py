@@ -11,13 +11,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from meshrl.config import load_recipe, train_spec
 from meshrl.contract.types import RESCORABLE_REWARD_STAGE, ROLLOUT_STAGE, Outcome, Task, Version
 from meshrl.launcher.address_book import Entry
 from meshrl.launcher.health import is_serving
 from meshrl.launcher.ports import free_port
+from meshrl.rpc import credentials
 from meshrl.rpc.clients.queue import QueueClient
+from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.exit_codes import Exit
 
 CLI = (sys.executable, "-m", "meshrl.cli")
@@ -62,8 +65,16 @@ async def queue_service(tmp_path: Path) -> AsyncIterator[str]:
             assert await process.wait() == 0
 
 
-async def test_a_queue_is_served_asked_and_drained(tmp_path: Path) -> None:
+async def test_a_queue_is_served_asked_and_drained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with queue_service(tmp_path) as address:
+        run_dir = tmp_path / "run"
+        assert run_dir.stat().st_mode & 0o777 == 0o700
+        code, out, err = await meshrl("ledger", "--queue", address, "--run", "run")
+        assert (code, out) == (1, "") and "this call needs a credential of the run" in err
+        operator = credentials.file_of_role(run_dir, MeshRole.OPERATOR)
+        monkeypatch.setenv(credentials.FILE_VARIABLE, str(operator))
         spec = train_spec(load_recipe(recipe(tmp_path), check=False))
         task = Task(
             run=spec.run, task_id="t", prompt_ids=np.arange(3, dtype=np.int32), group_size=2
@@ -106,8 +117,12 @@ async def test_a_queue_is_served_asked_and_drained(tmp_path: Path) -> None:
         assert code == 0 and isinstance(json.loads(out), list)
 
 
-async def test_a_run_that_the_queue_does_not_know_is_one_line(tmp_path: Path) -> None:
+async def test_a_run_that_the_queue_does_not_know_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with queue_service(tmp_path) as address:
+        reader = credentials.file_of_role(tmp_path / "run", MeshRole.READER)
+        monkeypatch.setenv(credentials.FILE_VARIABLE, str(reader))
         code, out, err = await meshrl("ledger", "--queue", address, "--run", "nobody")
         assert (code, out, len(err.splitlines())) == (1, "", 1)
         assert "nobody" in err

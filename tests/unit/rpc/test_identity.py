@@ -136,7 +136,7 @@ async def status(channel: grpc.aio.Channel, name: str, token: str | None) -> grp
 
 
 def token_of(run_dir: Path, role: MeshRole) -> str:
-    return credentials.credential_file(run_dir, role).read_text().strip()
+    return credentials.file_of_role(run_dir, role).read_text().strip()
 
 
 def test_every_method_of_every_service_is_in_the_table_and_nothing_else_is() -> None:
@@ -257,7 +257,7 @@ def test_credentials_are_private_and_made_once(tmp_path: Path) -> None:
 def test_a_loose_credential_is_refused_and_a_loose_directory_is_closed(
     run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = credentials.credential_file(run_dir, MeshRole.TRAINER)
+    file = credentials.file_of_role(run_dir, MeshRole.TRAINER)
     file.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod"):
         Credential(file)
@@ -278,11 +278,11 @@ def test_changed_files_count_without_a_restart(
     monkeypatch.setattr(credentials.time, "monotonic", lambda: now[0])
     verifiers = credentials.verifiers_file(run_dir)
     identity = Identity(verifiers)
-    credential = Credential(credentials.credential_file(run_dir, MeshRole.TRAINER))
+    credential = Credential(credentials.file_of_role(run_dir, MeshRole.TRAINER))
     ((_, before),) = credential.metadata()
     token, digest = new_token()
     verifiers.write_text(json.dumps({"trainer": [digest]}))
-    credentials.credential_file(run_dir, MeshRole.TRAINER).write_text(token)
+    credentials.file_of_role(run_dir, MeshRole.TRAINER).write_text(token)
     assert identity.roles(before, None) == {MeshRole.TRAINER}  # looked at once a second
     now[0] += 1.0
     assert credential.metadata() == (("authorization", f"Bearer {token}"),)
@@ -402,11 +402,43 @@ def test_a_credential_is_one_word(tmp_path: Path) -> None:
         Credential(tmp_path / "absent")
 
 
-def test_no_process_that_a_service_starts_inherits_a_credential(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_service_presents_its_role_and_no_process_that_it_starts_inherits_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(credentials.TOKEN_VARIABLE, "a")
-    monkeypatch.setenv(credentials.FILE_VARIABLE, "b")
-    monkeypatch.setenv(credentials.VERIFIERS_VARIABLE, "c")
-    credentials.forget_environment()
+    run_dir = tmp_path / "run"
+    credentials.open_run_directory(run_dir)
+    told = credentials.service_environment(run_dir, "rollout")
+    monkeypatch.setenv(credentials.TOKEN_VARIABLE, "of whoever started it")
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert not any(token_of(run_dir, role) in str(told) for role in MeshRole)
+    credentials.use_for_service(
+        run_dir,
+        "rollout",
+        credential_file=Path(told[credentials.FILE_VARIABLE]),
+        verifiers=Path(told[credentials.VERIFIERS_VARIABLE]),
+    )
     assert not [name for name in credentials.PRIVATE if name in os.environ]
+    presented = credentials.in_use()
+    assert presented is not None
+    ((_, authorization),) = presented.metadata()
+    assert authorization == f"Bearer {token_of(run_dir, MeshRole.ROLLOUT)}"
+    assert credentials.verifiers_in_use() == credentials.verifiers_file(run_dir)
+
+
+def test_a_run_from_before_gets_credentials_and_is_closed_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.chmod(0o755)
+    credentials.use_for_service(tmp_path, "queue")
+    assert tmp_path.stat().st_mode & 0o777 == 0o700
+    assert caplog.messages == [
+        f"{tmp_path} was open to other users (mode 755): now only its owner may enter"
+    ]
+    assert credentials.in_use() is None  # the queue calls nobody
+    caplog.clear()
+    credentials.use_for_service(tmp_path, "deduplication")
+    presented = credentials.in_use()
+    assert presented is not None and presented.path is not None
+    assert presented.path.name == "stage"
+    assert not caplog.messages

@@ -56,6 +56,18 @@ from meshrl.rpc.parent_death import die_with_parent
     help="mesh.json of `up`: says where this service listens and where the others are.",
 )
 @click.option(
+    "--credential-file",
+    envvar="MESHRL_CREDENTIAL_FILE",
+    type=PATH,
+    help="What this service presents to others; that of its role in <run.dir>/credentials if not given.",
+)
+@click.option(
+    "--verifiers-file",
+    envvar="MESHRL_VERIFIERS_FILE",
+    type=PATH,
+    help="Hashes of the credentials that callers must present; <run.dir>/credentials/verifiers.json if not given.",
+)
+@click.option(
     "--log-level",
     envvar="MESHRL_LOG_LEVEL",
     type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
@@ -75,11 +87,17 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
     )
     loaded = load_recipe(recipe, overrides, sections=partial(_sections, service))
     # The runtime is imported here, not above: with it comes gRPC, which `--help` can do without.
-    from meshrl.rpc import tls
+    from meshrl.rpc import credentials, tls
     from meshrl.rpc.runtime import ServerSettings, run_service
     from meshrl.rpc.service_context import ServiceContext
 
     tls.use(loaded.tls.certificates)
+    credentials.use_for_service(
+        loaded.run.path,
+        service,
+        credential_file=options["credential_file"],
+        verifiers=options["verifiers_file"],
+    )
 
     name, host, port = options["name"] or service, options["host"], options["port"]
     metrics_port = options["metrics_port"]
@@ -102,6 +120,10 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
         metrics_port=metrics_port,
         allow_insecure_bind=options["allow_insecure_bind"],
         tls=loaded.tls.certificates,
+        verifiers=credentials.verifiers_in_use(),
+        certificate_roles={
+            certified: credentials.MeshRole(role) for certified, role in loaded.tls.roles.items()
+        },
     )
     run = plugins.load(SERVICES, module_of(loaded, service), "run")
     context = ServiceContext(name=name, kind=service, settings=settings, addresses=peers)

@@ -106,7 +106,12 @@ def _authorizer(recipe: Recipe, settings: ServerSettings) -> Authorizer | None:
         return None
     tokens = TokenStore(config.tokens) if config.tokens is not None else None
     rate = config.claims_per_minute
-    return Authorizer(tokens, requests_per_minute=rate, submissions_per_minute=rate)
+    return Authorizer(
+        tokens,
+        requests_per_minute=rate,
+        submissions_per_minute=rate,
+        verifiers=settings.verifiers,
+    )
 
 
 def _number(name: str) -> int:

@@ -17,6 +17,7 @@ import sys
 from functools import partial
 
 from meshrl.launcher.ports import free_port
+from meshrl.rpc import credentials
 from meshrl.rpc.parent_death import PARENT_VARIABLE
 
 
@@ -37,7 +38,13 @@ async def run_ranks(count: int) -> int:
     ranks = [
         await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "meshrl.cli", *sys.argv[1:]),
-            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={
+                **os.environ,
+                **credentials.own_environment(),
+                **world,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+            },
         )
         for rank in range(count)
     ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import AsyncExitStack, closing
-from typing import Any
 
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import UserError
@@ -23,14 +22,13 @@ from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.reward_stage import RewardStage, token_ends
 from meshrl.rpc.audit_log import RewardAuditLog
-from meshrl.rpc.auth import Authorizer, Role, TokenStore
+from meshrl.rpc.auth import Authorizer, TokenStore
 from meshrl.rpc.guarded_registry import GuardedRegistry
-from meshrl.rpc.interceptors import Behavior, Context, Interceptor
 from meshrl.rpc.queue_connection import connect_mesh_queue
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, Servicer
 from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.reward import RewardServicer
-from meshrl.rpc.servicers.reward_registry import RewardRegistryServicer, caller_of
+from meshrl.rpc.servicers.reward_registry import RewardRegistryServicer
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +37,8 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Serve until stopped."""
     config = recipe.reward.registry
     settings = context.settings.model_copy(update={"authenticated": config.tokens is not None})
-    authorizer = _authorizer(config, settings)
+    tokens = TokenStore(config.tokens) if config.tokens is not None else None
+    authorizer = _authorizer(config, settings, tokens)
     # Without protection the service scores, but takes no submissions.
     submissions = _protected(config, settings)
     directory = config.dir if config.dir is not None else recipe.run.path / "rewards"
@@ -52,7 +51,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         servicers: list[Servicer] = [RewardServicer(registry.judge, registry.judge)]
         if submissions:
             servicers.append(RewardRegistryServicer(guarded))
-        server = GrpcServer(settings, servicers, interceptors=[_scoring_needs_a_role(guarded)])
+        server = GrpcServer(settings, servicers, tokens=tokens)
         await stack.enter_async_context(server)
         server.registry.register(WatchMetrics(registry.judge))
         if submissions and config.http_port is not None:
@@ -87,7 +86,9 @@ def _protected(config: RegistryConfig, settings: ServerSettings) -> bool:
     return config.tokens is not None or settings.tls.mutual or is_loopback(settings.host)
 
 
-def _authorizer(config: RegistryConfig, settings: ServerSettings) -> Authorizer:
+def _authorizer(
+    config: RegistryConfig, settings: ServerSettings, tokens: TokenStore | None
+) -> Authorizer:
     """Raises UserError if anybody on the network could submit."""
     if config.tokens is not None and settings.tls.cert is None and not is_loopback(settings.host):
         if not settings.allow_insecure_bind:
@@ -111,23 +112,8 @@ def _authorizer(config: RegistryConfig, settings: ServerSettings) -> Authorizer:
             settings.host,
         )
     return Authorizer(
-        TokenStore(config.tokens) if config.tokens is not None else None,
+        tokens,
+        verifiers=settings.verifiers,
         requests_per_minute=config.requests_per_minute,
         submissions_per_minute=config.submissions_per_minute,
     )
-
-
-def _scoring_needs_a_role(guarded: GuardedRegistry) -> Interceptor:
-    """With tokens on, calls of the Reward service need the role READ. The registry's servicer checks by itself."""
-
-    def around(method: str, behavior: Behavior) -> Behavior:
-        if not method.startswith(f"/{RewardServicer.service}/"):
-            return behavior
-
-        async def run(request: Any, context: Context) -> Any:
-            guarded.check(caller_of(context), Role.READ)
-            return await behavior(request, context)
-
-        return run
-
-    return around

@@ -36,7 +36,7 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.rpc import tls
+from meshrl.rpc import credentials, tls
 from meshrl.rpc.errors import from_rpc
 from meshrl.rpc.interceptors import Context, full_name
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
@@ -85,6 +85,7 @@ class Carrier:
             drain_grace_s=0,
             tls=tls.in_use(),
             authenticated=True,  # by the secret
+            verifiers=credentials.verifiers_in_use(),
         )
         try:
             server = await self._closing.enter_async_context(
