@@ -14,17 +14,22 @@ import pytest
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import WaitTimeoutError
-from meshrl.contract.types import OnUpdate
+from meshrl.contract.types import ROLLOUT_STAGE, OnUpdate
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.rollout.sessions.session import Session
 from meshrl.rpc.interceptors import Context
 from meshrl.simulation.loop import START_S, SimulatedLoop, quiet
 from meshrl.simulation.network import Delays, Network
 from meshrl.testing.weights import HashSink
+from meshrl.transferqueue.model.waiting import CLAIM_S
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.replica_controller import ReplicaController
 from meshrl.weights.servicer import WeightsServicer
+
+from ..contract.queue_actors import Actors, spec, tasks
 
 
 @contextmanager
@@ -114,3 +119,21 @@ def test_a_first_message_that_is_no_welcome_is_refused_and_the_joining_tried_aga
         assert loop.time() - START_S >= 60
         assert 2 < hasty.joins < 200  # again and again, with pauses
         assert hasty.messages <= hasty.joins  # a HELLO each, and no beat
+
+
+@pytest.mark.parametrize(("after_s", "given"), [(0.9 * CLAIM_S, ("t1", 0)), (CLAIM_S, ("t0", 1))])
+def test_a_claim_to_siblings_ends_by_itself_and_order_is_as_before(
+    after_s: float, given: tuple[str, int]
+) -> None:
+    async def second_lease() -> tuple[str, int]:
+        queue = await TransferQueue.open(MemoryStore())
+        actors = Actors(queue)
+        await actors.start(spec(batch_groups=64, stages=(ROLLOUT_STAGE,), group_size=4))
+        await actors.feed(tasks(2, group_size=4))
+        await actors.lease(limit=1, worker="a")
+        await asyncio.sleep(after_s)
+        (row,) = (await actors.lease(limit=1, worker="b")).rows
+        await queue.close()
+        return row.uid.task, row.uid.index
+
+    assert run(0, second_lease()) == given

@@ -22,7 +22,7 @@ from .gated_store import GatedStore
 
 @pytest.fixture
 async def actors() -> AsyncIterator[Actors]:
-    actors = Actors(await TransferQueue.open(GatedStore()))
+    actors = Actors(await TransferQueue.open(GatedStore(), recovery_pause_s=0.01))
     await actors.start(spec(max_staleness=99.0))
     yield actors
     store_of(actors).gate.set()
@@ -127,9 +127,8 @@ async def test_a_lease_expires_after_a_refused_commit_too(actors: Actors) -> Non
 
 
 async def test_a_store_that_cannot_be_read_back_is_tried_until_it_can(
-    actors: Actors, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    actors: Actors, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("meshrl.transferqueue.store.RECOVERY_PAUSE_S", 0.01)
     store = store_of(actors)
     store.refusal = store.unreadable = InfraError("the disk went away")
     with caplog.at_level(logging.ERROR), pytest.raises(InfraError, match="went away"):

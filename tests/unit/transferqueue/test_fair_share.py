@@ -169,15 +169,6 @@ async def test_nobody_waits_for_rows_that_another_worker_has_a_claim_to(
     assert groups_of(granted) == [*(("t1", i) for i in range(4)), *(("t0", i) for i in (1, 2, 3))]
 
 
-async def test_a_claim_ends_by_itself_and_order_is_as_before(
-    queue: TransferQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("meshrl.transferqueue.model.waiting.CLAIM_S", 0.0)
-    await admit(queue, 2)
-    await lease(queue, "a", 1)
-    assert groups_of(await lease(queue, "b", 1)) == [("t0", 1)]
-
-
 async def test_rows_that_came_back_need_not_go_to_where_they_failed(queue: TransferQueue) -> None:
     await admit(queue, 2)
     granted = await lease(queue, "a", 2)

@@ -15,13 +15,12 @@ import trustme
 from redis.asyncio import Redis
 
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError, MeshError, UserError
-from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, OwnerLostError, Table
 from meshrl.transferqueue.stores import _redis_connection
 from meshrl.transferqueue.stores import redis as redis_store
-from meshrl.transferqueue.stores.redis import RedisStore
+from meshrl.transferqueue.stores.redis import TIMING, RedisStore, Timing
 
 from ...contract.queue_actors import Actors, spec, tasks
 from ...redis_server import RedisServer, needs_redis, running
@@ -47,10 +46,8 @@ def config_of(*urls: str, **changes: Any) -> QueueConfig:
     return QueueConfig(redis_url=",".join(urls), **fields)
 
 
-def store_of(*urls: str, **changes: Any) -> RedisStore:
-    store = stores.build(config_of(*urls, **changes), Path("unused"))
-    assert isinstance(store, RedisStore)
-    return store
+def store_of(*urls: str, timing: Timing = TIMING, **changes: Any) -> RedisStore:
+    return redis_store.build(config_of(*urls, **changes), Path("unused"), timing=timing)
 
 
 @asynccontextmanager
@@ -148,10 +145,10 @@ async def test_the_queue_lives_through_a_restart_of_redis(server: RedisServer) -
 
 
 async def test_a_redis_that_stays_away_refuses_what_was_not_acknowledged(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    server: RedisServer,
 ) -> None:
-    monkeypatch.setattr(redis_store, "RESTART_S", 0.2)
-    actors = Actors(await TransferQueue.open(store_of(server.url)))
+    store = store_of(server.url, timing=Timing(restart_s=0.2))
+    actors = Actors(await TransferQueue.open(store))
     await actors.start(spec(max_staleness=99.0))
     await actors.feed(tasks(1))
     server.kill()
@@ -320,12 +317,13 @@ async def test_a_server_that_promises_less_is_refused(server: RedisServer) -> No
 
 
 async def test_rows_may_not_use_the_reserve_of_maxmemory_but_may_leave(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    server: RedisServer,
 ) -> None:
-    monkeypatch.setattr(redis_store, "ASK_MEMORY_EVERY_S", 0.0)
+    timing = Timing(ask_memory_every_s=0.0)
     with server.client() as client:
         client.config_set("maxmemory", 64 << 20)
-    actors = Actors(await TransferQueue.open(store_of(server.url, reserve_bytes=0)))
+    store = store_of(server.url, timing=timing, reserve_bytes=0)
+    actors = Actors(await TransferQueue.open(store))
     await actors.start()
     await actors.feed(tasks(2))
     await actors.work()
@@ -352,10 +350,8 @@ async def test_unknown_formats_and_foreign_keys_are_refused(server: RedisServer)
         await TransferQueue.open(store_of(server.url, redis_prefix="other"))
 
 
-async def test_passwords_are_read_from_a_file_and_never_printed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(redis_store, "OPEN_S", 0.0)
+async def test_passwords_are_read_from_a_file_and_never_printed(folder: Path) -> None:
+    timing = Timing(open_s=0.0)
     secret = folder / "secret"
     secret.touch(0o600)
     secret.write_text("hunter2\n")
@@ -365,10 +361,10 @@ async def test_passwords_are_read_from_a_file_and_never_printed(
         async with loaded(server.url, redis_password_file=secret) as store:
             await store.apply(put(1))
         with pytest.raises(UserError, match="refuses us"):
-            await TransferQueue.open(store_of(server.url))
+            await TransferQueue.open(store_of(server.url, timing=timing))
     address = "redis://:hunter2@127.0.0.1:1/0"
     with pytest.raises(InfraError, match=r"redis://127\.0\.0\.1:1/0 cannot be reached") as error:
-        await TransferQueue.open(store_of(address))
+        await TransferQueue.open(store_of(address, timing=timing))
     assert "hunter2" not in str(error.value)
     with pytest.raises(UserError, match="redis_password_file"):
         store_of(server.url, redis_password_file=folder / "missing")
@@ -376,10 +372,7 @@ async def test_passwords_are_read_from_a_file_and_never_printed(
         store_of("http://somewhere")
 
 
-async def test_a_connection_may_be_encrypted_and_the_server_checked(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(redis_store, "OPEN_S", 0.0)
+async def test_a_connection_may_be_encrypted_and_the_server_checked(folder: Path) -> None:
     ours, theirs = trustme.CA(), trustme.CA()
     certificate = ours.issue_cert("127.0.0.1")
     certificate.private_key_pem.write_to_path(folder / "key")
@@ -402,7 +395,7 @@ async def test_a_connection_may_be_encrypted_and_the_server_checked(
             await store.apply(put(1))
             assert await meta_of(store) == [1]
         with pytest.raises(InfraError, match="certificate verify failed"):
-            await TransferQueue.open(store_of(address + "theirs"))
+            await TransferQueue.open(store_of(address + "theirs", timing=Timing(open_s=0.0)))
 
 
 def free_port() -> int:

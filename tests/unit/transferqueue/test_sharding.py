@@ -14,7 +14,6 @@ import pytest
 from meshrl.contract.errors import FencedError, UnavailableError, UserError, WaitTimeoutError
 from meshrl.contract.types import Lease, RunSpec
 from meshrl.transferqueue.sharding import GroupCounts, ShardedQueue, ShardQueue
-from meshrl.transferqueue.sharding import admission as feeding
 from meshrl.transferqueue.sharding.batches import plan_batch
 from meshrl.transferqueue.sharding.run_shards import RunShards, owner
 from meshrl.transferqueue.sharding.shard import BatchPlan, parse_batch_name
@@ -277,15 +276,14 @@ async def test_after_a_rewind_batches_of_uneven_shares_come_again_as_they_were(
 
 
 async def test_the_cursor_never_runs_ahead_of_a_task_that_is_lost(
-    shards: list[ShardQueue], monkeypatch: pytest.MonkeyPatch
+    shards: list[ShardQueue],
 ) -> None:
-    monkeypatch.setattr(feeding, "TURN_S", 0.1)
     for number in range(3):
         for after in (False, True):
             run = f"run-{number}-{after}"
             dying: list[Any] = list(shards)
             dying[number] = Failing(shards[number], "admit_in_turn", after=after)
-            actors = Actors(ShardedQueue(dying), run)
+            actors = Actors(ShardedQueue(dying, turn_s=0.1), run)
             await actors.start(spec(run, batch_groups=20))
             with pytest.raises(UnavailableError):
                 await actors.feed(tasks(12, run=run), cursor="twelve")
@@ -435,9 +433,8 @@ async def test_the_turn_of_a_feeder_that_died_is_taken_from_it(shards: list[Shar
 
 
 async def test_what_a_shard_grants_too_late_is_given_back_and_counts_as_no_attempt(
-    shards: list[ShardQueue], monkeypatch: pytest.MonkeyPatch
+    shards: list[ShardQueue],
 ) -> None:
-    monkeypatch.setattr("meshrl.transferqueue.sharding.leases.LAG_S", 0.01)
     hold, granted = asyncio.Event(), asyncio.Event()
 
     class Slow(Failing):
@@ -455,7 +452,8 @@ async def test_what_a_shard_grants_too_late_is_given_back_and_counts_as_no_attem
 
             return lease
 
-    queue = ShardedQueue([Slow(shards[0], "lease"), shards[1]])  # type: ignore[list-item]
+    slow: list[Any] = [Slow(shards[0], "lease"), shards[1]]
+    queue = ShardedQueue(slow, lag_s=0.01)
     actors = Actors(queue)
     await actors.start(spec(batch_groups=20, max_attempts=1))
     await actors.feed(tasks(10))

@@ -63,6 +63,7 @@ from meshrl.transferqueue.operations import (
 from meshrl.transferqueue.operations.payload import PayloadReader
 from meshrl.transferqueue.operations.recovery import restore
 from meshrl.transferqueue.store import (
+    RECOVERY_PAUSE_S,
     CommitLog,
     Durations,
     OwnerLostError,
@@ -96,17 +97,24 @@ class TransferQueue(RowMethods):
 
     @classmethod
     async def open(
-        cls, store: Store, *, samplers: Collection[str] = (), quota: Quota | None = None
+        cls,
+        store: Store,
+        *,
+        samplers: Collection[str] = (),
+        quota: Quota | None = None,
+        recovery_pause_s: float = RECOVERY_PAUSE_S,
     ) -> Self:
         """Read the store back and serve it; from now on the queue owns the store.
 
         A run may name one of `samplers`, dotted paths, besides the known ones, and ask for what `quota` allows.
+        A store that cannot be read back is tried again every `recovery_pause_s`.
 
         Raises:
             UserError: another process owns the store, or it has another format. CorruptError: it cannot be read.
         """
         queue = cls(store)
         queue._samplers, queue._quota = samplers, quota or Quota()
+        queue._commit_log.recovery_pause_s = recovery_pause_s
         try:
             await queue._recover()
         except BaseException:

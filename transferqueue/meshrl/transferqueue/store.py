@@ -228,6 +228,8 @@ class CommitLog:
     """The commit log of one queue; `run` is its one task."""
 
     def __init__(self, store: Store, recover: Callable[[], Awaitable[None]]) -> None:
+        self.recovery_pause_s = RECOVERY_PAUSE_S
+        """Between two attempts to read back a store that cannot be read."""
         self._store = store
         self._recover = recover
         self._staged = _Commit()
@@ -330,7 +332,7 @@ class CommitLog:
                     self.ended.set_result(problem)
                 if self._closing or self.ended.done():
                     return
-                await asyncio.sleep(RECOVERY_PAUSE_S)
+                await asyncio.sleep(self.recovery_pause_s)
             else:
                 break
         self._broken = None

@@ -13,7 +13,7 @@ opens groups (a rewind, a replay) does so without asking, on one queue as on sev
 longer counted: credits are stored nowhere, so no restart can leak one.
 
 **Turns queue up** at shard 0, so that feeders do not fence each other for ever. A turn is over with its
-admission on shard 0, which is its last; that of a feeder that died is over after TURN_S.
+admission on shard 0, which is its last; that of a feeder that died is over after `turn_s`.
 
 **A shard that is added** is noted on shard 0. A turn that begins there with fewer shards is refused, so every turn
 has counted every shard that anybody admitted to before; a turn that began earlier is fenced by the first one over
@@ -66,6 +66,8 @@ class ShardedAdmission:
     shards: Sequence[Shard]
     members: RunShards
     spec: RunSpec
+    turn_s: float = TURN_S
+    """How long the turn of another feeder may last."""
 
     async def admit(self, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
         """See Queue. Raises ShardsAdded."""
@@ -89,7 +91,8 @@ class ShardedAdmission:
         """Begin the turn on every shard; returns their capacities. Raises ShardsAdded."""
         first, *others = self.shards
         run = self.spec.run
-        capacity = await first.capacity(run, turn=turn, tasks=asked.get(0, ()), wait_s=TURN_S)
+        known = asked.get(0, ())
+        capacity = await first.capacity(run, turn=turn, tasks=known, wait_s=self.turn_s)
         try:
             self.members.check(capacity.members)
         except ShardsAdded:

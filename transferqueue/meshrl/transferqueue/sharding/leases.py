@@ -89,9 +89,15 @@ class ShardedLeases:
     """The leases of one router, whose list of shards may grow."""
 
     def __init__(
-        self, shards: Sequence[Shard], watcher: ShardWatcher, granted: Callable[[int, Lease], None]
+        self,
+        shards: Sequence[Shard],
+        watcher: ShardWatcher,
+        granted: Callable[[int, Lease], None],
+        *,
+        lag_s: float = LAG_S,
     ) -> None:
-        """`granted` is called with the number of the shard and the lease that it granted."""
+        """`granted` is called with the number of the shard and the lease; a shard lags after `lag_s` of silence."""
+        self._lag_s = lag_s
         self._shards = shards
         self._watcher = watcher
         self._granted = granted
@@ -181,7 +187,7 @@ class ShardedLeases:
         """The lease, or None from a shard that lags: what it grants later is given back."""
         task = asyncio.ensure_future(call)
         try:
-            done, _ = await asyncio.wait({task}, timeout=LAG_S)
+            done, _ = await asyncio.wait({task}, timeout=self._lag_s)
         except asyncio.CancelledError:
             await self._drop({task: number})
             raise

@@ -43,10 +43,10 @@ from meshrl.contract.types import (
     Version,
     Waiting,
 )
-from meshrl.transferqueue.sharding.admission import ShardedAdmission
+from meshrl.transferqueue.sharding.admission import TURN_S, ShardedAdmission
 from meshrl.transferqueue.sharding.directory import Dial, KnownRun, ShardDirectory
 from meshrl.transferqueue.sharding.fan_out import all_of, any_of
-from meshrl.transferqueue.sharding.leases import LeaseQuestion, ShardedLeases
+from meshrl.transferqueue.sharding.leases import LAG_S, LeaseQuestion, ShardedLeases
 from meshrl.transferqueue.sharding.merge import merged_waits, total_ledger
 from meshrl.transferqueue.sharding.port import Shard
 from meshrl.transferqueue.sharding.renewals import ShardedHeldLeases
@@ -60,14 +60,26 @@ class ShardedQueue(RowMethods):
     """A Queue over shards. The order of `shards` must be the same for everybody, and new ones come last."""
 
     def __init__(
-        self, shards: Sequence[Shard], addresses: Sequence[str] = (), dial: Dial | None = None
+        self,
+        shards: Sequence[Shard],
+        addresses: Sequence[str] = (),
+        dial: Dial | None = None,
+        *,
+        turn_s: float = TURN_S,
+        lag_s: float = LAG_S,
     ) -> None:
-        """`addresses` are those of `shards`; `dial` connects to added shards. Without them none can be added."""
+        """`addresses` are those of `shards`; `dial` connects to added shards. Without them none can be added.
+
+        The turn of a feeder ends after `turn_s`; a lease goes on without a shard that does not answer for `lag_s`.
+        """
         if not shards:
             raise UserError("a queue needs at least one shard")
         self._directory = ShardDirectory(shards, addresses, dial)
         self._shards = self._directory.shards
-        self._leasing = ShardedLeases(self._shards, self._directory.watcher, self._granted)
+        self._turn_s = turn_s
+        self._leasing = ShardedLeases(
+            self._shards, self._directory.watcher, self._granted, lag_s=lag_s
+        )
 
     @property
     def num_shards(self) -> int:
@@ -134,7 +146,10 @@ class ShardedQueue(RowMethods):
 
         async def admit(known: KnownRun) -> int:
             admission = ShardedAdmission(
-                shards=known.shards, members=known.members, spec=known.spec
+                shards=known.shards,
+                members=known.members,
+                spec=known.spec,
+                turn_s=self._turn_s,
             )
             return await admission.admit(tasks, cursor=cursor, wait_s=deadline - clock())
 

@@ -4,7 +4,7 @@
     file ──one read transaction──────────────────────────pieces──▶ reader     it has none
 
 A reader of the copy may be as slow as it likes: it holds nothing up. While the file itself is read, its map cannot
-grow and freed pages are not used again. A reader that takes nothing for `STALL_S` is given up either way: it holds
+grow and freed pages are not used again. A reader that takes nothing for `stall_s` is given up either way: it holds
 space.
 """
 
@@ -36,8 +36,11 @@ T = TypeVar("T")
 class Snapshot:
     """Belongs to one event loop; reads on a thread of its own."""
 
-    def __init__(self, skip: bytes, release: Callable[[], None]) -> None:
+    def __init__(
+        self, skip: bytes, release: Callable[[], None], *, stall_s: float = STALL_S
+    ) -> None:
         """Of all but META's key `skip`. `release` is called once: when the store's file is not read any more."""
+        self._stall_s = stall_s
         self._skip = skip
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="queue-export")
         self._release: Callable[[], None] | None = release
@@ -61,13 +64,15 @@ class Snapshot:
             WaitTimeoutError: the reader was given up.
         """
         if self._stalled:
-            raise WaitTimeoutError(f"the export was given up: nothing was read for {STALL_S:g} s")
+            raise WaitTimeoutError(
+                f"the export was given up: nothing was read for {self._stall_s:g} s"
+            )
         return await self._run(lambda: next(self._pieces, None))
 
     @contextmanager
     def handed_over(self) -> Iterator[None]:
-        """While the reader has a piece: after `STALL_S` the snapshot is closed."""
-        timer = asyncio.get_running_loop().call_later(STALL_S, self._give_up)
+        """While the reader has a piece: after `stall_s` the snapshot is closed."""
+        timer = asyncio.get_running_loop().call_later(self._stall_s, self._give_up)
         try:
             yield
         finally:

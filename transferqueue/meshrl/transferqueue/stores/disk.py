@@ -35,7 +35,7 @@ from meshrl.transferqueue.stores import (
     _lmdb_walk,
 )
 from meshrl.transferqueue.stores._lmdb_snapshot import FOLDER as EXPORT_FOLDER
-from meshrl.transferqueue.stores._lmdb_snapshot import Snapshot
+from meshrl.transferqueue.stores._lmdb_snapshot import STALL_S, Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +63,14 @@ class DiskStore:
         durability: str = "always",
         grow_bytes: int = 256 << 20,
         reserve_bytes: int = 0,
+        stall_s: float = STALL_S,
     ) -> None:
+        """A reader of an export that takes nothing for `stall_s` is given up."""
         self._path = path
         self._durability = durability
         self._grow_bytes = grow_bytes
         self._reserve_bytes = reserve_bytes
+        self._stall_s = stall_s
         self._environment: lmdb.Environment | None = None
         self._tables: dict[Table, Any] = {}
         """LMDB's table handles, whose type has no public name."""
@@ -161,7 +164,7 @@ class DiskStore:
     async def _snapshot(self) -> Snapshot:
         """One moment, from a copy of the file where the disk has room for one."""
         await self._exporting.acquire()
-        snapshot = Snapshot(STAMP, self._exporting.release)
+        snapshot = Snapshot(STAMP, self._exporting.release, stall_s=self._stall_s)
         try:
             async with (
                 self._exclusive

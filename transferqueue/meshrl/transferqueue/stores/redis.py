@@ -41,16 +41,10 @@ log = logging.getLogger(__name__)
 
 REQUIRES = ("redis",)
 
-OPEN_S: Final = 5.0
-"""How long a queue that opens waits for a Redis that starts."""
-RESTART_S: Final = 30.0
-"""How long a commit waits for a Redis that restarts or fails over; then it is refused. The queue goes on trying."""
 OWNER_GONE_S: Final = 0.5
 """How long a queue that opens waits for Redis to notice that the former owner's connection is closed."""
 PART_BYTES: Final = 64 << 20
 """A commit beyond it is staged in parts, so that no command grows without bound."""
-ASK_MEMORY_EVERY_S: Final = 1.0
-"""Between two questions for the free memory of Redis; bytes written meanwhile are subtracted."""
 PIECE_BYTES: Final = 8 << 20
 """The size of one piece of an export."""
 _SPOOLED: Final = struct.Struct("<BIQ")
@@ -79,6 +73,21 @@ class Keys:
         return [self[f"staged:{table}"] for table in Table]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """How long the store waits for Redis, and how often it asks."""
+
+    open_s: float = 5.0
+    """How long a queue that opens waits for a Redis that starts."""
+    restart_s: float = 30.0
+    """How long a commit waits for a Redis that restarts or fails over; then it is refused. The queue tries on."""
+    ask_memory_every_s: float = 1.0
+    """Between two questions for the free memory of Redis; bytes written meanwhile are subtracted."""
+
+
+TIMING: Final = Timing()
+
+
 class RedisStore:
     """Two hashes of a Redis under one prefix."""
 
@@ -90,12 +99,14 @@ class RedisStore:
         durability: str = "always",
         reserve_bytes: int = 0,
         part_bytes: int = PART_BYTES,
+        timing: Timing = TIMING,
     ) -> None:
         self._connection = connection
         self._keys = Keys(prefix)
         self._durability = durability
         self._reserve_bytes = reserve_bytes
         self._part_bytes = part_bytes
+        self._timing = timing
         self._owner = uuid4().hex
         self._generation = 0
         """The fencing token; 0 before the first claim."""
@@ -123,7 +134,7 @@ class RedisStore:
             UserError: owned by a queue that lives, another format, wrong password, a Redis that promises less than
                 `durability` asks. OwnerLostError: another queue took over. InfraError: no master can be reached.
         """
-        timeout_s = RESTART_S if self._generation else OPEN_S
+        timeout_s = self._timing.restart_s if self._generation else self._timing.open_s
         await self._connection.call(self._check_server, timeout_s)
         await self._connection.subscribe(self._channel + self._owner, timeout_s)
         await self._claim(timeout_s)
@@ -160,7 +171,7 @@ class RedisStore:
         if not parts:
             return []
         sequence = self._sequence
-        found, *values = await self._connection.call(ask, RESTART_S)
+        found, *values = await self._connection.call(ask, self._timing.restart_s)
         if int(found or 0) < sequence:
             raise self._lost_commits(found)
         return [value for part in values for value in part]
@@ -205,7 +216,8 @@ class RedisStore:
         if self._generation:
             keys = [self._keys["head"]]
             try:
-                await self._script(RELEASE, keys, [self._owner, self._generation], OPEN_S)
+                fence = [self._owner, self._generation]
+                await self._script(RELEASE, keys, fence, self._timing.open_s)
             except InfraError as error:
                 log.warning(
                     "%s: not released; Redis notices when the connection ends: %s", self.name, error
@@ -316,7 +328,7 @@ class RedisStore:
         return await self._answer(COMMIT, keys, [*fence, *staged, *counts, *items])
 
     async def _answer(self, script: str, keys: list[str], arguments: list[Any]) -> str:
-        state, *rest = await self._script(script, keys, arguments, RESTART_S)
+        state, *rest = await self._script(script, keys, arguments, self._timing.restart_s)
         if state == b"lost":
             generation, sequence, name = int(rest[0]), rest[1], rest[2].decode()
             if generation > self._generation:
@@ -331,7 +343,9 @@ class RedisStore:
         )
 
     async def _clear_staged(self) -> None:
-        await self._connection.call(lambda client: client.delete(*self._keys.staged()), RESTART_S)
+        await self._connection.call(
+            lambda client: client.delete(*self._keys.staged()), self._timing.restart_s
+        )
 
     async def _script(
         self, script: str, keys: list[str], arguments: list[Any], timeout_s: float
@@ -344,7 +358,7 @@ class RedisStore:
         return found
 
     async def _ask_free_memory(self) -> None:
-        """Ask for the memory of Redis, at most every ASK_MEMORY_EVERY_S seconds."""
+        """Ask for the memory of Redis, at most every `ask_memory_every_s` seconds."""
         now = asyncio.get_running_loop().time()
         if now < self._ask_memory_at:
             return
@@ -352,11 +366,11 @@ class RedisStore:
         async def ask(client: Redis) -> Any:
             return await client.info("memory")
 
-        memory = await self._connection.call(ask, RESTART_S)
+        memory = await self._connection.call(ask, self._timing.restart_s)
         self._used = int(memory["used_memory"])
         limit = int(memory.get("maxmemory", 0))
         self._free = limit - self._used if limit else float("inf")
-        self._ask_memory_at = now + ASK_MEMORY_EVERY_S
+        self._ask_memory_at = now + self._timing.ask_memory_every_s
 
     async def _scan(self, table: Table) -> AsyncGenerator[list[tuple[bytes, bytes]], None]:
         cursor = 0
@@ -365,7 +379,7 @@ class RedisStore:
             async def ask(client: Redis, at: int = cursor) -> Any:
                 return await client.hscan(self._keys[table], at, count=SCAN_RECORDS)
 
-            cursor, part = await self._connection.call(ask, RESTART_S)
+            cursor, part = await self._connection.call(ask, self._timing.restart_s)
             if part:
                 yield list(part.items())
             if cursor == 0:
@@ -405,7 +419,7 @@ def _unspool(file: IO[bytes]) -> list[Operation]:
     return piece
 
 
-def build(config: QueueConfig, path: Path) -> RedisStore:
+def build(config: QueueConfig, path: Path, *, timing: Timing = TIMING) -> RedisStore:
     """The store at `config.redis_url`, under `config.redis_prefix` or else the run's path.
 
     Raises:
@@ -425,4 +439,5 @@ def build(config: QueueConfig, path: Path) -> RedisStore:
         config.redis_prefix or str(path.absolute()),
         durability=config.durability,
         reserve_bytes=config.reserve_bytes,
+        timing=timing,
     )
