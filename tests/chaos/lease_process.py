@@ -11,10 +11,12 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from meshrl.contract.stage_worker import StageResult, StageWorker
 from meshrl.contract.types import ROLLOUT_STAGE, LeasedRow, Version
-from meshrl.rpc.clients import QueueClient, lease_renewer
+from meshrl.rpc.clients import QueueClient
+from meshrl.rpc.clients.lease_renewer import HUNG_S, LeaseRenewer
 
 from ..contract.queue_actors import rollout_of
 
@@ -30,7 +32,8 @@ async def work(options: argparse.Namespace) -> None:
         await answered.wait()
         return [rollout_of(row, VERSION) for row in rows]
 
-    async with QueueClient(options.queue, retry_s=60) as queue:
+    renewer = partial(LeaseRenewer, hung_s=options.hung)
+    async with QueueClient(options.queue, retry_s=60, renewer=renewer) as queue:
         loop = StageWorker(
             queue,
             [RUN],
@@ -60,7 +63,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--queue", required=True)
     parser.add_argument("--rows", type=int, required=True)
-    parser.add_argument("--hung", type=float, default=lease_renewer.HUNG_S)
-    options = parser.parse_args()
-    lease_renewer.HUNG_S = options.hung  # type: ignore[misc]
-    asyncio.run(work(options))
+    parser.add_argument("--hung", type=float, default=HUNG_S)
+    asyncio.run(work(parser.parse_args()))

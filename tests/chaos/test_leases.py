@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 
 from meshrl.contract.errors import WaitTimeoutError
 from meshrl.contract.held_rows import HeldLeases
-from meshrl.rpc.clients import QueueClient, lease_renewer
+from meshrl.rpc.clients import QueueClient
+from meshrl.rpc.clients.lease_renewer import LeaseRenewer
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.queue import TransferQueue
@@ -174,15 +176,15 @@ async def test_a_killed_queue_ends_no_lease_of_a_live_worker(tmp_path: Path) -> 
 
 
 async def test_a_worker_that_was_idle_for_long_does_not_count_as_hanging(
-    actors: Actors, address: str, monkeypatch: pytest.MonkeyPatch
+    actors: Actors, address: str
 ) -> None:
-    monkeypatch.setattr(lease_renewer, "HUNG_S", 0.5)
+    hung_s = 0.5
     await actors.start(spec(lease_ttl_s=TTL_S, max_attempts=1))
     await actors.feed(tasks(1))
-    async with QueueClient(address) as queue:
+    async with QueueClient(address, renewer=partial(LeaseRenewer, hung_s=hung_s)) as queue:
         held_leases = HeldLeases("rollout", "w", lambda lost: None)
         renewing = asyncio.ensure_future(queue.renew_held(held_leases))
-        await asyncio.sleep(2 * lease_renewer.HUNG_S)  # the test needs real time without a row
+        await asyncio.sleep(2 * hung_s)  # the test needs real time without a row
         lease = await queue.lease(
             ["run"], "rollout", worker="w", limit=2, version=actors.version, wait_s=WAIT_S
         )

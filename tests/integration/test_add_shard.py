@@ -13,7 +13,7 @@ from meshrl.cli.find_mesh import Mesh
 from meshrl.cli.operator import shards_of
 from meshrl.config import load_recipe
 from meshrl.config.stages import train_spec
-from meshrl.contract.errors import UserError
+from meshrl.contract.errors import UnavailableError, UserError
 from meshrl.launcher.ports import free_port
 from meshrl.launcher.stage_service import open_run
 from meshrl.rpc.queue_connection import connect_queue
@@ -70,12 +70,10 @@ async def test_a_shard_is_added_and_every_service_finds_it_by_the_addresses_it_a
 
 
 async def test_what_does_not_fit_is_said_in_one_line(
-    addresses: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    addresses: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "RETRY_S", 0.2)
     first, second, third = addresses
     both = f"{first},{second}"
-    nowhere = f"127.0.0.1:{free_port('127.0.0.1')}"
     for words, said in (
         ((second, "--queue", both), f"the queue at {second} is shard 1 of this one already"),
         (("there", "--queue", both), "'there' is no address of a queue; want host:port"),
@@ -84,12 +82,16 @@ async def test_what_does_not_fit_is_said_in_one_line(
     ):
         code, line = await add(capsys, *words)
         assert (code, said in line) == (2, True), line
-    code, line = await add(capsys, nowhere, "--queue", both)
-    assert code == 1 and f"queue at {nowhere} cannot be reached" in line
     async with connect_queue(both) as queue:
         await queue.open_run(spec("run"))
     code, line = await add(capsys, first, "--queue", f"{third},{second}")
     assert code == 2 and "holds runs" in line
+
+
+async def test_a_shard_that_nobody_serves_cannot_be_reached(addresses: list[str]) -> None:
+    nowhere = f"127.0.0.1:{free_port('127.0.0.1')}"
+    with pytest.raises(UnavailableError, match=f"queue at {nowhere} cannot be reached"):
+        await command._add_shard(",".join(addresses[:2]), nowhere, retry_s=0.2)
 
 
 async def test_an_address_of_something_else_is_said_to_be_none_of_a_queue(

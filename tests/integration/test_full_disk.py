@@ -67,7 +67,7 @@ async def meshed(
         await queue.close()
 
 
-def rolling(queue: QueueClient, go: asyncio.Event) -> StageWorker:
+def rolling(queue: QueueClient, go: asyncio.Event, **deadlines: float) -> StageWorker:
     """Rows are answered once `go` is set."""
 
     async def handle(rows: Sequence[LeasedRow]) -> list[RowWrite]:
@@ -75,7 +75,14 @@ def rolling(queue: QueueClient, go: asyncio.Event) -> StageWorker:
         return [rollout_of(row, NOW) for row in rows]
 
     return StageWorker(
-        queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=ROWS, version=lambda: NOW
+        queue,
+        ["run"],
+        ROLLOUT_STAGE,
+        handle,
+        worker="w",
+        limit=ROWS,
+        version=lambda: NOW,
+        **deadlines,
     )
 
 
@@ -127,15 +134,12 @@ async def test_a_feeder_waits_for_space_no_longer_than_it_asked_to(tmp_path: Pat
         assert await actors.resident() == {"queued": ROWS}
 
 
-async def test_a_stage_ends_when_it_is_drained_while_the_disk_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("meshrl.contract.stage_worker.RELEASE_S", 0.2)
+async def test_a_stage_ends_when_it_is_drained_while_the_disk_is_full(tmp_path: Path) -> None:
     async with meshed(tmp_path, DiskFullPolicy()) as (store, actors, client):
         await actors.feed(tasks(ROWS, group_size=1))
         go = asyncio.Event()
         go.set()
-        loop = rolling(client, go)
+        loop = rolling(client, go, release_s=0.2)
         store.full = "rows"
         working = asyncio.create_task(loop.run(grace_s=0.2))
         await until_waits_for(actors, "stage rollout")
@@ -149,10 +153,9 @@ async def test_a_stage_ends_when_it_is_drained_while_the_disk_is_full(
 
 
 async def test_a_caller_that_is_to_end_waits_for_space_a_little_longer_and_gets_the_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("meshrl.rpc.clients.disk_full.LAST_WAIT_S", 0.2)
-    disk_full = DiskFullPolicy()
+    disk_full = DiskFullPolicy(last_wait_s=0.2)
     async with meshed(tmp_path, disk_full) as (store, actors, client):
         await actors.feed(tasks(1, group_size=1))
         store.full = "nothing"

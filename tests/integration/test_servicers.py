@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 
-from meshrl.contract import errors
+from meshrl.contract import codec, errors
 from meshrl.contract.types import (
     EngineStats,
     Float32,
@@ -28,11 +28,12 @@ from meshrl.contract.types import (
     Uid,
     Version,
 )
-from meshrl.rpc.clients import JudgeClient, LogProbsClient, RolloutClient, TrainerClient, base
+from meshrl.rpc.clients import JudgeClient, LogProbsClient, RolloutClient, TrainerClient
+from meshrl.rpc.clients.base import POLL_S, Connection
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, Servicer
 from meshrl.rpc.servicers import ReferenceServicer, RewardServicer, RolloutServicer, TrainerServicer
 from meshrl.rpc.transport import MAX_MESSAGE_BYTES
-from meshrl.v1 import reward_pb2, trajectory_pb2
+from meshrl.v1 import reward_pb2, trainer_pb2, trainer_pb2_grpc, trajectory_pb2
 
 SETTINGS = ServerSettings(metrics_port=None, drain_grace_s=1)
 
@@ -348,17 +349,30 @@ async def test_a_remote_trainer_is_asked_watched_and_stopped() -> None:
         assert await client.save_checkpoint(wait_s=5) == 3
 
 
-async def test_a_long_wait_is_cut_into_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "POLL_S", 0.05)
+async def test_a_long_wait_is_cut_into_polls() -> None:
+    trainer = SteppingTrainer(total=3)
+
+    async def attempt(seconds: float) -> int:
+        return await trainer.save_checkpoint(wait_s=seconds)
+
+    connection = Connection("trainer", "127.0.0.1:1", retry_s=0, poll_s=0.05)
+    with pytest.raises(errors.WaitTimeoutError, match="not durable yet"):
+        await connection.poll(0.2, attempt)
+    polls = trainer.deadlines.qsize()
+    assert polls > 2
+    waiting = asyncio.create_task(connection.poll(60, attempt))
+    for _ in range(polls + 3):
+        assert await trainer.deadlines.get() <= 0.05
+    trainer.saved.set()
+    assert await waiting == 0
+    await connection.close()
+
+
+async def test_a_client_asks_for_a_long_wait_in_polls() -> None:
     trainer = SteppingTrainer(total=3)
     async with serving(TrainerServicer(trainer)) as server, TrainerClient(server.address) as client:
-        with pytest.raises(errors.WaitTimeoutError, match="not durable yet"):
-            await client.save_checkpoint(wait_s=0.2)
-        polls = trainer.deadlines.qsize()
-        assert polls > 2
         waiting = asyncio.create_task(client.save_checkpoint(wait_s=60))
-        for _ in range(polls + 3):
-            assert await trainer.deadlines.get() <= 0.05
+        assert await trainer.deadlines.get() <= POLL_S
         trainer.saved.set()
         assert await waiting == 0
 
@@ -390,16 +404,16 @@ async def test_a_negative_wait_is_refused() -> None:
                 pass
 
 
-async def test_a_service_that_hangs_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "ANSWER_S", 0.05)
-
+async def test_a_service_that_hangs_is_unavailable() -> None:
     class Hanging(SteppingTrainer):
         async def status(self) -> TrainerStatus:
             await asyncio.sleep(600)
             raise AssertionError
 
     async with serving(TrainerServicer(Hanging(total=1))) as server:
-        client = TrainerClient(server.address, retry_s=0.2)
+        connection = Connection("trainer", server.address, retry_s=0.2, answer_s=0.05)
+        ask = trainer_pb2_grpc.TrainerStub(connection.channel).GetStatus
+        request = trainer_pb2.GetTrainerStatusRequest()
         with pytest.raises(errors.UnavailableError, match="has not answered within"):
-            await client.status()
-        await client.close()
+            await connection.call(ask, request, codec.decode_trainer_status)
+        await connection.close()

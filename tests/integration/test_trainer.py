@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from meshrl.contract import stage_worker
 from meshrl.contract.errors import FencedError, InfraError, UserError
 from meshrl.contract.types import TrainerPhase, Version
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig
@@ -26,12 +25,6 @@ BATCH = GROUPS * GROUP_SIZE
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sampler that polls under the version of a trainer that is gone notices soon."""
-    monkeypatch.setattr(stage_worker, "LEASE_WAIT_S", 1.0)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshrl.contract import stage_worker
 from meshrl.contract.errors import UserError
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig
 from meshrl.trainer.distributed import World
@@ -25,11 +24,6 @@ BATCH = GROUPS * GROUP_SIZE
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_worker, "LEASE_WAIT_S", 1.0)
 
 
 @pytest.fixture

@@ -134,6 +134,7 @@ class Sampler:
         loop = StageWorker(
             self._queue, [f"{self._run}.eval", self._run], ROLLOUT_STAGE, self._answer,
             worker="sampler", limit=64, rows_per_call=16, version=lambda: self.version or Version(0, 0),
+            lease_wait_s=1.0,  # one that asks under the version of a trainer that is gone notices soon
         )  # fmt: skip
         await loop.run()
 

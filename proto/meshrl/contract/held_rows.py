@@ -134,12 +134,26 @@ class Writes(Protocol):
 class WriteBack:
     """The writes of one stage to one run; at most one is in flight."""
 
-    def __init__(self, queue: Writes, run: str, stage: str, *, alone: Callable[[], bool]) -> None:
-        """`alone` says that no call works whose result might join the next write."""
+    def __init__(
+        self,
+        queue: Writes,
+        run: str,
+        stage: str,
+        *,
+        alone: Callable[[], bool],
+        gather_s: float = GATHER_S,
+        most_rows: int = MOST_ROWS,
+    ) -> None:
+        """`alone` says that no call works whose result might join the next write.
+
+        While calls work, `gather_s` lie between two writes, or less once `most_rows` rows wait.
+        """
         self._queue = queue
         self._run = run
         self._stage = stage
         self._alone = alone
+        self._gather_s = gather_s
+        self._most_rows = most_rows
         self._waiting: list[_PendingWrite] = []
         self._one_write = asyncio.Lock()
         self._go = asyncio.Event()
@@ -173,7 +187,8 @@ class WriteBack:
     @property
     def _enough(self) -> bool:
         """Waiting longer gains nothing."""
-        return self._alone() or sum(len(pending.writes) for pending in self._waiting) >= MOST_ROWS
+        num_rows = sum(len(pending.writes) for pending in self._waiting)
+        return self._alone() or num_rows >= self._most_rows
 
     async def _gather(self) -> list[_PendingWrite]:
         """The pending writes that have waited longest, once waiting longer gains nothing."""
@@ -182,11 +197,11 @@ class WriteBack:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(self._next_at):
                     await self._go.wait()
-        self._next_at = asyncio.get_running_loop().time() + GATHER_S
+        self._next_at = asyncio.get_running_loop().time() + self._gather_s
         batch: list[_PendingWrite] = []
         for pending in self._waiting:
             batch.append(pending)
-            if sum(len(each.writes) for each in batch) >= MOST_ROWS:
+            if sum(len(each.writes) for each in batch) >= self._most_rows:
                 break
         return batch
 

@@ -105,7 +105,8 @@ class StageWorker:
 
     A call of `handle` gets `rows_per_call` of a lease, or, `by_group`, those of one group.
     With `sync_batch` exactly `limit` rows are asked for, and only when none is held, so that the same rows share a
-    call in every execution; `handle` then gets all of them.
+    call in every execution; `handle` then gets all of them. A call of `lease` waits for `lease_wait_s`; giving rows
+    back at the end takes `release_s` at most.
     """
 
     def __init__(
@@ -123,6 +124,8 @@ class StageWorker:
         version: Callable[[], Version] | None = None,
         progress: Progress | None = None,
         concurrency_limit: ConcurrencyLimit | None = None,
+        lease_wait_s: float = LEASE_WAIT_S,
+        release_s: float = RELEASE_S,
     ) -> None:
         self.stats = StageStats()
         self._warned: set[str] = set()
@@ -138,6 +141,8 @@ class StageWorker:
         self._version = version
         self._progress = progress
         self._concurrency_limit = concurrency_limit
+        self._lease_wait_s = lease_wait_s
+        self._release_s = release_s
         self._calls: set[_Call] = set()
         self._write_back = {
             run: WriteBack(queue, run, stage.name, alone=self._is_idle) for run in self._runs
@@ -259,7 +264,7 @@ class StageWorker:
                 limit=free,
                 at_least=self._limit if self._sync_batch else 1,
                 version=self._version() if self._version else None,
-                wait_s=LEASE_WAIT_S,
+                wait_s=self._lease_wait_s,
             )
         )
         draining = asyncio.ensure_future(self._draining.wait())
@@ -376,7 +381,7 @@ class StageWorker:
         await asyncio.gather(*(c.task for c in calls if c.task), return_exceptions=True)
         if self._progress is not None:
             await self._progress.flush()
-        give_up_at = asyncio.get_running_loop().time() + RELEASE_S
+        give_up_at = asyncio.get_running_loop().time() + self._release_s
         for call in calls:
             tokens = {uid: row.token for uid, row in call.rows.items()}
             try:

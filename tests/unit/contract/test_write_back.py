@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 
-from meshrl.contract import held_rows
 from meshrl.contract.errors import FencedError, UnavailableError, UserError
 from meshrl.contract.held_rows import Refusal, WriteBack
 from meshrl.contract.types import LeasedRow, PackedGroup, RowWrite, Uid, Version
@@ -56,9 +56,9 @@ async def leased(queue: TransferQueue) -> list[LeasedRow]:
 class Back:
     """A WriteBack of the sampling stage, and calls that bring it a row each."""
 
-    def __init__(self, queue: TransferQueue, *, alone: bool = False) -> None:
+    def __init__(self, queue: TransferQueue, *, alone: bool = False, **limits: Any) -> None:
         self.alone = alone
-        self._write_back = WriteBack(queue, "run", "rollout", alone=lambda: self.alone)
+        self._write_back = WriteBack(queue, "run", "rollout", alone=lambda: self.alone, **limits)
 
     def bring(
         self, row: LeasedRow, *, token: int | None = None, written: RowWrite | None = None
@@ -82,12 +82,9 @@ async def test_results_that_come_while_a_write_is_in_flight_share_the_next(queue
     assert {row.uid for row in reward.rows} == {row.uid for row in rows}
 
 
-async def test_a_result_waits_for_company_until_nobody_is_at_work(
-    queue: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(held_rows, "GATHER_S", 3600.0)
+async def test_a_result_waits_for_company_until_nobody_is_at_work(queue: Watched) -> None:
     rows = await leased(queue)
-    back = Back(queue)
+    back = Back(queue, gather_s=3600.0)
     assert await back.bring(rows[0]) == {}
     waiting = [back.bring(row) for row in rows[1:-1]]
     await asyncio.sleep(0)
@@ -97,13 +94,9 @@ async def test_a_result_waits_for_company_until_nobody_is_at_work(
     assert queue.sizes == [1, ROWS - 1]
 
 
-async def test_a_full_write_waits_for_nobody(
-    queue: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(held_rows, "GATHER_S", 3600.0)
-    monkeypatch.setattr(held_rows, "MOST_ROWS", 2)
+async def test_a_full_write_waits_for_nobody(queue: Watched) -> None:
     rows = await leased(queue)
-    back = Back(queue)
+    back = Back(queue, gather_s=3600.0, most_rows=2)
     await back.bring(rows[0])
     await asyncio.gather(*(back.bring(row) for row in rows[1:5]))
     assert queue.sizes == [1, 2, 2]

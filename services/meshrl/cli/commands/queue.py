@@ -157,8 +157,9 @@ def add_shard(address: str | None, run_dir: Path | None, addresses: str | None) 
     )
 
 
-async def _add_shard(addresses: str, address: str) -> int:
-    async with connect_queue(addresses, retry_s=RETRY_S) as queue:
+async def _add_shard(addresses: str, address: str, *, retry_s: float = RETRY_S) -> int:
+    """Its number. A shard that does not answer is tried for `retry_s`."""
+    async with connect_queue(addresses, retry_s=retry_s) as queue:
         assert isinstance(queue, ShardedQueue)
         return await queue.add_shard(address)
 

@@ -2,7 +2,7 @@
 
     poll(wait_s)  ─┬─ call ── attempt ──▶ answer
                    │             │ unavailable: pause and repeat, until `retry_s` have passed
-                   └─ WaitTimeoutError after POLL_S: call again, until `wait_s` is over
+                   └─ WaitTimeoutError after `poll_s`: call again, until `wait_s` is over
 
 Keepalive (transport.py) detects a dead service, the deadline of every attempt a hanging one.
 """
@@ -102,12 +102,19 @@ class Connection:
         *,
         disk_full: DiskFullPolicy | None = None,
         connect: Connect = connect,
+        poll_s: float = POLL_S,
+        answer_s: float = ANSWER_S,
     ) -> None:
-        """With `disk_full`, calls that a full disk refuses are repeated until there is space (disk_full.py)."""
+        """With `disk_full`, calls that a full disk refuses are repeated until there is space (disk_full.py).
+
+        A call of `poll` waits for `poll_s` at most; the deadline of a call that waits for nothing is `answer_s`.
+        """
         self.name = f"{service} at {address}"
         self.channel = connect(address)
         self.metadata = tuple(metadata)
         self.retry_s = retry_s
+        self.answer_s = answer_s
+        self._poll_s = poll_s
         self._disk_full = disk_full
 
     async def close(self) -> None:
@@ -127,7 +134,7 @@ class Connection:
         self.check_size(request)
 
         async def attempt() -> Answer:
-            return await method(request, timeout=_deadline_s(wait_s), metadata=self.metadata)
+            return await method(request, timeout=self._deadline_s(wait_s), metadata=self.metadata)
 
         answer = await self._retrying(attempt, wait_s, repeatable)
         return self.decode(answer, decode)
@@ -146,7 +153,7 @@ class Connection:
         async def attempt() -> list[Answer]:
             call = method(request, metadata=self.metadata)
             try:
-                return await _collect(call, _deadline_s(wait_s))
+                return await _collect(call, self._deadline_s(wait_s))
             finally:
                 call.cancel()
 
@@ -164,7 +171,7 @@ class Connection:
         sending_s = sum(map(self.check_size, requests)) / SLOWEST_BYTES_PER_S
 
         async def attempt() -> Answer:
-            deadline_s = _deadline_s(wait_s) + sending_s
+            deadline_s = self._deadline_s(wait_s) + sending_s
             return await method(iter(requests), timeout=deadline_s, metadata=self.metadata)
 
         return self.decode(await self._retrying(attempt, wait_s), decode)
@@ -180,12 +187,12 @@ class Connection:
         while True:
             called_at = clock()
             remaining_s = max(0.0, deadline - called_at)
-            seconds = min(remaining_s, POLL_S)
+            seconds = min(remaining_s, self._poll_s)
             try:
                 return await attempt(seconds)
             except WaitTimeoutError:
                 ended_early = clock() - called_at < EARLY * seconds
-                if ended_early or remaining_s <= POLL_S:
+                if ended_early or remaining_s <= self._poll_s:
                     raise
 
     async def _retrying(
@@ -214,6 +221,9 @@ class Connection:
                 budget = budget or RetryBudget(self.retry_s)
                 await budget.pause(error)
 
+    def _deadline_s(self, wait_s: float | None) -> float:
+        return self.answer_s if wait_s is None else wait_s + MARGIN_S
+
     def _error(
         self, failure: grpc.aio.AioRpcError | TimeoutError, wait_s: float | None
     ) -> MeshError:
@@ -223,7 +233,7 @@ class Connection:
         else:
             error = WaitTimeoutError(f"{self.name} did not answer in time")
         if isinstance(error, WaitTimeoutError) and wait_s is None:
-            return UnavailableError(f"{self.name} has not answered within {ANSWER_S:.0f} s")
+            return UnavailableError(f"{self.name} has not answered within {self.answer_s:.0f} s")
         return error
 
     def decode(self, answer: Answer | Sequence[Answer], decode: Callable[..., Result]) -> Result:
@@ -276,10 +286,6 @@ class GrpcClient:
     async def close(self) -> None:
         """Cancel running calls and close the connection. Idempotent."""
         await self._connection.close()
-
-
-def _deadline_s(wait_s: float | None) -> float:
-    return ANSWER_S if wait_s is None else wait_s + MARGIN_S
 
 
 async def _collect(messages: AsyncIterable[Answer], silence_s: float) -> list[Answer]:

@@ -35,7 +35,9 @@ def is_full(error: MeshError) -> bool:
 class DiskFullPolicy:
     """Repeat calls of this process while the service's disk is full. Shared by its callers, so that they log once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, last_wait_s: float = LAST_WAIT_S) -> None:
+        """Callers still wait for space for `last_wait_s` after `stop_waiting`."""
+        self._last_wait_s = last_wait_s
         self._since: float | None = None
         self._logged = False
         self._log_at = 0.0
@@ -47,13 +49,13 @@ class DiskFullPolicy:
         return self._give_up_at < math.inf
 
     def stop_waiting(self) -> None:
-        """Let no call wait longer than LAST_WAIT_S from now, because the process is about to end."""
-        self._give_up_at = asyncio.get_running_loop().time() + LAST_WAIT_S
+        """Let no call wait longer than `last_wait_s` from now, because the process is about to end."""
+        self._give_up_at = asyncio.get_running_loop().time() + self._last_wait_s
 
     def refused(self, error: MeshError) -> None:
         """Note that a call was refused. Logs it at first and every LOG_EVERY_S, even if some calls are accepted.
 
-        Raises `error` when LAST_WAIT_S is over.
+        Raises `error` when `last_wait_s` is over.
         """
         now = asyncio.get_running_loop().time()
         if now >= self._give_up_at:
@@ -87,7 +89,7 @@ class DiskFullWait:
     async def pause(self, error: MeshError) -> None:
         """Wait before the next attempt.
 
-        Raises WaitTimeoutError when `wait_s` is over, or `error` when LAST_WAIT_S is over.
+        Raises WaitTimeoutError when `wait_s` is over, or `error` when the policy's `last_wait_s` is over.
         """
         self._waited = True
         self._policy.refused(error)

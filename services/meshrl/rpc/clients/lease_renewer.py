@@ -4,7 +4,7 @@
          ▲  │ alive                 │    └──Attend── (a stream, open as long as this process lives)
          └──┴───────── lost ────────┘
 
-The thread renews for an event loop that is late, but not for one that hangs (has run nothing for HUNG_S). The open
+The thread renews for an event loop that is late, but not for one that hangs (has run nothing for `hung_s`). The open
 stream lets the queue notice the death of this process at once.
 """
 
@@ -59,8 +59,9 @@ class EndingStream(Protocol):
 class _Owner:
     """One HeldLeases, the event loop of its owner, and when that loop last ran."""
 
-    def __init__(self, held_leases: HeldLeases) -> None:
+    def __init__(self, held_leases: HeldLeases, hung_s: float) -> None:
         self.held_leases = held_leases
+        self._hung_s = hung_s
         self.due = math.inf
         """When to renew next; never (inf) while nothing is held."""
         self.refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -75,7 +76,7 @@ class _Owner:
     def alive(self) -> bool:
         """Returns False if the loop hangs. Schedules the next `mark_alive` in the loop."""
         self._call_in_loop(self.mark_alive)
-        return time.monotonic() - self._alive_at < HUNG_S
+        return time.monotonic() - self._alive_at < self._hung_s
 
     def lose(self, rows: Held) -> None:
         """Report rows that the queue says are held no longer."""
@@ -102,9 +103,16 @@ class LeaseRenewer:
     """Renews leases in a thread that starts with the first `renew_held`."""
 
     def __init__(
-        self, service: str, address: str, metadata: Metadata, credential: Credential | None = None
+        self,
+        service: str,
+        address: str,
+        metadata: Metadata,
+        credential: Credential | None = None,
+        *,
+        hung_s: float = HUNG_S,
     ) -> None:
-        """`service` is the queue's name in error messages."""
+        """`service` is the queue's name in error messages. A loop that has run nothing for `hung_s` hangs."""
+        self._hung_s = hung_s
         self._credential = credential
         self._service = service
         self._address = address
@@ -123,7 +131,7 @@ class LeaseRenewer:
 
         Raises the queue's error if it refuses to renew. While the queue is away, renewals are repeated.
         """
-        owner = _Owner(held_leases)
+        owner = _Owner(held_leases, self._hung_s)
         held_leases.began = lambda: self._began(owner)
         with self._changed:
             self._owners.append(owner)

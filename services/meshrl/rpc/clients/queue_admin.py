@@ -10,7 +10,7 @@ import grpc
 
 from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, UnavailableError, UserError
-from meshrl.rpc.clients.base import ANSWER_S, INTERACTIVE_RETRY_S, GrpcClient
+from meshrl.rpc.clients.base import INTERACTIVE_RETRY_S, GrpcClient
 from meshrl.rpc.errors import from_rpc
 from meshrl.transferqueue.operations.audit import Audit
 from meshrl.transferqueue.store import FORMAT, Operation, Table
@@ -33,7 +33,7 @@ class QueueAdminClient(GrpcClient):
 
         Raises:
             UserError: the queue stores another format.
-            UnavailableError: the queue went away, or sent nothing for ANSWER_S.
+            UnavailableError: the queue went away, or sent nothing for the connection's `answer_s`.
             CorruptError: the backup ends in the middle of a value.
         """
         call = self._stub.Backup(pb.BackupRequest(), metadata=self._connection.metadata)
@@ -41,7 +41,7 @@ class QueueAdminClient(GrpcClient):
         stream = aiter(call)
         try:
             while True:
-                async with asyncio.timeout(ANSWER_S):
+                async with asyncio.timeout(self._connection.answer_s):
                     message = await anext(stream, None)
                 if message is None:
                     break
@@ -50,7 +50,7 @@ class QueueAdminClient(GrpcClient):
             raise from_rpc(error, self._connection.name) from error
         except TimeoutError as error:
             raise UnavailableError(
-                f"{self._connection.name} has sent nothing for {ANSWER_S:.0f} s"
+                f"{self._connection.name} has sent nothing for {self._connection.answer_s:.0f} s"
             ) from error
         finally:
             call.cancel()
