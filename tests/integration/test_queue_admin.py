@@ -135,7 +135,8 @@ async def test_a_queue_that_was_stopped_is_audited_from_its_store(mesh: Mesh) ->
     await mesh.actors.queue.close()
     run_dir = ["--run-dir", str(mesh.folder / "runs")]
     code, out, err = await mesh.meshrl("queue", "verify", *run_dir)
-    assert (code, err) == (0, "") and out.startswith("no problems")
+    assert code == 0 and out.startswith("no problems")
+    assert err.startswith("run run in ") and err.endswith(", not running\n")
     queue = load_recipe(mesh.folder / "my.yaml", check=False).queue_path
     await rewrite(queue, "meta", b"g", b"12345678[]")
     code, out, _ = await mesh.meshrl("queue", "verify", *run_dir)
