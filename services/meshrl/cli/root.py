@@ -53,6 +53,7 @@ KNOWN: Mapping[str, Lazy] = {
     "simulate": Lazy(
         f"{COMMANDS}.simulate:simulate", "Whole trainings in virtual time, with faults, by seed."
     ),
+    "plan": Lazy(f"{COMMANDS}.plan:plan", "How many GPUs to sample with, how many to train with."),
     "config": Lazy(
         f"{COMMANDS}.config:config", "Check, show, explain recipes; make one from verl."
     ),

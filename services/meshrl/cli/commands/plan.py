@@ -1,0 +1,87 @@
+"""`meshrl plan`: how many GPUs should sample, how many should train, and what to expect of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from meshrl.cli.options import json_option, recipe_argument
+from meshrl.config.loading import load_recipe
+
+POSITIVE = click.FloatRange(min=0, min_open=True)
+COUNT = click.IntRange(min=1)
+
+
+@click.command()
+@recipe_argument
+@click.option("--gpus", type=COUNT, required=True, help="GPUs of rollout and trainer together.")
+@click.option("--rollout-gpus", type=COUNT, help="Look at this split only.")
+@click.option("--gpus-per-worker", type=COUNT, default=1, help="GPUs of one engine.")
+@click.option("--tokens-per-s", type=POSITIVE, help="Sampled by a GPU whose slots are all busy.")
+@click.option(
+    "--alone-speedup",
+    type=click.FloatRange(min=1),
+    default=1.0,
+    help="How many times as fast a request runs alone as among rollout.slots.",
+)
+@click.option("--step-s", type=POSITIVE, help="A step's seconds on --step-gpus GPUs.")
+@click.option("--step-gpus", type=COUNT, default=8, show_default=True)
+@click.option("--train-tokens-per-s", type=POSITIVE, help="Trained by one GPU.")
+@click.option("--prompt-mean", type=POSITIVE, help="Tokens of a prompt.")
+@click.option("--length-mean", type=POSITIVE, help="Tokens of a response.")
+@click.option("--length-p99", type=POSITIVE, help="Tokens that 1 response in 100 exceeds.")
+@click.option(
+    "--alike",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    help="Share of the lengths' variance that belongs to the prompt.",
+)
+@click.option("--params", type=POSITIVE, help="Parameters of the model, e.g. 8e9.")
+@click.option("--bandwidth", type=POSITIVE, default=10.0, help="GB/s into each rollout GPU.")
+@click.option("--commit-s", type=click.FloatRange(min=0), default=0.0, help="Pause of an update.")
+@click.option("--reward-s", type=click.FloatRange(min=0), default=0.0, help="Of one reward.")
+@click.option("--tool-calls", type=click.IntRange(min=0), default=0, help="Of one response.")
+@click.option("--tool-s", type=click.FloatRange(min=0), default=0.0, help="Of one tool call.")
+@click.option(
+    "--failures-per-day", type=click.FloatRange(min=0), default=0.0, help="Of each worker."
+)
+@click.option("--restart-s", type=POSITIVE, default=60.0, help="Until a failed worker is back.")
+@click.option("--seed", type=int, default=0)
+@json_option
+def plan(
+    recipe: Path, overrides: tuple[str, ...], as_json: bool, bandwidth: float, **asked: Any
+) -> None:
+    """Simulate RECIPE on --gpus GPUs in virtual time: the best split, samples per hour, staleness, idle shares.
+
+    What is not given is assumed, and every assumption is printed.
+    """
+    from meshrl.simulation.planner import Plan, Question
+    from meshrl.simulation.planner import plan as make
+
+    if asked["step_s"] and asked["train_tokens_per_s"]:
+        raise click.UsageError("--step-s and --train-tokens-per-s say the same: give one of them")
+    loaded = load_recipe(recipe, overrides, check=False)
+    answer: Plan = make(loaded, Question(bandwidth=bandwidth * 1e9, **asked))
+    if as_json:
+        click.echo(json.dumps(asdict(answer) | {"bottleneck": answer.best.bottleneck}))
+        return
+    head = ("rollout", "trainer", "samples/h", "step s", "staleness", "p99", "rollout idle")
+    click.echo(
+        f"  {head[0]:>7} {head[1]:>7} {head[2]:>10} {head[3]:>8} {head[4]:>9} {head[5]:>4}"
+        f" {head[6]:>12} trainer idle queue  first bottleneck"
+    )
+    for split in answer.tried:
+        seen = split.outlook
+        click.echo(
+            f"{'>' if split is answer.best else ' '} {split.rollout_gpus:7} {split.trainer_gpus:7}"
+            f" {seen.samples_per_h:10,.0f} {split.step_s:8.3g} {seen.staleness_mean:9.2f}"
+            f" {seen.staleness_p99:4} {seen.rollout_idle:12.0%} {seen.trainer_idle:12.0%}"
+            f" {seen.queue_load:5.0%}  {split.bottleneck}"
+        )
+    click.echo(f"{answer.best.bottleneck}: {answer.advice}")
+    for assumption in answer.assumptions:
+        click.echo(f"- {assumption}")
