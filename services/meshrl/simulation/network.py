@@ -95,6 +95,8 @@ class Endpoint:
         self.handlers = handlers
         self.waits = waits
         """Full names of the methods that may wait long."""
+        self.served: dict[Call, None] = {}
+        """The calls that its handlers work on, also those that their clients gave up in silence."""
 
     @property
     def alive(self) -> bool:
@@ -134,12 +136,11 @@ class Network:
     async def stop(self, address: str) -> None:
         """As a server drains: refuse new calls, end those that wait for something, let the others finish."""
         endpoint = self._endpoints.pop(address)
-        mine = [call for call in self._calls if call.server is endpoint.process]
-        for call in mine:
+        for call in list(endpoint.served):
             if call.method in endpoint.waits:
                 call.end_draining()
-        for call in mine:
-            await call.served()
+        for call in list(endpoint.served):
+            await call.until_served()
 
     def connect(self, address: str) -> grpc.aio.Channel:
         """What product code takes as its `connect`."""
@@ -386,6 +387,8 @@ class Call:
         self._serving = spawn(
             self._loop, self.server, self._serve(endpoint.handlers, context), self.method
         )
+        endpoint.served[self] = None
+        self._serving.add_done_callback(lambda _: endpoint.served.pop(self, None))
         if self._late:  # behind the request comes the end of its connection
             self._loop.call_later(self._network.delay(self.client), self._stop_serving)
 
@@ -552,7 +555,7 @@ class Call:
         self._stop_serving()
         self._to_client(self._broken, "the service is draining")
 
-    async def served(self) -> None:
+    async def until_served(self) -> None:
         """Wait until the server is done with it."""
         if self._serving is not None:
             await asyncio.wait({self._serving})
