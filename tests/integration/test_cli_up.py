@@ -83,7 +83,7 @@ async def test_a_service_that_refuses_its_recipe_ends_the_run_in_one_line(workpl
 
 
 async def test_a_second_up_on_the_same_run_is_refused(workplace: Path) -> None:
-    (workplace / "runs/tiny").mkdir(parents=True)
+    (workplace / "runs/tiny").mkdir(parents=True, mode=0o700)
     with run_lock(Path("runs/tiny")):
         code, _, (line,) = await ended(await start())
     assert code == 2

@@ -14,8 +14,10 @@ import pytest
 from meshrl.cli import find_mesh as cli_mesh
 from meshrl.cli import main, operator
 from meshrl.config import load_recipe
+from meshrl.config.loading import save_recipe
 from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook
+from meshrl.launcher.up import RECIPE_NAME
 from meshrl.rpc.clients import queue_admin as admin_client
 from meshrl.rpc.clients.queue_admin import QueueAdminClient
 from meshrl.rpc.queue_metrics import QueueCollector
@@ -68,7 +70,8 @@ async def mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> AsyncItera
     (tmp_path / "my.yaml").write_text(RECIPE.replace("RUNS", str(tmp_path / "runs")))
     recipe = load_recipe(tmp_path / "my.yaml", check=False)
     recipe.run.path.mkdir(parents=True)
-    AddressBook(run="run", recipe=tmp_path / "my.yaml", services={}).save(
+    save_recipe(recipe, recipe.run.path / RECIPE_NAME)
+    AddressBook(run="run", recipe=recipe.run.path / RECIPE_NAME, services={}).save(
         recipe.run.path / ADDRESS_BOOK_NAME
     )
     store = stores.build(recipe.queue, recipe.queue_path)

@@ -13,7 +13,7 @@ import click
 
 from meshrl.config.loading import load_run
 from meshrl.config.recipe import EVAL_SUFFIX, Recipe
-from meshrl.contract.errors import UnavailableError, UserError
+from meshrl.contract.errors import NotFoundError, UnavailableError, UserError
 from meshrl.contract.ports import Queue
 from meshrl.launcher.address_book import (
     ADDRESS_BOOK_NAME,
@@ -84,6 +84,8 @@ def find_mesh(
         if stopped:
             say_which(directory, address_book.run)
             recipe = load_run(address_book.recipe)
+            if recipe.queue.store == "disk" and not recipe.queue_path.exists():
+                raise NotFoundError(f"{recipe.queue_path}: the run has no queue there any more")
             return Mesh(run=run or address_book.run, queue="", stopped=recipe)
         raise UnavailableError(
             f"the mesh in {directory} is not running; start it with: meshrl up {address_book.recipe}"
