@@ -24,7 +24,7 @@ from meshrl.contract.types import (
     WeightManifest,
 )
 from meshrl.rollout.config import CheckpointIntervals
-from meshrl.rollout.worker import RolloutWorker
+from meshrl.rollout.worker import ProgramCache, RolloutWorker
 from meshrl.testing.engines.echo import EchoEngine, build
 from meshrl.testing.queue import memory_queue
 from meshrl.transferqueue.queue import TransferQueue
@@ -127,6 +127,7 @@ class Replica:
             slots=slots,
             checkpoint=JOURNAL,
             max_staleness=math.inf,
+            programs=ProgramCache("fleet_bench.agent"),
         )
         self._work: asyncio.Task[None] | None = None
 

@@ -30,7 +30,7 @@ from meshrl.rollout.ports import Generator, Rollout
 from meshrl.rollout.programs import single_turn
 from meshrl.rollout.streams import sample
 from meshrl.rollout.tokenizer import Tokenizer
-from meshrl.rollout.worker import RolloutWorker
+from meshrl.rollout.worker import ProgramCache, RolloutWorker
 from meshrl.testing.engines import echo
 from meshrl.testing.engines.echo import Behaviour
 from meshrl.transferqueue.queue import TransferQueue
@@ -96,7 +96,7 @@ async def serving(path: Path, version: Version = FIRST, rate: float = 4000) -> A
 
 
 def worker_of(queue: Any, engine: Any, name: str = "w0", **options: Any) -> RolloutWorker:
-    options = {"checkpoint": OFTEN} | options
+    options = {"checkpoint": OFTEN, "programs": ProgramCache(__name__)} | options
     return RolloutWorker(queue, engine, Words(), runs=[RUN], worker=name, slots=8, **options)
 
 

@@ -39,7 +39,7 @@ from meshrl.rollout.engines import torch
 from meshrl.rollout.ports import Generator, Rollout
 from meshrl.rollout.programs import single_turn
 from meshrl.rollout.tokenizer import Tokenizer
-from meshrl.rollout.worker import RolloutWorker
+from meshrl.rollout.worker import ProgramCache, RolloutWorker
 from meshrl.testing.engines import echo
 from meshrl.testing.engines.echo import Behaviour
 from meshrl.transferqueue.queue import TransferQueue
@@ -299,7 +299,8 @@ async def test_an_exception_of_a_program_neither_opens_the_breaker_nor_ends_the_
     monkeypatch.setitem(sys.modules, program.__name__, program)
     await open_run(queue, tasks(4, program=program.__name__), max_attempts=2)
     await commit(engine)
-    async with working(queue, engine) as worker:
+    programs = ProgramCache(program.__name__)
+    async with working(queue, engine, programs=programs) as worker:
         async with asyncio.timeout(120):
             # The first of each group takes its siblings with it.
             while len(dead := await queue.dead_letters(RUN)) < 4:  # noqa: ASYNC110 (no event)
@@ -407,7 +408,7 @@ async def deterministic_run(path: Path, seed: int) -> dict[Uid, tuple[bytes, byt
     await open_run(
         queue, tasks(12, program=__name__, sampling=SamplingParams(max_tokens=40, seed=7))
     )
-    async with working(queue, engine, deterministic=True):
+    async with working(queue, engine, deterministic=True, programs=ProgramCache(__name__)):
         done = await trajectories(queue, RUN, 12)
     await engine.close()
     await queue.close()
