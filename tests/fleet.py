@@ -14,6 +14,7 @@ from typing import Any
 from meshrl.cli.commands.fleet import membership_json
 from meshrl.cli.membership import MeshAddress, read_membership
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook
+from meshrl.rpc import credentials
 
 from .mesh import PATIENCE_S, Mesh, make_mesh
 
@@ -41,7 +42,7 @@ def make_fleet(directory: Path, *, workers: int, tokens_per_s: float = 40.0) -> 
 
 
 def fleet(mesh: Mesh, *arguments: str, code: int = 0) -> str:
-    """What `meshrl fleet` prints; fails unless it exits with `code`."""
+    """What `meshrl fleet` prints, without the line that says of which run; fails unless it exits with `code`."""
     command = [*(sys.executable, "-m", "meshrl.cli", "fleet", "--run-dir")]
     done = subprocess.run(
         [*command, str(mesh.run_dir), *arguments],
@@ -51,11 +52,13 @@ def fleet(mesh: Mesh, *arguments: str, code: int = 0) -> str:
         cwd=mesh.directory,
     )
     assert done.returncode == code, f"{arguments}: {done.returncode}\n{done.stdout}{done.stderr}"
-    return done.stdout + done.stderr
+    said = [line for line in done.stderr.splitlines(keepends=True) if not line.startswith("run ")]
+    return done.stdout + "".join(said)
 
 
 async def members(mesh: Mesh) -> Members:
     """The workers by name, as `meshrl fleet --json` prints them, without a process for each call."""
+    credentials.use_run_directory(mesh.run_dir)
     address_book = AddressBook.load(mesh.run_dir / ADDRESS_BOOK_NAME)
     membership = await read_membership(
         MeshAddress(trainer=address_book.address("trainer"), run_dir=mesh.run_dir)
