@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,14 @@ settings.load_profile("meshrl")
 
 # A shell that starts the tests in the background has them ignore it, and their children too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _no_credential_of_another_test() -> Iterator[None]:
+    """A command that runs in the test's process leaves what it presents to later tests."""
+    yield
+    if identity := sys.modules.get("meshrl.rpc.credentials"):
+        identity.use(None)
 
 
 @pytest.fixture(scope="session")

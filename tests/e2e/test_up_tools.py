@@ -33,7 +33,9 @@ TEMPLATE = (
 )
 
 
-def test_a_policy_calls_tools_and_its_steps_are_compared(tmp_path: Path) -> None:
+def test_a_policy_calls_tools_and_its_steps_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import AutoTokenizer
 
     options = {
@@ -60,6 +62,7 @@ def test_a_policy_calls_tools_and_its_steps_are_compared(tmp_path: Path) -> None
     for name, text in (("__init__", ""), ("every_turn", FORMAT), ("tools", TOOL)):
         (made / f"{name}.py").write_text(text)
     (tmp_path / "reward.py").write_text(REWARD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # a service's working directory holds no code
     mesh.run("trainer.val_before_train=false")
     steps = mesh.steps()
     assert [line["step"] for line in steps] == [0, 1]

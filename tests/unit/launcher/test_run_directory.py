@@ -44,6 +44,7 @@ def test_a_renamed_run_answers_for_itself_while_another_has_its_name(
     recipe: Recipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started(recipe).rename("runs/old")
+    Path("runs/old/queue").mkdir()
     started(recipe)
     found = find_mesh(Path("runs/old"), None, None, stopped=True)
     assert found.stopped is not None

@@ -114,7 +114,7 @@ class TransferQueue(RowMethods):
         """
         queue = cls(store)
         queue._samplers, queue._quota = samplers, quota or Quota()
-        queue._commit_log.recovery_pause_s = recovery_pause_s
+        queue._commit_log.recover_every(recovery_pause_s)
         try:
             await queue._recover()
         except BaseException:

@@ -245,6 +245,10 @@ class CommitLog:
         self.commit_s = Durations()
         """From the start of a commit to its acknowledgement."""
 
+    def recover_every(self, pause_s: float) -> None:
+        """Set the pause between two attempts to read back a store that cannot be read."""
+        self.recovery_pause_s = pause_s
+
     def touch(self, record: Record) -> None:
         """Stage the record of `record`, encoded when the commit starts."""
         self._staged.changes[Table.META, record.key] = record
