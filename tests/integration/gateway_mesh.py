@@ -29,6 +29,7 @@ from meshrl.contract.types import (
     rollout_stage,
 )
 from meshrl.http.gateway.app import build_app
+from meshrl.http.gateway.errors import refusal
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.http.server import serving_http
 from meshrl.rollout.config import CheckpointIntervals
@@ -195,7 +196,7 @@ async def agents_mesh(
             authorizer=authorizer if external else None,
         )
         sessions.url = await stack.enter_async_context(
-            serving_http(app, "127.0.0.1", 0, Certificates(), name="gateway")
+            serving_http(app, "127.0.0.1", 0, Certificates(), name="gateway", refuse=refusal)
         )
         programs = await stack.enter_async_context(
             ProgramCache("openai", options, gateway=sessions)
