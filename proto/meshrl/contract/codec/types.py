@@ -44,23 +44,16 @@ MISTAKES = (ValueError, TypeError, KeyError, AttributeError, OverflowError, Recu
 def encoder(function: Callable[P, R]) -> Callable[P, R]:
     """`encode_<type>`: a value that does not fit into the message raises UserError naming the type."""
     name = function.__name__.removeprefix("encode_").replace("_", " ")
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except MeshError:
-            raise
-        except MISTAKES as error:
-            raise UserError(f"this {name} cannot be sent: {error}") from error
-
-    return checked
+    return _checked(function, f"this {name} cannot be sent")
 
 
 def decoder(function: Callable[P, R]) -> Callable[P, R]:
     """`decode_<type>`: a message that makes no sense raises UserError naming the type."""
     name = function.__name__.removeprefix("decode_").replace("_", " ")
+    return _checked(function, f"malformed {name}")
 
+
+def _checked(function: Callable[P, R], problem: str) -> Callable[P, R]:
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
@@ -68,7 +61,7 @@ def decoder(function: Callable[P, R]) -> Callable[P, R]:
         except MeshError:
             raise
         except MISTAKES as error:
-            raise UserError(f"malformed {name}: {error}") from error
+            raise UserError(f"{problem}: {error}") from error
 
     return checked
 
