@@ -11,6 +11,7 @@ from pathlib import Path
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.types import OnUpdate, Version, WeightManifest
 from meshrl.http.gateway.app import build_app
+from meshrl.http.gateway.errors import refusal
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.http.server import serving_http
 from meshrl.rollout.tokenizer import load_tokenizer
@@ -34,7 +35,7 @@ async def work(options: argparse.Namespace) -> None:
     app = build_app(sessions, tokenizer, max_body_bytes=1 << 20, authorizer=None)
     command = {"command": [sys.executable, "-c", options.agent.read_text(), str(options.pids)]}
     async with (
-        serving_http(app, "127.0.0.1", 0, Certificates(), name="gateway") as url,
+        serving_http(app, "127.0.0.1", 0, Certificates(), name="gateway", refuse=refusal) as url,
         ProgramCache("openai", command, gateway=sessions) as programs,
         QueueClient(options.queue) as queue,
     ):

@@ -24,6 +24,7 @@ from meshrl.contract import errors
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.types import Sample, Uid
 from meshrl.http.rewards.app import build_app
+from meshrl.http.rewards.errors import problem
 from meshrl.http.server import serving_http
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.registry.building import open_registry
@@ -107,7 +108,7 @@ async def serving(
         await server.ready()
         app = build_app(guarded, MAX_BODY)
         address = await stack.enter_async_context(
-            serving_http(app, "127.0.0.1", 0, server_settings.tls)
+            serving_http(app, "127.0.0.1", 0, server_settings.tls, refuse=problem)
         )
         path = directory / "rewards" / "audit.jsonl"
         yield Service(registry, guarded, address, server.address, path, tokens)

@@ -1,4 +1,4 @@
-"""Sockets that listen at one address, for libraries that would listen at every address of the machine."""
+"""Addresses: how they are written, which ones only this machine reaches, and a socket that listens at one."""
 
 from __future__ import annotations
 
@@ -34,3 +34,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def join_address(host: str, port: int) -> str:
+    """`host:port`, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -10,7 +10,6 @@ Needs httpx (`pip install 'meshrl[client]'`). Answers are the JSON of the servic
 from __future__ import annotations
 
 import base64
-import ipaddress
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +17,7 @@ from typing import Any, Self
 import httpx
 
 from meshrl.contract.errors import InfraError, MeshError, UnavailableError, UserError, from_detail
+from meshrl.contract.sockets import is_loopback
 from meshrl.contract.types import Json
 
 TIMEOUT_S = 120.0
@@ -46,20 +46,13 @@ def _headers(url: str, token: str | None, allow_plain_http: bool) -> dict[str, s
     """Raises UserError if the token would travel unencrypted beyond this machine."""
     if not token:
         return {}
-    if httpx.URL(url).scheme != "https" and not (allow_plain_http or _is_local(url)):
+    address = httpx.URL(url)
+    if address.scheme != "https" and not (allow_plain_http or is_loopback(address.host)):
         raise UserError(
             f"the token would travel to {url} unencrypted: use https://, or allow_plain_http=True in a network "
             "that you trust"
         )
     return {"Authorization": f"Bearer {token}"}
-
-
-def _is_local(url: str) -> bool:
-    host = httpx.URL(url).host
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class _Methods:

@@ -25,11 +25,6 @@ class AsciiJSON(JSONResponse):
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
-def plain_refusal(status: int, code: str, detail: str) -> Response:
-    """A refusal for an app without a format of its own."""
-    return AsciiJSON({"code": code, "detail": detail[:MAX_DETAIL]}, status)
-
-
 def headers_of(status: int, error: MeshError) -> dict[str, str]:
     """Headers of an error response: WWW-Authenticate for 401, Retry-After where the error has `retry_after_s`."""
     headers = {}

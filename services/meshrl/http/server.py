@@ -16,10 +16,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.errors import InfraError
-from meshrl.http.responses import Refuse, plain_refusal
+from meshrl.contract.sockets import join_address
+from meshrl.http.responses import Refuse
 from meshrl.http.web_requests import WebRequests
 from meshrl.rpc.connections import Acceptor, Connection, ConnectionLimits, listen, server_tls
-from meshrl.rpc.runtime import join_address
 from meshrl.rpc.web_origin import hosts_of
 
 log = logging.getLogger(__name__)
@@ -86,10 +86,10 @@ async def serving_http(
     port: int,
     tls: Certificates,
     *,
+    refuse: Refuse,
     name: str = "reward registry",
     limits: ConnectionLimits | None = None,
     allowed_hosts: Iterable[str] = (),
-    refuse: Refuse = plain_refusal,
 ) -> AsyncIterator[str]:
     """Serve `app` while the body runs; yields the address, `http://host:port`.
 
@@ -98,10 +98,10 @@ async def serving_http(
         host: Address to listen on.
         port: 0 picks a free one.
         tls: Certificates.
+        refuse: Answers what a web page of another site may have sent, as the app answers its failures.
         name: Name in log lines.
         limits: Most connections, and the time to send a request's headers.
         allowed_hosts: Names under which clients call the server, besides `localhost` and `host`.
-        refuse: Answers what a web page of another site may have sent.
 
     Raises:
         UserError: cannot listen on the port, or a certificate cannot be used.

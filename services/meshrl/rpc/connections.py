@@ -20,6 +20,7 @@ from typing import Any, Final, TypeAlias
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.files import check_private_file
+from meshrl.contract.sockets import join_address
 from meshrl.rpc.errors import PortInUseError
 
 log = logging.getLogger(__name__)
@@ -219,8 +220,9 @@ def listen(host: str, port: int, cannot: str = "cannot listen on") -> socket.soc
     except OSError as error:
         listener.close()
         kind = PortInUseError if error.errno == errno.EADDRINUSE else UserError
-        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        raise kind(f"{cannot} {where}: {error.strerror or error}", port=port) from error
+        raise kind(
+            f"{cannot} {join_address(host, port)}: {error.strerror or error}", port=port
+        ) from error
     return listener
 
 

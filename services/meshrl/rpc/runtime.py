@@ -35,7 +35,7 @@ from pydantic import Field, NonNegativeFloat
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.config import Config
 from meshrl.contract.errors import InfraError, MeshError, UserError
-from meshrl.contract.sockets import is_loopback
+from meshrl.contract.sockets import is_loopback, join_address
 from meshrl.rpc import tls
 from meshrl.rpc.auth import TokenStore
 from meshrl.rpc.credentials import MeshRole
@@ -274,11 +274,6 @@ class GrpcServer:
             await self._health.set(name, status)
 
 
-def join_address(host: str, port: int) -> str:
-    """`host:port`, with an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def require_loopback(settings: ServerSettings) -> None:
     """Raises UserError for a host that other machines can reach, unless the settings permit it.
 
@@ -289,21 +284,27 @@ def require_loopback(settings: ServerSettings) -> None:
         return
     if settings.authenticated or (settings.identified and settings.tls.cert is not None):
         return
-    if not settings.allow_insecure_bind:
-        raise UserError(
-            f"host {settings.host!r} can be reached from other machines, and calls are "
-            + ("not encrypted" if settings.identified else "not authenticated")
-            + ": bind 127.0.0.1, set tls.cert and tls.key, or set allow_insecure_bind in a network that you trust",
-            host=settings.host,
-        )
-    log.warning(
-        "INSECURE: %s can be reached from other machines and nothing is encrypted: whoever can listen in that network"
-        " reads everything%s",
-        settings.host,
-        ", credentials included"
-        if settings.identified
-        else ", and anybody in it may call every method",
+    calls = "not encrypted" if settings.identified else "not authenticated"
+    loss = (
+        "credentials included" if settings.identified else "and anybody in it may call every method"
     )
+    permit_insecure(
+        settings,
+        f"host {settings.host!r} can be reached from other machines, and calls are {calls}: "
+        "bind 127.0.0.1, set tls.cert and tls.key, or set allow_insecure_bind in a network that you trust",
+        f"INSECURE: {settings.host} can be reached from other machines and nothing is encrypted: whoever can listen "
+        f"in that network reads everything, {loss}",
+        host=settings.host,
+    )
+
+
+def permit_insecure(
+    settings: ServerSettings, problem: str, warning: str, **details: object
+) -> None:
+    """Raises UserError with `problem` and `details`, or logs `warning` where `allow_insecure_bind` permits it."""
+    if not settings.allow_insecure_bind:
+        raise UserError(problem, **details)
+    log.warning("%s", warning)
 
 
 def bind(server: grpc.aio.Server, settings: ServerSettings) -> int:

@@ -48,7 +48,9 @@ async def http(limits: ConnectionLimits) -> AsyncIterator[int]:
     async def wait() -> None:
         await asyncio.sleep(OPEN_FOR_EVER)
 
-    async with serving_http(app, "127.0.0.1", 0, Certificates(), limits=limits) as url:
+    async with serving_http(
+        app, "127.0.0.1", 0, Certificates(), limits=limits, refuse=problem
+    ) as url:
         yield int(url.rpartition(":")[2])
 
 

@@ -15,7 +15,6 @@ Log-probs that were rounded (contract/precision.py) are exact in 16 bits, so the
 
 from __future__ import annotations
 
-import ipaddress
 import struct
 import threading
 from contextlib import suppress
@@ -28,6 +27,7 @@ import zstandard
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.frames import Frame, strip_checksum
+from meshrl.contract.sockets import is_loopback
 
 Array: TypeAlias = npt.NDArray[Any]
 Mode: TypeAlias = Literal["auto", "off", "zstd"]
@@ -236,7 +236,4 @@ def wanted(mode: Mode, address: str) -> bool:
     if address.startswith(("unix:", "unix-abstract:")):
         return False
     host = address.removeprefix("ipv4:").removeprefix("ipv6:").rpartition(":")[0].strip("[]")
-    try:
-        return not ipaddress.ip_address(host.replace("%5B", "").replace("%5D", "")).is_loopback
-    except ValueError:
-        return host != "localhost"
+    return not is_loopback(host.replace("%5B", "").replace("%5D", ""))

@@ -19,7 +19,7 @@ from meshrl.http.gateway.sessions import SessionTable
 from meshrl.rollout.tokenizer import ChatTokenizer
 from meshrl.rpc.auth import Authorizer, TokenStore
 from meshrl.rpc.connections import ConnectionLimits
-from meshrl.rpc.runtime import ServerSettings
+from meshrl.rpc.runtime import ServerSettings, permit_insecure
 
 log = logging.getLogger(__name__)
 
@@ -87,21 +87,19 @@ def _authorizer(recipe: Recipe, settings: ServerSettings) -> Authorizer | None:
         return None
     encrypted = settings.tls.cert is not None
     if not (local or encrypted) and config.tokens is not None:
-        if not settings.allow_insecure_bind:
-            raise UserError(
-                f"rollout.gateway.host: {config.host!r} can be reached from other machines, and tokens and the keys "
-                "of sessions would travel unencrypted: set tls.cert and tls.key, or bind 127.0.0.1"
-            )
-        log.warning("the gateway on %s takes tokens and keys unencrypted", config.host)
+        permit_insecure(
+            settings,
+            f"rollout.gateway.host: {config.host!r} can be reached from other machines, and tokens and the keys "
+            "of sessions would travel unencrypted: set tls.cert and tls.key, or bind 127.0.0.1",
+            f"the gateway on {config.host} takes tokens and keys unencrypted",
+        )
     protected = local or config.tokens is not None or settings.tls.mutual
     if not protected:
-        if not settings.allow_insecure_bind:
-            raise UserError(
-                f"rollout.gateway.host: {config.host!r} can be reached from other machines, where anybody could "
-                "claim sessions: set rollout.gateway.tokens (role: claim) or tls.client_ca, or bind 127.0.0.1"
-            )
-        log.warning(
-            "the gateway on %s is open to everybody, so no sessions can be claimed", config.host
+        permit_insecure(
+            settings,
+            f"rollout.gateway.host: {config.host!r} can be reached from other machines, where anybody could "
+            "claim sessions: set rollout.gateway.tokens (role: claim) or tls.client_ca, or bind 127.0.0.1",
+            f"the gateway on {config.host} is open to everybody, so no sessions can be claimed",
         )
         return None
     tokens = TokenStore(config.tokens) if config.tokens is not None else None

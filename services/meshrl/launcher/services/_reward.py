@@ -11,7 +11,6 @@ import logging
 from contextlib import AsyncExitStack, closing
 
 from meshrl.config.recipe import Recipe
-from meshrl.contract.errors import UserError
 from meshrl.contract.sockets import is_loopback
 from meshrl.http.rewards.app import build_app
 from meshrl.http.rewards.errors import problem
@@ -25,7 +24,7 @@ from meshrl.rpc.audit_log import RewardAuditLog
 from meshrl.rpc.auth import Authorizer, TokenStore
 from meshrl.rpc.guarded_registry import GuardedRegistry
 from meshrl.rpc.queue_connection import connect_mesh_queue
-from meshrl.rpc.runtime import GrpcServer, ServerSettings, Servicer
+from meshrl.rpc.runtime import GrpcServer, ServerSettings, Servicer, permit_insecure
 from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.reward import RewardServicer
 from meshrl.rpc.servicers.reward_registry import RewardRegistryServicer
@@ -91,21 +90,21 @@ def _authorizer(
 ) -> Authorizer:
     """Raises UserError if anybody on the network could submit."""
     if config.tokens is not None and settings.tls.cert is None and not is_loopback(settings.host):
-        if not settings.allow_insecure_bind:
-            raise UserError(
-                f"host {settings.host!r} can be reached from other machines, and tokens would travel unencrypted: "
-                "set tls.cert and tls.key, or bind 127.0.0.1",
-                host=settings.host,
-            )
-        log.warning("%s takes tokens unencrypted", settings.host)
+        permit_insecure(
+            settings,
+            f"host {settings.host!r} can be reached from other machines, and tokens would travel unencrypted: "
+            "set tls.cert and tls.key, or bind 127.0.0.1",
+            f"{settings.host} takes tokens unencrypted",
+            host=settings.host,
+        )
     if not _protected(config, settings):
-        if not settings.allow_insecure_bind:
-            raise UserError(
-                f"host {settings.host!r} can be reached from other machines, where anybody could submit a reward: "
-                "set reward.registry.tokens (meshrl reward token) or tls.client_ca, or bind 127.0.0.1",
-                host=settings.host,
-            )
-        log.warning("%s is open to everybody: it takes no submissions", settings.host)
+        permit_insecure(
+            settings,
+            f"host {settings.host!r} can be reached from other machines, where anybody could submit a reward: "
+            "set reward.registry.tokens (meshrl reward token) or tls.client_ca, or bind 127.0.0.1",
+            f"{settings.host} is open to everybody: it takes no submissions",
+            host=settings.host,
+        )
     elif config.tokens is None:
         log.warning(
             "rewards may be submitted by anybody who reaches %s, without a token (reward.registry.tokens is null)",
