@@ -19,11 +19,12 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Final, NoReturn, Protocol, cast
+from typing import Any, Final, NoReturn, cast
 
 import grpc
 
 from meshrl.rpc.interceptors import InterceptedHandlers, as_status
+from meshrl.rpc.runtime import Servicer
 from meshrl.simulation.loop import PROCESS, Process, SimulatedLoop, context_of, spawn
 
 KEEPALIVE_S: Final = 30.0
@@ -34,24 +35,6 @@ CONNECT_S: Final = 2.0
 EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # unknown to its stubs
 
 Metadata = tuple[tuple[str, str | bytes], ...]
-
-
-class Servicer(Protocol):
-    """A servicer, as the network sees it."""
-
-    @property
-    def service(self) -> str:
-        """The full name of the service."""
-        ...
-
-    @property
-    def waits(self) -> frozenset[str]:
-        """Names of methods that may wait long."""
-        ...
-
-    def attach(self, server: grpc.aio.Server) -> None:
-        """Register it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

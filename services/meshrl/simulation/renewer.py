@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 
 import grpc
 
 from meshrl.contract import codec
-from meshrl.contract.errors import MeshError, UnavailableError, WaitTimeoutError
-from meshrl.contract.held_rows import HeldLeases
-from meshrl.contract.types import Uid
+from meshrl.contract.held_rows import Held, HeldLeases
 from meshrl.rpc.clients.base import Connect
-from meshrl.rpc.clients.lease_renewer import MIN_DEADLINE_S, REOPEN_S, Metadata
-from meshrl.rpc.errors import from_rpc
+from meshrl.rpc.clients.lease_renewer import REOPEN_S, Metadata, refusal, renewal
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
 
@@ -61,19 +57,13 @@ class SimulatedRenewer:
                 broke.set()
             await asyncio.sleep(REOPEN_S)
 
-    async def _renew(self, held_leases: HeldLeases, run: str, rows: Mapping[Uid, int]) -> None:
-        request = pb.RenewRequest(
-            run=run,
-            stage=held_leases.stage,
-            worker=held_leases.worker,
-            uids=codec.encode_uids(list(rows)),
-        )
-        deadline_s = max(MIN_DEADLINE_S, held_leases.period_s)
+    async def _renew(self, held_leases: HeldLeases, run: str, rows: Held) -> None:
+        request, timeout = renewal(held_leases, run, rows)
         try:
-            answer = await self._stub.Renew(request, timeout=deadline_s, metadata=self._metadata)
+            answer = await self._stub.Renew(request, timeout=timeout, metadata=self._metadata)
         except grpc.aio.AioRpcError as failure:
-            error: MeshError = from_rpc(failure, self._service)
-            if not isinstance(error, UnavailableError | WaitTimeoutError):
+            error = refusal(failure, self._service)
+            if error is not None:
                 raise error from failure
             return
         if lost := codec.decode_uids(answer.lost):

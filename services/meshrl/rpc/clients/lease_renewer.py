@@ -254,22 +254,30 @@ class LeaseRenewer:
                     owner.lose({uid: rows[uid] for uid in lost})
 
     def _start_renewal(self, owner: _Owner, run: str, rows: Held) -> grpc.Future[pb.RenewResponse]:
-        held_leases = owner.held_leases
-        request = pb.RenewRequest(
-            run=run,
-            stage=held_leases.stage,
-            worker=held_leases.worker,
-            uids=codec.encode_uids(list(rows)),
-        )
+        request, timeout = renewal(owner.held_leases, run, rows)
         return self._renew_call.future(
-            request,
-            timeout=max(MIN_DEADLINE_S, held_leases.period_s),
-            wait_for_ready=True,
-            metadata=self._metadata,
+            request, timeout=timeout, wait_for_ready=True, metadata=self._metadata
         )
 
     def _failed(self, owner: _Owner, failure: grpc.RpcError) -> None:
         """Passes a refusal on to the owner. A queue that is away is asked again later."""
-        error = from_rpc(failure, self._service)
-        if not isinstance(error, UnavailableError | WaitTimeoutError):
+        error = refusal(failure, self._service)
+        if error is not None:
             owner.refuse(error)
+
+
+def renewal(held_leases: HeldLeases, run: str, rows: Held) -> tuple[pb.RenewRequest, float]:
+    """The request that renews `rows`, and its deadline in seconds."""
+    request = pb.RenewRequest(
+        run=run,
+        stage=held_leases.stage,
+        worker=held_leases.worker,
+        uids=codec.encode_uids(list(rows)),
+    )
+    return request, max(MIN_DEADLINE_S, held_leases.period_s)
+
+
+def refusal(failure: grpc.RpcError, service: str) -> MeshError | None:
+    """The error of a queue that refuses to renew; None if it is away and is asked again later."""
+    error = from_rpc(failure, service)
+    return None if isinstance(error, UnavailableError | WaitTimeoutError) else error
