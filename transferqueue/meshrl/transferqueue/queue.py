@@ -14,7 +14,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Self
+from typing import Self, TypedDict, Unpack
 
 from meshrl.contract.errors import (
     CapacityError,
@@ -74,17 +74,28 @@ from meshrl.transferqueue.store import (
 )
 
 
+class QueueOptions(TypedDict, total=False):
+    """What a queue may be opened with."""
+
+    samplers: Collection[str]
+    """Dotted paths that a run may name besides the known samplers."""
+    quota: Quota
+    """The most that a run may ask for."""
+    recovery_pause_s: float
+    """Between two attempts to read back a store that cannot be read."""
+
+
 class TransferQueue(RowMethods):
     """One queue on one store: call `open`, and `close` at the end. It belongs to the event loop that opened it."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, **options: Unpack[QueueOptions]) -> None:
         self._store = store
-        self._samplers: Collection[str] = ()
-        """Dotted paths that a run may name besides the known samplers."""
-        self._quota = Quota()
+        self._samplers = options.get("samplers", ())
+        self._quota = options.get("quota", Quota())
         self._runs: dict[str, Run] = {}
         self._payload = PayloadReader(store)
-        self._commit_log = CommitLog(store, self._recover)
+        recovery_pause_s = options.get("recovery_pause_s", RECOVERY_PAUSE_S)
+        self._commit_log = CommitLog(store, self._recover, recovery_pause_s)
         self._expiry = Expiry(self._expired)
         self._waits = Waits()
         self._space = SpaceCheck(store, asyncio.get_running_loop().time)
@@ -96,25 +107,13 @@ class TransferQueue(RowMethods):
         self._closing = False
 
     @classmethod
-    async def open(
-        cls,
-        store: Store,
-        *,
-        samplers: Collection[str] = (),
-        quota: Quota | None = None,
-        recovery_pause_s: float = RECOVERY_PAUSE_S,
-    ) -> Self:
+    async def open(cls, store: Store, **options: Unpack[QueueOptions]) -> Self:
         """Read the store back and serve it; from now on the queue owns the store.
-
-        A run may name one of `samplers`, dotted paths, besides the known ones, and ask for what `quota` allows.
-        A store that cannot be read back is tried again every `recovery_pause_s`.
 
         Raises:
             UserError: another process owns the store, or it has another format. CorruptError: it cannot be read.
         """
-        queue = cls(store)
-        queue._samplers, queue._quota = samplers, quota or Quota()
-        queue._commit_log.recover_every(recovery_pause_s)
+        queue = cls(store, **options)
         try:
             await queue._recover()
         except BaseException:

@@ -227,9 +227,14 @@ class _Commit:
 class CommitLog:
     """The commit log of one queue; `run` is its one task."""
 
-    def __init__(self, store: Store, recover: Callable[[], Awaitable[None]]) -> None:
-        self.recovery_pause_s = RECOVERY_PAUSE_S
-        """Between two attempts to read back a store that cannot be read."""
+    def __init__(
+        self,
+        store: Store,
+        recover: Callable[[], Awaitable[None]],
+        recovery_pause_s: float = RECOVERY_PAUSE_S,
+    ) -> None:
+        """A store that cannot be read back is tried again every `recovery_pause_s`."""
+        self._recovery_pause_s = recovery_pause_s
         self._store = store
         self._recover = recover
         self._staged = _Commit()
@@ -244,10 +249,6 @@ class CommitLog:
         """Done when another queue has taken the store over."""
         self.commit_s = Durations()
         """From the start of a commit to its acknowledgement."""
-
-    def recover_every(self, pause_s: float) -> None:
-        """Set the pause between two attempts to read back a store that cannot be read."""
-        self.recovery_pause_s = pause_s
 
     def touch(self, record: Record) -> None:
         """Stage the record of `record`, encoded when the commit starts."""
@@ -336,7 +337,7 @@ class CommitLog:
                     self.ended.set_result(problem)
                 if self._closing or self.ended.done():
                     return
-                await asyncio.sleep(self.recovery_pause_s)
+                await asyncio.sleep(self._recovery_pause_s)
             else:
                 break
         self._broken = None

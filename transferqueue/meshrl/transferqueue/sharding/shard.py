@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Self, TypeVar
+from typing import Self, TypeVar, Unpack
 
 from meshrl.contract.errors import ConflictError, FencedError, UserError, WaitTimeoutError
 from meshrl.contract.types import Batch, RunSpec, RunState, Task, Version
@@ -27,7 +27,7 @@ from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.model.waiting import Signal, any_signal
 from meshrl.transferqueue.operations import leases, lifecycle
-from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.queue import QueueOptions, TransferQueue
 from meshrl.transferqueue.sharding.port import GroupCounts, RowCounts, ShardCapacity, ShardNote
 from meshrl.transferqueue.sharding.run_shards import SUFFIX
 from meshrl.transferqueue.store import Store
@@ -94,8 +94,8 @@ def parse_batch_name(name: str) -> tuple[str, BatchPlan | None]:
 class ShardQueue(TransferQueue):
     """A Queue and a Shard. By itself it is a TransferQueue like any other."""
 
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
+    def __init__(self, store: Store, **options: Unpack[QueueOptions]) -> None:
+        super().__init__(store, **options)
         self._turns: dict[str, str] = {}
         """Whose turn it is to admit, by run. In RAM: after a restart nobody has the turn, and feeders begin again."""
         self._turn_over = Signal()
