@@ -38,7 +38,8 @@ from meshrl.contract.types import (
     VersionSpan,
 )
 from meshrl.rpc.queue_connection import connect_queue
-from meshrl.simulation.scale import Lengths, Setting, run_setting
+from meshrl.simulation.scale import run_setting
+from meshrl.simulation.setting import Lengths, Setting
 from meshrl.testing.queue import queue_service
 
 MODES = {

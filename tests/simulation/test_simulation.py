@@ -12,8 +12,9 @@ import pytest
 
 from meshrl.simulation.campaign import kind_of, minimise, story
 from meshrl.simulation.faults import Fault, Kind
-from meshrl.simulation.mesh import Shape, simulate
+from meshrl.simulation.mesh import simulate
 from meshrl.simulation.mutants import MUTANTS, hunt
+from meshrl.simulation.shape import Shape
 
 SEEDS = 200
 """In so many seeds each planted bug is found; most in one of the first five."""

@@ -13,7 +13,8 @@ from typing import Final
 from meshrl.config.recipe import Recipe
 from meshrl.config.stages import train_spec
 from meshrl.contract.errors import UserError
-from meshrl.simulation.scale import P99, Lengths, Outlook, Setting, run_setting
+from meshrl.simulation.scale import Outlook, run_setting
+from meshrl.simulation.setting import P99, Lengths, Setting
 from meshrl.trainer.config import ModelConfig
 
 PARAMS: Final = 8e9

@@ -10,16 +10,14 @@ its measured processor time, one call after the other. So a thousand workers nee
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from statistics import NormalDist
 from typing import Any, Final
 
 import numpy as np
@@ -39,86 +37,16 @@ from meshrl.contract.types import (
     Version,
 )
 from meshrl.simulation.loop import SimulatedLoop, quiet
+from meshrl.simulation.paced import PacedGpu, Processor
+from meshrl.simulation.setting import Setting
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 RUN: Final = "plan"
-CALL_S: Final = 1000e-6
-"""Processor time of one call in a queue process with gRPC (benchmarks/scale.py --handlers, benchmarks/RESULTS.md)."""
-ROW_S: Final = 20e-6
-"""Processor time of one more row in a call, from the same measurement."""
 WAIT_S: Final = 20.0
 """How long one lease waits, as in the product's stage worker."""
 SHORT_TOKENS: Final = 16
 """Stored tokens of a mean row: the queue stores and compares lengths, so they are scaled, not left out."""
-P99: Final = NormalDist().inv_cdf(0.99)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
-    """Response lengths: log-normal with this mean and 99th percentile, cut at `most` tokens."""
-
-    mean: float
-    p99: float
-    most: int
-    alike: float = 0.0
-    """The share of the (logarithmic) variance that belongs to the prompt: with 1 a group's rows are equally long."""
-
-    @property
-    def sigma(self) -> float:
-        """Of the logarithm. `p99 <= mean`: all responses have the mean."""
-        ratio = math.log(self.p99 / self.mean)
-        return 0.0 if ratio <= 0 else P99 - math.sqrt(max(0.0, P99**2 - 2 * ratio))
-
-    def draw(self, seed: int, task: int, index: int) -> int:
-        """Tokens of row `index` of a task: the same whenever and wherever it is sampled."""
-        sigma = self.sigma
-        prompt = random.Random(seed << 40 | task << 1).gauss(0, 1)
-        row = random.Random((seed << 40 | task << 1 | 1) * 65537 + index).gauss(0, 1)
-        z = math.sqrt(self.alike) * prompt + math.sqrt(1 - self.alike) * row
-        tokens = math.exp(math.log(self.mean) - sigma**2 / 2 + sigma * z)
-        return max(1, min(self.most, round(tokens)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """A fleet, its policy and how long everything takes."""
-
-    workers: int
-    slots: int
-    tokens_per_s: float
-    """Of one worker whose slots are all busy."""
-    lengths: Lengths
-    group: int
-    batch_groups: int
-    step_s: float
-    alone_speedup: float = 1.0
-    """A request that runs alone is so many times as fast as one among `slots`."""
-    max_staleness: float = 1
-    resident_batches: int = 4
-    resident_groups: float = math.inf
-    """Groups whose payload `queue.resident_bytes` and `resident_tokens` hold."""
-    on_update: OnUpdate = OnUpdate.IN_FLIGHT
-    transfer_s: float = 0.0
-    """From the end of a step until every worker has staged its version."""
-    commit_s: float = 0.0
-    """How long an engine pauses to load what it has staged."""
-    reward_s: float = 0.0
-    tool_calls: int = 0
-    """Calls of tools in one response; its slot stays taken meanwhile."""
-    tool_s: float = 0.0
-    """Mean of one call of a tool, exponential."""
-    failures_per_h: float = 0.0
-    """Of one worker; its rows begin again elsewhere."""
-    restart_s: float = 60.0
-    ranks: int = 1
-    """Trainer processes: each fetches its own rows."""
-    stages: int = 1
-    """Stages beside rollout, each of which leases and writes every row."""
-    call_s: float = CALL_S
-    row_s: float = ROW_S
-    steps: int = 12
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,107 +69,6 @@ class Outlook:
     """Share of the time in which the queue's processor is busy."""
     steps: int
     virtual_s: float
-
-
-class _Processor:
-    """The queue's processor: calls take their time one after the other."""
-
-    def __init__(self, setting: Setting, loop: asyncio.AbstractEventLoop) -> None:
-        self.busy_s = 0.0
-        self._setting = setting
-        self._free_at = 0.0
-        self._loop = loop
-
-    def charge(self, *, calls: int = 1, rows: int = 0) -> float:
-        """Busy for these calls after what it has to do; returns how long from now until they are done."""
-        cost = calls * self._setting.call_s + rows * self._setting.row_s
-        now = self._loop.time()
-        self._free_at = max(now, self._free_at) + cost
-        self.busy_s += cost
-        return self._free_at - now
-
-    async def spend(self, *, calls: int = 1, rows: int = 0) -> None:
-        """Wait until the calls have had their turn."""
-        await asyncio.sleep(self.charge(calls=calls, rows=rows))
-
-
-class PacedGpu:
-    """An engine's speed, shared evenly by its running requests: a decode step takes the longer the more there are."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.running = 0
-        self.tokens = 0.0
-        self._setting = setting
-        self._loop = asyncio.get_running_loop()
-        self._ends: list[tuple[float, int, Callable[[], None]]] = []
-        self._number = itertools.count()
-        self._served = 0.0
-        """Tokens that a request would have which has run from the start on."""
-        self._at = self._loop.time()
-        self._paused = False
-        self._timer: asyncio.TimerHandle | None = None
-
-    def sample(self, tokens: float, done: Callable[[], None]) -> None:
-        """Sample so many tokens, then call `done`."""
-        self.advance()
-        self.running += 1
-        heapq.heappush(self._ends, (self._served + tokens, next(self._number), done))
-        self._arm()
-
-    def pause(self, paused: bool) -> None:
-        """Stand still, or go on."""
-        self.advance()
-        self._paused = paused
-        self._arm()
-
-    def stop(self) -> None:
-        """Forget every request."""
-        self.advance()
-        self._ends.clear()
-        self.running = 0
-        self._arm()
-
-    def _speed(self) -> float:
-        """Tokens per second of each running request."""
-        if self._paused or not self.running:
-            return 0.0
-        setting = self._setting
-        together = setting.slots / setting.tokens_per_s
-        alone = together / setting.alone_speedup
-        more = (self.running - 1) / (setting.slots - 1) if setting.slots > 1 else 1.0
-        return 1 / (alone + (together - alone) * more)
-
-    def advance(self) -> None:
-        """Count what was sampled until now."""
-        now = self._loop.time()
-        gained = (now - self._at) * self._speed()
-        self._served += gained
-        self.tokens += gained * self.running
-        self._at = now
-
-    def _arm(self) -> None:
-        """The next look is at the next end, or earlier: a timer that is too early stays."""
-        speed = self._speed()
-        if not speed:
-            if self._timer:
-                self._timer.cancel()
-                self._timer = None
-            return
-        due = self._at + max(0.0, self._ends[0][0] - self._served) / speed
-        if self._timer is not None:
-            if self._timer.when() <= due:
-                return
-            self._timer.cancel()
-        self._timer = self._loop.call_at(due, self._look)
-
-    def _look(self) -> None:
-        self._timer = None
-        self.advance()
-        while self._ends and self._ends[0][0] <= self._served + 1e-6:
-            _, _, done = heapq.heappop(self._ends)
-            self.running -= 1
-            done()
-        self._arm()
 
 
 @dataclass(slots=True, eq=False)
@@ -470,7 +297,7 @@ class _Mesh:
         self.setting = setting
         self.loop = loop
         self.committed = self.published = Version(1, 0)
-        self.processor = _Processor(setting, loop)
+        self.processor = Processor(setting, loop)
         self.queue: TransferQueue
         self._workers: list[_Worker] = []
         self._sums = _Sums()

@@ -14,7 +14,8 @@ from meshrl.config.loading import load_recipe
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import OnUpdate
 from meshrl.simulation.planner import Question, plan
-from meshrl.simulation.scale import Lengths, Setting, run_setting
+from meshrl.simulation.scale import run_setting
+from meshrl.simulation.setting import Lengths, Setting
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes/gsm8k/recipe.yaml"

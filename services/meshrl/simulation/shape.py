@@ -1,0 +1,104 @@
+"""How large a simulated mesh is and how long its parts take, as a seed draws it."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+from typing import Final
+
+from meshrl.contract.types import GroupPolicy, RunSpec, StalePolicy
+from meshrl.simulation.network import Delays
+
+RUN: Final = "run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The size of a mesh, and how long its parts take."""
+
+    workers: int = 2
+    slots: int = 2
+    rewards: int = 1
+    ranks: int = 1
+    prompts: int = 8
+    epochs: int = 1
+    group: int = 2
+    batch: int = 2
+    max_staleness: float = 1
+    stale_policy: StalePolicy = StalePolicy.REISSUE
+    group_policy: GroupPolicy = GroupPolicy.ALL
+    max_attempts: int = 12
+    lease_ttl_s: float = 5.0
+    save_freq: int = 2
+    filter_groups: bool = False
+    tokens: int = 32
+    deltas: int = 4
+    response_s: float = 2.0
+    """Mean of a response; the tail is long."""
+    slow_prompt_s: float = 0.0
+    """Responses to one prompt take so long; 0: none is like this."""
+    train_s: float = 1.0
+    checkpoint_s: float = 1.0
+    transfer_s: float = 0.3
+    reward_s: float = 0.2
+    saves_progress: bool = True
+    faults_until_s: float = 60.0
+    most_faults: int = 12
+    delays: Delays = field(default_factory=Delays)
+
+    @property
+    def services(self) -> tuple[str, ...]:
+        """The names of everything that can fail."""
+        return (
+            "queue",
+            "feeder",
+            "trainer",
+            *(f"trainer-{rank}" for rank in range(1, self.ranks)),
+            *(f"rollout-{number}" for number in range(self.workers)),
+            *(f"reward-{number}" for number in range(self.rewards)),
+        )
+
+    @property
+    def spec(self) -> RunSpec:
+        """What the run asks of the queue."""
+        return RunSpec(
+            run=RUN,
+            group_size=self.group,
+            batch_groups=self.batch,
+            max_staleness=self.max_staleness,
+            max_attempts=self.max_attempts,
+            lease_ttl_s=self.lease_ttl_s,
+            stale_policy=self.stale_policy,
+            group_policy=self.group_policy,
+            group_k=max(1, self.group - 1) if self.group_policy is GroupPolicy.K_OF_N else 0,
+        )
+
+
+def draw_shape(seed: int) -> Shape:
+    """The mesh of a seed."""
+    draw = random.Random(f"shape {seed}")
+    group = draw.randint(1, 4)
+    policies = list(GroupPolicy) if group > 1 else [GroupPolicy.ALL]
+    return Shape(
+        workers=draw.randint(1, 4),
+        slots=draw.randint(1, 4),
+        rewards=draw.randint(1, 2),
+        ranks=draw.choice((1, 1, 2, 3)),
+        prompts=draw.randint(4, 14),
+        epochs=draw.choice((1, 1, 2)),
+        group=group,
+        batch=draw.randint(1, 3),
+        max_staleness=draw.choice((0, 1, 1, 2, math.inf)),
+        stale_policy=draw.choice((StalePolicy.REISSUE, StalePolicy.REISSUE, StalePolicy.DROP)),
+        group_policy=draw.choice(policies),
+        lease_ttl_s=draw.choice((3.0, 5.0, 10.0)),
+        save_freq=draw.choice((1, 2, 3)),
+        filter_groups=group > 1 and draw.random() < 0.2,
+        response_s=draw.choice((0.5, 2.0, 6.0)),
+        slow_prompt_s=draw.choice((0.0, 0.0, 0.0, 30.0)),
+        train_s=draw.choice((0.2, 1.0, 3.0)),
+        checkpoint_s=draw.choice((0.2, 1.0, 4.0)),
+        transfer_s=draw.choice((0.1, 0.5, 2.0)),
+        saves_progress=draw.random() < 0.6,
+    )
