@@ -160,20 +160,18 @@ def _carrier(recipe: Recipe, machine: ThisMachine, unknown: set[Loc]) -> Iterato
 def _names(recipe: Recipe) -> Iterator[Problem]:
     """Every name that is a file name. Looked up, not imported: an engine may import torch."""
     for at, package in (
-        (("rollout", "name"), "meshrl.rollout.engines"),
+        (("rollout", "name"), ENGINES),
         (("rollout", "program"), PROGRAMS),
-        (("queue", "store"), "meshrl.transferqueue.stores"),
+        (("queue", "store"), STORES),
         (("queue", "sampler"), "meshrl.transferqueue.samplers"),
         (("weights", "carrier"), CARRIERS),
         (("algorithm", "adv_estimator"), "meshrl.trainer.algorithms.advantages"),
     ):
         yield from _name(at, package, getattr(getattr(recipe, at[0]), at[1]))
-    library = recipe.weights.nccl.library
-    libraries = "meshrl.weights.nccl.libraries"
-    yield from _name(("weights", "nccl", "library"), libraries, library)
-    devices = "meshrl.weights.ipc.devices"
-    yield from _name(("weights", "ipc", "library"), devices, recipe.weights.ipc.library)
-    for index, carrier in enumerate(recipe.weights.among):
+    weights = recipe.weights
+    yield from _name(("weights", "nccl", "library"), LIBRARIES["nccl"], weights.nccl.library)
+    yield from _name(("weights", "ipc", "library"), LIBRARIES["cuda_ipc"], weights.ipc.library)
+    for index, carrier in enumerate(weights.among):
         yield from _name(("weights", "among", index), CARRIERS, carrier)
     loss = recipe.actor.policy_loss.loss_mode
     yield from _name(
