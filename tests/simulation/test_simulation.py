@@ -99,3 +99,10 @@ def test_a_trainer_that_counts_as_dead_and_comes_back_is_refused() -> None:
     assert simulate(3, shape=shape, faults=comes_back).problems == []
     unfenced = simulate(3, shape=shape, faults=comes_back, parts=MUTANTS["no_epoch_fence"].parts)
     assert "settle of epoch 1 was accepted, epoch 2 has the run" in unfenced.problems
+
+
+def test_a_trainer_that_takes_the_run_over_after_its_end_trains_on_nothing_more() -> None:
+    """Seed 190824665: the queue's end keeps the successor from the run until the predecessor is back and done."""
+    report = simulate(190824665)
+    assert sum("trained to the end" in line for line in report.log) == 2
+    assert report.problems == []
