@@ -29,6 +29,14 @@ def _no_credential_of_another_test() -> Iterator[None]:
         identity.use(None)
 
 
+@pytest.fixture
+def own_package() -> Iterator[None]:
+    """For a test that imports a package `my_package` of its own: no later test finds it loaded."""
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "my_package"]:
+        del sys.modules[name]
+
+
 @pytest.fixture(scope="session")
 def world() -> Iterator[World]:
     """One rank on the CPU; torch is imported only where a test asks for it."""

@@ -6,8 +6,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,20 @@ GROUPS = 2
 ROWS = 4
 TTL_S = 1.0
 HOST = Path(__file__).parents[1] / "integration" / "client" / "queue_host.py"
+
+
+class Noticing(TransferQueue):
+    """Tells when a worker's heartbeat stream is open: only from then on does the queue notice its death at once."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.attended = asyncio.Event()
+
+    @contextmanager
+    def heartbeat(self, worker: str) -> Iterator[None]:
+        with super().heartbeat(worker):
+            self.attended.set()
+            yield
 
 
 class Process:
@@ -75,6 +89,9 @@ async def held_by_a_process(
     module = ("-m", "tests.chaos.lease_process")
     async with running(*module, "--queue", address, "--rows", ROWS, *options) as process:
         assert await process.read() == f"holds {ROWS}"
+        if isinstance(actors.queue, Noticing):
+            async with asyncio.timeout(WAIT_S):
+                await actors.queue.attended.wait()
         yield process
 
 
@@ -90,7 +107,7 @@ async def assert_writes_all(worker: Process) -> None:
 
 @pytest.fixture
 async def actors() -> AsyncIterator[Actors]:
-    queue = await TransferQueue.open(MemoryStore())
+    queue = await Noticing.open(MemoryStore())
     yield Actors(queue)
     await queue.close()
 

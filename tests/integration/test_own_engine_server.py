@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -24,15 +24,12 @@ NAME = "my_package.my_engine"
 
 
 @pytest.fixture(autouse=True)
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_package: None) -> None:
     """A package of somebody else's that has nothing but the example."""
     folder = tmp_path / "elsewhere" / "my_package"
     folder.mkdir(parents=True)
     shutil.copy(EXAMPLE, folder / "my_engine.py")
     monkeypatch.syspath_prepend(str(folder.parent))
-    yield
-    for name in (NAME, "my_package"):
-        sys.modules.pop(name, None)
 
 
 def config(tmp_path: Path, **options: object) -> RolloutConfig:

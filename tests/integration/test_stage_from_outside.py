@@ -30,7 +30,7 @@ SMALL = ("actor.use_kl_loss=false", "data.train_batch_size=1", "reward.mixed_ver
 
 
 @pytest.fixture
-def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mesh:
+def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_package: None) -> Mesh:
     """A mesh whose recipe has the stage of the how-to, which lies in a package beside it."""
     found = re.search(
         r"^```python\n# stages_repeats.py\n(.*?)^```", HOW_TO.read_text(), re.MULTILINE | re.DOTALL

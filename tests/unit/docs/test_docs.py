@@ -124,17 +124,14 @@ def python_blocks() -> list[tuple[str, str]]:
     return re.findall(r"^```python\n# (\S+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-@pytest.fixture(scope="module")
-def my_package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@pytest.fixture
+def my_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_package: None) -> None:
     """All examples as modules of a package `my_package`, as the page says."""
-    root = tmp_path_factory.mktemp("outside")
-    for file, code in python_blocks():
-        target = root / "my_package" / file
+    for file, code in [("__init__.py", ""), *python_blocks()]:
+        target = tmp_path / "my_package" / file
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(code)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(root))
-        yield
+    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 @pytest.mark.usefixtures("my_package")
