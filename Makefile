@@ -153,6 +153,14 @@ STORE ?= disk
 chaos: venv
 	$(BIN)/python -m tests.chaos.campaign --seed $(SEED) --kills $(KILLS) --pauses $(PAUSES) --store $(STORE)
 
+# Every line of the README's table of promises, with fresh seeds: `make promises ONLY=chaos`. WRITE=1 keeps the results
+# in docs/reference/promises.md.
+ONLY ?=
+WRITE ?=
+.PHONY: promises
+promises: venv
+	$(BIN)/python -m tests.promises --only "$(ONLY)" $(if $(WRITE),--write)
+
 # Connections of every kind on which nothing is said for ten minutes: `make soak SOAK_S=3600`.
 SOAK_S ?= 600
 .PHONY: soak

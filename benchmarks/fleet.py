@@ -1,6 +1,6 @@
 """The fleet: a replica that fails fast, a fleet that grows and shrinks, what asynchrony gains, how fast one joins.
 
-    python benchmarks/fleet.py [--only failing,elastic,modes,learn,join] [--seconds 10]
+    python benchmarks/fleet.py [--only failing,elastic,modes,learn,join] [--seconds 10] [--check]
 
 The queue, the workers with journal and breaker, the weights' two-phase commit and, in `join`, every service are
 the real ones. Engines echo their prompt at a given number of tokens a second and request (`rollout.name:
@@ -15,7 +15,7 @@ takes ten minutes. Each part says more in its file under fleet_bench/:
     learn     the same modes under `meshrl up` with a policy that learns: samples an hour and held-out accuracy
     join      seconds from `meshrl fleet add` to the first trained token, with `meshrl up`
 
-The last line is one JSON object.
+The last line is one JSON object. With --check the exit code is 1 if a part does not reach what the README promises.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import argparse
 import asyncio
 import json
 import logging
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -74,11 +75,22 @@ def show(name: str, report: dict[str, Any]) -> None:
         )
 
 
-def main() -> None:
+def kept(results: dict[str, Any]) -> bool:
+    """What the README promises of the parts that ran."""
+    failing, elastic = results.get("failing"), results.get("elastic")
+    return (failing is None or failing["ours"]["broken_share"] < 0.01) and (
+        elastic is None or elastic["area"] > 0.9
+    )
+
+
+def main() -> int:
     """Run the parts, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
     parser.add_argument("--seconds", type=float, default=10.0, help="per window that is timed")
+    parser.add_argument(
+        "--check", action="store_true", help="fail if the README's promise is broken"
+    )
     options = parser.parse_args()
     unknown = sorted(set(options.only.split(",")) - set(PARTS))
     if unknown:
@@ -89,7 +101,8 @@ def main() -> None:
         results[name] = asyncio.run(PARTS[name](options.seconds))
         show(name, results[name])
     print(json.dumps(results))
+    return 0 if kept(results) or not options.check else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Runs every line of the README's table of promises with fresh seeds, and ends in one table.
+
+    make promises                        # all of them, one after the other (about half an hour)
+    make promises ONLY=chaos             # those whose command has this word
+    make promises WRITE=1                # also writes the table to docs/reference/promises.md
+
+The README is the list: each row names a promise and the command that shows it. `SEED=1` and `--seed 1` in a command
+become a fresh seed, which the table shows, so that a broken promise can be repeated. Ctrl-C ends the command that
+runs and prints what is known by then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "reference" / "promises.md"
+HEADING = "## What it promises, and the command that shows it"
+LONGEST_S = 3600.0
+"""A command that runs longer counts as broken: it waits for ever."""
+STEP_S = 0.5
+TAIL = 200
+"""Most characters of a command's last line that the table shows."""
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One row of the README's table."""
+
+    says: str
+    command: str
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What one command said of its promise."""
+
+    promise: Promise
+    command: str
+    """As it was run, with its seed."""
+    held: bool
+    seconds: float
+    last_line: str
+
+
+def promises(readme: str) -> list[Promise]:
+    """The rows of the table under HEADING.
+
+    Raises:
+        ValueError: a row names no command.
+    """
+    rows = readme.partition(HEADING)[2].strip().partition("\n\n")[0].splitlines()
+    found = []
+    for says, shows in (row.strip("|").split("|") for row in rows[2:]):
+        command = re.search(r"`([^`]+)`", shows)
+        if command is None:
+            raise ValueError(f"the README names no command for this promise: {says.strip()}")
+        found.append(Promise(says.strip(), command[1]))
+    return found
+
+
+def seeded(command: str, seed: int) -> str:
+    """The command with `seed` where it names one."""
+    return re.sub(r"(SEED=|--seed )\d+", rf"\g<1>{seed}", command)
+
+
+def last_line(output: IO[str]) -> str:
+    """The last line that is not blank, cut to TAIL characters."""
+    output.seek(0)
+    lines = [line.strip() for line in output if line.strip()]
+    return lines[-1][-TAIL:] if lines else ""
+
+
+def show(promise: Promise, seed: int) -> Shown:
+    """Run the promise's command, with one line of progress on a terminal."""
+    command, begin = seeded(promise.command, seed), time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            ("bash", "-c", command),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            while process.poll() is None and time.monotonic() - begin < LONGEST_S:
+                if sys.stderr.isatty():
+                    print(
+                        f"\r{time.monotonic() - begin:5.0f} s  {command}", end="", file=sys.stderr
+                    )
+                time.sleep(STEP_S)
+        finally:
+            _end(process)
+        said = last_line(output)
+    held = process.returncode == 0
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr)
+    return Shown(promise, command, held, time.monotonic() - begin, said)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a command that still runs, with all that it started: first kindly, then by force."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        os.killpg(process.pid, number)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def table(shown: Sequence[Shown]) -> Iterator[str]:
+    """The results as lines of Markdown."""
+    yield "| promise | command | held | seconds | its last line |"
+    yield "|---|---|---|---|---|"
+    for each in shown:
+        said = each.last_line.replace("|", "\\|").replace("`", "'")
+        held = "yes" if each.held else "**no**"
+        yield f"| {each.promise.says} | `{each.command}` | {held} | {each.seconds:.0f} | `{said}` |"
+
+
+def page(shown: Sequence[Shown], commit: str) -> str:
+    """docs/reference/promises.md."""
+    day = datetime.now(UTC).date().isoformat()
+    return "\n".join(
+        (
+            "# The promises, when they were last tried",
+            "",
+            f"`make promises` ran every line of [the README's table](../../README.md) with fresh seeds on {day},",
+            f"at commit `{commit}`. {sum(each.held for each in shown)} of {len(shown)} held.",
+            "",
+            *table(shown),
+            "",
+        )
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--only", default="", help="run the promises whose command has this word")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    options = parser.parse_args()
+    chosen = [
+        each for each in promises((ROOT / "README.md").read_text()) if options.only in each.command
+    ]
+    if not chosen:
+        print(f"no promise has {options.only!r} in its command", file=sys.stderr)
+        return 2
+    commit = subprocess.check_output(("git", "rev-parse", "--short", "HEAD"), cwd=ROOT, text=True)
+    shown: list[Shown] = []
+    try:
+        for promise in chosen:
+            shown.append(result := show(promise, secrets.randbelow(2**31)))
+            held = "held" if result.held else "BROKEN"
+            print(f"{held:6} {result.seconds:6.0f} s  {result.command}", flush=True)
+    except KeyboardInterrupt:
+        print(f"ended after {len(shown)} of {len(chosen)}", file=sys.stderr)
+    print("\n".join(("", *table(shown))))
+    if options.write and len(shown) == len(chosen):
+        PAGE.write_text(page(shown, commit.strip()))
+    return 0 if len(shown) == len(chosen) and all(each.held for each in shown) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
