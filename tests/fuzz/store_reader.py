@@ -15,12 +15,13 @@ import random
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from meshrl.contract.errors import EndOfDataError, MeshError, WaitTimeoutError
-from meshrl.contract.types import REWARD_STAGE, ROLLOUT_STAGE, Lease
+from meshrl.contract.types import REWARD_STAGE, ROLLOUT_STAGE
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
@@ -88,12 +89,23 @@ async def contents(folder: Path) -> Mapping[str, str]:
     for row in batch.rows if batch else ():
         await tell(f"fetch {row.uid}", queue.fetch("run", [row.uid], COLUMNS))
     for stage in ("rollout", "reward"):
-        lease: Lease | None = await tell(f"lease {stage}", actors.lease(stage))
-        for row in lease.rows if lease else ():
-            found[f"{stage} {row.uid}"] = _digest(row)
+        with suppress(WaitTimeoutError):  # every row that waited is damaged
+            for row in (await actors.lease(stage)).rows:
+                found[f"row {row.uid.task} {row.uid.index} {stage}"] = _digest(row)
+    letters = await queue.dead_letters("run")
+    for letter in letters:
+        found[f"dead letter {letter.uid.task}"] = letter.reason
     await tell("take", actors.take(2))
+    await tell("counts", _counts(queue, len(letters)))
     await queue.close()
     return found
+
+
+async def _counts(queue: TransferQueue, letters: int) -> str:
+    """The sums of the ledger that damage must not change, and whether it counts the dead letters."""
+    ledger = await queue.ledger("run")
+    counted = ledger.balanced and sum(ledger.dead_lettered.values()) == letters
+    return f"{ledger.admitted} admitted, {ledger.trained} trained, balanced {counted}"
 
 
 def _failed(error: MeshError) -> str:

@@ -11,6 +11,7 @@ durable. A wait is a signal and a deadline; nothing polls. README.md draws the l
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,6 +73,8 @@ from meshrl.transferqueue.store import (
     Table,
     encode_record,
 )
+
+log = logging.getLogger(__name__)
 
 
 class QueueOptions(TypedDict, total=False):
@@ -283,10 +286,14 @@ class TransferQueue(RowMethods):
                     elif leases.enough(run, spec, min(limit, at_least)):
                         share = leases.share(run, spec, worker, limit, at_least)
                         if share:
-                            return await self._grant(run, spec, worker, share)
-                signals = [run.rows_signals[spec.number] for run, spec in candidates]
-                with leases.waiting(candidates, worker):
-                    await any_signal([*signals, self._runs_signal], deadline, reason)
+                            lease = await self._grant(run, spec, worker, share)
+                            if lease is not None:
+                                return lease
+                            break  # all that was granted is damaged: there may be more
+                else:
+                    signals = [run.rows_signals[spec.number] for run, spec in candidates]
+                    with leases.waiting(candidates, worker):
+                        await any_signal([*signals, self._runs_signal], deadline, reason)
 
     async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
         """See the port."""
@@ -408,7 +415,8 @@ class TransferQueue(RowMethods):
             return await self._payload.read(wanted, columns, state.stages.writes)
         except NotFoundError:
             for rows in groups:
-                self._check_left(state, rows)
+                if fault := self._lost(state, rows):
+                    raise CorruptError(fault, task=rows.task) from None
             raise
 
     async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:
@@ -493,21 +501,29 @@ class TransferQueue(RowMethods):
     def _deadline(self, wait_s: float) -> float:
         return asyncio.get_running_loop().time() + max(0.0, wait_s)
 
-    async def _grant(self, run: Run, stage: Stage, worker: str, limit: int) -> Lease:
-        """Grant rows, make that durable, read what the stage reads; a cancelled caller gives the rows back."""
+    async def _grant(self, run: Run, stage: Stage, worker: str, limit: int) -> Lease | None:
+        """Grant rows, make that durable, read what the stage reads; a cancelled caller gives the rows back.
+
+        Damaged rows become dead letters; None if no others were granted.
+        """
         granted = leases.grant(run, stage, worker, limit)
         try:
             await self._commit_log.flush()
-            groups = await self._payload.leased(
+            groups, damaged = await self._payload.leased(
                 [each.extract for each in granted],
                 stage.reads,
                 run.stages.writes,
                 [(each.token, each.deliveries) for each in granted],
             )
-            answered = {group.task for group in groups}
+            found = {*damaged, *[group.task for group in groups]}
             for each in granted:
-                if each.extract.rows.task not in answered:
-                    self._check_left(run, each.extract.rows)
+                task = each.extract.task
+                if task not in found and (fault := self._lost(run, each.extract.rows)):
+                    damaged[task] = fault
+            if damaged:
+                await self._quarantine(run, stage, granted, damaged)
+                if not groups:
+                    return None
         except asyncio.CancelledError:
             if self._runs.get(run.name) is run and not self._closing:
                 tokens = {
@@ -533,15 +549,25 @@ class TransferQueue(RowMethods):
             raise FencedError(f"batch {taken.batch_id} was given back while it was read")
         return lifecycle.read_manifest(run, taken, value)
 
-    def _check_left(self, run: Run, rows: GroupRows) -> None:
-        """The store lacks the payload of `rows`: they must have left. Raises CorruptError if they are resident."""
+    async def _quarantine(
+        self, run: Run, stage: Stage, granted: Sequence[leases.Granted], damaged: Mapping[str, str]
+    ) -> None:
+        """Granted rows of `damaged` tasks, with what is wrong, become dead letters: the others reach their worker."""
+        if self._runs.get(run.name) is not run:
+            return  # the queue went back to what is stored, where nobody was granted these rows
+        for each in granted:
+            if fault := damaged.get(each.extract.task):
+                log.error("run %s: rows become dead letters: %s", run.name, fault)
+                leases.quarantine(run, stage, each.extract.rows, each.token, fault)
+        await self._commit_log.flush()
+
+    def _lost(self, run: Run, rows: GroupRows) -> str:
+        """What to say of `rows` whose payload the store lacks; empty if they have left."""
         try:
             self._run(run.name).resident(rows)
         except NotFoundError:
-            return
-        raise CorruptError(
-            f"the store has lost the payload of task {rows.task} of run {run.name}", task=rows.task
-        )
+            return ""
+        return f"the store has lost the payload of task {rows.task} of run {run.name}"
 
     def _expired(self, grant: Grant) -> None:
         # A stream that began after the grant belongs to a restarted worker: the one that was granted the rows died.

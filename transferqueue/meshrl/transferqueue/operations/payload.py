@@ -286,17 +286,25 @@ class PayloadReader:
         names: Sequence[str],
         writes: Sequence[Sequence[str]],
         held: Sequence[tuple[int, tuple[int, ...]]],
-    ) -> list[LeasedGroup]:
-        """Like `read`, with tasks, progress, tokens and deliveries; groups that left in the meantime are left out."""
+    ) -> tuple[list[LeasedGroup], dict[str, str]]:
+        """Like `read`, with tasks, progress, tokens and deliveries; groups that left in the meantime are left out.
+
+        A damaged group keeps no other from its worker: the second result says by task what is wrong with it.
+        """
         missing = [each.task_key for each in extracts if each.task_key not in self._tasks]
         keys = [*missing, *[f.key for each in extracts for f in (*each.frames, *each.progress)]]
         stored = dict(zip(keys, await self._store.read(keys) if keys else [], strict=True))
         wanted = frozenset(names)
         groups: list[LeasedGroup] = []
+        damaged: dict[str, str] = {}
         for each, (token, deliveries) in zip(extracts, held, strict=True):
-            task = self._task(each, stored.get(each.task_key))
-            parts = _parts(each.frames, stored, wanted, writes)
-            progress = _parts(each.progress, stored, None, writes)
+            try:
+                task = self._task(each, stored.get(each.task_key))
+                parts = _parts(each.frames, stored, wanted, writes)
+                progress = _parts(each.progress, stored, None, writes)
+            except CorruptError as error:
+                damaged[each.task] = error.message
+                continue
             if task is None or parts is None or progress is None:
                 continue
             groups.append(
@@ -311,7 +319,7 @@ class PayloadReader:
                     progress=progress,
                 )
             )
-        return groups
+        return groups, damaged
 
     def _task(self, each: Extract, value: bytes | None) -> PackedTask | None:
         task = self._tasks.get(each.task_key)
