@@ -15,6 +15,31 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": 1.0 if ground_truth == "yes" else 0.0, "length": float(len(solution_str))}
 """
 
+JUDGE = """
+from pydantic import BaseModel
+from meshrl.contract.types import Outcome, Score
+
+class Config(BaseModel):
+    pass
+
+class Judge:
+    reward_hash = "0"
+
+    async def start(self):
+        pass
+
+    async def close(self):
+        pass
+
+    async def score(self, samples):
+        said = [message.content for sample in samples for message in sample.messages]
+        assert said == ["q=1;r=q+5?"], said
+        return [Score(uid=sample.uid, outcome=Outcome.OK, score=0.25) for sample in samples]
+
+def build(config):
+    return Judge()
+"""
+
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -58,6 +83,17 @@ def test_a_person_reads_a_table(recipe: str, capsys: pytest.CaptureFixture[str])
     assert run("eval", recipe, "data.val_max_samples=4") == 0
     out = capsys.readouterr().out
     assert "0.7500" in out and "4 (4 answers)" in out
+
+
+def test_a_judge_reads_the_prompt(
+    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("judges_of_mine").mkdir()
+    Path("judges_of_mine/prompted.py").write_text(JUDGE)
+    monkeypatch.syspath_prepend(Path.cwd())
+    judged = "reward.judges=[{kind: judges_of_mine.prompted}]"
+    assert run("eval", recipe, "data.val_max_samples=1", judged, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["score"] == 1.25
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,7 @@ class Task(_message.Message):
     GROUP_SIZE_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    PROMPT_TEXT_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """The run; not empty, no "/"."""
     task_id: _builtins.str
@@ -285,6 +286,8 @@ class Task(_message.Message):
     """Seconds that one rollout may take."""
     priority: _builtins.int
     """Higher goes first."""
+    prompt_text: _builtins.str
+    """The prompt where it is plain text and no conversation; may be empty."""
     @_builtins.property
     def prompt_ids(self) -> Global___Array:
         """int32[P], chat template applied."""
@@ -310,10 +313,11 @@ class Task(_message.Message):
         group_size: _builtins.int = ...,
         deadline_s: _builtins.float = ...,
         priority: _builtins.int = ...,
+        prompt_text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_ids", b"prompt_ids", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_source", b"data_source", "deadline_s", b"deadline_s", "extra_info_json", b"extra_info_json", "ground_truth_json", b"ground_truth_json", "group_size", b"group_size", "messages", b"messages", "priority", b"priority", "program", b"program", "prompt_ids", b"prompt_ids", "run", b"run", "sampling", b"sampling", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_source", b"data_source", "deadline_s", b"deadline_s", "extra_info_json", b"extra_info_json", "ground_truth_json", b"ground_truth_json", "group_size", b"group_size", "messages", b"messages", "priority", b"priority", "program", b"program", "prompt_ids", b"prompt_ids", "prompt_text", b"prompt_text", "run", b"run", "sampling", b"sampling", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

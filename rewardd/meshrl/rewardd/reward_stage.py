@@ -137,7 +137,7 @@ def sample_of(row: LeasedRow, token_ends: TokenEnds | None = None) -> Sample:
         solution=column_text(row.columns["response_text"]),
         ground_truth=row.task.ground_truth,
         extra_info=extra_info,
-        messages=row.task.messages,
+        messages=row.task.conversation,
     )
 
 

@@ -127,6 +127,7 @@ async def _report(judge: Judge, tasks: Sequence[Task], rollouts: Sequence[Rollou
             solution=rollout.trajectory.response_text,
             ground_truth=task.ground_truth,
             extra_info={**task.extra_info, **_posted(rollout), "response_length": length},
+            messages=task.conversation,
         )
         for task, rollout, length in zip(tasks, rollouts, lengths, strict=True)
     ]

@@ -211,6 +211,9 @@ async def test_a_language_model_grades_and_its_last_score_counts(server: Server)
     text = body["messages"][0]["content"]
     assert "Question:\n3 + 4 = {response}?" in text
     assert "Response:\n{prompt} 7" in text
+    (fault,) = await scored(config("generative", server.url, model="m"), sample("x", messages=()))
+    assert "asks for {prompt}, and the sample has no messages" in fault.reason
+    assert len(server.requests) == 1
 
 
 async def test_an_answer_without_a_score_is_retried_and_then_a_fault(server: Server) -> None:

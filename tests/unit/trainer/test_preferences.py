@@ -18,11 +18,15 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from meshrl.contract.codec import pack_task, unpack_task
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.types import Message, Outcome, Sample, Uid
+from meshrl.contract.rows import text_column
+from meshrl.contract.types import LeasedRow, Outcome, Sample, SamplingParams, Uid
 from meshrl.rewardd.config import JudgeConfig
 from meshrl.rewardd.judge import build_part
-from meshrl.trainer.config import ModelConfig, PolicyLossConfig
+from meshrl.rewardd.reward_stage import sample_of
+from meshrl.trainer.config import DataConfig, ModelConfig, PolicyLossConfig
+from meshrl.trainer.data.prompts import load_prompts, task_maker
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.offline import dpo, reward_training
 from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig
@@ -245,23 +249,35 @@ def test_scores_of_a_pack_are_those_of_transformers(text_model: Path, world: Any
     assert scores.tolist() == pytest.approx(wanted, abs=1e-5)
 
 
-def judged(path: Path, samples: list[tuple[str, str]]) -> list[float]:
+def samples_of_a_run(rows: list[Row], answer: str, model: Path, folder: Path) -> list[Sample]:
+    """What a judge sees of the data rows' prompts in a run, answered by the column `answer`."""
+    file = write(folder / "prompts.jsonl", [{"prompt": row["prompt"]} for row in rows])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    read = load_prompts([file], DataConfig(answer_required=False), tokenizer)
+    make = task_maker(
+        "run", group_size=1, sampling=SamplingParams(), program="single_turn", deadline_s=9.0
+    )
+    tasks = [unpack_task(pack_task(make(p, str(p.index))).data) for p in read.prompts]
+    return [
+        sample_of(
+            LeasedRow(
+                uid=Uid("run", task.task_id, 0),
+                token=1,
+                task=task,
+                columns={"response_text": text_column(row[answer])},
+                delivery=1,
+            )
+        )
+        for task, row in zip(tasks, rows, strict=True)
+    ]
+
+
+def judged(path: Path, samples: list[Sample]) -> list[float]:
     part = build_part(JudgeConfig(kind="model", options={"path": str(path), "device": "cpu"}))
 
     async def ask() -> list[float]:
-        rows = [
-            Sample(
-                uid=Uid(run="r", task=str(n), index=0),
-                data_source="",
-                solution=answer,
-                ground_truth=None,
-                extra_info={},
-                messages=(Message(role="user", content=question),),
-            )
-            for n, (question, answer) in enumerate(samples)
-        ]
         try:
-            scores = await part.judge.score(rows)
+            scores = await part.judge.score(samples)
         finally:
             await part.judge.close()
         assert all(score.outcome is Outcome.OK for score in scores), scores
@@ -279,8 +295,10 @@ def test_a_reward_model_is_trained_and_the_judge_prefers_what_was_preferred(
     assert seen[-1].numbers["val/accuracy"] == 1.0
     assert seen[-1].numbers["loss"] < seen[0].numbers["loss"]
     held_out = preferences()[18:]
-    better = judged(tmp_path / "out", [(row["prompt"], row["chosen"]) for row in held_out])
-    worse = judged(tmp_path / "out", [(row["prompt"], row["rejected"]) for row in held_out])
+    better, worse = (
+        judged(tmp_path / "out", samples_of_a_run(held_out, answer, text_model, tmp_path))
+        for answer in ("chosen", "rejected")
+    )
     assert all(a > b for a, b in zip(better, worse, strict=True))
     margin = np.mean(better) - np.mean(worse)
     # What the trainer measured is what the judge says.

@@ -145,6 +145,8 @@ class Task:
     prompt_ids: Int32
     """int32[P], chat template applied."""
     messages: tuple[Message, ...] = ()
+    prompt_text: str = ""
+    """The prompt where it is plain text and no conversation."""
     data_source: str = ""
     ground_truth: Json = None
     extra_info: Mapping[str, Json] = field(default_factory=dict)
@@ -156,6 +158,13 @@ class Task:
     priority: int = 0
     packed: bytes = field(default=b"", init=False, repr=False, compare=False)
     """The bytes in which it came, where it came in a call of `admit`: the queue stores them as they are."""
+
+    @property
+    def conversation(self) -> tuple[Message, ...]:
+        """The prompt as judges read it: plain text is what the user says; empty where only tokens are known."""
+        if self.messages or not self.prompt_text:
+            return self.messages
+        return (Message(role="user", content=self.prompt_text),)
 
     def came_as(self, data: bytes) -> Task:
         """This task, which was read from `data`."""

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
 from meshrl.contract.config import RegularExpression
-from meshrl.contract.errors import CorruptError, InfraError
+from meshrl.contract.errors import CorruptError, InfraError, UserError
 from meshrl.contract.types import Json, Sample
 from meshrl.rewardd.judges._remote import RemoteJudge, RemoteJudgeConfig
 
@@ -100,7 +100,15 @@ class GenerativeJudge(RemoteJudge):
 
 
 def filled(template: str, sample: Sample) -> str:
-    """The template with the sample's fields filled in; braces inside a response stay text."""
+    """The template with the sample's fields filled in; braces inside a response stay text.
+
+    Raises:
+        UserError: it asks for the prompt, and the sample has none.
+    """
+    if not sample.messages and "{prompt}" in template:
+        raise UserError(
+            "the generative judge's template asks for {prompt}, and the sample has no messages"
+        )
     values = {
         "prompt": "\n\n".join(message.content for message in sample.messages),
         "response": sample.solution,

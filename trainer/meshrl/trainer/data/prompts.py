@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,6 +46,8 @@ class Prompt:
     prompt_ids: Int32
     """int32[P]"""
     messages: tuple[Message, ...] = ()
+    text: str = ""
+    """Of a prompt that is plain text."""
     data_source: str = ""
     ground_truth: Json = None
     extra_info: Mapping[str, Json] = field(default_factory=dict)
@@ -99,6 +101,7 @@ def task_maker(
             task_id=task_id,
             prompt_ids=prompt.prompt_ids,
             messages=prompt.messages,
+            prompt_text=prompt.text,
             data_source=prompt.data_source,
             ground_truth=prompt.ground_truth,
             extra_info=prompt.extra_info,
@@ -149,16 +152,16 @@ def _columns(row: Mapping[str, Any]) -> str:
 
 def _prompt(index: int, source: FileRow, config: DataConfig, tokenizer: PromptTokenizer) -> Prompt:
     row = read_prompt_row(source, config)
-    chat = isinstance(row.prompt, tuple)
-    messages = row.prompt if isinstance(row.prompt, tuple) else ()
-    text = _templated(messages, source.where, tokenizer) if chat else row.prompt
-    ids = tokenizer.encode(str(text), add_special_tokens=False)
+    messages, plain = ((), row.prompt) if isinstance(row.prompt, str) else (row.prompt, "")
+    text = _templated(messages, source.where, tokenizer) if messages else plain
+    ids = tokenizer.encode(text, add_special_tokens=False)
     if not ids:
         raise UserError(f"{source.where}: the prompt is empty")
     return Prompt(
         index=index,
         prompt_ids=np.array(ids, dtype=np.int32),
         messages=messages,
+        text=plain,
         data_source=row.data_source,
         ground_truth=row.ground_truth,
         extra_info=row.extra_info,
@@ -207,11 +210,4 @@ def _truncated(prompt: Prompt, where: str, config: DataConfig) -> Prompt:
             cut = ids[:limit]
         case "middle":
             cut = np.concatenate([ids[: limit // 2], ids[len(ids) - (limit - limit // 2) :]])
-    return Prompt(
-        index=prompt.index,
-        prompt_ids=cut,
-        messages=prompt.messages,
-        data_source=prompt.data_source,
-        ground_truth=prompt.ground_truth,
-        extra_info=prompt.extra_info,
-    )
+    return replace(prompt, prompt_ids=cut)
