@@ -111,6 +111,13 @@ async def test_a_killed_run_resumes_to_the_same_bits_as_an_uninterrupted_one(
             ledger = await queue.ledger("run")
             assert ledger.balanced and ledger.trained == 6 * BATCH
             assert [line["step"] for line in made.lines()] == list(range(6))
+            # Each row is logged once, as it was trained: what the killed trainer wrote of later steps is gone.
+            logged = [made.logged(f"step-{step}.parquet") for step in range(6)]
+            assert len({row["uid"] for rows in logged for row in rows}) == 6 * BATCH
+            for line, rows in zip(made.lines(), logged, strict=True):
+                assert sum(r["reward"] for r in rows) / BATCH == pytest.approx(line["reward/mean"])
+            if kill_at:
+                assert [rows[0]["epoch"] for rows in logged] == [1, 1, 2, 2, 2, 2]
             exports.append(made.weights())
         await queue.close()
     assert all(torch.equal(exports[0][name], exports[1][name]) for name in exports[0])
@@ -249,6 +256,11 @@ async def test_held_out_prompts_go_through_the_mesh_and_their_ledger_balances(
         assert scores == [(0, 5), (2, 5), (3, 5)]
         ledger = await queue.ledger("run.eval")
         assert ledger.balanced and ledger.trained == ledger.admitted == 15
+        for step in (0, 2, 3):
+            rows = made.logged(f"eval-{step}.parquet")
+            assert [row["task"] for row in rows] == [f"1.{step}-{task}" for task in range(5)]
+            line = next(line for line in made.lines() if line.get("val/version") == f"1.{step}")
+            assert sum(r["reward"] for r in rows) / 5 == pytest.approx(line["val/score/mean"])
 
 
 @pytest.mark.parametrize(

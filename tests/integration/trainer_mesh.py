@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as parquet
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -52,6 +53,8 @@ from meshrl.trainer.metrics import MetricsLog
 from meshrl.trainer.model.policy import build_policy, load_hf, random_hf
 from meshrl.trainer.reference import ReferenceModel, ReferenceStage
 from meshrl.trainer.settings import TrainerSettings
+from meshrl.trainer.trajectories.files import FOLDER
+from meshrl.trainer.trajectories.log import TrajectoryLog
 
 VOCABULARY = 23
 LUCKY = 7
@@ -248,6 +251,7 @@ class Mesh:
         try:
             state = await resume(settings, self.queue, learner, compute)
             evaluator = None
+            kept = TrajectoryLog(self.directory / FOLDER)
             if held_out:
                 evaluator = Evaluator(
                     self.queue,
@@ -255,10 +259,12 @@ class Mesh:
                     tasks(held_out, greedy=True),
                     owner="test",
                     take_wait_s=0.5,
+                    trajectories=kept,
                 )
             yield Trainer(
                 settings, state, learner, compute, self.queue, self.sampler,
                 evaluator=evaluator, metrics=MetricsLog(self.directory / "metrics.jsonl"),
+                trajectories=kept,
             )  # fmt: skip
         finally:
             compute.close()
@@ -279,6 +285,11 @@ class Mesh:
     def lines(self) -> list[dict[str, Any]]:
         text = (self.directory / "metrics.jsonl").read_text()
         return [json.loads(line) for line in text.splitlines()]
+
+    def logged(self, name: str) -> list[dict[str, Any]]:
+        """The rows of one file of `trajectories`."""
+        rows: list[dict[str, Any]] = parquet.read_table(self.directory / FOLDER / name).to_pylist()
+        return rows
 
     def weights(self) -> dict[str, torch.Tensor]:
         hf = AutoModelForCausalLM.from_pretrained(self.directory / "export")

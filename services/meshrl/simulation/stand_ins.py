@@ -347,6 +347,7 @@ class StandInLearner:
         rows: Sequence[Trajectory],
         step: int,
         baselines: dict[str, float] | None,
+        observe: object = None,
     ) -> dict[str, Json]:
         """One step: every rank looks at its own rows, and all of the batch goes into the weights."""
         if self._running is None or self._running[0] != step:

@@ -187,7 +187,7 @@ def trainer() -> Iterator[Rule]:
     yield same("trainer.device", "trainer.device")
     yield refused("trainer.val_only", "meshrl eval RECIPE", (None, False), False)
     for name in ("rollout_data_dir", "validation_data_dir", "log_val_generations"):
-        yield refused(f"trainer.{name}", "rows are not written out by the trainer here")
+        yield within(f"trainer.{name}", "rows are kept in the run's directory: trainer.log_rows")
     yield from ignored_below(
         "trainer",
         (

@@ -338,7 +338,6 @@ def test_what_has_no_meaning_here_is_ignored_with_a_reason() -> None:
         "reward_model.style=math_verify",
         "reward_model.reward_fn.path=mine.py",
         "trainer.ref_update_freq=100",
-        "trainer.rollout_data_dir=rows",
         "async_training.trigger_parameter_sync_step=4",
         "skip.rollout=true",
     ],

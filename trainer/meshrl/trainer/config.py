@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -281,6 +282,16 @@ class ReferenceConfig(Config):
     """Each row in a forward pass of its own; None: exactly when `queue.max_staleness` is 0."""
 
 
+def _log_rows(value: object) -> object:
+    """YAML reads `off` as false."""
+    return {False: "off", True: "all"}[value] if isinstance(value, bool) else value
+
+
+LogRows = Annotated[
+    Literal["all", "off"] | Annotated[float, Field(gt=0, lt=1)], BeforeValidator(_log_rows)
+]
+
+
 class TrainerConfig(Config):
     """Length, schedule and bookkeeping of a run."""
 
@@ -307,8 +318,19 @@ class TrainerConfig(Config):
     project_name: str = "meshrl"
     experiment_name: str | None = None
     """None takes `run.name`."""
+    log_rows: LogRows = "all"
+    """Which trained and evaluated rows are kept in `<run.dir>/trajectories` (docs/reference/trajectories.md): `all`,
+    `off`, or a share between 0 and 1 of the groups."""
+    log_bytes: PositiveInt = 10 << 30
+    """Most bytes of these files; beyond it the oldest steps go. The newest file always stays."""
     take_wait_s: PositiveFloat = 30.0
     """Length of one wait for a batch, in seconds; then the trainer logs what blocks and waits again."""
+
+    @property
+    def log_share(self) -> float:
+        """Share of the groups whose rows are kept."""
+        named = {"all": 1.0, "off": 0.0}
+        return named[self.log_rows] if isinstance(self.log_rows, str) else self.log_rows
 
 
 class RewardModelJudgeConfig(Config):

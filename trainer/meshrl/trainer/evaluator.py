@@ -26,12 +26,13 @@ from meshrl.contract.types import (
     Version,
 )
 from meshrl.trainer.learner.batch_metrics import component_means
+from meshrl.trainer.trajectories.log import TrajectoryLog
 
 log = logging.getLogger(__name__)
 
 COLUMNS = (
-    *("tokens", "loss_mask", "rollout_logprobs", "spans", "response_text"),
-    *("reward", "reward_components"),
+    *("tokens", "loss_mask", "rollout_logprobs", "spans", "response_text", "replica"),
+    *("reward", "reward_components", "reward_hash"),
 )
 
 
@@ -80,6 +81,7 @@ class Evaluator:
         *,
         owner: str,
         take_wait_s: float = 30.0,
+        trajectories: TrajectoryLog | None = None,
     ) -> None:
         """Prepare.
 
@@ -89,6 +91,7 @@ class Evaluator:
             tasks: Held-out prompts with their sampling parameters; their run and id are replaced.
             owner: Name of the trainer that acquires the eval run.
             take_wait_s: Length of one wait for rows.
+            trajectories: Where the rows are kept; the caller closes it.
         """
         self.run = spec.run
         self._spec = spec
@@ -96,6 +99,7 @@ class Evaluator:
         self._tasks = tuple(tasks)
         self._owner = owner
         self._take_wait_s = take_wait_s
+        self._trajectories = trajectories
         self._epoch = 0
         self._step = 0
 
@@ -125,6 +129,8 @@ class Evaluator:
         ]
         await self._admit(tasks)
         rows, lost_tasks = await self._collect({task.task_id for task in tasks})
+        if self._trajectories:
+            self._trajectories.evaluated(version, {task.task_id: task for task in tasks}, rows)
         scores = [row.reward for row in rows if row.reward is not None]
         lengths = [len(row.tokens) - row.prompt_length for row in rows]
         first = min(

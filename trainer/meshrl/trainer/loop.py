@@ -17,15 +17,18 @@ Step s makes version v = s + 1. What runs beside what, over time, on rank 0:
 - One evaluation runs at a time, beside training. Training waits for it with `max_staleness: 0` and at step 0.
 
 consumes: batches of complete groups. waits for: a batch, the transfer and the write as above. unblocked by: the
-queue, the publisher, `drain`. produces: versions, checkpoints, metrics. All ranks run this loop. Only rank 0 decides
-with the queue what comes next (take, settle, commit); the others get the manifest from it and fetch their own rows.
+queue, the publisher, `drain`. produces: versions, checkpoints, metrics, logged rows. All ranks run this loop. Only
+rank 0 decides with the queue what comes next (take, settle, commit); the others get the manifest from it and fetch
+their own rows.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 from meshrl.contract.ports import Publisher, Queue, WeightSource
 from meshrl.contract.rows import trajectory
@@ -39,12 +42,13 @@ from meshrl.trainer.compute import Compute
 from meshrl.trainer.evaluation_schedule import EvaluationSchedule
 from meshrl.trainer.evaluator import Evaluator
 from meshrl.trainer.learner.experience import Schedule
-from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.learner.learner import Learned, Learner
 from meshrl.trainer.metrics import MetricsLog
 from meshrl.trainer.model.snapshot import take_snapshot
 from meshrl.trainer.reward_version_guard import BatchQueue, RewardVersionGuard
 from meshrl.trainer.settings import TrainerSettings
 from meshrl.trainer.status import LiveStatus, RunControl
+from meshrl.trainer.trajectories.log import TrajectoryLog
 
 
 class Trainer:
@@ -62,6 +66,7 @@ class Trainer:
         rewards: RewardVersionGuard | None = None,
         evaluator: Evaluator | None = None,
         metrics: MetricsLog | None = None,
+        trajectories: TrajectoryLog | None = None,
         checkpoints: Checkpoints = checkpoint,
         snapshot: Callable[..., WeightSource | None] = take_snapshot,
         export: Callable[..., object] = export_policy,
@@ -78,6 +83,7 @@ class Trainer:
             rewards: Makes each batch one of a single reward version; None takes rows as they were scored.
             evaluator: Held-out tasks, on rank 0 only; None evaluates nothing.
             metrics: Where metrics are written, on rank 0 only.
+            trajectories: Where rows are kept, on rank 0 only.
             checkpoints: How checkpoints are made and written.
             snapshot: Freezes a version, as `take_snapshot` does.
             export: Writes the last version, as `export_policy` does.
@@ -91,6 +97,7 @@ class Trainer:
         self._batches: BatchQueue = rewards or queue
         self._publisher = publisher
         self._metrics = metrics
+        self._trajectories = trajectories
         self._checkpointer = AsyncCheckpointer(
             settings, learner, compute, queue, step=state.step, checkpoints=checkpoints
         )
@@ -162,9 +169,10 @@ class Trainer:
             rows = [trajectory(uid, column) for uid, column in zip(uids, columns, strict=True)]
             baselines = await self._baselines(schedule)
         with self._status.phase(TrainerPhase.TRAINING):
-            metrics = await self._compute.run(
-                lambda: self._learner.learn(schedule, rows, batch.step, baselines)
-            )
+            async with self._log_rows(schedule) as observe:
+                metrics = await self._compute.run(
+                    lambda: self._learner.learn(schedule, rows, batch.step, baselines, observe)
+                )
         if self._world.is_main:
             await self._source.settle(batch, self._state.epoch)
         tokens = sum(row.num_tokens for row in batch.rows)
@@ -181,6 +189,13 @@ class Trainer:
         metrics = self._status.stepped(metrics, staleness, tokens)
         if self._metrics:
             self._metrics.write(batch.step, metrics)
+
+    def _log_rows(
+        self, schedule: Schedule
+    ) -> AbstractAsyncContextManager[Callable[[Learned], None] | None]:
+        if self._trajectories is None:
+            return nullcontext()
+        return self._trajectories.step(schedule, self._state.epoch, self._batches)
 
     async def _baselines(self, schedule: Schedule) -> dict[str, float] | None:
         """Group to the reward of its greedy row; None where the algorithm has none."""
@@ -220,6 +235,8 @@ class Trainer:
         self._status.resumed(Version(self._state.epoch, self.step), self._state.rows_trained)
         if self._metrics:
             self._metrics.resume_at(self.step)
+        if self._trajectories:
+            self._trajectories.resume_at(self.step)
         if self._evaluation:
             await self._evaluation.open()
         await self._publish()
@@ -266,4 +283,6 @@ class Trainer:
             await self._rewards.close()
         if self._metrics:
             self._metrics.close()
+        if self._trajectories:
+            await asyncio.to_thread(self._trajectories.close)
         self._status.ended(failed)

@@ -47,6 +47,8 @@ from meshrl.trainer.loop import Trainer
 from meshrl.trainer.metrics import MetricsLog, build_sinks
 from meshrl.trainer.reward_version_guard import RewardVersionGuard
 from meshrl.trainer.settings import TrainerSettings
+from meshrl.trainer.trajectories.files import FOLDER
+from meshrl.trainer.trajectories.log import TrajectoryLog
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.servicer import WeightsServicer
@@ -114,6 +116,13 @@ async def _lead(
         recipe.trainer.experiment_name or recipe.run.name,
     )
     judge = JudgeClient(context.addresses["reward"]) if "reward" in context.addresses else None
+    trajectories = TrajectoryLog(
+        recipe.run.path / FOLDER,
+        share=recipe.trainer.log_share,
+        max_bytes=recipe.trainer.log_bytes,
+        tokenizer=recipe.tokenizer_dir,
+        keeps_inputs=recipe.reward.mixed_versions == "rescore",
+    )
     trainer = Trainer(
         setting,
         state,
@@ -121,8 +130,9 @@ async def _lead(
         compute,
         queue,
         plane,
-        evaluator=await _evaluator(recipe, setting, queue),
+        evaluator=await _evaluator(recipe, setting, queue, trajectories),
         metrics=MetricsLog(recipe.metrics_path, sinks),
+        trajectories=trajectories,
         rewards=_rewards(recipe, queue, judge),
     )
 
@@ -176,14 +186,21 @@ class _Mute:
         """Nothing is ever in transfer."""
 
 
-async def _evaluator(recipe: Recipe, setting: TrainerSettings, queue: Queue) -> Evaluator | None:
+async def _evaluator(
+    recipe: Recipe, setting: TrainerSettings, queue: Queue, trajectories: TrajectoryLog
+) -> Evaluator | None:
     if not has_evaluation(recipe):
         return None
     spec = eval_spec(recipe)
     await open_run(queue, spec, recipe)
     tasks = await asyncio.to_thread(eval_tasks, recipe)
     return Evaluator(
-        queue, spec, tasks, owner=setting.owner, take_wait_s=recipe.trainer.take_wait_s
+        queue,
+        spec,
+        tasks,
+        owner=setting.owner,
+        take_wait_s=recipe.trainer.take_wait_s,
+        trajectories=trajectories,
     )
 
 

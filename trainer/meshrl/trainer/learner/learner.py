@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from meshrl.contract.types import TOKEN_REWARDS, Batch, Json, Trajectory
 from meshrl.trainer.algorithms.losses._types import LossInputs
+from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import ActorConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.batch_metrics import batch_mismatch, experience_metrics
@@ -126,6 +127,7 @@ class Learner:
         own: Sequence[Trajectory],
         step: int,
         baselines: Mapping[str, float] | None = None,
+        observe: Callable[[Learned], None] | None = None,
     ) -> dict[str, Json]:
         """Train on a batch.
 
@@ -134,6 +136,7 @@ class Learner:
             own: The rows of `schedule.uids(data_rank)`, in order.
             step: Optimizer steps done before it.
             baselines: Group to the reward of its greedy row, where the objective needs greedy rows.
+            observe: Called at the end with what the step knew of its rows.
 
         Returns:
             The step's metrics, the same on every rank.
@@ -158,9 +161,15 @@ class Learner:
         work = _Work(rows=rows, experience=experience, targets=targets, step=step)
         if not alone:
             metrics |= self._improve(minis, work, step)
+        logprobs, ragged = self._logprobs_before(before, work)
+        if observe is not None:
+            observe(Learned(experience, targets, logprobs, before.values))
         return {
             **metrics,
-            **self._mismatch(before, work),
+            **batch_mismatch(
+                *(ragged, logprobs, experience.rollout_logprobs),
+                *(experience.versions, experience.replicas),
+            ),
             **targets.metrics,
             "batch/rows": len(schedule.rows),
             "batch/tokens": sum(row.num_tokens for row in schedule.rows),
@@ -221,25 +230,17 @@ class Learner:
             "actor/updates": len(norms),
         }
 
-    def _mismatch(self, before: ForwardOutputs, work: _Work) -> dict[str, float]:
-        """How far the policy before the step is from the one that sampled, on the tokens that it forwarded."""
-        experience, logprobs = work.experience, before.logprobs
-        ragged = experience.ragged
-        if logprobs is None or self._objective.rollout_is_old:
-            first = work.first_logprobs
-            rows = work.rows.rows
-            sizes = {row: len(t.tokens) - t.prompt_length for row, t in rows.items()}
-            unknown = {row: torch.full((size,), torch.nan) for row, size in sizes.items()}
-            parts = [first.get(row, unknown[row]) for row in rows]
-            logprobs = gather_tokens(work.rows.schedule, parts, self.world)
-            ragged = ragged.with_mask(ragged.mask & ~logprobs.isnan())
-        return batch_mismatch(
-            ragged,
-            logprobs,
-            experience.rollout_logprobs,
-            experience.versions,
-            experience.replicas,
-        )
+    def _logprobs_before(self, before: ForwardOutputs, work: _Work) -> tuple[torch.Tensor, Ragged]:
+        """float32[N] of the policy before the step, NaN where it forwarded no token, and the layout without those."""
+        ragged = work.experience.ragged
+        if before.logprobs is not None and not self._objective.rollout_is_old:
+            return before.logprobs, ragged
+        first, rows = work.first_logprobs, work.rows.rows
+        sizes = {row: len(t.tokens) - t.prompt_length for row, t in rows.items()}
+        unknown = {row: torch.full((size,), torch.nan) for row, size in sizes.items()}
+        parts = [first.get(row, unknown[row]) for row in rows]
+        logprobs = gather_tokens(work.rows.schedule, parts, self.world)
+        return logprobs, ragged.with_mask(ragged.mask & ~logprobs.isnan())
 
     def _update(self, mini: MiniBatch, work: _Work, rate: float, updates: int) -> float:
         """One optimizer step; returns the gradient norm before clipping."""
@@ -295,6 +296,18 @@ class Learner:
             mini_batch_rows=counts.rows,
             ranks=self.world.size,
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Learned:
+    """What a step knew of its rows, on the CPU of every rank."""
+
+    experience: Experience
+    targets: Targets
+    logprobs: torch.Tensor
+    """float32[N]: of the policy before the step; NaN where it forwarded no token."""
+    values: torch.Tensor | None
+    """float32[N]: the critic's before the step."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -1,0 +1,286 @@
+"""Keeps a run's rows: a Parquet file for each training step and evaluation, written beside training on rank 0.
+
+    event loop        fetch texts beside `learn` ▸ hand over ▸ ········ next step
+    compute thread    learn ────────────────────▸ Learned
+    writer thread                                  table ▸ draft ▸ rename ▸ make room
+
+consumes: rows of trained batches and of evaluations. waits for: nothing of training's. produces: files. Training
+depends on none of this: what cannot be fetched or written is left out, with one warning until a file is written
+again; a step that finds `MOST_WAITING` others unwritten is left out as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from meshrl.contract.errors import MeshError
+from meshrl.contract.rows import sample_again, trajectory
+from meshrl.contract.types import (
+    REWARD_COLUMNS,
+    REWARD_INPUTS,
+    ROLLOUT_COLUMNS,
+    BatchRow,
+    Columns,
+    Sample,
+    Task,
+    Trajectory,
+    Version,
+)
+from meshrl.trainer.learner.experience import Schedule
+from meshrl.trainer.learner.learner import Learned
+from meshrl.trainer.reward_version_guard import BatchQueue
+from meshrl.trainer.trajectories.files import beyond, draft_of, file_of, logged_files
+from meshrl.trainer.trajectories.table import LoggedRow, LoggedStep, TableBuilder, open_decoder
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING = 4
+"""Steps that wait for the writer; their rows are in memory."""
+CLOSE_S = 30.0
+"""How long the end of training waits for the last files."""
+
+
+class TrajectoryLog:
+    """The folder of one run's rows; one process writes it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        share: float = 1.0,
+        max_bytes: int = 10 << 30,
+        tokenizer: Path | None = None,
+        keeps_inputs: bool = False,
+    ) -> None:
+        """Nothing is written before the first rows.
+
+        Args:
+            folder: Where the files are; made when it is needed.
+            share: Share of the groups that are kept, 0 for none. Which, depends on the task alone.
+            max_bytes: What the folder may hold; beyond it the oldest files go.
+            tokenizer: Its directory, for the texts of prompts and tokens.
+            keeps_inputs: Whether rows of training have what their judge saw.
+        """
+        self._folder = folder
+        self._share = share
+        self._max_bytes = max_bytes
+        self._tokenizer = tokenizer
+        self._columns = (*ROLLOUT_COLUMNS, *REWARD_COLUMNS, *(REWARD_INPUTS,) * keeps_inputs)
+        self._jobs: queue.Queue[Callable[[], LoggedStep] | None] = queue.Queue(MOST_WAITING)
+        self._thread: threading.Thread | None = None
+        self._builder: TableBuilder | None = None
+        self._missed = 0
+
+    def resume_at(self, step: int) -> None:
+        """Remove the files of steps >= `step`, which tell of a history that is no more, and drafts."""
+        try:
+            gone = [file.path for file in logged_files(self._folder) if file.step >= step]
+            for path in (*gone, *self._folder.glob(".*.writing")):
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s: rows of steps from %d on stay: %s", self._folder, step, error)
+
+    @asynccontextmanager
+    async def step(
+        self, schedule: Schedule, epoch: int, batches: BatchQueue
+    ) -> AsyncIterator[Callable[[Learned], None] | None]:
+        """Around a step's `learn`, whose observer it gives: reads the rows meanwhile, and hands them over at the end.
+
+        The rows must be in the queue until the end.
+        """
+        chosen = [at for at, row in enumerate(schedule.rows) if self._keeps(row.group)]
+        if not chosen:
+            yield None
+            return
+        rows = [schedule.rows[at] for at in chosen]
+        learned: list[Learned] = []
+        batch = schedule.batch
+        reading = asyncio.create_task(
+            _fetched(batches, batch.run, rows, self._columns), name=f"log-rows-{batch.step}"
+        )
+        try:
+            yield learned.append
+            columns = await reading
+        finally:
+            reading.cancel()
+        if columns is None:
+            self._miss(f"the rows of step {batch.step} could not be read")
+            return
+        now = time.time()
+
+        def made() -> LoggedStep:
+            return LoggedStep(
+                split="train",
+                step=batch.step,
+                epoch=epoch,
+                time_unix_s=now,
+                rows=[_row(*pair) for pair in zip(rows, columns, strict=True)],
+                per_token=_per_token(learned[0], chosen),
+            )
+
+        self._hand_over(made, f"step {batch.step}")
+
+    def evaluated(
+        self, version: Version, tasks: Mapping[str, Task], rows: Sequence[Trajectory]
+    ) -> None:
+        """Keep the rows of an evaluation of `version`; `tasks` has their tasks by id, in order."""
+        place = {task: at for at, task in enumerate(tasks)}
+        chosen = sorted(
+            (row for row in rows if self._keeps(str(place[row.uid.task]))),
+            key=lambda row: (place[row.uid.task], row.uid.index),
+        )
+        if not chosen:
+            return
+        now = time.time()
+
+        def made() -> LoggedStep:
+            return LoggedStep(
+                split="eval",
+                step=version.step,
+                epoch=version.epoch,
+                time_unix_s=now,
+                rows=[_held_out(row, tasks[row.uid.task]) for row in chosen],
+            )
+
+        self._hand_over(made, f"the evaluation of {version}")
+
+    def close(self) -> None:
+        """Write what was handed over; idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        end = time.monotonic() + CLOSE_S
+        try:
+            self._jobs.put(None, timeout=CLOSE_S)
+        except queue.Full:
+            log.warning("%s: the last rows are not written", self._folder)
+            return
+        thread.join(timeout=max(0.0, end - time.monotonic()))
+
+    def _keeps(self, group: str) -> bool:
+        """The same for all rows of a group, and whenever it is asked."""
+        if self._share >= 1.0:
+            return True
+        digest = hashlib.blake2b(group.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") < self._share * 2**64
+
+    def _hand_over(self, made: Callable[[], LoggedStep], what: str) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._write_all, name="trajectory-log", daemon=True
+            )
+            self._thread.start()
+        try:
+            self._jobs.put_nowait(made)
+        except queue.Full:
+            self._miss(f"the disk is behind, and the rows of {what} are left out")
+
+    def _write_all(self) -> None:
+        """The writer thread."""
+        while (made := self._jobs.get()) is not None:
+            try:
+                self._write(made())
+            except Exception as error:  # pyarrow and tokenizers raise anything, and training does not depend on them
+                self._miss(f"{type(error).__name__}: {error}")
+            else:
+                if self._missed:
+                    log.info("rows are logged again; %d files are missing", self._missed)
+                self._missed = 0
+
+    def _write(self, step: LoggedStep) -> None:
+        import pyarrow.parquet as parquet
+
+        if self._builder is None:
+            self._builder = TableBuilder(open_decoder(self._tokenizer) if self._tokenizer else None)
+        table = self._builder.build(step)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = file_of(self._folder, step.split, step.step)
+        draft = draft_of(path)
+        try:
+            with open(draft, "wb", opener=_private) as stream:
+                parquet.write_table(table, stream, compression="zstd")
+            draft.replace(path)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+        for old in beyond(logged_files(self._folder), self._max_bytes):
+            old.path.unlink(missing_ok=True)
+
+    def _miss(self, reason: str) -> None:
+        """Count a file that is left out; the first one is worth a warning."""
+        self._missed += 1
+        if self._missed == 1:
+            log.warning(
+                "%s: no rows are logged for now, training goes on: %s", self._folder, reason
+            )
+
+
+async def _fetched(
+    batches: BatchQueue, run: str, rows: Sequence[BatchRow], columns: Sequence[str]
+) -> Sequence[Columns] | None:
+    """The columns of rows; None where the queue does not give them: whoever needs it for training will say why."""
+    try:
+        return await batches.fetch(run, [row.uid for row in rows], columns)
+    except MeshError as error:
+        log.debug("rows to log: %s", error)
+        return None
+
+
+def _row(row: BatchRow, columns: Columns) -> LoggedRow:
+    return LoggedRow(
+        trajectory=trajectory(row.uid, columns),
+        group_size=row.group_size,
+        outcome=str(row.outcome),
+        sample=sample_again(row.uid, columns) if REWARD_INPUTS in columns else None,
+    )
+
+
+def _held_out(row: Trajectory, task: Task) -> LoggedRow:
+    sample = Sample(
+        uid=row.uid,
+        data_source=task.data_source,
+        solution=row.response_text,
+        ground_truth=task.ground_truth,
+        extra_info=task.extra_info,
+        messages=task.messages,
+    )
+    return LoggedRow(trajectory=row, group_size=task.group_size, sample=sample)
+
+
+def _per_token(learned: Learned, rows: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
+    """The arrays of `LoggedStep.per_token` for some rows of the batch."""
+    experience, targets = learned.experience, learned.targets
+    columns = {
+        "trainer_logprobs": learned.logprobs,
+        "ref_logprobs": experience.ref_logprobs,
+        "advantages": targets.advantages,
+        "returns": targets.returns,
+        "token_rewards": targets.token_rewards,
+        "values": learned.values,
+        "importance_weights": targets.weights,
+    }
+    found: dict[str, npt.NDArray[Any]] = {"trained_mask": targets.mask.numpy()}
+    for name, column in columns.items():
+        if column is not None:
+            found[name] = column.numpy().astype(np.float32, copy=False)
+    if len(rows) < experience.ragged.num_rows:
+        places = experience.tokens_of(rows).numpy()
+        found = {name: column[places] for name, column in found.items()}
+    return found
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
