@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, SupportsIndex
 
 import pytest
@@ -16,6 +16,7 @@ import pytest
 from meshrl.contract import plugins
 from meshrl.rollout.sessions import tool_calls
 from meshrl.rollout.sessions.tool_calls import parse_calls
+from meshrl.rollout.sessions.visible_text import VisibleText
 from meshrl.rollout.tools import formats, parsing
 from meshrl.rollout.tools.formats import hermes, llama3_json, python_fence
 
@@ -67,6 +68,14 @@ class Counted(str):
         Counted.work += len(self)
         return super().__contains__(part)  # type: ignore[operator]
 
+    def endswith(self, suffix: Any, start: Any = 0, end: Any = None) -> bool:
+        Counted.work += len(suffix)
+        return super().endswith(suffix, start, len(self) if end is None else end)
+
+    def __add__(self, other: str) -> Counted:
+        Counted.work += len(self) + len(other)
+        return Counted(super().__add__(other))
+
     def __getitem__(self, key: SupportsIndex | slice) -> Counted:
         part = Counted(super().__getitem__(key))
         Counted.work += len(part)
@@ -117,6 +126,54 @@ def test_they_read_what_regular_expressions_read() -> None:
         first = text.find("<tool_call>")
         whole = bool(found) and all(readable) and not call.sub("", text[first:]).strip()
         assert (before, len(calls)) == ((text[:first], len(found)) if whole else (text, 0)), text
+
+
+BLANK, SPECIAL = ord(" "), 256
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes, or special ones; like some, it takes the first blank of a text away."""
+
+    def __init__(self) -> None:
+        self.decoded = 0
+
+    def decode(self, ids: Sequence[int]) -> str:
+        self.decoded += len(ids)
+        text = bytes(token for token in ids if token < SPECIAL).decode(errors="replace")
+        return Counted(text.removeprefix(" "))
+
+
+def responses() -> Iterator[list[int]]:
+    draw = random.Random(3)
+    units = ["é☃😀 ".encode(), b"\xe2", b"a\xe2", b"<tool_cal", b"STO", b"\xf0\x9f\x98"]
+    yield from (list(unit * LENGTH) for unit in (b"a", b"\x80"))
+    yield [SPECIAL] * LENGTH
+    yield from (list(unit * (2048 // len(unit))) for unit in units)
+    for _ in range(8):
+        pieces = draw.choices([*map(list, units), [SPECIAL] * 5, list(b"\x80" * 99)], k=6)
+        yield [token for piece in pieces for token in piece * draw.randint(1, 300)][:2048]
+
+
+def test_a_streamed_text_is_decoded_a_bounded_number_of_times() -> None:
+    draw = random.Random(4)
+    for ids in responses():
+        tokenizer, at, shown = Bytes(), 0, ""
+        Counted.work = 0
+        visible = VisibleText(tokenizer, stop=("STOP", "<tool"), tools=False)
+        while at < len(ids):
+            size = draw.randint(1, 9) if len(ids) == LENGTH else 1
+            shown += str(visible.feed(ids[at : at + size]))
+            at += size
+        assert tokenizer.decoded <= PER_CHARACTER * len(ids), ids[:9]
+        assert Counted.work <= PER_CHARACTER * len(ids) + 1000, ids[:9]
+        whole, tail, _ = visible.end()
+        assert shown + tail == whole, ids[:9]
+
+
+def test_text_is_shown_as_soon_as_it_is_certain() -> None:
+    visible = VisibleText(Bytes(), stop=("STOP",), tools=False)
+    fed = [visible.feed([token]) for token in " é STAR☃ STOP".encode()]
+    assert fed == ["", "", "é", " ", "", "", "STA", "R", "", "", "☃", " ", "", "", "", ""]
 
 
 def test_a_call_that_is_nested_too_deeply_is_a_call_with_a_problem() -> None:

@@ -1,4 +1,8 @@
-"""The text of a response that a client sees while it streams: up to a stop string, no tool calls."""
+"""The text of a response that a client sees while it streams: up to a stop string, no tool calls.
+
+The tokens of a long response come one by one, so each is decoded a bounded number of times: with those after it,
+and as their context. Of the text, only what a stop string or a tool call may begin with is looked at again.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from meshrl.rollout.tools.formats.hermes import OPENING
 
 BROKEN = "�"
 """A tokenizer decodes a part of a character to this."""
+CHARACTER_TOKENS = 4
+"""A character is at most so many tokens of a byte-level vocabulary."""
 
 
 class VisibleText:
@@ -22,39 +28,62 @@ class VisibleText:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._tools = tools
+        self._marks = (*self._stop, *(OPENING,) * tools)
         self._ids: list[int] = []
+        self._context, self._read = 0, 0
+        """Tokens before `_read` have their text; it is what those from `_context` on are decoded with, whose text may
+        depend on them: in some vocabularies the first token loses a blank."""
+        self._context_text = ""
+        self._wanted = 0
+        """Decode again when there are so many tokens."""
+        self._held = ""
+        """Text that is not shown, because a mark may begin with it."""
         self._shown = 0
+        """In characters."""
+        self._marked = False
+        """There is a mark in the text: nothing more is shown before the end."""
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Add tokens; returns the text that can be shown now."""
         self._ids += tokens
-        text, _ = self._cut()
-        end = len(text.rstrip(BROKEN))
-        marks = (*self._stop, *(OPENING,) * self._tools)
-        if self._tools and OPENING in text:
-            end = min(end, text.index(OPENING))
-        end = min(end, len(text) - max((_held(text, mark) for mark in marks), default=0))
-        return self._show(text, end)
+        if self._marked or len(self._ids) < self._wanted:
+            return ""
+        text = self._held + self._decoded()
+        marks = [at for mark in self._marks if (at := text.find(mark)) >= 0]
+        self._marked = bool(marks)
+        held = max((_held(text, mark) for mark in self._marks), default=0)
+        end = min([*marks, len(text) - held])
+        self._held = text[end:]
+        self._shown += end
+        return text[:end]
 
     def end(self) -> tuple[str, str, tuple[ToolCall, ...]]:
         """The whole text, the part of it not shown yet, and the tool calls after it."""
-        text, self.hidden = self._cut()
-        calls: tuple[ToolCall, ...] = ()
-        if self._tools:
-            text, calls = parse_calls(text)
-        return text, self._show(text, len(text)), calls
-
-    def _cut(self) -> tuple[str, str]:
-        """The text before the first stop string, and the rest."""
         text = self._tokenizer.decode(self._ids)
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         cut = min(found, default=len(text))
-        return text[:cut], text[cut:]
+        text, self.hidden = text[:cut], text[cut:]
+        calls: tuple[ToolCall, ...] = ()
+        if self._tools:
+            text, calls = parse_calls(text)
+        return text, text[self._shown :], calls
 
-    def _show(self, text: str, end: int) -> str:
-        new = text[self._shown : end]
-        self._shown = max(self._shown, end)
-        return new
+    def _decoded(self) -> str:
+        """The text of the tokens from `_read` on, up to the last that ends a character; `_read` moves behind it."""
+        length = len(self._ids)
+        for end in range(length, max(self._read, length - CHARACTER_TOKENS), -1):
+            text = self._tokenizer.decode(self._ids[self._context : end])
+            new = text[len(self._context_text) :]
+            if new and not new.endswith(BROKEN):
+                self._context, self._read = self._read, end
+                self._context_text = self._tokenizer.decode(self._ids[self._context : end])
+                return new
+        undecided = length - self._read
+        if undecided > CHARACTER_TOKENS:
+            # Tokens without text, or bytes that are no character: trying each time they are twice as many adds up to
+            # a multiple of their number.
+            self._wanted = length + undecided
+        return ""
 
 
 def _held(text: str, mark: str) -> int:

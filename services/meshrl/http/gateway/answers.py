@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from starlette.responses import StreamingResponse
@@ -107,7 +108,7 @@ class AnswerFormat:
         texts = [self.tokenizer.decode([token]) for token in tokens.tolist()]
         values = [float(value) for value in logprobs]
         if not self.chat:
-            starts = [sum(map(len, texts[:i])) for i in range(len(texts))]
+            starts = list(accumulate(map(len, texts), initial=0))[:-1]
             return {
                 "tokens": texts,
                 "token_logprobs": values,
