@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pydantic import Field, NonNegativeInt
 from meshrl.contract.config import Config
 from meshrl.contract.errors import UserError
 from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
+from meshrl.rollout.server_engine.checkpoint import read_header
 from meshrl.trainer.data.files import FileRow, file_rows
 
 FIRST_ROWS = 8
@@ -90,7 +92,8 @@ class ThisMachine:
         if isinstance(index, dict):
             names = list(index)
         elif (single := model / "model.safetensors").is_file():
-            names = list(_safetensors_header(single))
+            with suppress(OSError, ValueError):
+                names = list(read_header(single)[0])
         found = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
         return frozenset(found) if found and not any("experts" in name for name in found) else None
 
@@ -98,19 +101,6 @@ class ThisMachine:
     def no_sandbox(self) -> str:
         """Why functions cannot be isolated strictly; empty where they can."""
         return no_bubblewrap() or ""
-
-
-def _safetensors_header(path: Path) -> Mapping[str, Any]:
-    """https://huggingface.co/docs/safetensors: eight bytes of length, then JSON."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if not 0 < size <= min(path.stat().st_size, 100 << 20):
-            return {}
-        try:
-            header = json.loads(file.read(size))
-        except ValueError:
-            return {}
-    return header if isinstance(header, dict) else {}
 
 
 class Assumptions(Config):

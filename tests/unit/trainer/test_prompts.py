@@ -15,6 +15,7 @@ from meshrl.contract.types import Message
 from meshrl.trainer.config import DataConfig
 from meshrl.trainer.data.files import file_rows
 from meshrl.trainer.data.prompts import load_prompts
+from meshrl.trainer.data.readers import parquet as parquet_reader
 
 
 class Characters:
@@ -192,6 +193,8 @@ def test_too_long_and_not_to_be_skipped_is_an_error(tmp_path: Path) -> None:
     [
         ("a.jsonl", b"{not json\n", "a.jsonl:1: not JSON"),
         ("a.jsonl", b"[1]\n", "a row is an object, not list"),
+        ("a.jsonl", b"[" * 200_000 + b"\n", "a.jsonl:1: not JSON"),
+        ("a.jsonl", b'{"prompt": "\xff"}\n', "a.jsonl:1: not JSON"),
         ("a.parquet", b"PAR0", "not a readable parquet file"),
         ("a.csv", b"prompt\n", "cannot read .csv (want .json, .jsonl or .parquet, or"),
     ],
@@ -204,6 +207,19 @@ def test_an_unreadable_file_is_one_clear_line(
     with pytest.raises(UserError) as caught:
         list(file_rows([file]))
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_a_small_file_that_unpacks_to_gigabytes_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dictionary: bool
+) -> None:
+    monkeypatch.setattr(parquet_reader, "CHUNK_BYTES", 1 << 20)
+    file = tmp_path / "bomb.parquet"
+    rows = arrow.Table.from_pylist([{"prompt": "2+2?" * (1 << 20), "answer": "4"}])
+    parquet.write_table(rows, file, compression="zstd", use_dictionary=dictionary)
+    assert file.stat().st_size < 20_000
+    with pytest.raises(UserError, match=r"column 'prompt' of row group 0 has .* would unpack to 4"):
+        next(file_rows([file]))
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

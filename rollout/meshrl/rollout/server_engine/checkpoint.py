@@ -18,6 +18,8 @@ from meshrl.contract.types import Uint8, WeightManifest
 
 SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEADER_BYTES = 100_000_000
+"""The longest header that the safetensors library reads."""
 NAMES_SHOWN = 4
 """Names listed in an error before it says how many more there are."""
 
@@ -127,19 +129,37 @@ def write_version(
             file.write(buckets[spec.bucket][spec.offset : spec.offset + spec.nbytes].data)
 
 
+def read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """What a safetensors file says of each tensor, by name, and where the tensors' bytes begin.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or has no such header.
+    """
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        most = min(HEADER_BYTES, file.stat().st_size - 8)
+        if not 0 < length <= most:
+            raise ValueError(f"a header of {length} bytes, where {most} is the most")
+        try:
+            header = json.loads(opened.read(length))
+        except RecursionError as error:
+            raise ValueError("a header that is nested too deeply") from error
+    if not isinstance(header, dict):
+        raise ValueError("a header that is no object")
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
 def _shapes(path: Path) -> Shapes:
     index = path / "model.safetensors.index.json"
     names = sorted(set(_json(index)["weight_map"].values())) if index.is_file() else []
     shapes: dict[str, tuple[int, ...]] = {}
     for file in names or ["model.safetensors"]:
         try:
-            with (path / file).open("rb") as opened:
-                (length,) = struct.unpack("<Q", opened.read(8))
-                header = json.loads(opened.read(length))
-        except (OSError, ValueError, struct.error) as error:
+            header, _ = read_header(path / file)
+            shapes |= {name: tuple(map(int, entry["shape"])) for name, entry in header.items()}
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path / file}: unreadable weights: {error}") from error
-        header.pop("__metadata__", None)
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items()}
     # Old Llama checkpoints store the rotary frequencies, which follow from config.json.
     return {name: shape for name, shape in shapes.items() if not name.endswith(".inv_freq")}
 

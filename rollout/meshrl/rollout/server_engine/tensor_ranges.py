@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from meshrl.rollout.server_engine.checkpoint import read_header
 
 TORCH_DTYPE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
@@ -31,11 +31,7 @@ class TensorRange:
 
 def read_tensor_ranges(file: Path) -> list[TensorRange]:
     """The tensors of a safetensors file, in its order."""
-    with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        header = json.loads(opened.read(length))
-    header.pop("__metadata__", None)
-    base = 8 + length
+    header, base = read_header(file)
     return sorted(
         (
             TensorRange(

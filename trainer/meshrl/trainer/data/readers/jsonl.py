@@ -16,14 +16,14 @@ def read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         UserError: a line that is no JSON object; names the line.
     """
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             where = f"{path}:{number}"
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{where}: not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise UserError(f"{where}: a row is an object, not {type(row).__name__}")
