@@ -42,6 +42,7 @@ KNOWN: Mapping[str, Lazy] = {
     "export": Lazy(f"{COMMANDS}.export:export", "Turn a checkpoint into a Hugging Face directory."),
     "status": Lazy(f"{COMMANDS}.status:status", "How a running mesh does."),
     "fleet": Lazy(f"{COMMANDS}.fleet:fleet", "The rollout workers; `add` and `drain` some."),
+    "rows": Lazy(f"{COMMANDS}.rows:rows", "What the model said, and what it got for it."),
     "ledger": Lazy(f"{COMMANDS}.ledger:ledger", "Where every admitted row is."),
     "why-waiting": Lazy(f"{COMMANDS}.why_waiting:why_waiting", "What blocks, since when, and who."),
     "dead-letters": Lazy(f"{COMMANDS}.dead_letters:dead_letters", "Rows given up; `replay` them."),

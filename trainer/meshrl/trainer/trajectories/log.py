@@ -255,7 +255,7 @@ def _held_out(row: Trajectory, task: Task) -> LoggedRow:
         solution=row.response_text,
         ground_truth=task.ground_truth,
         extra_info=task.extra_info,
-        messages=task.messages,
+        messages=task.conversation,
     )
     return LoggedRow(trajectory=row, group_size=task.group_size, sample=sample)
 
