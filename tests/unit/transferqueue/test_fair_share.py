@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl.contract.types import ROLLOUT_STAGE, Lease, Version
-from meshrl.transferqueue.model import stages
-from meshrl.transferqueue.model.stages import BETWEEN_S, FairShare, Holder, divide
+from meshrl.simulation.loop import SimulatedLoop
+from meshrl.transferqueue.model import fair_share
+from meshrl.transferqueue.model.fair_share import BETWEEN_S, Division, FairShare, Holder
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -33,9 +35,31 @@ FIRST = Version(1, 0)
     ],
 )
 def test_rows_are_divided_by_speed_up_to_the_slots(
-    rows: int, speeds: list[float], slots: list[int], shares: list[float]
+    rows: int, speeds: list[int], slots: list[int], shares: list[int]
 ) -> None:
-    assert divide(rows, speeds, slots) == pytest.approx(shares)
+    assert divided(rows, speeds, slots) == shares
+    division = Division()
+    parts = [division.add(pace, most, 0) for pace, most in zip(speeds, slots, strict=True)]
+    if rows < sum(slots):
+        assert [division.share(part, rows) for part in parts] == shares
+
+
+def divided(rows: int, speeds: Sequence[float], slots: Sequence[int]) -> list[Fraction]:
+    """Water-filling as its definition reads."""
+    shares = [Fraction(0)] * len(speeds)
+    left, open_ = Fraction(rows), set(range(len(speeds)))
+    while open_ and left > 0:
+        level = left / sum(Fraction(speeds[i]) for i in open_)
+        full = {i for i in open_ if Fraction(speeds[i]) * level >= slots[i]}
+        if not full:
+            for i in open_:
+                shares[i] = Fraction(speeds[i]) * level
+            break
+        for i in full:
+            shares[i] = Fraction(slots[i])
+            left -= slots[i]
+        open_ -= full
+    return shares
 
 
 WORKER = st.builds(
@@ -63,7 +87,7 @@ def plain_share(
     if mine not in known or len(known) < 2:
         return limit
     rows = ready + sum(holder.rows for holder in known)
-    shares = divide(rows, [each.speed for each in known], [each.slots for each in known])
+    shares = divided(rows, [each.speed for each in known], [each.slots for each in known])
     wanted = math.ceil(shares[known.index(mine)]) - mine.rows
     return min(limit, max(wanted, 0 if mine.rows else 1))
 
@@ -114,8 +138,8 @@ def test_a_worker_that_holds_nothing_and_waits_for_nothing_is_not_reckoned_with(
     fast.waiting = 0
     assert fair.share("slow", 50, 64, now=1.0, silence_s=10) == 10  # it may be about to ask again
     assert fair.share("slow", 50, 64, now=3.0, silence_s=10) == 64
-    fast.rows = 1
-    assert fair.share("slow", 50, 64, now=1.0, silence_s=10) == 11
+    fast.hold(1)
+    assert fair.share("slow", 50, 64, now=3.5, silence_s=10) == 11
     assert fair.share("slow", 50, 64, now=11.0, silence_s=10) == 64  # nothing was heard of it
 
 
@@ -179,7 +203,7 @@ async def test_rows_that_came_back_need_not_go_to_where_they_failed(queue: Trans
 async def test_one_that_waits_for_its_share_is_woken_by_its_own_write(
     queue: TransferQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "WEIGHT", 0.0)  # the speeds below are the last word
+    monkeypatch.setattr(fair_share, "WEIGHT", 0.0)  # the speeds below are the last word
     await admit(queue, 3)
     run = queue.open_runs[0]
     for name, tokens in (("fast", 400), ("slow", 1)):
@@ -195,3 +219,61 @@ async def test_one_that_waits_for_its_share_is_woken_by_its_own_write(
     (row,) = granted.rows
     await queue.write("run", "rollout", {row.uid: row.token}, [rollout_of(row, FIRST)])
     assert len((await waiting_call).rows) == 1
+
+
+def looks(workers: int, rows: int) -> int:
+    """Callbacks of a loop in which `rows` rows come one by one while `workers` workers, each with one row, wait."""
+    loop = SimulatedLoop(0)
+
+    async def run() -> int:
+        queue = await TransferQueue.open(MemoryStore())
+        await queue.open_run(spec(batch_groups=4 * workers, stages=(ROLLOUT_STAGE,), group_size=1))
+        await queue.acquire("run", "trainer")
+        await queue.publish("run", FIRST)
+
+        async def work(number: int) -> None:
+            held: list[Lease] = []
+            while True:
+                held.append(await lease(queue, f"w{number}", 4))
+                if len(held) > 1:
+                    (row, *_) = held.pop(0).rows
+                    await asyncio.sleep(0.01)
+                    written = [rollout_of(row, FIRST)]
+                    await queue.write("run", "rollout", {row.uid: row.token}, written)
+
+        admitted = tasks(workers + rows, group_size=1)
+        await queue.admit("run", admitted[:workers], cursor="c", wait_s=5)
+        working = [loop.create_task(work(number)) for number in range(workers)]
+        await asyncio.sleep(1)
+        before = loop.events
+        for task in admitted[workers:]:
+            await queue.admit("run", [task], cursor="c", wait_s=5)
+            await asyncio.sleep(0.1)
+        seen = loop.events - before
+        for each in working:
+            each.cancel()
+        await asyncio.gather(*working, return_exceptions=True)
+        await queue.close()
+        return seen
+
+    try:
+        return loop.run_until_complete(run())
+    finally:
+        loop.close()
+
+
+def test_a_row_wakes_no_more_workers_the_more_of_them_wait() -> None:
+    few, many = looks(10, 20), looks(160, 20)
+    assert many < 1.5 * few
+
+
+def test_the_level_passes_few_workers_from_one_lease_to_the_next() -> None:
+    moves: dict[int, float] = {}
+    for workers in (50, 800):
+        fair = measured(**{f"w{number}": 1.0 + number / 7 for number in range(workers)})
+        for call in range(2 * workers):
+            name = f"w{call * 37 % workers}"
+            granted = fair.share(name, 16 * workers, 64, now=1.0, silence_s=10)
+            fair.holder(name, 1.0).hold(granted - fair.holder(name, 1.0).rows)
+        moves[workers] = fair._division.moves / (2 * workers)
+    assert moves[800] < 2 * moves[50] + 4

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import meshrl.transferqueue.model
+from meshrl.transferqueue.model.fair_share import Holder
 from meshrl.transferqueue.model.group import Grant, Group
 from meshrl.transferqueue.model.records import DeadRow, RunRecord, TakenBatch
 from meshrl.transferqueue.model.run import Run
-from meshrl.transferqueue.model.stages import Holder
 
 MODEL = Path(meshrl.transferqueue.model.__path__[0])
 MODULES = sorted(MODEL.parent.rglob("*.py"))

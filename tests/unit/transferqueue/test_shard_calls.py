@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import WaitTimeoutError
-from meshrl.transferqueue.model import stages
+from meshrl.transferqueue.model import fair_share
 from meshrl.transferqueue.sharding import ShardedQueue, ShardQueue
 from meshrl.transferqueue.sharding.run_shards import owner
 from meshrl.transferqueue.stores.memory import MemoryStore
@@ -131,7 +131,7 @@ async def test_a_shard_that_owes_an_answer_is_not_asked_again(mesh: Mesh) -> Non
 async def test_a_worker_that_has_its_share_waits_without_asking_again(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "WEIGHT", 0.0)  # the speeds below are the last word
+    monkeypatch.setattr(fair_share, "WEIGHT", 0.0)  # the speeds below are the last word
     await mesh.actors.start(spec(batch_groups=60))
     await mesh.actors.feed(on(0, 3))
     run = mesh.shards[0].shard._runs["run"]

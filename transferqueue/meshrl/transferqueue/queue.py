@@ -50,9 +50,10 @@ from meshrl.transferqueue import sampling
 from meshrl.transferqueue.model.group import Grant
 from meshrl.transferqueue.model.records import TakenBatch
 from meshrl.transferqueue.model.run import Run
+from meshrl.transferqueue.model.signals import Signal, any_signal
 from meshrl.transferqueue.model.specs import Quota, check_spec, compare_specs, encode_spec
 from meshrl.transferqueue.model.stages import Stage
-from meshrl.transferqueue.model.waiting import Expiry, Signal, Waits, any_signal
+from meshrl.transferqueue.model.waiting import Expiry, Waits
 from meshrl.transferqueue.operations import (
     dead_letters,
     leases,
@@ -291,7 +292,7 @@ class TransferQueue(RowMethods):
                                 return lease
                             break  # all that was granted is damaged: there may be more
                 else:
-                    signals = [run.rows_signals[spec.number] for run, spec in candidates]
+                    signals = leases.signals(candidates, worker, min(limit, at_least))
                     with leases.waiting(candidates, worker):
                         await any_signal([*signals, self._runs_signal], deadline, reason)
 

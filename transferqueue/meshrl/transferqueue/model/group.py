@@ -16,8 +16,8 @@ from orjson import Fragment
 
 from meshrl.contract.frames import checksum_of
 from meshrl.contract.types import GroupRows, Json, Outcome, RowFacts, Uid, Version
+from meshrl.transferqueue.model.fair_share import Holder
 from meshrl.transferqueue.model.records import TakenBatch, TaskMetadata
-from meshrl.transferqueue.model.stages import Holder
 from meshrl.transferqueue.store import encode_record, to_json
 
 _GROUP = struct.Struct(">IQ")
@@ -299,7 +299,7 @@ class Group:
         """The rows of `grant` are delivered to its worker."""
         stage = grant.stage
         if grant.holder is not None:
-            grant.holder.rows += grant.mask.bit_count()
+            grant.holder.hold(grant.mask.bit_count())
         self.grants.append(grant)
         self.held[stage] |= grant.mask
         self.since = grant.since
@@ -324,7 +324,7 @@ class Group:
         for grant in self.grants:
             if grant.stage == stage:
                 if grant.holder is not None:
-                    grant.holder.rows -= (grant.mask & mask).bit_count()
+                    grant.holder.hold(-(grant.mask & mask).bit_count())
                 grant.mask &= ~mask
                 ended = ended or not grant.mask
         if ended:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from meshrl.contract.errors import NotFoundError
 from meshrl.contract.types import GroupRows, RowFacts, RunSpec, Uid
 from meshrl.transferqueue import sampling
+from meshrl.transferqueue.model.fair_share import FairShare, Holder
 from meshrl.transferqueue.model.group import Counts, Grant, Group, StoredFrame, bits
 from meshrl.transferqueue.model.records import (
     ADMITTED,
@@ -23,8 +25,9 @@ from meshrl.transferqueue.model.records import (
     State,
     TaskMetadata,
 )
-from meshrl.transferqueue.model.stages import FairShare, Stage, Stages
-from meshrl.transferqueue.model.waiting import CompleteGroups, Expiry, ReadyRows, Signal
+from meshrl.transferqueue.model.signals import Signal, Turns
+from meshrl.transferqueue.model.stages import Stage, Stages
+from meshrl.transferqueue.model.waiting import CompleteGroups, Expiry, ReadyRows
 from meshrl.transferqueue.store import CommitLog, Table
 
 
@@ -74,10 +77,16 @@ class Rows:
         """Rows whose lease expired since the queue opened, by stage; 0 for any other name."""
 
         self.rows_signals: Final = tuple(Signal() for _ in self.stages)
-        """By stage number: it has other rows to lease."""
+        """By stage number: something changed that a lease of several rows may wait for."""
+        self.turns: Final = tuple(Turns(partial(getattr, ready, "count")) for ready in self._ready)
+        """By stage number: who wants any row looks in turn."""
+        self.gate_signal: Final = Signal()
+        """The versions, the epoch or the end of the feed changed: who may lease at all."""
         self.complete_signal: Final = Signal()
         self.admission_signal: Final = Signal()
-        self._ready_by_stage = tuple(zip(self.stages, self._ready, self.rows_signals, strict=True))
+        self._ready_by_stage = tuple(
+            zip(self.stages, self._ready, self.rows_signals, self.turns, strict=True)
+        )
 
     # --- what others may read
 
@@ -121,20 +130,26 @@ class Rows:
     # --- signals
 
     def notify_stages(self) -> None:
-        """Something changed that any waiting lease may need."""
+        """Something changed that a lease of several rows may need; for any row, it would not be enough."""
         for signal in self.rows_signals:
             signal.notify()
 
     def notify_all(self) -> None:
         """Every call that waits for this run looks again."""
         self.notify_stages()
+        self.gate_signal.notify()
         self.complete_signal.notify()
         self.admission_signal.notify()
 
-    def notify_shares(self, stage: Stage) -> None:
-        """A worker holds fewer rows than before: another one that waits for its share may have one now."""
+    def notify_shares(self, stage: Stage, holders: Iterable[Holder]) -> None:
+        """`holders` hold fewer rows than before: they may have others now.
+
+        The shares of the others change little. One of them looks, so that all do in time.
+        """
         if stage.first and self._ready[stage.number].count:
-            self.rows_signals[stage.number].notify()
+            for holder in holders:
+                holder.wrote.notify()
+            self.turns[stage.number].notify_one()
 
     # --- rows come in
 
@@ -206,13 +221,18 @@ class Rows:
         frame: bytes,
         token: int,
         facts: Sequence[RowFacts],
-    ) -> None:
-        """`stage` has written `rows` (indices in the frame's order; `mask` is their set), held under `token`."""
+    ) -> list[Holder]:
+        """`stage` has written `rows` (indices in the frame's order; `mask` is their set), held under `token`.
+
+        Returns the worker that held them.
+        """
         number, now = stage.number, self.clock()
         self._store_frame(group, number, rows, mask, frame)
+        holders: list[Holder] = []
         for grant in group.grants:
             if grant.holder is not None and grant.stage == number and grant.token == token:
                 grant.holder.finished([row.num_tokens for row in facts], now - grant.since)
+                holders.append(grant.holder)
         group.mark_written(number, rows, mask, token)
         self._drop_frames(group, group.drop_progress(number, mask))
         if facts:
@@ -220,6 +240,7 @@ class Rows:
             self.open_tokens += sum([row.num_tokens for row in facts])
         group.since = now
         self._refresh(group)
+        return holders
 
     def append(
         self,
@@ -327,9 +348,10 @@ class Rows:
             group.counts = counts
         if group.batch is not None:
             return  # its rows have every column, so they have left the ready sets
-        for stage, ready, signal in self._ready_by_stage:
+        for stage, ready, signal, turns in self._ready_by_stage:
             if ready.set(group, group.leasable(stage.number, stage.after)):
                 signal.notify()
+                turns.notify()
 
     def _counts(self, group: Group) -> Counts:
         """The group's rows by state, in the order of State."""

@@ -224,6 +224,7 @@ class Run(Rows):
         self.give_back(batches)
         if self.record.published.epoch < self.record.epoch:
             self.record.published = Version(self.record.epoch, step)
+        self.gate_signal.notify()
         self.recount()
         self.complete_signal.notify()
         return rows
@@ -294,7 +295,11 @@ class Run(Rows):
         if not dead:
             self._commit_log.delete(Table.PAYLOAD, group.task_key)
             self.known_tasks.mark_departed(group.task_id)
-        self.notify_all()
+        self.notify_stages()
+        self.complete_signal.notify()
+        self.admission_signal.notify()
+        if self.record.feed_closed and not self._groups:
+            self.gate_signal.notify()
 
     def note_failure(self, stage: Stage, uid: Uid, reason: str) -> None:
         """A worker could not finish a row."""

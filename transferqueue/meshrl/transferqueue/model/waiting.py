@@ -1,7 +1,7 @@
 """What waits: rows to be leased, groups to be taken, calls to be answered, leases to expire.
 
-No scans and no polling: rows and groups are kept in order as they come and go, a call waits for a signal and a
-deadline, and one timer serves all leases.
+No scans and no polling: rows and groups are kept in order as they come and go, a call waits for a signal (signals.py)
+and a deadline, and one timer serves all leases.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from meshrl.contract.errors import WaitTimeoutError
 from meshrl.transferqueue.model.group import Grant, Group, lowest
 from meshrl.transferqueue.sampling import CompleteGroup, OrderedNumbers, Sampler
 
@@ -153,44 +153,6 @@ RETURN_S = 2.0
 """A worker whose connection broke must renew within this time. One that lives does at once, one that died never."""
 
 
-class Signal:
-    """Wakes all callers that wait for one kind of change, in the order in which they came."""
-
-    def __init__(self) -> None:
-        self.listeners: dict[asyncio.Future[None], None] = {}
-        """They are done at the next `notify`, which forgets them."""
-
-    def notify(self) -> None:
-        """Something changed: wake every listener."""
-        if self.listeners:
-            listeners, self.listeners = self.listeners, {}
-            for listener in listeners:
-                if not listener.done():
-                    listener.set_result(None)
-
-
-async def any_signal(signals: Sequence[Signal], deadline: float, what: Callable[[], str]) -> None:
-    """Return when one of `signals` is notified.
-
-    Raises:
-        WaitTimeoutError: `deadline` (loop time) passed; the message names `what()`.
-    """
-    loop = asyncio.get_running_loop()
-    if loop.time() >= deadline:
-        raise WaitTimeoutError(f"timed out waiting for {what()}")
-    listener: asyncio.Future[None] = loop.create_future()
-    for signal in signals:
-        signal.listeners[listener] = None
-    try:
-        async with asyncio.timeout_at(deadline):
-            await listener
-    except TimeoutError:
-        raise WaitTimeoutError(f"timed out waiting for {what()}") from None
-    finally:
-        for signal in signals:
-            signal.listeners.pop(listener, None)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
     """One call that waits."""
@@ -243,6 +205,10 @@ class Expiry:
     def __init__(self, expired: Callable[[Grant], None]) -> None:
         self._expired = expired
         self._heap: list[tuple[float, int, Grant]] = []
+        self._by_worker: defaultdict[str, list[Grant]] = defaultdict(list)
+        """What `watch` was given since the last sweep, and what was kept there."""
+        self._watched = 0
+        """The entries of `_by_worker`."""
         self._sweep_at = SWEPT_GRANTS
         self._numbers = itertools.count()
         self._timer: asyncio.Handle | None = None
@@ -260,19 +226,24 @@ class Expiry:
 
     def watch(self, grant: Grant) -> None:
         """Call `expired(grant)` when its deadline passes, unless it has ended by then."""
-        heapq.heappush(self._heap, (grant.deadline, next(self._numbers), grant))
-        if len(self._heap) > self._sweep_at:
+        self._by_worker[grant.worker].append(grant)
+        self._watched += 1
+        self._push(grant)
+        if self._watched > self._sweep_at:
             self._sweep()
         self._arm()
 
     def hasten(self, worker: str, before: float) -> None:
-        """The connection of `worker` broke: its grants up to `before` (loop time) expire soon unless it renews."""
+        """The connection of `worker` broke: its grants up to `before` (loop time) expire soon unless it renews.
+
+        O(grants of this worker): a fleet that loses its network breaks all connections at once.
+        """
         deadline = self.now() + RETURN_S
-        for _, _, grant in list(self._heap):
-            affected = grant.mask and grant.worker == worker and grant.since <= before
-            if affected and deadline < grant.deadline:
+        for grant in self._by_worker.get(worker, ()):
+            if grant.mask and grant.since <= before and deadline < grant.deadline:
                 grant.deadline = deadline
-                self.watch(grant)
+                self._push(grant)
+        self._arm()
 
     def stop(self) -> None:
         """Expire no lease any more: from now on the queue cannot receive renewals."""
@@ -282,13 +253,23 @@ class Expiry:
     def clear(self) -> None:
         """Forget every grant."""
         self._heap.clear()
+        self._by_worker.clear()
+        self._watched = 0
         self._disarm()
 
     def _sweep(self) -> None:
         """Drop the grants that ended; O(1) for each grant that was added since the last sweep."""
         self._heap = [entry for entry in self._heap if entry[2].mask]
         heapq.heapify(self._heap)
-        self._sweep_at = max(SWEPT_GRANTS, 2 * len(self._heap))
+        for worker, grants in list(self._by_worker.items()):
+            self._by_worker[worker] = kept = [grant for grant in grants if grant.mask]
+            if not kept:
+                del self._by_worker[worker]
+        self._watched = sum(map(len, self._by_worker.values()))
+        self._sweep_at = max(SWEPT_GRANTS, 2 * self._watched)
+
+    def _push(self, grant: Grant) -> None:
+        heapq.heappush(self._heap, (grant.deadline, next(self._numbers), grant))
 
     def _disarm(self) -> None:
         if self._timer is not None:
@@ -305,12 +286,12 @@ class Expiry:
         self._timer = None
         now = self.now()
         while self._heap and self._heap[0][0] <= now:
-            _, number, grant = heapq.heappop(self._heap)
+            _, _, grant = heapq.heappop(self._heap)
             if not grant.mask:
                 continue
             if grant.deadline > now:
                 # It was renewed since this entry was made.
-                heapq.heappush(self._heap, (grant.deadline, number, grant))
+                self._push(grant)
             else:
                 self._expired(grant)
         self._arm()

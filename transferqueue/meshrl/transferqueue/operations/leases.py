@@ -9,8 +9,10 @@ from typing import NamedTuple
 from meshrl.contract.errors import CorruptError, EndOfDataError, FencedError, UserError
 from meshrl.contract.frames import Frame
 from meshrl.contract.types import GroupRows, Outcome, PackedGroup, RowFacts, Uid, Version
+from meshrl.transferqueue.model.fair_share import Holder
 from meshrl.transferqueue.model.group import Grant, Group, bits
 from meshrl.transferqueue.model.run import Run
+from meshrl.transferqueue.model.signals import Signal
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.operations import dead_letters, lifecycle, payload
 from meshrl.transferqueue.operations.payload import Extract, located
@@ -205,16 +207,18 @@ def read_frame(run: Run, write: PackedGroup) -> Frame:
 
 def write(run: Run, stage: Stage, writes: Sequence[CheckedWrite]) -> None:
     """Add the columns of checked writes."""
+    holders: dict[Holder, None] = {}
     for item in writes:
-        run.write(
+        wrote = run.write(
             *(stage, item.group, item.rows, item.mask),
             frame=item.frame,
             token=item.token,
             facts=item.facts,
         )
+        holders.update(dict.fromkeys(wrote))
         lifecycle.offer_if_complete(run, item.group)
     run.save([item.group for item in writes])
-    run.notify_shares(stage)
+    run.notify_shares(stage, holders)
 
 
 def share(run: Run, stage: Stage, worker: str, limit: int, at_least: int) -> int:
@@ -228,6 +232,22 @@ def share(run: Run, stage: Stage, worker: str, limit: int, at_least: int) -> int
         now=run.clock(),
         silence_s=run.spec.lease_ttl_s,
     )
+
+
+def signals(candidates: Sequence[tuple[Run, Stage]], worker: str, at_least: int) -> list[Signal]:
+    """What wakes a lease of `worker` that waits for `at_least` rows of one of `candidates`."""
+    if at_least > 1:
+        return [
+            s
+            for run, stage in candidates
+            for s in (run.rows_signals[stage.number], run.gate_signal)
+        ]
+    found: list[Signal] = []
+    for run, stage in candidates:
+        found += (run.turns[stage.number], run.gate_signal)
+        if stage.first:
+            found.append(run.fair_share.holder(worker, run.clock()).wrote)
+    return found
 
 
 @contextmanager

@@ -24,8 +24,8 @@ from typing import Self, TypeVar, Unpack
 from meshrl.contract.errors import ConflictError, FencedError, UserError, WaitTimeoutError
 from meshrl.contract.types import Batch, RunSpec, RunState, Task, Version
 from meshrl.transferqueue.model.run import Run
+from meshrl.transferqueue.model.signals import Signal, any_signal
 from meshrl.transferqueue.model.stages import Stage
-from meshrl.transferqueue.model.waiting import Signal, any_signal
 from meshrl.transferqueue.operations import leases, lifecycle
 from meshrl.transferqueue.queue import QueueOptions, TransferQueue
 from meshrl.transferqueue.sharding.port import GroupCounts, RowCounts, ShardCapacity, ShardNote
@@ -317,14 +317,16 @@ class ShardQueue(TransferQueue):
 
         at = f" at version {version}" if version else ""
         why = f"1 rows of stage {stage}{at}"
-        signals = partial(self._signals, runs, stage)
+        signals = partial(self._signals, runs, stage, worker, at_least=1)
         with leases.waiting(leases.leasable(self._runs, runs, stage), worker):
             await self._until(look, signals, ("lease", tuple(runs), worker, why), wait_s)
 
-    def _signals(self, runs: Sequence[str], stage: str) -> list[Signal]:
+    def _signals(
+        self, runs: Sequence[str], stage: str, worker: str, *, at_least: int
+    ) -> list[Signal]:
         """Signals of a change in what a stage may lease."""
         candidates = leases.leasable(self._runs, runs, stage)
-        return [*(run.rows_signals[spec.number] for run, spec in candidates), self._runs_signal]
+        return [*leases.signals(candidates, worker, at_least), self._runs_signal]
 
     async def rows(
         self,
@@ -344,7 +346,7 @@ class ShardQueue(TransferQueue):
             found[:] = [_rows(run, spec) for run, spec in leases.leasable(self._runs, runs, stage)]
             return unlike is None or found != list(unlike)
 
-        signals = partial(self._signals, runs, stage)
+        signals = partial(self._signals, runs, stage, worker, at_least=2)
         await self._until(look, signals, ("lease", tuple(runs), worker, why), wait_s)
         return found
 

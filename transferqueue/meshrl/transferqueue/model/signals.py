@@ -1,0 +1,107 @@
+"""How a call waits: for a signal and a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from meshrl.contract.errors import WaitTimeoutError
+
+
+class Signal:
+    """Wakes all callers that wait for one kind of change, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.listeners: dict[asyncio.Future[None], None] = {}
+        """They are done at the next `notify`, which forgets them."""
+
+    def join(self, listener: asyncio.Future[None]) -> None:
+        """Complete `listener` at the next change."""
+        self.listeners[listener] = None
+
+    def leave(self, listener: asyncio.Future[None]) -> None:
+        """It has gone on, or has given up."""
+        self.listeners.pop(listener, None)
+
+    def notify(self) -> None:
+        """Something changed: wake every listener."""
+        if self.listeners:
+            listeners, self.listeners = self.listeners, {}
+            for listener in listeners:
+                if not listener.done():
+                    listener.set_result(None)
+
+
+class Turns(Signal):
+    """Callers that wait for rows look one after the other, so that not all of them wake for rows that a few will get.
+
+    A caller that was woken looks in the moment in which it goes on: it awaits nothing before. Then the next one is
+    woken, while there is something `left`.
+    """
+
+    def __init__(self, left: Callable[[], object]) -> None:
+        super().__init__()
+        self._left = left
+        self._line: OrderedDict[asyncio.Future[None], int] = OrderedDict()
+        """Those that wait, with rising numbers. An OrderedDict finds its first entry at once, however many left."""
+        self._last = self._until = 0
+        """The number of the caller that came last, and of the last one that may look."""
+        self._on_the_way: asyncio.Future[None] | None = None
+
+    def join(self, listener: asyncio.Future[None]) -> None:
+        """Complete `listener` when it is its turn."""
+        self._last += 1
+        self._line[listener] = self._last
+
+    def leave(self, listener: asyncio.Future[None]) -> None:
+        """It looks now, or has given up."""
+        self._line.pop(listener, None)
+        if listener is self._on_the_way:
+            listener.get_loop().call_soon(self._looked)
+
+    def notify(self) -> None:
+        """Rows came: everybody who waits now may look."""
+        self._until = self._last
+        self._wake()
+
+    def notify_one(self) -> None:
+        """The one that has waited longest may look."""
+        if self._line:
+            self._until = max(self._until, next(iter(self._line.values())))
+            self._wake()
+
+    def _looked(self) -> None:
+        self._on_the_way = None
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._on_the_way is None and self._line and self._left():
+            listener, number = next(iter(self._line.items()))
+            if number <= self._until:
+                del self._line[listener]
+                self._on_the_way = listener
+                if not listener.done():
+                    listener.set_result(None)
+
+
+async def any_signal(signals: Sequence[Signal], deadline: float, what: Callable[[], str]) -> None:
+    """Return when one of `signals` is notified.
+
+    Raises:
+        WaitTimeoutError: `deadline` (loop time) passed; the message names `what()`.
+    """
+    loop = asyncio.get_running_loop()
+    if loop.time() >= deadline:
+        raise WaitTimeoutError(f"timed out waiting for {what()}")
+    listener: asyncio.Future[None] = loop.create_future()
+    for signal in signals:
+        signal.join(listener)
+    try:
+        async with asyncio.timeout_at(deadline):
+            await listener
+    except TimeoutError:
+        raise WaitTimeoutError(f"timed out waiting for {what()}") from None
+    finally:
+        for signal in signals:
+            signal.leave(listener)
