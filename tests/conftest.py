@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from meshrl.trainer.distributed import World
+
+# Two files of tests run at once, each with processes of its own: more threads would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No example has a deadline: a busy machine may pause for a second anywhere.
 settings.register_profile("meshrl", max_examples=30, deadline=None)

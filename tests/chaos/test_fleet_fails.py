@@ -37,7 +37,7 @@ def test_engines_that_fail_every_request_end_the_run(tmp_path: Path) -> None:
 
 def test_servers_that_nobody_can_reach_end_the_run(tmp_path: Path) -> None:
     engine = {"url": "http://127.0.0.1:9", "start_s": 1.0}
-    mesh = make_mesh(tmp_path, {"rollout": {"name": "vllm", "workers": 2, "engine": engine}})
+    mesh = make_mesh(tmp_path, {"rollout": {"name": "vllm", "engine": engine}})
     with mesh.up() as process:
         mesh.wait(process, code=2)
     line = error_of(mesh)

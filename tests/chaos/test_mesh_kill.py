@@ -33,16 +33,12 @@ async def balanced(mesh: Mesh, steps: int) -> None:
     assert [line["step"] for line in mesh.steps()] == list(range(steps))
 
 
-@pytest.mark.parametrize(
-    "victims", [("rollout-0", "reward", "queue"), ("reference", "feeder", "trainer")]
-)
-async def test_a_run_survives_kill_9_of_its_services(
-    tmp_path: Path, victims: tuple[str, ...]
-) -> None:
+async def test_a_run_survives_kill_9_of_its_services(tmp_path: Path) -> None:
+    """Those that the test of the preloaders does not kill."""
     changes = {"trainer": {"total_training_steps": STEPS, "save_freq": 3, "test_freq": -1}}
-    mesh = make_mesh(tmp_path, changes, reference="reference" in victims)
+    mesh = make_mesh(tmp_path, changes, reference=True)
     with mesh.up() as process:
-        for step, victim in enumerate(victims, start=1):
+        for step, victim in enumerate(("queue", "reference", "feeder"), start=1):
             mesh.wait_for_step(process, step)
             pid = mesh.pid(victim)
             os.kill(pid, signal.SIGKILL)
@@ -134,27 +130,21 @@ def test_a_reward_that_cannot_be_loaded_ends_in_one_line(tmp_path: Path) -> None
     assert "Traceback" not in mesh.output
 
 
-HOPELESS = {
-    "raises": ("raise ValueError('no such table')", "no such table"),
-    "hangs": ("while True: pass", "no score after"),
-}
-
-
-@pytest.mark.parametrize("fault", HOPELESS)
-async def test_a_reward_that_never_scores_ends_in_one_line(tmp_path: Path, fault: str) -> None:
-    body, said = HOPELESS[fault]
+async def test_a_reward_that_never_scores_ends_in_one_line(tmp_path: Path) -> None:
     changes = {
         "reward": {"deadline_s": 0.3, "workers": 2},
         "queue": {"max_staleness": 1, "lease_ttl_s": 5, "max_attempts": 1},
         "trainer": {"val_before_train": False, "take_wait_s": 3, "total_training_steps": 4},
     }
     mesh = make_mesh(tmp_path, changes)
-    source = f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n"
-    (tmp_path / "reward.py").write_text(source)
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    raise ValueError('no such table')\n"
+    )
     with mesh.up("reward.custom_reward_function.path=" + str(tmp_path / "reward.py")) as process:
         mesh.wait(process, code=Exit.USER_ERROR)
     errors = [line for line in mesh.output.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and said in errors[0].lower(), mesh.output[-3000:]
+    assert len(errors) == 1 and "no such table" in errors[0], mesh.output[-3000:]
     assert "rows were dead-lettered" in errors[0]
     ledger = await mesh.ledger()
     assert ledger.balanced and ledger.trained == 0, ledger
@@ -225,12 +215,12 @@ async def until_said(mesh: Mesh, said: str) -> str:
 
 
 @needs_mounts
-async def test_everybody_waits_while_the_queues_disk_is_full_and_goes_on_by_itself(
+async def test_everybody_waits_while_the_queues_disk_is_full_and_goes_on_or_drains(
     tmp_path: Path,
 ) -> None:
     changes = {
         "queue": SMALL_QUEUE,
-        "trainer": {"total_training_steps": 6, "save_freq": 2, "test_freq": -1},
+        "trainer": {"total_training_steps": 8, "save_freq": 2, "test_freq": -1},
         "data": {"val_files": []},
     }
     mesh = make_mesh(tmp_path, changes)
@@ -243,31 +233,17 @@ async def test_everybody_waits_while_the_queues_disk_is_full_and_goes_on_by_itse
             assert process.poll() is None, mesh.output[-3000:]
             assert "waiting for space" in mesh.output
             ballast.unlink()
-            mesh.wait(process)
-        assert "ended with" not in mesh.output and "Traceback" not in mesh.output, mesh.output
-        await balanced(mesh, 6)
-
-
-@needs_mounts
-async def test_ctrl_c_drains_while_the_queues_disk_is_full(tmp_path: Path) -> None:
-    changes = {
-        "queue": SMALL_QUEUE,
-        "trainer": {"total_training_steps": 6, "save_freq": 2, "test_freq": -1},
-        "data": {"val_files": []},
-    }
-    mesh = make_mesh(tmp_path, changes)
-    async with small_disk(mesh.run_dir / "queue") as ballast:
-        with mesh.up() as process:
-            mesh.wait_for_step(process, 1)
+            mesh.wait_for_step(process, len(mesh.steps()) + 1)
             fill(ballast)
             await until_said(mesh, "space in the store")
             process.send_signal(signal.SIGINT)
             mesh.wait(process, code=128 + signal.SIGINT)
         assert "did not drain" not in mesh.output, mesh.output[-3000:]
+        assert "ended with" not in mesh.output and "Traceback" not in mesh.output, mesh.output
         ballast.unlink()
         assert (await mesh.ledger()).balanced
         mesh.run()
-        await balanced(mesh, 6)
+        await balanced(mesh, 8)
 
 
 @needs_mounts
