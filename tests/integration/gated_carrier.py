@@ -14,7 +14,7 @@ waiting = asyncio.Event()
 
 class Carrier(shm.Carrier):
     def channel(self, link: Link) -> Channel:
-        return super().channel(link) if link.rank == 0 else GatedReader(link)
+        return super().channel(link) if link.rank == 0 else GatedReader(link, self.memory)
 
 
 class GatedReader(shm.ShmReader):

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from meshrl.config.weights import CARRIERS, WeightsConfig
 from meshrl.contract import plugins
@@ -113,6 +114,10 @@ class Carrier(Protocol):
         ...
 
 
+LoadCarrier: TypeAlias = Callable[[WeightsConfig, RunPaths], Carrier]
+"""Makes the carrier that the configuration names."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CarrierFacts:
     """What the module of a carrier states; see the top of this file."""
@@ -150,9 +155,12 @@ def carrier_facts(name: str) -> CarrierFacts:
 class Carriers:
     """The carriers of one process, each created when it is first asked for."""
 
-    def __init__(self, config: WeightsConfig, paths: RunPaths) -> None:
-        """Raises ConfigError when the one configured carrier is unknown."""
+    def __init__(
+        self, config: WeightsConfig, paths: RunPaths, load: LoadCarrier | None = None
+    ) -> None:
+        """`load` makes a carrier; None: `load_carrier`. Raises ConfigError when the one configured is unknown."""
         self._config = config
+        self._load = load or load_carrier
         self._paths = paths
         self._created: dict[str, Carrier] = {}
         self.names = offered(config)
@@ -177,7 +185,7 @@ class Carriers:
             index = self._config.among.index(name) if self._config.carrier == "auto" else 0
             port = self._config.port + index if self._config.port else 0
             config = self._config.model_copy(update={"carrier": name, "port": port})
-            self._created[name] = load_carrier(config, self._paths)
+            self._created[name] = self._load(config, self._paths)
         return self._created[name]
 
     async def close(self) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
@@ -31,7 +30,7 @@ from meshrl.contract.errors import (
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Version
 from meshrl.v1 import weights_pb2 as pb
-from meshrl.weights.carrier import Link, RunPaths
+from meshrl.weights.carrier import Link, LoadCarrier, RunPaths
 from meshrl.weights.fleet import FleetView, ReplicaState
 from meshrl.weights.messages import ReplicaStream, stamp, stamped_version
 from meshrl.weights.replica import Replica, SourceError
@@ -57,12 +56,15 @@ class WeightCoordinator:
         epoch: int,
         paths: RunPaths,
         on_committed: Callable[[Version], Awaitable[None]],
+        load: LoadCarrier | None = None,
     ) -> None:
+        """`load` makes the carriers; None: `load_carrier`."""
         self._config = config
         self._run = run
         self._epoch = epoch
         self._on_committed = on_committed
-        self._routes = Routes(config, paths)
+        self._routes = Routes(config, paths, load)
+        self._clock = asyncio.get_running_loop().time
         self._changed = asyncio.Condition()
         self._offered: WeightSource | None = None
         self._proposed: Transaction | None = None
@@ -306,7 +308,7 @@ class WeightCoordinator:
 
     async def _wait_for_stragglers(self, transaction: Transaction) -> None:
         """Half of the members hold the version: wait half as long again, then accept the late quorum."""
-        taken_s = time.monotonic() - self._proposed_at
+        taken_s = self._clock() - self._proposed_at
         await asyncio.sleep(max(self._config.late_s, _LATE_SHARE * taken_s))
         transaction.accept_late_quorum()
         await self._notify()
@@ -362,7 +364,7 @@ class WeightCoordinator:
                 self._proposed.version,
             )
         self._proposed = Transaction(source, members, self._config.quorum, self._config.late_quorum)
-        self._proposed_at = time.monotonic()
+        self._proposed_at = self._clock()
         if self._straggler_wait is not None:
             self._straggler_wait.cancel()
             self._straggler_wait = None

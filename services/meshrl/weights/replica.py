@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -48,6 +48,7 @@ class Replica:
         self.reason = ""
         self.last_sync_s = 0.0
         self.pause_s = 0.0
+        self._clock = asyncio.get_running_loop().time
         self._run = hello.stamp.run
         self._commit_s = max(hello.hello.commit_deadline_s, config.commit_s)
         self._link = link
@@ -87,13 +88,13 @@ class Replica:
             MeshError: the replica failed or hung.
         """
         manifest = source.manifest
-        self._began = time.monotonic()
+        self._began = self._clock()
         route = self._route = await self._routes.choose(self.peer, source)
         message = pb.PlanePropose(
             manifest=manifest_to_message(manifest), endpoint=route.endpoint, carrier=route.carrier
         )
         await self._send(manifest.version, propose=message)
-        proposed_at = time.monotonic()
+        proposed_at = self._clock()
         with self._carrying():
             await within(
                 self._open_channel(route),
@@ -101,7 +102,7 @@ class Replica:
                 f"{self.name}: READY",
                 self._mark_suspect,
             )
-        self._opening_s = time.monotonic() - proposed_at
+        self._opening_s = self._clock() - proposed_at
 
     async def prepare(self, source: WeightSource) -> None:
         """TRANSFER … PREPARED of what was proposed: the replica holds it, verified; its engine is untouched.
@@ -129,7 +130,7 @@ class Replica:
             channel.committed(version)
         self.state = ReplicaState.SERVING
         self.pause_s = committed.committed.pause_s
-        self.last_sync_s = time.monotonic() - self._began
+        self.last_sync_s = self._clock() - self._began
 
     async def drop(self, version: Version, reason: str) -> None:
         """Withdraw the prepared version; the replica stays in the fleet."""
@@ -165,7 +166,7 @@ class Replica:
         """TRANSFER … RECEIVED of the last bucket, with the right hash."""
         version, route = source.manifest.version, self._route
         assert route is not None
-        began = time.monotonic()
+        began = self._clock()
         channel = self._channels[route.carrier]
         wanted: Sequence[int] = range(len(source.manifest.bucket_bytes))
         for _ in range(1 + self._config.resends):
@@ -177,7 +178,7 @@ class Replica:
                 f"{self.name}: buckets {list(wanted)} of weights {version} arrived corrupted "
                 f"{1 + self._config.resends} times"
             )
-        self._routes.observe(route, version, time.monotonic() - began, self._opening_s)
+        self._routes.observe(route, version, self._clock() - began, self._opening_s)
 
     async def _open_channel(self, route: Route) -> None:
         """Open both ends of the channel; the replica is ready when its end is."""

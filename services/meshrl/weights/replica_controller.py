@@ -11,7 +11,6 @@ import asyncio
 import logging
 import random
 import re
-import time
 from collections.abc import Callable
 
 import grpc
@@ -28,7 +27,7 @@ from meshrl.contract.errors import (
 from meshrl.contract.ports import WeightSink
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.v1 import weights_pb2 as pb
-from meshrl.weights.carrier import Carriers, RunPaths, host_id
+from meshrl.weights.carrier import Carriers, LoadCarrier, RunPaths, host_id
 from meshrl.weights.lora_merging import Merger
 from meshrl.weights.messages import stamp, stream_to_coordinator
 from meshrl.weights.session import Session
@@ -58,6 +57,7 @@ class ReplicaController:
         drain_s: float = 0.0,
         pause_s: Callable[[], float] | None = None,
         address: str = "",
+        load: LoadCarrier | None = None,
     ) -> None:
         """Nothing happens before `run`.
 
@@ -71,6 +71,7 @@ class ReplicaController:
             connect: makes a new gRPC channel to the trainer's process.
             drain_s: how long running requests may keep a drained commit waiting.
             address: host:port of this process's service, shown by `meshrl fleet`.
+            load: makes the carriers; None: `load_carrier`.
             pause_s: seconds that the last update paused generation; None takes the duration of the commit.
         """
         self._config = config
@@ -82,7 +83,7 @@ class ReplicaController:
         self._commit_s = config.commit_s + (drain_s if on_update is OnUpdate.DRAIN else 0.0)
         self._pause_s = pause_s
         self._address = address
-        self._carriers = Carriers(config, paths)
+        self._carriers = Carriers(config, paths, load)
         self._merger = Merger(paths.model_path)
         self._highest_epoch = 0
         self._version: Version | None = None
@@ -218,10 +219,11 @@ class ReplicaController:
         Raises:
             PoisonedError: the engine failed, or took longer than its deadline.
         """
-        began = time.monotonic()
+        clock = asyncio.get_running_loop().time
+        began = clock()
         self._committing = asyncio.create_task(self._switch(version))
         await asyncio.shield(self._committing)
-        return self._pause_s() if self._pause_s is not None else time.monotonic() - began
+        return self._pause_s() if self._pause_s is not None else clock() - began
 
     async def _switch(self, version: Version) -> None:
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from meshrl.weights.carrier import (
     Carriers,
     Channel,
     Link,
+    LoadCarrier,
     RunPaths,
     carrier_facts,
     host_id,
@@ -63,8 +63,10 @@ class Route:
 class Routes:
     """Belongs to the coordinator's event loop."""
 
-    def __init__(self, config: WeightsConfig, paths: RunPaths) -> None:
-        self._carriers = Carriers(config, paths)
+    def __init__(
+        self, config: WeightsConfig, paths: RunPaths, load: LoadCarrier | None = None
+    ) -> None:
+        self._carriers = Carriers(config, paths, load)
         self._facts: dict[str, CarrierFacts] = {
             name: carrier_facts(name) for name in self._carriers.names
         }
@@ -203,9 +205,10 @@ class Routes:
         async with self._locks[name]:
             version = source.manifest.version
             if version not in self._staged[name]:
-                began = time.monotonic()
+                clock = asyncio.get_running_loop().time
+                began = clock()
                 await carrier.stage(source)
-                self._staging_s[name, version] = time.monotonic() - began
+                self._staging_s[name, version] = clock() - began
                 self._staged[name].append(version)
         return endpoint
 

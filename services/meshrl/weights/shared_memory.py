@@ -1,4 +1,4 @@
-"""Which processes share this host's memory folder, /dev/shm, and the files that dead processes leave there.
+"""This host's memory folder, /dev/shm: files that one process writes and others map, locked while their owner lives.
 
 Two processes share it when they run under one kernel (the same boot id) and both open the same file there. A
 container with a /dev/shm of its own and a process of another user cannot. Used by `carriers/shm.py`.
@@ -7,18 +7,109 @@ container with a /dev/shm of its own and a process of another user cannot. Used 
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, TypeAlias
 
-from meshrl.contract.errors import CapacityError, UserError
+from meshrl.contract.errors import CapacityError, CorruptError, UserError
 
 FOLDER: Final = Path("/dev/shm")
 _PROBES: Final = "meshrl-*.arena"
 _PROBE: Final = re.compile(r"meshrl-[0-9a-f]{16}\.arena")
+
+Mapped: TypeAlias = mmap.mmap | memoryview
+"""The bytes of a mapped file."""
+
+
+class SharedMemory:
+    """A memory folder as one process sees it."""
+
+    def __init__(self, folder: Path = FOLDER) -> None:
+        """Opens nothing."""
+        self.folder = folder
+
+    def create(self, name: str, nbytes: int) -> int:
+        """Make a file, locked until it is closed or this process dies; its descriptor. Raises OSError."""
+        path = self.folder / name
+        path.unlink(missing_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits only while another process sweeps
+            os.truncate(descriptor, nbytes)
+        except OSError:
+            self.delete(name)
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def write(self, descriptor: int, at: int, content: memoryview) -> None:
+        """Write at an offset. Raises OSError when the memory is full (a mapping would get SIGBUS)."""
+        while content:
+            written = os.pwrite(descriptor, content, at)
+            content, at = content[written:], at + written
+
+    def close(self, descriptor: int) -> None:
+        """Give the lock back."""
+        os.close(descriptor)
+
+    def delete(self, name: str) -> None:
+        """Take the file's name away; those that have mapped or opened it keep it."""
+        (self.folder / name).unlink(missing_ok=True)
+
+    def map(self, name: str, nbytes: int) -> Mapped:
+        """The file's bytes, private: what is written there changes no other mapping.
+
+        Raises:
+            CorruptError: there is no such file, or it has another size.
+        """
+        path = self.folder / name
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise CorruptError(f"{path}: {error.strerror}") from error
+        try:
+            actual = os.fstat(descriptor).st_size
+            if actual != nbytes:  # reading past the end of a shorter file raises SIGBUS
+                raise CorruptError(f"{path}: {actual} bytes, the manifest says {nbytes}")
+            return mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(descriptor)
+
+    def owns(self, name: str) -> bool:
+        """Whether this process's user has such a file here."""
+        try:
+            descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            return os.fstat(descriptor).st_uid == os.geteuid()
+        finally:
+            os.close(descriptor)
+
+    def sweep(self, pattern: str) -> list[str]:
+        """Delete this user's files whose owner, who held a lock on each, is dead; their names. Never raises."""
+        deleted = []
+        for path in self.folder.glob(pattern):
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError:
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # A new file is locked right after it is made: leave an empty one to the next sweep.
+                if os.fstat(descriptor).st_size:
+                    path.unlink(missing_ok=True)
+                    deleted.append(path.name)
+            except OSError:
+                pass
+            finally:
+                os.close(descriptor)
+        return deleted
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,61 +119,45 @@ class Offer:
     boot_id: str
     name: str
 
-    def is_reachable(self, folder: Path = FOLDER) -> bool:
+    def is_reachable(self, memory: SharedMemory) -> bool:
         """Whether this process can open the probe. Raises UserError for what is not the name of a probe."""
         if not _PROBE.fullmatch(self.name):
             raise UserError(f"{self.name!r} is not the name of a probe file")
-        if not self.boot_id or self.boot_id != boot_id():
-            return False
-        try:
-            descriptor = os.open(folder / self.name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            return False
-        try:
-            return os.fstat(descriptor).st_uid == os.geteuid()
-        finally:
-            os.close(descriptor)
+        return bool(self.boot_id) and self.boot_id == boot_id() and memory.owns(self.name)
 
 
 class Probe:
-    """A small file in the memory folder, locked and kept until `close`. Made by `create`."""
+    """A small file in the memory folder, locked and kept until `close`."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path = path
-        self._descriptor = descriptor
-
-    @classmethod
-    def create(cls, folder: Path = FOLDER) -> Self:
+    def __init__(self, memory: SharedMemory) -> None:
         """Delete the probes of dead processes, then make a new one.
 
         Raises:
             CapacityError: there is no such folder, or no space in it.
         """
-        sweep(folder, _PROBES)
-        path = folder / f"meshrl-{secrets.token_hex(8)}.arena"
+        memory.sweep(_PROBES)
+        self._memory = memory
+        self._name = f"meshrl-{secrets.token_hex(8)}.arena"
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._descriptor = memory.create(self._name, 1)
         except OSError as error:
-            raise CapacityError(f"no shared memory in {folder}: {error.strerror}") from error
+            raise CapacityError(f"no shared memory in {memory.folder}: {error.strerror}") from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits only while another process sweeps
-            os.posix_fallocate(descriptor, 0, 1)
+            memory.write(self._descriptor, 0, memoryview(b"\0"))
         except OSError as error:
-            path.unlink(missing_ok=True)
-            os.close(descriptor)
-            raise CapacityError(f"no space in {folder}: {error.strerror}") from error
-        return cls(path, descriptor)
+            self.close()
+            raise CapacityError(f"no space in {memory.folder}: {error.strerror}") from error
 
     @property
     def offer(self) -> Offer:
         """What another process needs for `Offer.is_reachable`."""
-        return Offer(boot_id(), self._path.name)
+        return Offer(boot_id(), self._name)
 
     def close(self) -> None:
         """Delete the file. Idempotent."""
         if self._descriptor >= 0:
-            self._path.unlink(missing_ok=True)
-            os.close(self._descriptor)
+            self._memory.delete(self._name)
+            self._memory.close(self._descriptor)
             self._descriptor = -1
 
 
@@ -92,24 +167,3 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-
-
-def sweep(folder: Path, pattern: str) -> list[str]:
-    """Delete this user's files whose owner, who held a lock on each, is dead; their names. Never raises."""
-    deleted = []
-    for path in folder.glob(pattern):
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A new file is locked right after it is made: leave an empty one to the next sweep.
-            if os.fstat(descriptor).st_size:
-                path.unlink(missing_ok=True)
-                deleted.append(path.name)
-        except OSError:
-            pass
-        finally:
-            os.close(descriptor)
-    return deleted

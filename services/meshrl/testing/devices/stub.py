@@ -10,7 +10,7 @@ import secrets
 from meshrl.config.weights import IpcConfig
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Uint8
-from meshrl.weights.shared_memory import FOLDER, sweep
+from meshrl.weights.shared_memory import FOLDER, SharedMemory
 
 GPU = "0000:00:00.0"
 PATTERN = "meshrl-*.device"
@@ -21,7 +21,7 @@ def open_device(config: IpcConfig, gpu: str | None) -> StubDevice:
     """Raises ConfigError for another GPU than the only one."""
     if gpu not in (None, GPU):
         raise ConfigError(f"weights.carrier=cuda_ipc: GPU {gpu}, the trainer's, is not seen here")
-    sweep(FOLDER, PATTERN)
+    SharedMemory().sweep(PATTERN)
     return StubDevice()
 
 

@@ -9,6 +9,8 @@ for what lies where. The receiver checks the bytes against the manifest. No torc
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, ConfigError, UnavailableError
 from meshrl.contract.ports import WeightSource
@@ -28,13 +30,20 @@ FOLDER = "weights"
 class Carrier:
     """On the trainer's side the writer of versions; on a replica's, the buckets that it holds."""
 
-    def __init__(self, config: WeightsConfig, paths: RunPaths) -> None:
+    def __init__(
+        self,
+        config: WeightsConfig,
+        paths: RunPaths,
+        *,
+        thread: Callable[[str], WorkerThread] = WorkerThread,
+    ) -> None:
         """Raises ConfigError when the store cannot be opened here, or `object` has no directory."""
         self._config = config
         in_run = config.carrier != "object" and not config.directory
         self._store = VersionStore(paths.directory / FOLDER if in_run else config.directory)
         self.writer = VersionWriter(config, self._store, paths.model_path)
-        self.thread = WorkerThread("weights-disk")
+        self._new_thread = thread
+        self.thread = thread("weights-disk")
         self._held = Held()
 
     async def listen(self) -> str:
@@ -67,7 +76,8 @@ class Carrier:
         """One end of a channel."""
         if link.rank == 0:
             return Sender(self)
-        return Receiver(self._config, link, self._store, self._held)
+        thread = self._new_thread(f"weights-disk-{link.generation}")
+        return Receiver(self._config, link, self._store, self._held, thread)
 
     async def close(self) -> None:
         """Nothing stays open; the newest versions stay where they are."""
@@ -111,11 +121,18 @@ class Sender:
 class Receiver:
     """A replica's end: reads what it lacks, in a thread of its own, so that a slow disk delays only this replica."""
 
-    def __init__(self, config: WeightsConfig, link: Link, store: VersionStore, held: Held) -> None:
+    def __init__(
+        self,
+        config: WeightsConfig,
+        link: Link,
+        store: VersionStore,
+        held: Held,
+        thread: WorkerThread,
+    ) -> None:
         self._config = config
         self._held = held
         self._reader = VersionReader(store, link.run, held)
-        self._thread = WorkerThread(f"weights-disk-{link.generation}")
+        self._thread = thread
         self._requested: set[tuple[Version, int]] = set()
 
     async def open(self, deadline_s: float) -> None:

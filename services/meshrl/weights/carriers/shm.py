@@ -17,23 +17,21 @@ cannot open it is on another host, in another container without this /dev/shm, o
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import mmap
-import os
 import re
 import secrets
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 
 from meshrl.config.weights import WeightsConfig
-from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
+from meshrl.contract.errors import CapacityError, ConfigError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.carrier import Channel, Link, RunPaths
-from meshrl.weights.shared_memory import FOLDER, Offer, Probe, boot_id, sweep
+from meshrl.weights.shared_memory import Mapped, Offer, Probe, SharedMemory, boot_id
 from meshrl.weights.waiting import WorkerThread
 
 REACH = "host"
@@ -47,18 +45,27 @@ _NONCE = re.compile(r"[0-9a-f]{16}")
 class Carrier:
     """On the trainer's side, the files; on a replica's, nothing."""
 
-    def __init__(self, config: WeightsConfig, paths: RunPaths) -> None:
+    def __init__(
+        self,
+        config: WeightsConfig,
+        paths: RunPaths,
+        *,
+        memory: SharedMemory | None = None,
+        thread: Callable[[str], WorkerThread] = WorkerThread,
+    ) -> None:
+        """`memory` is this process's view of the folder; None: /dev/shm."""
+        self.memory = memory or SharedMemory()
         self._keep = config.keep
-        self._thread = WorkerThread("weights-shm")
+        self._thread = thread("weights-shm")
         self._nonce = secrets.token_hex(8)
         self._probe: Probe | None = None
         self._segments: dict[Version, Segment] = {}
 
     async def listen(self) -> str:
         """Delete files of dead trainers; returns the endpoint, which only this host can open. Raises ConfigError."""
-        sweep(FOLDER, PATTERN)
+        self.memory.sweep(PATTERN)
         try:
-            self._probe = Probe.create()
+            self._probe = Probe(self.memory)
         except CapacityError as error:
             raise ConfigError(f"weights.carrier=shm: {error}") from error
         offer = self._probe.offer
@@ -70,7 +77,7 @@ class Carrier:
 
     def channel(self, link: Link) -> Channel:
         """One end of a channel."""
-        return ShmWriter(self, link) if link.rank == 0 else ShmReader(link)
+        return ShmWriter(self, link) if link.rank == 0 else ShmReader(link, self.memory)
 
     async def close(self) -> None:
         """Delete all files; what replicas have mapped stays readable for them."""
@@ -80,10 +87,6 @@ class Carrier:
         self._thread.close(self._close_segments)
         if self._probe is not None:
             self._probe.close()
-
-    def path(self, manifest: WeightManifest) -> Path:
-        """The file of a version."""
-        return segment_path(self._nonce, manifest)
 
     async def write(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
         """Write one bucket of a version that is deleted by now, or that was read corrupted."""
@@ -111,7 +114,7 @@ class Carrier:
         """The file to write the version to: one beside those that are kept where it is older than they are."""
         segment = self._segments.get(manifest.version)
         if segment is None:
-            segment = Segment(self.path(manifest), manifest)
+            segment = Segment(self.memory, segment_name(self._nonce, manifest), manifest)
             self._segments[manifest.version] = segment
             for old in sorted(self._segments)[: -self._keep]:
                 if old != manifest.version:
@@ -122,49 +125,39 @@ class Carrier:
 class Segment:
     """The file of one version, locked for as long as its owner lives. Written, never mapped, by the owner."""
 
-    def __init__(self, path: Path, manifest: WeightManifest) -> None:
+    def __init__(self, memory: SharedMemory, name: str, manifest: WeightManifest) -> None:
         """Create the file. Raises CapacityError."""
         self.written: set[int] = set()
         """Buckets that are there whole."""
-        self._path = path
+        self._memory = memory
+        self._name = name
         self._offsets = offsets(manifest)
         self._size = self._offsets[-1]
-        path.unlink(missing_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            self._descriptor = os.open(path, flags, 0o600)
+            self._descriptor = memory.create(name, self._size)
         except OSError as error:
-            raise self._no_room(error) from error
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # waits only while another process sweeps
-            os.truncate(self._descriptor, self._size)
-        except OSError as error:
-            self.close()
             raise self._no_room(error) from error
 
     def write(self, index: int, bucket: Uint8) -> None:
-        """Write one bucket at its offset. Raises CapacityError when /dev/shm is full (a mapping would get SIGBUS)."""
-        view, at = bucket.data, self._offsets[index]
+        """Write one bucket at its offset. Raises CapacityError."""
         try:
-            while view:
-                written = os.pwrite(self._descriptor, view, at)
-                view, at = view[written:], at + written
+            self._memory.write(self._descriptor, self._offsets[index], bucket.data)
         except OSError as error:
             raise self._no_room(error) from error
         self.written.add(index)
 
     def unlink(self) -> None:
         """Take the file's name away; those that have mapped or opened it keep it."""
-        self._path.unlink(missing_ok=True)
+        self._memory.delete(self._name)
 
     def close(self) -> None:
         """Delete the file; on the thread that writes."""
         self.unlink()
-        os.close(self._descriptor)
+        self._memory.close(self._descriptor)
 
     def _no_room(self, error: OSError) -> CapacityError:
         return CapacityError(
-            f"no room for {self._size} bytes of weights in {FOLDER}: {error.strerror}; "
+            f"no room for {self._size} bytes of weights in {self._memory.folder}: {error.strerror}; "
             "make it larger (containers: --shm-size) or set weights.carrier=gloo"
         )
 
@@ -206,24 +199,25 @@ class ShmWriter:
 class ShmReader:
     """A replica's end: maps versions and returns the mapped memory."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, memory: SharedMemory) -> None:
+        self._memory = memory
         self._endpoint = link.endpoint
         self._nonce = ""
-        self._mapped: tuple[Version, mmap.mmap] | None = None
+        self._mapped: tuple[Version, Mapped] | None = None
         self._received: set[tuple[Version, int]] = set()
 
     async def open(self, deadline_s: float) -> None:
         """Check that the trainer's shared memory is visible here. Raises ConfigError when it is not."""
         offer, self._nonce = _read_endpoint(self._endpoint)
-        if not offer.is_reachable():
-            here = boot_id()
+        if not offer.is_reachable(self._memory):
+            here, folder = boot_id(), self._memory.folder
             why = (
                 f"this host's boot id is {here}, the trainer's {offer.boot_id}"
                 if here != offer.boot_id
-                else f"{FOLDER / offer.name} cannot be opened here: another container or another user"
+                else f"{folder / offer.name} cannot be opened here: another container or another user"
             )
             raise ConfigError(
-                f"weights.carrier=shm needs trainer and rollout on one host, with one {FOLDER}: {why}; "
+                f"weights.carrier=shm needs trainer and rollout on one host, with one {folder}: {why}; "
                 "set weights.carrier=gloo or auto"
             )
 
@@ -252,27 +246,16 @@ class ShmReader:
     def abort(self) -> None:
         """Drop the mapping, and delete the files of a dead trainer."""
         self._mapped = None
-        sweep(FOLDER, PATTERN)
+        self._memory.sweep(PATTERN)
 
     async def close(self) -> None:
         """The same as `abort`."""
         self.abort()
 
-    def _map(self, manifest: WeightManifest, size: int) -> mmap.mmap:
+    def _map(self, manifest: WeightManifest, size: int) -> Mapped:
         if self._mapped is not None and self._mapped[0] == manifest.version:
             return self._mapped[1]
-        path = segment_path(self._nonce, manifest)
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
-            raise CorruptError(f"{path}: {error.strerror}") from error
-        try:
-            actual = os.fstat(descriptor).st_size
-            if actual != size:  # reading past the end of a shorter file raises SIGBUS
-                raise CorruptError(f"{path}: {actual} bytes, the manifest says {size}")
-            memory = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(descriptor)
+        memory = self._memory.map(segment_name(self._nonce, manifest), size)
         self._mapped = manifest.version, memory
         return memory
 
@@ -285,10 +268,10 @@ def offsets(manifest: WeightManifest) -> list[int]:
     return starts
 
 
-def segment_path(nonce: str, manifest: WeightManifest) -> Path:
-    """The file of a version; characters of the run's name that a file name cannot hold become `_`."""
+def segment_name(nonce: str, manifest: WeightManifest) -> str:
+    """The file's name; characters of the run's name that a file name cannot hold become `_`."""
     run = re.sub(r"[^A-Za-z0-9_-]", "_", manifest.run)[:64]
-    return FOLDER / f"meshrl-{nonce}-{run}-{manifest.version}.weights"
+    return f"meshrl-{nonce}-{run}-{manifest.version}.weights"
 
 
 def _read_endpoint(endpoint: str) -> tuple[Offer, str]:
