@@ -26,7 +26,7 @@ LINES: Mapping[str, int] = {
     "meshrl.rewardd": 7320,
     "meshrl.weights": 6400,
     "meshrl.contract": 5200,
-    "meshrl.simulation": 4500,
+    "meshrl.simulation": 5150,
     "meshrl.rpc": 5650,
     "meshrl.launcher": 4300,
     "meshrl.testing": 3300,

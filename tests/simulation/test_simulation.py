@@ -95,14 +95,19 @@ def test_a_killed_worker_costs_only_time() -> None:
 
 def test_a_trainer_that_counts_as_dead_and_comes_back_is_refused() -> None:
     shape = Shape(prompts=24, max_staleness=2)
-    comes_back = [Fault(at_s=5.0, kind=Kind.ZOMBIE, target="trainer", seconds=4.0)]
-    assert simulate(3, shape=shape, faults=comes_back).problems == []
-    unfenced = simulate(3, shape=shape, faults=comes_back, parts=MUTANTS["no_epoch_fence"].parts)
+    comes_back = [Fault(at_s=5.0, kind=Kind.ZOMBIE, target="trainer", seconds=8.0)]
+    assert simulate(4, shape=shape, faults=comes_back).problems == []
+    unfenced = simulate(4, shape=shape, faults=comes_back, parts=MUTANTS["no_epoch_fence"].parts)
     assert "settle of epoch 1 was accepted, epoch 2 has the run" in unfenced.problems
 
 
 def test_a_trainer_that_takes_the_run_over_after_its_end_trains_on_nothing_more() -> None:
-    """Seed 190824665: the queue's end keeps the successor from the run until the predecessor is back and done."""
-    report = simulate(190824665)
+    """The queue's end keeps the successor from the run until the predecessor is back and done."""
+    faults = [
+        Fault(at_s=8.9, kind=Kind.ZOMBIE, target="trainer", seconds=2.0),
+        Fault(at_s=8.95, kind=Kind.STOP, target="queue"),
+    ]
+    shape = Shape(prompts=4, workers=1, checkpoint_s=0.5)
+    report = simulate(1, shape=shape, faults=faults)
     assert sum("trained to the end" in line for line in report.log) == 2
     assert report.problems == []

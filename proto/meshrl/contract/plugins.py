@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import importlib
 import importlib.util
 import pkgutil
@@ -129,4 +130,11 @@ def _statements(package: str, name: str) -> list[ast.stmt]:
         return []
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return []
-    return ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
+    source = Path(spec.origin)
+    return _parsed(source, source.stat().st_mtime_ns)
+
+
+@functools.cache
+def _parsed(source: Path, changed_ns: int) -> list[ast.stmt]:
+    """The statements of a file; a recipe's carriers are asked for several literals each."""
+    return ast.parse(source.read_text(encoding="utf-8")).body

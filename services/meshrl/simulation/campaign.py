@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from meshrl.simulation.faults import Fault, draw_faults
-from meshrl.simulation.mesh import Parts, Report, simulate
+from meshrl.simulation.mesh import Report, simulate
+from meshrl.simulation.services import Parts
 from meshrl.simulation.shape import Shape, draw_shape
 
 COLLECT_EVERY: Final = 20

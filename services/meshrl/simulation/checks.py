@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from meshrl.contract.types import (
@@ -23,7 +23,7 @@ from meshrl.contract.types import (
     Waiting,
 )
 from meshrl.simulation.stand_ins import TrainedRow
-from meshrl.transferqueue.model.group import bits
+from meshrl.transferqueue.model.group import Grant, bits
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.operations.lifecycle import REISSUED
 
@@ -31,6 +31,10 @@ Problem = Callable[[str], None]
 
 PATIENT_LOOKS: Final = 3
 """A look may fall between a signal and the waiting call that it wakes."""
+OVERDUE_S: Final = 5.0
+"""A lease that is over for longer than this has not been taken back."""
+LONGEST_LEASE_S: Final = 1500.0
+"""Nobody works on a row for so long: whoever renews its lease has forgotten it."""
 MOST_ATTEMPTS: Final = 64
 """A row that is sampled more often than this is sampled for ever."""
 
@@ -200,6 +204,14 @@ class Liveness:
         taking = any(" waits for " in wait.what and wait.what.startswith("take") for wait in waits)
         if taking and len(run.complete) >= run.spec.batch_groups:
             found.add("a take waits although enough groups are complete: nobody woke it")
+        now = run.clock()
+        for grant in _leases(run):
+            if run.seconds_left(grant) < -OVERDUE_S:
+                found.add(
+                    f"a lease of {grant.worker} is over, and its rows are not given out again"
+                )
+            if now - grant.since > LONGEST_LEASE_S:
+                found.add(f"{grant.worker} renews a lease for ever")
         for name in list(self._overdue):
             if name not in found:
                 del self._overdue[name]
@@ -207,6 +219,16 @@ class Liveness:
             self._overdue[name] += 1
             if self._overdue[name] == PATIENT_LOOKS:
                 self._problem(name)
+
+
+def check_idle(run: Run, problem: Problem) -> None:
+    """All workers have drained: nobody holds a row."""
+    if holders := sorted({grant.worker for grant in _leases(run)}):
+        problem(f"leases are left after their workers have drained: {', '.join(holders)}")
+
+
+def _leases(run: Run) -> Iterator[Grant]:
+    return (grant for group in run.groups.values() for grant in group.grants if grant.mask)
 
 
 def check_history(

@@ -36,6 +36,16 @@ class Kind(StrEnum):
     """Of a rollout worker: every request."""
     JUDGE_FAILS = "judge fails"
     """Of a reward stage: every sample."""
+    LOADING_FAILS = "loading fails"
+    """Of a rollout worker: its engine takes no weights, for the same reason each time."""
+    SWITCH_FAILS = "switch fails"
+    """Of a rollout worker: its engine breaks when it switches to other weights."""
+    TRANSFER_HANGS = "transfer hangs"
+    """To a rollout worker: no bytes of weights arrive."""
+    TRANSFER_CORRUPTS = "transfer corrupts"
+    """To a rollout worker: bytes of weights arrive changed."""
+    MEMORY_FULL = "memory full"
+    """Of the trainer's host: there is no room for a version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +72,12 @@ NETWORK: Final = (
     Kind.LATE_REQUESTS,
     Kind.SLOW,
 )
+WEIGHTS: Final = (
+    Kind.LOADING_FAILS,
+    Kind.SWITCH_FAILS,
+    Kind.TRANSFER_HANGS,
+    Kind.TRANSFER_CORRUPTS,
+)
 LENGTHS_S: Final = {
     Kind.CUT: 12.0,
     Kind.ZOMBIE: 15.0,
@@ -73,6 +89,11 @@ LENGTHS_S: Final = {
     Kind.COMMITS_FAIL: 0.02,
     Kind.ENGINE_FAILS: 3.0,
     Kind.JUDGE_FAILS: 3.0,
+    Kind.LOADING_FAILS: 8.0,
+    Kind.SWITCH_FAILS: 4.0,
+    Kind.TRANSFER_HANGS: 15.0,
+    Kind.TRANSFER_CORRUPTS: 4.0,
+    Kind.MEMORY_FULL: 4.0,
 }
 """Mean seconds; the others have no length."""
 
@@ -86,9 +107,9 @@ def kinds_of(target: str) -> Sequence[Kind]:
     if target == "queue":
         return (Kind.KILL, Kind.STOP, Kind.DISK_FULL, Kind.COMMITS_FAIL, Kind.CUT, Kind.SLOW)
     own = {
-        "rollout": (Kind.KILL, Kind.STOP, Kind.ENGINE_FAILS),
+        "rollout": (Kind.KILL, Kind.STOP, Kind.ENGINE_FAILS, *WEIGHTS),
         "reward": (Kind.KILL, Kind.STOP, Kind.JUDGE_FAILS),
-        "trainer": (Kind.KILL, Kind.KILL, Kind.STOP, Kind.ZOMBIE),
+        "trainer": (Kind.KILL, Kind.KILL, Kind.STOP, Kind.ZOMBIE, Kind.MEMORY_FULL),
         "feeder": (Kind.KILL, Kind.STOP),
     }
     return own[target.partition("-")[0]] + NETWORK

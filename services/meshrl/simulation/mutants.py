@@ -16,17 +16,19 @@ from meshrl.contract.errors import UnavailableError
 from meshrl.contract.types import (
     Batch,
     GenerateDelta,
+    OnUpdate,
     PackedGroup,
     RunSpec,
     RunState,
     Task,
     Version,
+    WeightManifest,
 )
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.simulation.disk import SimulatedCheckpoints, StoredCheckpoint
-from meshrl.simulation.mesh import Parts
-from meshrl.simulation.stand_ins import PacedEngine
+from meshrl.simulation.engine import PacedEngine
+from meshrl.simulation.services import Parts
 from meshrl.trainer.checkpoint.checkpoint import Keep, Tensors, TrainerState
 from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.distributed import World
@@ -37,6 +39,9 @@ from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import CommitLog, Store
+from meshrl.weights.carriers import shm
+from meshrl.weights.coordinator import WeightCoordinator
+from meshrl.weights.replica_controller import ReplicaController
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,12 +185,57 @@ class _LabelsBatchesByTheirStart(PacedEngine):
         return replace(super()._delta(count, finish_reason), version=self._labels)
 
 
+class _LabelsAhead(PacedEngine):
+    """Tokens carry the version that is about to be served."""
+
+    async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:
+        self.version = version
+        await super().commit_weights(version, on_update)
+
+
+class _LoadsBucketByBucket(PacedEngine):
+    """Samples while a version is taken over part by part."""
+
+    async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:
+        self._weights = [*self._staged[version][:1], *self._weights[1:]]
+        await super().commit_weights(version, on_update)
+
+
+class _ForgetsItsEpoch(ReplicaController):
+    """A replica that joins again believes whoever answers."""
+
+    async def _join_once(self) -> None:
+        self._highest_epoch, self._version = 0, None
+        await super()._join_once()
+
+
+class _TellsEarly(WeightCoordinator):
+    async def _propose(self) -> None:
+        await super()._propose()
+        assert self._proposed is not None
+        await self._on_committed(self._proposed.version)
+
+
+class _ClosesTheSegmentThatItWrites(shm.Carrier):
+    def _segment(self, manifest: WeightManifest) -> shm.Segment:
+        segment = super()._segment(manifest)
+        for old in sorted(self._segments)[: -self._keep]:
+            self._segments.pop(old).close()
+        return segment
+
+
+class _KeepsEverySegment(shm.Carrier):
+    def _segment(self, manifest: WeightManifest) -> shm.Segment:
+        self._keep = 1000
+        return super()._segment(manifest)
+
+
 class _ReportsTheNewestVersion(RolloutWorker):
     async def _rollout(self, row: Any, engine: Any) -> Any:
         result = await super()._rollout(row, engine)
         facts = getattr(result, "facts", None)
         return (
-            result if facts is None else replace(result, facts=replace(facts, oldest=facts.newest))
+            result if facts is None else replace(result, facts=facts._replace(oldest=facts.newest))
         )
 
 
@@ -273,6 +323,29 @@ MUTANTS: Final[Mapping[str, Mutant]] = {
     "label_at_start": Mutant(
         what="tokens are labelled with the version at the start of the request",
         parts=Parts(engine=_LabelsBatchesByTheirStart),
+    ),
+    "label_ahead": Mutant(
+        what="tokens are labelled with the version that the engine is about to serve",
+        parts=Parts(engine=_LabelsAhead),
+    ),
+    "mixed_version": Mutant(
+        what="an engine samples while it takes a version over part by part",
+        parts=Parts(engine=_LoadsBucketByBucket),
+    ),
+    "commit_without_fence": Mutant(
+        what="a replica that joins again believes a trainer whose epoch is over",
+        parts=Parts(controller=_ForgetsItsEpoch),
+    ),
+    "told_early": Mutant(
+        what="the queue is told of a version before an engine serves it",
+        parts=Parts(coordinator=_TellsEarly),
+    ),
+    "segment_closed_early": Mutant(
+        what="shared memory drops the oldest version even while it is being written",
+        parts=Parts(shm=_ClosesTheSegmentThatItWrites),
+    ),
+    "segments_kept": Mutant(
+        what="no version is ever dropped from shared memory", parts=Parts(shm=_KeepsEverySegment)
     ),
     "oldest_is_newest": Mutant(
         what="a row is reported as young as its newest token",

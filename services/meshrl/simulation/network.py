@@ -64,6 +64,8 @@ class Weather:
 
 
 SLOWER: Final = 50.0
+STRAY_SHARE: Final = 0.3
+"""Share of calls that reach an older process behind an address, while it lives."""
 LATEST_S: Final = 8.0
 """The longest delay of a request that its caller gave up."""
 
@@ -78,13 +80,14 @@ class Endpoint:
         self.handlers = handlers
         self.waits = waits
         """Full names of the methods that may wait long."""
+        self.stopped = False
         self.served: dict[Call, None] = {}
         """The calls that its handlers work on, also those that their clients gave up in silence."""
 
     @property
     def alive(self) -> bool:
-        """False after the process died."""
-        return self.process is None or not self.process.dead
+        """False after it stopped, or its process died."""
+        return not self.stopped and (self.process is None or not self.process.dead)
 
 
 class Network:
@@ -94,14 +97,15 @@ class Network:
         self._loop = loop
         self._delays = delays
         self._random = random.Random(f"network {seed}")
-        self._endpoints: dict[str, Endpoint] = {}
+        self._endpoints: dict[str, list[Endpoint]] = {}
+        """By address, the newest last: a process that counts as dead listens on."""
         self._weather: dict[str, Weather] = {}
         self._calls: dict[Call, None] = {}
         self.made = 0
         """Calls so far."""
 
-    def listen(self, address: str, servicers: Sequence[Servicer]) -> None:
-        """Serve `servicers` in the process that runs, in place of who listened there before."""
+    def listen(self, address: str, servicers: Sequence[Servicer]) -> Endpoint:
+        """Serve `servicers` in the process that runs, beside those that listen there and live."""
 
         def table(name: str) -> Mapping[str, Callable[[Any], Any]]:
             return {
@@ -114,11 +118,13 @@ class Network:
         for servicer in servicers:
             servicer.attach(cast("grpc.aio.Server", handlers))
         waits = frozenset(f"/{each.service}/{name}" for each in servicers for name in each.waits)
-        self._endpoints[address] = Endpoint(PROCESS.get(), handlers, waits)
+        endpoint = Endpoint(PROCESS.get(), handlers, waits)
+        self._endpoints[address] = [*self._living(address), endpoint]
+        return endpoint
 
-    async def stop(self, address: str) -> None:
+    async def stop(self, endpoint: Endpoint) -> None:
         """As a server drains: refuse new calls, end those that wait for something, let the others finish."""
-        endpoint = self._endpoints.pop(address)
+        endpoint.stopped = True
         for call in list(endpoint.served):
             if call.method in endpoint.waits:
                 call.end_draining()
@@ -149,9 +155,14 @@ class Network:
         )
 
     def endpoint(self, address: str) -> Endpoint | None:
-        """Who listens."""
-        found = self._endpoints.get(address)
-        return found if found is not None and found.alive else None
+        """Who listens: if several do, as behind a service's name, mostly the newest."""
+        living = self._living(address)
+        if len(living) > 1 and self._random.random() < STRAY_SHARE:
+            return living[0]
+        return living[-1] if living else None
+
+    def _living(self, address: str) -> list[Endpoint]:
+        return [endpoint for endpoint in self._endpoints.get(address, ()) if endpoint.alive]
 
     def delay(self, *processes: Process | None) -> float:
         """Of one message between `processes`."""

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Final
 
-from meshrl.contract.types import GroupPolicy, RunSpec, StalePolicy
+from meshrl.contract.types import GroupPolicy, OnUpdate, RunSpec, StalePolicy
 from meshrl.simulation.network import Delays
 
 RUN: Final = "run"
@@ -41,6 +41,11 @@ class Shape:
     train_s: float = 1.0
     checkpoint_s: float = 1.0
     transfer_s: float = 0.3
+    """Writing or reading a version; half of it: taking it into an engine."""
+    carrier: str = "shm"
+    anchor_every: int = 1
+    quorum: float = 1.0
+    on_update: OnUpdate = OnUpdate.IN_FLIGHT
     reward_s: float = 0.2
     saves_progress: bool = True
     faults_until_s: float = 60.0
@@ -80,6 +85,7 @@ def draw_shape(seed: int) -> Shape:
     draw = random.Random(f"shape {seed}")
     group = draw.randint(1, 4)
     policies = list(GroupPolicy) if group > 1 else [GroupPolicy.ALL]
+    plane = random.Random(f"weights {seed}")
     return Shape(
         workers=draw.randint(1, 4),
         slots=draw.randint(1, 4),
@@ -101,4 +107,8 @@ def draw_shape(seed: int) -> Shape:
         checkpoint_s=draw.choice((0.2, 1.0, 4.0)),
         transfer_s=draw.choice((0.1, 0.5, 2.0)),
         saves_progress=draw.random() < 0.6,
+        carrier=plane.choice(("shm", "shm", "disk", "auto")),
+        anchor_every=plane.randint(1, 3),
+        quorum=plane.choice((1.0, 1.0, 0.5)),
+        on_update=plane.choice((OnUpdate.IN_FLIGHT, OnUpdate.IN_FLIGHT, OnUpdate.DRAIN)),
     )

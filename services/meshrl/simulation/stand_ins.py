@@ -1,4 +1,4 @@
-"""What stands in for a model: a paced engine, a judge, a learner on several ranks, a fleet that gets its versions.
+"""What stands in for a model: a judge, and a learner on several ranks.
 
 A token's value is the version that sampled it, so a wrong label shows. The learner's weights are the list of the rows
 that it was trained on, so a row that was trained twice shows.
@@ -10,42 +10,18 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from meshrl.contract.errors import InfraError, UnavailableError
-from meshrl.contract.ports import WeightSource
-from meshrl.contract.types import (
-    Batch,
-    EngineStats,
-    GenerateDelta,
-    GenerateRequest,
-    Json,
-    OnUpdate,
-    Outcome,
-    Sample,
-    Score,
-    Trajectory,
-    Uid,
-    Uint8,
-    Version,
-    WeightManifest,
-)
-from meshrl.rollout.ports import UNSERVED
-from meshrl.rollout.streams import TokenStream
-from meshrl.simulation.loop import PROCESS, Blocked, Process, SimulatedLoop
+from meshrl.contract.errors import InfraError
+from meshrl.contract.types import Batch, Json, Outcome, Sample, Score, Trajectory, Uid, Version
+from meshrl.simulation.engine import STEP_BITS, token_of
+from meshrl.simulation.loop import Blocked, SimulatedLoop
 from meshrl.trainer.learner.experience import Schedule, schedule
 
 Item = TypeVar("Item", bound=np.generic)
-STEP_BITS: Final = 20
-"""A token is `epoch << STEP_BITS | step`."""
-
-
-def token_of(version: Version) -> int:
-    """What an engine at `version` samples."""
-    return version.epoch << STEP_BITS | version.step
 
 
 class Tokenizer:
@@ -54,111 +30,6 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Nothing."""
         return ""
-
-
-class PacedEngine:
-    """Satisfies `Engine`: a response takes a time that belongs to its row, in a few deltas."""
-
-    def __init__(self, seconds_of: Callable[[str], float], *, slots: int, deltas: int) -> None:
-        """`seconds_of` a request id is how long its whole response takes."""
-        self.version = UNSERVED
-        self.served = asyncio.Event()
-        """It has a version."""
-        self.failing_until = 0.0
-        """Requests fail until then."""
-        self._seconds_of = seconds_of
-        self._slots = slots
-        self._deltas = deltas
-        self._running = 0
-        self._tokens = 0
-        self._updates = 0
-        self._closed = False
-        self._answers: dict[asyncio.Task[None], None] = {}
-        self._clock = asyncio.get_running_loop().time
-
-    async def start(self) -> None:
-        """Nothing to load."""
-
-    async def close(self) -> None:
-        """End what runs."""
-        self._closed = True
-        for answer in list(self._answers):
-            answer.cancel()
-        await asyncio.gather(*self._answers, return_exceptions=True)
-
-    def serve(self, version: Version) -> None:
-        """Sample with `version` from the next token on."""
-        if version > self.version:
-            self.version = version
-            self._updates += 1
-            self.served.set()
-
-    async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
-        """There are no weights."""
-
-    async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:
-        """See `serve`."""
-        self.serve(version)
-
-    async def discard_weights(self, version: Version) -> None:
-        """There are no weights."""
-
-    def stats(self) -> EngineStats:
-        """Never blocks."""
-        return EngineStats(
-            version=self.version,
-            running=self._running,
-            capacity=self._slots,
-            tokens_generated=self._tokens,
-            tokens_per_s=0.0,
-            updates=self._updates,
-            update_pause_s=0.0,
-        )
-
-    def generate(self, request: GenerateRequest) -> TokenStream:
-        """Sample one response."""
-        stream = TokenStream()
-        if self._closed:
-            stream.push(UnavailableError("the engine is closed"))
-            return stream
-        answer = asyncio.create_task(self._answer(request, stream), name="engine-answer")
-        self._answers[answer] = None
-        answer.add_done_callback(lambda task: self._answers.pop(task, None))
-        stream.on_close(lambda: _cancel(answer))
-        return stream
-
-    async def _answer(self, request: GenerateRequest, stream: TokenStream) -> None:
-        self._running += 1
-        try:
-            left = request.sampling.max_tokens
-            whole = left + request.continued
-            pause_s = self._seconds_of(request.request_id) / max(1, whole)
-            size = max(1, -(-whole // self._deltas))
-            while left > 0:
-                count = min(size, left)
-                await asyncio.sleep(pause_s * count)
-                if self.failing_until > self._clock():
-                    stream.push(InfraError("simulated: the engine failed"))
-                    return
-                left -= count
-                self._tokens += count
-                stream.push(self._delta(count, "" if left else "length"))
-            if not request.sampling.max_tokens:
-                stream.push(self._delta(0, "length"))
-        finally:
-            self._running -= 1
-
-    def _delta(self, count: int, finish_reason: str) -> GenerateDelta:
-        return GenerateDelta(
-            tokens=np.full(count, token_of(self.version), np.int32),
-            logprobs=np.zeros(count, np.float32),
-            version=self.version,
-            finish_reason=finish_reason,
-        )
-
-
-def _cancel(answer: asyncio.Task[None]) -> None:
-    answer.cancel()
 
 
 class StandInJudge:
@@ -376,79 +247,3 @@ class StandInLearner:
         oldest = int(np.bitwise_and(row.tokens[sampled], (1 << STEP_BITS) - 1).min())
         if step - oldest > self._max_staleness:
             self._problem(f"{row.uid} has tokens of step {oldest} and is trained at step {step}")
-
-
-@dataclass(frozen=True, slots=True)
-class StandInSnapshot:
-    """A version without bytes."""
-
-    version: Version
-
-    @property
-    def manifest(self) -> WeightManifest:
-        """Nobody reads it."""
-        raise NotImplementedError
-
-    def bucket(self, index: int) -> Uint8:
-        """Nobody reads it."""
-        raise NotImplementedError
-
-
-class Fleet:
-    """The engines of the mesh, and the version that all should serve."""
-
-    def __init__(self, silent: Callable[[Process | None], bool]) -> None:
-        self._silent = silent
-        self.engines: dict[Process, PacedEngine] = {}
-        self.committed = UNSERVED
-
-    def join(self, engine: PacedEngine) -> None:
-        """An engine of the process that runs."""
-        process = PROCESS.get()
-        assert process is not None
-        self.engines[process] = engine
-        process.on_death[lambda: self.engines.pop(process, None)] = None
-
-    def leave(self) -> None:
-        """The process that runs has no engine any more."""
-        process = PROCESS.get()
-        if process is not None:
-            self.engines.pop(process, None)
-
-    def reach(self) -> None:
-        """Bring the committed version to every engine that can be reached."""
-        for process, engine in self.engines.items():
-            if not self._silent(process):
-                engine.serve(self.committed)
-
-
-class StandInPublisher:
-    """Satisfies `Publisher`: one version in transfer, for a while; then the fleet serves it and the queue hears."""
-
-    def __init__(
-        self,
-        fleet: Fleet,
-        transfer_s: Callable[[], float],
-        on_committed: Callable[[Version], Any],
-    ) -> None:
-        self._fleet = fleet
-        self._transfer_s = transfer_s
-        self._on_committed = on_committed
-        self._transfer: asyncio.Task[None] | None = None
-
-    async def publish(self, source: WeightSource) -> None:
-        """Wait for the version before, then begin."""
-        await self.drained()
-        assert isinstance(source, StandInSnapshot)
-        self._transfer = asyncio.create_task(self._send(source.version), name="transfer")
-
-    async def drained(self) -> None:
-        """Wait for the transfer."""
-        if self._transfer is not None:
-            await self._transfer
-
-    async def _send(self, version: Version) -> None:
-        await asyncio.sleep(self._transfer_s())
-        self._fleet.committed = max(self._fleet.committed, version)
-        self._fleet.reach()
-        await self._on_committed(version)

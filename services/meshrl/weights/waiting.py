@@ -127,8 +127,10 @@ class WorkerThread:
 
 
 async def _end(task: asyncio.Future[Any]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    if task.cancel():
+        await asyncio.gather(task, return_exceptions=True)
+    elif not task.cancelled():
+        task.exception()  # retrieved: who waits for all of them raises another one
 
 
 def _suppressed(call: Callable[[], object]) -> None:

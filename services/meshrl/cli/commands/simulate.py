@@ -34,9 +34,10 @@ def simulate(
     """
     from meshrl.simulation.campaign import campaign, story
     from meshrl.simulation.campaign import minimise as shrink
-    from meshrl.simulation.mesh import Parts, Report
+    from meshrl.simulation.mesh import Report
     from meshrl.simulation.mesh import simulate as run
     from meshrl.simulation.mutants import MUTANTS
+    from meshrl.simulation.services import Parts
 
     logging.disable(logging.CRITICAL)  # what the services log while they are killed
     if mutant == "list":
