@@ -144,6 +144,11 @@ proto-drift: proto
 docs: venv
 	$(BIN)/python docs/generate.py
 
+# The pictures of `meshrl view` in docs/images, in a headless Chromium (Debian's chromium and chromium-driver).
+.PHONY: screenshots
+screenshots: venv
+	$(BIN)/python -m tests.screenshots docs/images
+
 # Kill -9 random processes of a running queue and check every row's history: `make chaos SEED=3 KILLS=200`.
 SEED ?= 1
 KILLS ?= 200

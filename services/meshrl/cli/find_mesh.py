@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ from meshrl.launcher.address_book import (
     run_lock,
 )
 from meshrl.rpc import credentials, tls
+from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.queue_connection import connect_queue, open_stored_queue
 
 METRICS_NAME = "metrics.jsonl"
@@ -80,25 +81,36 @@ def find_mesh(
         return Mesh(run=run, queue=queue)
     directory = run_dir if run_dir is not None else newest_run_dir()
     address_book = AddressBook.load(directory / ADDRESS_BOOK_NAME)
-    if not is_up(directory):
-        if stopped:
-            say_which(directory, address_book.run)
-            recipe = load_run(address_book.recipe)
-            if recipe.queue.store == "disk" and not recipe.queue_path.exists():
-                raise NotFoundError(f"{recipe.queue_path}: the run has no queue there any more")
-            return Mesh(run=run or address_book.run, queue="", stopped=recipe)
+    if stopped or is_up(directory):
+        say_which(directory, address_book.run)
+    mesh = mesh_of(directory, stopped=stopped)
+    return mesh if run is None else replace(mesh, run=run)
+
+
+def mesh_of(directory: Path, *, stopped: bool = False, role: MeshRole = MeshRole.OPERATOR) -> Mesh:
+    """The mesh of `directory`, called with the credential of `role`; with `stopped` also one that does not run.
+
+    Raises:
+        NotFoundError, UnavailableError: as `find_mesh`.
+    """
+    address_book = AddressBook.load(directory / ADDRESS_BOOK_NAME)
+    if is_up(directory):
+        tls.use(load_run(address_book.recipe).tls.certificates)
+        credentials.use_run_directory(directory, role)
+        return Mesh(
+            run=address_book.run,
+            queue=address_book.peers()["queue"],
+            trainer=address_book.address("trainer"),
+            fleet={name: entry.address for name, entry in address_book.of_kind("rollout").items()},
+        )
+    if not stopped:
         raise UnavailableError(
             f"the mesh in {directory} is not running; start it with: meshrl up {address_book.recipe}"
         )
-    say_which(directory, address_book.run)
-    tls.use(load_run(address_book.recipe).tls.certificates)
-    credentials.use_run_directory(directory)
-    return Mesh(
-        run=run or address_book.run,
-        queue=address_book.peers()["queue"],
-        trainer=address_book.address("trainer"),
-        fleet={name: entry.address for name, entry in address_book.of_kind("rollout").items()},
-    )
+    recipe = load_run(address_book.recipe)
+    if recipe.queue.store == "disk" and not recipe.queue_path.exists():
+        raise NotFoundError(f"{recipe.queue_path}: the run has no queue there any more")
+    return Mesh(run=address_book.run, queue="", stopped=recipe)
 
 
 def say_which(directory: Path, run: str) -> None:

@@ -41,6 +41,7 @@ KNOWN: Mapping[str, Lazy] = {
     "eval": Lazy(f"{COMMANDS}.evaluate:evaluate", "Score a checkpoint on held-out prompts."),
     "export": Lazy(f"{COMMANDS}.export:export", "Turn a checkpoint into a Hugging Face directory."),
     "status": Lazy(f"{COMMANDS}.status:status", "How a running mesh does."),
+    "view": Lazy(f"{COMMANDS}.view:view", "A web page over runs: curves, fleet, flow, rollouts."),
     "fleet": Lazy(f"{COMMANDS}.fleet:fleet", "The rollout workers; `add` and `drain` some."),
     "rows": Lazy(f"{COMMANDS}.rows:rows", "What the model said, and what it got for it."),
     "ledger": Lazy(f"{COMMANDS}.ledger:ledger", "Where every admitted row is."),

@@ -6,8 +6,9 @@ import asyncio
 import signal
 import sys
 from collections.abc import AsyncIterator, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
@@ -21,13 +22,16 @@ from meshrl.launcher.health import health_probe
 from meshrl.launcher.logs import MergedLog
 from meshrl.launcher.observer import Observer
 from meshrl.launcher.plan import LaunchPlan
+from meshrl.launcher.preloader import PYTHON
 from meshrl.launcher.preloading import Preloading
+from meshrl.launcher.processes import ServiceProcess
 from meshrl.launcher.run_directory import (
     busy_port,
     finished_line,
     note_finished,
     recipe_on_trial,
 )
+from meshrl.launcher.service import Service
 from meshrl.launcher.shards import ShardOperations, with_recorded_shards
 from meshrl.launcher.status import MeshStatus
 from meshrl.launcher.supervisor import Supervisor, Verdict
@@ -48,9 +52,10 @@ def up(
     *,
     fixed_ports: Mapping[str, int],
     plain: bool,
+    view: bool = False,
     preloading: Preloading | None = None,
 ) -> int:
-    """Run the mesh of `recipe` to its end; the exit code.
+    """Run the mesh of `recipe` to its end, with `view` beside a page over it; the exit code.
 
     Raises:
         UserError: the run's directory is in use, or `fixed_ports` names no service.
@@ -73,7 +78,9 @@ def up(
             plan = LaunchPlan(
                 recipe, directory / RECIPE_NAME, directory / ADDRESS_BOOK_NAME, fixed_ports
             )
-            verdict, mesh_status = asyncio.run(_supervise(recipe, plan, console, plain, preloading))
+            verdict, mesh_status = asyncio.run(
+                _supervise(recipe, plan, console, plain, view, preloading)
+            )
             if verdict.code != Exit.USER_ERROR or mesh_status.steps:
                 accept()
         if verdict.finished:
@@ -95,6 +102,7 @@ async def _supervise(
     plan: LaunchPlan,
     console: Console,
     plain: bool,
+    view: bool,
     preloading: Preloading | None,
 ) -> tuple[Verdict, MeshStatus]:
     services = plan.services(health_probe)
@@ -129,7 +137,8 @@ async def _supervise(
         fleet = FleetOperations(plan, supervisor, health_probe, partial(log, "up"))
         shards = ShardOperations(recipe, plan, supervisor, health_probe, partial(log, "up"))
         control = control_socket(recipe.run.path, {**fleet.operations, **shards.operations})
-        async with observer.observing(), showing, control:
+        page = _page(recipe.run.path, log) if view else nullcontext()
+        async with observer.observing(), showing, control, page:
             verdict = await supervisor.run()
     return verdict, mesh_status
 
@@ -170,6 +179,20 @@ async def _lines(mesh_status: MeshStatus, log: MergedLog) -> AsyncIterator[None]
 
     async with _beside(explain()):
         yield
+
+
+@asynccontextmanager
+async def _page(directory: Path, log: MergedLog) -> AsyncIterator[None]:
+    """Serve `meshrl view` in a process of its own while the body runs. Its end does not end the run."""
+    argv = (*PYTHON, "meshrl.cli", "view", str(directory))
+    env = credentials.service_environment(directory, credentials.MeshRole.READER)
+    service = Service(name="view", argv=lambda: argv, env=env)
+    process = await ServiceProcess.start(service, log)
+    try:
+        yield
+    finally:
+        process.kill_group()
+        await process.done
 
 
 @asynccontextmanager

@@ -34,9 +34,15 @@ def _ports(
     help="Let a service listen on this port; the others take free ones. May be given several times.",
 )
 @click.option("--plain", is_flag=True, help="Print lines instead of the live view.")
+@click.option("--view", is_flag=True, help="Serve a page over the run too, and print its address.")
 @preload_option
 def up(
-    recipe: Path, overrides: tuple[str, ...], ports: dict[str, int], plain: bool, preload: bool
+    recipe: Path,
+    overrides: tuple[str, ...],
+    ports: dict[str, int],
+    plain: bool,
+    view: bool,
+    preload: bool,
 ) -> None:
     """Train as RECIPE says: start every service here, watch over them, drain at the end.
 
@@ -51,5 +57,5 @@ def up(
         # Imported here: with it comes gRPC, and a wrong recipe should be answered at once.
         from meshrl.launcher.up import up as run_up
 
-        code = run_up(loaded, fixed_ports=ports, plain=plain, preloading=preloaders)
+        code = run_up(loaded, fixed_ports=ports, plain=plain, view=view, preloading=preloaders)
     sys.exit(code)

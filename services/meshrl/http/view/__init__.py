@@ -1,0 +1,1 @@
+"""The page over run directories: curves, fleet, flow, configuration and rollouts."""

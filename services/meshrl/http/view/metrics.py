@@ -1,0 +1,154 @@
+"""Reads metrics.jsonl as it grows: columns of numbers by metric, and what is wrong with the file in one line."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MOST_POINTS = 4000
+"""Points of one curve in an answer; of more, neighbours are averaged."""
+MARK_BYTES = 64
+"""Bytes before the read position that must be unchanged; otherwise the file was rewritten."""
+CHUNK_BYTES = 1 << 24
+MOST_LINE_BYTES = 1 << 22
+"""A line without an end that is longer is broken."""
+
+
+@dataclass(slots=True)
+class _Column:
+    """The values of one metric."""
+
+    lines: array[int] = field(default_factory=lambda: array("q"))
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Values by step, in the order of the file."""
+
+    steps: list[float]
+    values: list[float]
+
+
+class MetricsFile:
+    """What is known of one metrics.jsonl. `refresh` reads what was appended."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.generation = 0
+        """Rises when the file was rewritten, as by a trainer that resumed: what was sent before is void."""
+        self._inode = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._columns: defaultdict[str, _Column] = defaultdict(_Column)
+        self.lines = 0
+        self.last_step: int | None = None
+        self._offset = 0
+        self._mark = b""
+        self._broken: list[int] = []
+        self._unreadable = ""
+
+    @property
+    def names(self) -> list[str]:
+        """Every metric that had a number."""
+        return sorted(self._columns)
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the file, in one line; empty if nothing is."""
+        if self._unreadable:
+            return self._unreadable
+        if self._broken:
+            first, count = self._broken[0], len(self._broken)
+            which = f"line {first} is" if count == 1 else f"{count} lines are (the first: {first})"
+            return f"{self._path.name}: {which} no JSON object with a step: left out"
+        return ""
+
+    def refresh(self) -> None:
+        """Read what was appended since the last call; all of it, if the file was rewritten."""
+        try:
+            with self._path.open("rb") as file:
+                inode = self._path.stat().st_ino
+                file.seek(max(0, self._offset - len(self._mark)))
+                if inode != self._inode or file.read(len(self._mark)) != self._mark:
+                    self.generation += self._offset > 0
+                    self._forget()
+                    self._inode = inode
+                    file.seek(0)
+                while chunk := file.read(CHUNK_BYTES):
+                    taken = self._take(chunk)
+                    file.seek(self._offset)
+                    if not taken:
+                        break
+                self._unreadable = ""
+        except FileNotFoundError:
+            self._unreadable = f"{self._path.name}: no such file yet: no step was made"
+        except OSError as error:
+            self._unreadable = f"{self._path.name}: {error.strerror}"
+
+    def curves(self, names: Iterable[str], after: int = 0) -> Mapping[str, Curve]:
+        """The named metrics from line `after` on; unknown ones are left out."""
+        found = {}
+        for name in names:
+            column = self._columns.get(name)
+            if column is not None:
+                start = bisect_left(column.lines, after)
+                found[name] = _thinned(column.steps[start:], column.values[start:])
+        return found
+
+    def _take(self, chunk: bytes) -> int:
+        """Take whole lines in; the number of bytes taken."""
+        end = chunk.rfind(b"\n") + 1
+        if not end and len(chunk) > MOST_LINE_BYTES:
+            end = len(chunk)
+        for line in chunk[:end].splitlines():
+            self._take_line(line)
+        if end:
+            self._offset += end
+            self._mark = chunk[max(0, end - MARK_BYTES) : end]
+        return end
+
+    def _take_line(self, line: bytes) -> None:
+        number, self.lines = self.lines, self.lines + 1
+        if not line.strip():
+            return
+        try:
+            fields = json.loads(line)
+            step = int(fields["step"])
+            array("q", [step])
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            self._broken.append(number + 1)
+            return
+        self.last_step = step
+        for name, value in fields.items():
+            # Bigger integers than a float holds are no measurements.
+            if isinstance(value, int | float) and not isinstance(value, bool) and name != "step":
+                try:
+                    number_of = float(value)
+                except OverflowError:
+                    continue
+                if math.isfinite(number_of):
+                    column = self._columns[name]
+                    column.lines.append(number)
+                    column.steps.append(step)
+                    column.values.append(number_of)
+
+
+def _thinned(steps: array[int], values: array[float]) -> Curve:
+    """At most MOST_POINTS points: each the mean of its neighbours, at their mean step."""
+    width = -(-len(steps) // MOST_POINTS)
+    if width <= 1:
+        return Curve(list(steps), list(values))
+    parts = [slice(at, at + width) for at in range(0, len(steps), width)]
+    return Curve(
+        [sum(steps[part]) / len(steps[part]) for part in parts],
+        [sum(values[part]) / len(values[part]) for part in parts],
+    )

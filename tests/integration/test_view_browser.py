@@ -1,0 +1,94 @@
+"""The page of `meshrl view` in a real Chromium: each view, text that would be markup, and a run that grows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ..browser import Browser, browser, missing
+from ..screenshots import VIEWS, served
+from ..view_runs import SaidServices, add_steps, two_runs
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no browser: {missing()}")
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Browser]:
+    with browser() as page:
+        yield page
+
+
+def look_at_every_view(page: Browser, url: str) -> None:
+    page.open(url)
+    base = url.partition("#")[0]
+    for width in (1280, 390):
+        page.show(width, 900, dark=width == 390)
+        for name, (address, drawn) in VIEWS.items():
+            page.open(f"{base}#/{address}")
+            page.until(drawn)
+            assert page.run("return document.documentElement.scrollWidth") <= width, (name, width)
+            assert not page.run("return document.querySelector('.problem')?.textContent"), name
+    # What the first row says is text, wherever it is shown.
+    for address in ("rollouts?step=60", "rollouts?step=60&layout=rows", "rollouts?step=60&row=0"):
+        page.open(f"{base}#/{address}")
+        page.until("document.querySelector('main').innerText.includes('onerror=')")
+    assert page.run("return document.querySelectorAll('main img, main script').length") == 0
+    assert page.run("return document.title") == "rollouts · meshrl"
+    # Nothing failed, and nothing was asked of another site.
+    assert page.complaints() == []
+    asked = page.run("return performance.getEntriesByType('resource').map(one => one.name)")
+    assert asked and all(each.startswith(base) for each in asked)
+
+
+def walk_by_keyboard(page: Browser, url: str) -> None:
+    """From a point of a curve to the rows of its step, to a row, to its tokens, and back."""
+    press = """const [target, key] = [document.querySelector(arguments[0]), arguments[1]];
+        target.focus(); target.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true}))"""
+    page.open(f"{url.partition('#')[0]}#/overview")
+    curve = "[data-metric='reward/mean'] .u-over"
+    page.until("document.querySelector(arguments[0])", curve)
+    for _ in range(59):
+        page.run(press, curve, "ArrowLeft")
+    page.run(press, curve, "Enter")
+    page.until("location.hash.includes('step=60') && document.querySelector('.row')")
+    page.run("document.querySelector('.row').click()")
+    page.until("document.querySelector('.token')")
+    page.run(press, ".strip", "ArrowRight")
+    page.until("document.querySelector('.told').innerText.includes('sampler')")
+    page.run(press, ".strip", "j")
+    page.until("location.hash.includes('row=1')")
+    page.run(press, "body", "Escape")
+    page.until("!location.hash.includes('row=') && document.querySelectorAll('.row').length")
+
+
+def watch_it_grow(page: Browser, url: str, run: Path) -> None:
+    page.open(f"{url.partition('#')[0]}#/overview")
+    page.until("document.querySelector('.chip').innerText.includes('step 119')")
+    add_steps(run, 120, 121)
+    page.until("document.querySelector('.chip').innerText.includes('step 120')")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("this is no JSON\n")
+    page.until("document.querySelector('.problem')?.innerText.includes('no JSON object')")
+
+
+async def test_every_view_is_drawn_and_what_models_say_stays_text(
+    page: Browser, tmp_path: Path
+) -> None:
+    runs = two_runs(tmp_path)
+    async with served(runs, SaidServices()) as url:
+        await asyncio.to_thread(look_at_every_view, page, url)
+        await asyncio.to_thread(walk_by_keyboard, page, url)
+        await asyncio.to_thread(watch_it_grow, page, url, runs[0])
+
+
+async def test_a_page_without_the_token_says_what_to_open(page: Browser, tmp_path: Path) -> None:
+    async with served(two_runs(tmp_path), SaidServices()) as url:
+
+        def look() -> None:
+            page.open(url.replace("=", "=not-"))
+            page.until("document.body.innerText.includes('credential')")
+
+        await asyncio.to_thread(look)

@@ -1,0 +1,82 @@
+"""Pictures of `meshrl view`: `python -m tests.screenshots FOLDER` makes those of the docs, `--all` all of them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from meshrl.contract.certificates import Certificates
+from meshrl.http.rewards.errors import problem
+from meshrl.http.server import serving_http
+from meshrl.http.view.app import Admission, build_app, viewed_runs
+
+from .browser import Browser, browser
+from .view_runs import SaidServices, two_runs
+
+TOKEN = "for-pictures"
+VIEWS = {
+    "overview": ("overview", "document.querySelectorAll('.panel canvas').length >= 9"),
+    "rollouts": ("rollouts?step=60", "document.querySelectorAll('.row').length >= 24"),
+    "row": ("rollouts?step=60&row=21&colour=logprob", "document.querySelector('.token')"),
+    "flow": ("flow", "document.querySelector('.stack')"),
+    "fleet": ("fleet", "document.querySelector('.badge')"),
+    "config": ("config?other=gsm8k-fast", "document.querySelector('td')"),
+}
+"""Name to address and to what is there once the view is drawn."""
+OF_THE_DOCS = ("overview", "rollouts", "row")
+HEIGHTS = {"overview": 600, "rollouts": 640, "row": 670}
+
+
+@asynccontextmanager
+async def served(directories: list[Path], services: SaidServices) -> AsyncIterator[str]:
+    """The page over these directories; yields its address with the token."""
+    runs, closing = viewed_runs(directories), asyncio.Event()
+    app = build_app(runs, services, Admission(TOKEN, runs), closing)
+    async with serving_http(app, "127.0.0.1", 0, Certificates(), refuse=problem) as url:
+        yield f"{url}/#token={TOKEN}"
+        closing.set()
+
+
+def take(page: Browser, url: str, folder: Path, everything: bool) -> None:
+    """Save the pictures."""
+    page.open(url)
+    page.until("document.querySelector('.panel canvas')")
+    base = url.partition("#")[0]
+    for name in VIEWS if everything else OF_THE_DOCS:
+        address, drawn = VIEWS[name]
+        for width in (1280, 390) if everything else (1100,):
+            for dark in (False, True) if everything else (False,):
+                page.show(width, 900 if everything else HEIGHTS[name], dark=dark)
+                page.open(f"{base}#/{address}")
+                page.until(drawn)
+                time.sleep(0.5)  # curves are drawn a frame later
+                end = f"-{width}-{'dark' if dark else 'light'}" if everything else ""
+                page.picture(folder / f"view-{name}{end}.png", whole=everything)
+    for complaint in page.complaints():
+        print(complaint)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--all", action="store_true", help="every view, two widths, light and dark")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+
+    def pictures(url: str) -> None:
+        with browser() as page:
+            take(page, url, options.folder, options.all)
+
+    with tempfile.TemporaryDirectory() as parent:
+        directories = two_runs(Path(parent), hostile=False)
+        async with served(directories, SaidServices(hostile=False)) as url:
+            await asyncio.to_thread(pictures, url)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
