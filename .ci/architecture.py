@@ -25,7 +25,7 @@ LINES: Mapping[str, int] = {
     "meshrl.transferqueue": 10200,
     "meshrl.rewardd": 7320,
     "meshrl.weights": 6400,
-    "meshrl.contract": 5200,
+    "meshrl.contract": 5300,
     "meshrl.simulation": 5150,
     "meshrl.rpc": 5650,
     "meshrl.launcher": 4300,

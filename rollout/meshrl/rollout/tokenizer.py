@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from meshrl.contract.chat_templates import rendered
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
 
@@ -85,17 +86,9 @@ class HuggingFaceTokenizer:
         """See `ChatTokenizer.render`."""
         if not self._tokenizer.chat_template:
             raise UserError("the tokenizer has no chat template, and this program uses messages")
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=list(tools) or None,
-                add_generation_prompt=generation,
-                tokenize=False,
-            )
-        except Exception as error:  # a template is code and may raise any error
-            roles = ", ".join(str(message.get("role")) for message in messages)
-            raise UserError(f"the chat template refuses messages of {roles}: {error}") from error
-        return text
+        return rendered(
+            self._tokenizer, messages, tools=list(tools) or None, add_generation_prompt=generation
+        )
 
     def is_special(self, token: int) -> bool:
         """See `ChatTokenizer.is_special`."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from meshrl.contract.chat_templates import bound_templates
 from meshrl.contract.errors import UserError
 from meshrl.trainer.data.prompts import PromptTokenizer
 
@@ -141,6 +142,7 @@ class FileTokenizer:
         # Without the rest of transformers, and without torch.
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        bound_templates()
         assert not tokenize, "prompts are rendered and tokenised apart"
         # Its annotations leave out the special tokens, which a template reads as variables.
         variables: dict[str, Any] = {

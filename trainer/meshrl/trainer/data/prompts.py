@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from meshrl.contract.chat_templates import rendered
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32, Json, Message, SamplingParams, Task
 from meshrl.trainer.config import DataConfig
@@ -172,7 +173,10 @@ def _templated(messages: Sequence[Message], where: str, tokenizer: PromptTokeniz
     if not tokenizer.chat_template:
         raise UserError(f"{where}: the prompt is a chat and the tokenizer has no chat template")
     conversation = [{"role": m.role, "content": m.content} for m in messages]
-    return tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+    try:
+        return rendered(tokenizer, conversation, add_generation_prompt=True)
+    except UserError as error:
+        raise UserError(f"{where}: {error.message}") from error
 
 
 def _ground_truth(row: Mapping[str, Any], where: str, config: DataConfig) -> Json:

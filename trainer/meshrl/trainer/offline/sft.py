@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
+from meshrl.contract.chat_templates import rendered
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32
 from meshrl.trainer.checkpoint.export import export_policy
@@ -222,9 +223,11 @@ def tokenised(
     if not isinstance(prompt, str):
         if not tokenizer.chat_template:
             raise UserError(f"{where}: the prompt is a chat and the tokenizer has no chat template")
-        prompt = tokenizer.apply_chat_template(
-            list(prompt), add_generation_prompt=True, tokenize=False
-        )
+        messages = list(prompt)
+        try:
+            prompt = rendered(tokenizer, messages, add_generation_prompt=True)
+        except UserError as error:
+            raise UserError(f"{where}: {error.message}") from error
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
     response_ids = tokenizer.encode(response, add_special_tokens=False)
     if append_eos:

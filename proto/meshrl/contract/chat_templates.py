@@ -1,0 +1,208 @@
+"""Renders a conversation with a checkpoint's chat template, which is a program that somebody else wrote.
+
+Jinja's sandbox, in which transformers renders, keeps it from the machine and lets it take all time and memory.
+Here iterations, calls and the texts and lists that they make are counted, and what is too much ends the rendering.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+from meshrl.contract.errors import UserError
+
+MOST = 256 << 20
+"""Characters and items that one rendering may make."""
+STEP = 256
+"""What an iteration or a call counts for: a million of them are the most."""
+MOST_S = 30.0
+"""A rendering takes milliseconds; what is not counted, such as comparisons of long texts, ends with this."""
+MOST_WIDTH, MOST_BITS = 1000, 1 << 14
+"""Of a field or an indentation; of a whole number."""
+WIDTHS = frozenset(
+    ["batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "tojson", "zfill"]
+)
+"""Filters and methods that make something as large as a number says."""
+UNBOUND = re.compile(r"\d{5}|\*|\{[^{}]*:[^{}]*\{")
+"""In a format: a width of more than four digits, or one that only the values say."""
+
+
+def rendered(tokenizer: Any, messages: Iterable[Mapping[str, Any]], **options: Any) -> str:
+    """The text of `messages` by the tokenizer's chat template; `options` are those of `apply_chat_template`.
+
+    Raises:
+        UserError: the template refuses the messages, or does too much.
+    """
+    bound_templates()
+    conversation = [dict(message) for message in messages]
+    try:
+        return str(tokenizer.apply_chat_template(conversation, tokenize=False, **options))
+    except Exception as error:  # a template may raise any error
+        roles = ", ".join(str(message.get("role")) for message in conversation[:9])
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"the chat template refuses messages of {roles}: {reason}") from error
+
+
+def bound_templates() -> None:
+    """Let transformers, where it is imported, compile chat templates for the bounded sandbox; it has no option."""
+    compiling: Any = sys.modules.get("transformers.utils.chat_template_utils")
+    if compiling is not None:
+        compiling.ImmutableSandboxedEnvironment = _sandbox()
+
+
+class _Work(threading.local):
+    """What the rendering on this thread has made so far."""
+
+    left, until = MOST, float("inf")
+
+    def begin(self) -> None:
+        self.left, self.until = MOST, time.monotonic() + MOST_S
+
+    def add(self, amount: int) -> None:
+        self.left -= amount
+        if self.left < 0:
+            raise OverflowError(
+                f"it makes more than {MOST} characters and items, or {MOST // STEP} iterations and calls"
+            )
+        if time.monotonic() > self.until:
+            raise OverflowError(f"it takes more than {MOST_S:g} s")
+
+    def made(self, value: Any) -> Any:
+        """`value`, which a step has made."""
+        self.add(STEP + (len(value) if isinstance(value, Sized) else 0))
+        return value
+
+    def each(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self.add(STEP)
+            yield item
+
+    def before(self, name: str, text: Any, arguments: Sequence[Any]) -> None:
+        """Ends the rendering before the filter or method `name` makes something large at once."""
+        if name in WIDTHS:
+            for width in (each for each in arguments if isinstance(each, int)):
+                if width > MOST_WIDTH:
+                    raise OverflowError(f"{name} with {width}, {MOST_WIDTH} is the most")
+                if isinstance(text, str):
+                    self.add(width * (1 + text.count("\n") + text.count("\t")))
+        elif isinstance(text, str) and name in ("format", "format_map"):
+            self.formats(text)
+        elif isinstance(text, str) and name == "replace" and len(arguments) > 1:
+            self.add(text.count(str(arguments[0])) * len(str(arguments[1])))
+
+    def formats(self, text: str) -> None:
+        if UNBOUND.search(text):
+            raise OverflowError(f"it formats without a bound: {text[:40]!r}")
+
+    def joins(self, items: Iterable[Any], between: Any) -> list[Any]:
+        """`items`, which are going to be one text with `between` between them."""
+        parts = list(self.each(items))
+        lengths = [len(part) if isinstance(part, str) else STEP for part in parts]
+        self.add(sum(lengths) + len(parts) * len(str(between)))
+        return parts
+
+
+_work = _Work()
+
+
+def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    skipped = int(hasattr(function, "jinja_pass_arg"))  # the context comes first
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        first, value, rest = arguments[:skipped], arguments[skipped], arguments[skipped + 1 :]
+        if name == "join" and "attribute" not in named and len(rest) < 2:
+            value = _work.joins(value, rest[0] if rest else named.get("d", ""))
+        _work.before(name, value, [*rest, *named.values()])
+        return _work.made(function(*first, value, *rest, **named))
+
+    return call
+
+
+@functools.cache
+def _sandbox() -> type[Any]:
+    """The sandbox of chat templates, bounded. Jinja is imported with the first template."""
+    from jinja2 import Template, nodes, pass_eval_context
+    from jinja2.compiler import CodeGenerator, Frame
+    from jinja2.runtime import Context
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Counting(CodeGenerator):
+        def visit_For(self, node: nodes.For, frame: Frame) -> None:
+            each = nodes.EnvironmentAttribute("each")
+            node.iter = nodes.Call(each, [node.iter], [], None, None)
+            super().visit_For(node, frame)
+
+        def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+            self.write("environment.made(")
+            super().visit_Concat(node, frame)
+            self.write(")")
+
+        def visit_Output(self, node: nodes.Output, frame: Frame) -> None:
+            texts = [child.data for child in node.nodes if isinstance(child, nodes.TemplateData)]
+            self.writeline(f"environment.add({sum(map(len, texts))})", node)
+            super().visit_Output(node, frame)
+
+    class Filters(dict[str, Callable[..., Any]]):
+        def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
+            super().__setitem__(name, _counted_filter(name, function))
+
+    class Rendering(Template):
+        def render(self, *arguments: Any, **named: Any) -> str:
+            _work.begin()
+            return super().render(*arguments, **named)
+
+    @pass_eval_context
+    def output(_: nodes.EvalContext, value: Any) -> Any:
+        return _work.made(value) if isinstance(value, str) else value
+
+    class Bounded(ImmutableSandboxedEnvironment):
+        code_generator_class = Counting
+        template_class = Rendering
+        intercepted_binops = frozenset(("+", "*", "**", "%"))
+        add, each, made = _work.add, _work.each, _work.made
+
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            _work.begin()  # constants are worked out when a template is compiled
+            super().__init__(*arguments, **named)
+            known, self.filters = self.filters, Filters()
+            for name, function in known.items():
+                self.filters[name] = function
+            del self.globals["lipsum"]
+            self.finalize = output
+
+        def call(
+            __self,
+            __context: Context,
+            __function: Any,
+            *arguments: Any,
+            **named: Any,
+        ) -> Any:
+            method = getattr(__function, "__wrapped__", __function)
+            owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+            if isinstance(owner, str) and name == "join" and arguments:
+                arguments = (_work.joins(arguments[0], owner),)
+            elif isinstance(owner, str):
+                _work.before(name, owner, [*arguments, *named.values()])
+            return _work.made(super().call(__context, __function, *arguments, **named))
+
+        def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+            if operator == "%" and isinstance(left, str):
+                _work.formats(left)
+            elif operator == "*":
+                for items, times in ((left, right), (right, left)):
+                    if isinstance(items, Sized) and isinstance(times, int):
+                        _work.add(len(items) * max(times, 0))
+            bits = [each.bit_length() if isinstance(each, int) else 0 for each in (left, right)]
+            if operator == "*" and sum(bits) > MOST_BITS:
+                raise OverflowError("it multiplies numbers of more than 4000 digits")
+            if operator == "**" and isinstance(right, int) and bits[0] * right > MOST_BITS:
+                raise OverflowError("it makes a number of more than 4000 digits")
+            return _work.made(super().call_binop(context, operator, left, right))
+
+    return Bounded
