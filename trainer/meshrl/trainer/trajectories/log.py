@@ -240,8 +240,10 @@ async def _fetched(
 
 
 def _row(row: BatchRow, columns: Columns) -> LoggedRow:
+    made = trajectory(row.uid, columns)
     return LoggedRow(
-        trajectory=trajectory(row.uid, columns),
+        trajectory=made,
+        start=made.prompt_length,
         group_size=row.group_size,
         outcome=str(row.outcome),
         sample=sample_again(row.uid, columns) if REWARD_INPUTS in columns else None,
@@ -257,7 +259,9 @@ def _held_out(row: Trajectory, task: Task) -> LoggedRow:
         extra_info=task.extra_info,
         messages=task.conversation,
     )
-    return LoggedRow(trajectory=row, group_size=task.group_size, sample=sample)
+    return LoggedRow(
+        trajectory=row, start=row.prompt_length, group_size=task.group_size, sample=sample
+    )
 
 
 def _per_token(learned: Learned, rows: Sequence[int]) -> dict[str, npt.NDArray[Any]]:

@@ -40,6 +40,8 @@ class LoggedRow:
     """One row, with what its batch knew of it."""
 
     trajectory: Trajectory
+    start: int
+    """Tokens of the prompt; the response is what follows."""
     group_size: int
     outcome: str | None = None
     sample: Sample | None = None
@@ -48,7 +50,7 @@ class LoggedRow:
     @property
     def response_length(self) -> int:
         """R: tokens from the first sampled one on."""
-        return len(self.trajectory.tokens) - self.trajectory.prompt_length
+        return len(self.trajectory.tokens) - self.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +151,7 @@ class TableBuilder:
     def _plain(self, step: LoggedStep, row: LoggedRow) -> dict[str, Any]:
         """The columns that are made row by row."""
         made, sample = row.trajectory, row.sample
-        uid, start = made.uid, made.prompt_length
+        uid, start = made.uid, row.start
         parts = list(_parts(made.loss_mask[start:]))
         oldest = min((span.version.step for span in made.spans), default=step.step)
         prompt = made.tokens[:start].tolist()
@@ -190,13 +192,13 @@ class TableBuilder:
 
     def _flat(self, step: LoggedStep) -> dict[str, npt.NDArray[Any]]:
         """The columns that are one array over the response tokens of all rows."""
-        rows = [row.trajectory for row in step.rows]
-        ids = _joined([t.tokens[t.prompt_length :] for t in rows], np.int32)
+        rows = [(row.trajectory, row.start) for row in step.rows]
+        ids = _joined([made.tokens[start:] for made, start in rows], np.int32)
         columns: dict[str, npt.NDArray[Any]] = {
             "response_ids": ids,
-            "loss_mask": _joined([t.loss_mask[t.prompt_length :] for t in rows], np.bool_),
+            "loss_mask": _joined([made.loss_mask[start:] for made, start in rows], np.bool_),
             "rollout_logprobs": _joined(
-                [t.rollout_logprobs[t.prompt_length :] for t in rows], np.float32
+                [made.rollout_logprobs[start:] for made, start in rows], np.float32
             ),
             **step.per_token,
         }
