@@ -23,7 +23,7 @@ LINES: Mapping[str, int] = {
     "meshrl.trainer": 13850,
     "meshrl.rollout": 10000,
     "meshrl.transferqueue": 10200,
-    "meshrl.rewardd": 7320,
+    "meshrl.rewardd": 7460,
     "meshrl.weights": 6400,
     "meshrl.contract": 5300,
     "meshrl.simulation": 5150,

@@ -76,7 +76,32 @@ def test_every_held_out_prompt_is_answered_and_scored(
     assert report["score"] == pytest.approx(6 / 8)
     assert report["by_source"] == {"s0": pytest.approx(0.5), "s1": pytest.approx(1.0)}
     assert report["components"]["length"] >= 0
-    assert report["unscored"] == {}
+    assert report["unscored"] == {} and "answers" not in report
+    assert report["pass_at"]["2"]["mean"] == pytest.approx(6 / 8)
+    assert report["interval"][0] < 6 / 8 < report["interval"][1]
+    assert report["sources"]["s1"]["pass_at"]["1"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
+
+
+def test_every_answer_is_written_out(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("eval", recipe, "rollout.val_kwargs.n=2", "--out", "answers.jsonl")
+    assert run(*arguments) == 0
+    said = capsys.readouterr()
+    assert said.err == "" and max(map(len, said.out.splitlines())) <= 80
+    shown = [line for line in said.out.splitlines() if line.startswith("0.000")]
+    assert len(shown) == 3 and all("wanted no" in line for line in shown)
+    assert "pass@2" in said.out and "16 answers in answers.jsonl" in said.out
+    rows = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
+    assert [(row["task"], row["index"]) for row in rows] == [
+        (str(task), index) for task in range(8) for index in range(2)
+    ]
+    first = rows[0]
+    assert first["messages"] == [{"role": "user", "content": "q=1;r=q+5?"}]
+    assert (first["ground_truth"], first["score"], first["right"]) == ("yes", 1.0, True)
+    assert first["components"]["length"] == len(first["response"])
+    assert run(*arguments) == 2
+    assert capsys.readouterr().err == (
+        "error: --out answers.jsonl is there already; choose another, or give --force\n"
+    )
 
 
 def test_a_person_reads_a_table(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,6 +125,10 @@ def test_a_judge_reads_the_prompt(
     ("arguments", "line"),
     [
         (["--checkpoint", "nowhere"], "error: no such checkpoint: nowhere"),
+        (
+            ["--out", "nowhere/answers.jsonl"],
+            "error: --out nowhere/answers.jsonl: want a file in a directory that is there",
+        ),
         (
             ["data.val_files=[]"],
             "error: my.yaml: data.val_files is empty; want held-out parquet or jsonl files",

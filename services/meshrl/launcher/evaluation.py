@@ -6,8 +6,8 @@ tasks ──▶ program ──▶ engine (the checkpoint's own weights) ──�
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
@@ -16,8 +16,27 @@ from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.ports import Engine, Judge
 from meshrl.contract.rows import column_posted
-from meshrl.contract.types import POSTED_REWARD, Json, Outcome, Sample, Task, Uid, Version
+from meshrl.contract.types import (
+    POSTED_REWARD,
+    Json,
+    Message,
+    Outcome,
+    Sample,
+    Score,
+    Task,
+    Uid,
+    Version,
+)
 from meshrl.http.gateway.serving import gateway_of
+from meshrl.rewardd.estimates import (
+    Estimate,
+    ScoredAnswer,
+    final_answer,
+    ks_of,
+    majority_at,
+    mean_score,
+    pass_at,
+)
 from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.posted_rewards import POSTED, score_unposted
 from meshrl.rollout.engines import build_engine
@@ -40,6 +59,42 @@ class CheckpointEngine(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One answer and its score."""
+
+    uid: str
+    task: str
+    index: int
+    data_source: str
+    messages: tuple[Message, ...]
+    """The prompt."""
+    ground_truth: Json
+    response: str
+    final: str
+    """What majority voting compares; see `final_answer`."""
+    score: float | None
+    """None: it has no score, through no fault of the policy."""
+    right: bool
+    components: Mapping[str, float]
+    outcome: str
+    length: int
+    """In tokens."""
+    reason: str
+    """Why it has no score."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceReport:
+    """The tasks of one data source."""
+
+    tasks: int
+    rows: int
+    score: Estimate | None
+    pass_at: Mapping[int, Estimate]
+    majority_at: Mapping[int, Estimate]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What an evaluation found. Rows without a score, through no fault of the policy, count in no mean."""
 
@@ -59,10 +114,33 @@ class Report:
     """Rows without a score, by reason."""
     sample: str = ""
     """The first task's first answer."""
+    interval: tuple[float, float] | None = None
+    """95 % interval of the score, over tasks."""
+    pass_at: Mapping[int, Estimate] = field(default_factory=dict)
+    """How likely one of k answers is right."""
+    majority_at: Mapping[int, Estimate] = field(default_factory=dict)
+    """How often the commonest of k final answers is right."""
+    sources: Mapping[str, SourceReport] = field(default_factory=dict)
+    answers: tuple[Answer, ...] = field(default=(), repr=False)
+    """All of them, by task and index."""
 
 
-async def evaluate(recipe: Recipe, model: Path, tasks: Sequence[Task]) -> Report:
+async def evaluate(
+    recipe: Recipe,
+    model: Path,
+    tasks: Sequence[Task],
+    *,
+    right: float = 1.0,
+    answered: Callable[[int], None] = lambda rows: None,
+) -> Report:
     """Answer and score `tasks` with the weights in `model`.
+
+    Args:
+        recipe: Its engine, program and reward.
+        model: A Hugging Face directory.
+        tasks: What to answer.
+        right: The least score of an answer that counts as right.
+        answered: Told how many answers there are, with each.
 
     Raises:
         ConfigError: the recipe's engine cannot serve a checkpoint by itself.
@@ -91,9 +169,11 @@ async def evaluate(recipe: Recipe, model: Path, tasks: Sequence[Task]) -> Report
                 raise ConfigError(
                     "meshrl eval has no agents from outside: name a function or a command"
                 )
-            answering = _Answering(cast(Engine, engine), tokenizer, programs, recipe.rollout.slots)
+            answering = _Answering(
+                cast(Engine, engine), tokenizer, programs, recipe.rollout.slots, answered
+            )
             rollouts = await asyncio.gather(*(answering.answer(*pair) for pair in pairs))
-        return await _report(judge, [task for task, _ in pairs], rollouts)
+        return await _report(judge, [task for task, _ in pairs], rollouts, right)
     finally:
         await judge.close()
         await engine.close()
@@ -103,8 +183,15 @@ class _Answering:
     """Runs programs, as many at once as the engine has slots."""
 
     def __init__(
-        self, engine: Engine, tokenizer: HuggingFaceTokenizer, programs: ProgramCache, slots: int
+        self,
+        engine: Engine,
+        tokenizer: HuggingFaceTokenizer,
+        programs: ProgramCache,
+        slots: int,
+        answered: Callable[[int], None],
     ) -> None:
+        self._answered = answered
+        self._count = 0
         self._engine = engine
         self._programs = programs
         self._tokenizer = tokenizer
@@ -115,10 +202,15 @@ class _Answering:
         program = self._programs.get(task.program)
         async with self._slots:
             uid = Uid(task.run, task.task_id, index)
-            return await program(task, uid, self._engine, self._tokenizer)
+            rollout = await program(task, uid, self._engine, self._tokenizer)
+        self._count += 1
+        self._answered(self._count)
+        return rollout
 
 
-async def _report(judge: Judge, tasks: Sequence[Task], rollouts: Sequence[Rollout]) -> Report:
+async def _report(
+    judge: Judge, tasks: Sequence[Task], rollouts: Sequence[Rollout], right: float
+) -> Report:
     lengths = [len(r.trajectory.tokens) - r.trajectory.prompt_length for r in rollouts]
     samples = [
         Sample(
@@ -132,27 +224,68 @@ async def _report(judge: Judge, tasks: Sequence[Task], rollouts: Sequence[Rollou
         for task, rollout, length in zip(tasks, rollouts, lengths, strict=True)
     ]
     scores = await score_unposted(judge, samples)
-    by_source: defaultdict[str, list[float]] = defaultdict(list)
+    answers = tuple(
+        _answer(*row, right) for row in zip(samples, scores, rollouts, lengths, strict=True)
+    )
     components: defaultdict[str, list[float]] = defaultdict(list)
-    unscored: defaultdict[str, int] = defaultdict(int)
-    for sample, score in zip(samples, scores, strict=True):
-        if not score.outcome.trainable:
-            unscored[score.reason or score.outcome] += 1
-            continue
-        by_source[sample.data_source].append(score.score)
-        for name, value in score.components.items():
+    for answer in answers:
+        for name, value in answer.components.items():
             components[name].append(value)
-    truncated = [rollout.outcome is Outcome.TRUNCATED for rollout in rollouts]
+    names = sorted({answer.data_source for answer in answers})
+    sources = {name: _source([a for a in answers if a.data_source == name]) for name in names}
+    whole = _source(answers)
     return Report(
-        tasks=len({task.task_id for task in tasks}),
-        rows=len(rollouts),
-        score=_mean([value for values in by_source.values() for value in values]),
-        by_source={name: _mean(values) or 0.0 for name, values in sorted(by_source.items())},
+        tasks=whole.tasks,
+        rows=whole.rows,
+        score=whole.score.mean if whole.score else None,
+        by_source={name: part.score.mean for name, part in sources.items() if part.score},
         components={name: _mean(values) or 0.0 for name, values in sorted(components.items())},
         length=_mean(lengths) or 0.0,
-        truncated=_mean(truncated) or 0.0,
-        unscored=dict(unscored),
+        truncated=_mean([rollout.outcome is Outcome.TRUNCATED for rollout in rollouts]) or 0.0,
+        unscored=dict(Counter(answer.reason for answer in answers if answer.score is None)),
         sample=rollouts[0].trajectory.response_text if rollouts else "",
+        interval=(whole.score.low, whole.score.high) if whole.score else None,
+        pass_at=whole.pass_at,
+        majority_at=whole.majority_at,
+        sources=sources,
+        answers=answers,
+    )
+
+
+def _answer(sample: Sample, score: Score, rollout: Rollout, length: int, right: float) -> Answer:
+    scored = score.outcome.trainable
+    return Answer(
+        uid=str(sample.uid),
+        task=sample.uid.task,
+        index=sample.uid.index,
+        data_source=sample.data_source,
+        messages=sample.messages,
+        ground_truth=sample.ground_truth,
+        response=sample.solution,
+        final=final_answer(sample.solution),
+        score=score.score if scored else None,
+        right=scored and score.score >= right,
+        components=score.components if scored else {},
+        outcome=str(rollout.outcome),
+        length=length,
+        reason="" if scored else score.reason or str(score.outcome),
+    )
+
+
+def _source(answers: Sequence[Answer]) -> SourceReport:
+    """The figures of some tasks."""
+    tasks: dict[str, list[ScoredAnswer]] = {answer.task: [] for answer in answers}
+    for a in answers:
+        if a.score is not None:
+            tasks[a.task].append(ScoredAnswer(score=a.score, right=a.right, final=a.final))
+    groups = list(tasks.values())
+    ks = ks_of(max(map(len, groups), default=0))
+    return SourceReport(
+        tasks=len(tasks),
+        rows=len(answers),
+        score=mean_score(groups),
+        pass_at={k: found for k in ks if (found := pass_at(groups, k))},
+        majority_at={k: found for k in ks if (found := majority_at(groups, k))},
     )
 
 

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from meshrl.cli.find_mesh import say_which
 from meshrl.cli.options import PATH
+from meshrl.cli.plain_text import one_line, printable
 from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
 from meshrl.trainer.trajectories.files import FOLDER, LoggedFile, logged_files
@@ -178,33 +179,30 @@ def _print_list(console: Console, shown: Sequence[Row], *, ranked: bool) -> None
         whole.truncate(console.width, overflow="ellipsis")
         console.print(whole)
 
-    line("row", ("reward", "advant.", "stale", "len"), "prompt ▸ response" * ranked, "dim")
+    line("row", ("reward", "advant.", "stale", "len"), "response", "dim")
     for (step, task), group in groupby(shown, key=lambda row: (row["step"], row["task"])):
         for at, row in enumerate(group):
             if at == 0 and not ranked:
                 prompt = Text(
-                    f"step {step}, task {_short(task)}: {_line(_prompt(row))}", style="bold"
+                    f"step {step}, task {_short(task)}: {one_line(_prompt(row))}", style="bold"
                 )
                 prompt.truncate(console.width, overflow="ellipsis")
                 console.print(prompt)
-            name, said = f"{row['index']}.{row['attempt']}", _line(row["response"])
+            name, said = f"{row['index']}.{row['attempt']}", one_line(row["response"])
             facts = (
                 _number(row["reward"], 3),
                 _number(row["advantage"], 3),
                 str(row["staleness"]),
                 str(row["length"]),
             )
-            if ranked:
-                line(f"{_short(task)}/{name}", facts, f"{_line(_prompt(row))} ▸ {said}")
-            else:
-                line(f"  {name}", facts, said)
+            line(f"{_short(task)}/{name}" if ranked else f"  {name}", facts, said)
 
 
 def _print_whole(console: Console, row: Row) -> None:
     """Everything of a row but its tokens."""
     console.rule(Text(row["uid"]), align="left")
     reward = [_number(row["reward"], 4)]
-    reward += [f"{_plain(name)} {value:.4g}" for name, value in row["reward_components"].items()]
+    reward += [f"{printable(name)} {value:.4g}" for name, value in row["reward_components"].items()]
     spans = [f"{s['epoch']}.{s['step']} [{s['start']}, {s['end']})" for s in row["spans"] or ()]
     facts = {
         row[
@@ -220,13 +218,13 @@ def _print_whole(console: Console, row: Row) -> None:
     }
     for name, value in facts.items():
         if value not in (None, "", "null", "{}"):
-            console.print(Text(f"{name:10} ", style="dim") + Text(_plain(value)), soft_wrap=True)
+            console.print(Text(f"{name:10} ", style="dim") + Text(printable(value)), soft_wrap=True)
     console.print(Text("prompt", style="bold"))
-    console.print(Text(_plain(_prompt(row))), soft_wrap=True)
+    console.print(Text(printable(_prompt(row))), soft_wrap=True)
     parts = row["parts"] or [{"sampled": True, "text": row["response"]}]
     for part in parts:
         console.print(Text("policy" if part["sampled"] else "observed", style="bold"))
-        console.print(Text(_plain(part["text"] or "")), soft_wrap=True)
+        console.print(Text(printable(part["text"] or "")), soft_wrap=True)
 
 
 def _prompt(row: Row) -> str:
@@ -243,13 +241,3 @@ def _number(value: float | None, digits: int) -> str:
 def _short(task: str) -> str:
     """The end of a long task id, which tells it from others."""
     return task if len(task) <= 12 else f"…{task[-11:]}"
-
-
-def _plain(text: str) -> str:
-    """A model may say what moves the cursor of a terminal: here it is only shown."""
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
-
-
-def _line(text: str) -> str:
-    """On one line, cut by the table."""
-    return _plain(" ".join(text[:500].split()))
