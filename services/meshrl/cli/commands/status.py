@@ -12,11 +12,13 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from meshrl.cli.find_mesh import RETRY_S, Mesh, find_mesh
+from meshrl.cli.find_mesh import RETRY_S, Mesh, find_mesh, say_which
 from meshrl.cli.options import json_option, mesh_options
+from meshrl.cli.run_history import HELD_OUT, STEP, RunHistory
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import EngineStats, Ledger, RunState, TrainerStatus
-from meshrl.launcher.view import clock, ledger_line
+from meshrl.launcher.address_book import newest_run_dir
+from meshrl.launcher.view import clock, ledger_line, sparkline
 from meshrl.rpc.clients.rollout import RolloutClient
 from meshrl.rpc.clients.trainer import TrainerClient
 from meshrl.rpc.queue_connection import connect_queue
@@ -38,13 +40,52 @@ class Status:
 @mesh_options
 @json_option
 def status(run_dir: Path | None, queue: str | None, run: str | None, as_json: bool) -> None:
-    """Steps, rewards, fleet and queue of the mesh in --run-dir (the newest one if not given)."""
+    """Steps, rewards, fleet and queue of the mesh in --run-dir (the newest one if not given).
+
+    Of a mesh that does not run: what its run came to.
+    """
+    if queue is None:
+        history = RunHistory.read(run_dir if run_dir is not None else newest_run_dir())
+        if history.state != "running" and history.steps:
+            _print_history(history, as_json)
+            return
     mesh = find_mesh(run_dir, queue, run)
     found = asyncio.run(_ask(mesh))
     if as_json:
         click.echo(json.dumps(_json(found), indent=2))
     else:
         Console(highlight=False).print(_table(mesh, found))
+
+
+def _print_history(history: RunHistory, as_json: bool) -> None:
+    directory, rows = history.directory, history.values("batch/rows")
+    say_which(directory, history.name)
+    if as_json:
+        shown = {"run": history.name, "state": history.state, "steps": history.steps}
+        shown |= {"seconds": history.seconds, "samples": int(sum(rows))}
+        shown |= {"reward": history.last(STEP), "held_out_score": history.last(HELD_OUT)}
+        click.echo(json.dumps(shown, indent=2))
+        return
+    table = Table(title=f"run {history.name}", show_header=False, title_justify="left")
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    table.add_row("state", history.state)
+    table.add_row("steps", f"{history.steps:,}")
+    for label, metric in (
+        *(("reward", STEP), ("held-out", HELD_OUT), ("length", "response/length_mean")),
+        *(("entropy", "actor/entropy"), ("staleness", "staleness/mean")),
+    ):
+        values = history.values(metric)
+        if values:
+            ends = f"{values[0]:.3f} → {values[-1]:.3f}"
+            table.add_row(label, f"{ends}  {sparkline(values, 32)}")
+    table.add_row("samples", f"{sum(rows):,.0f}")
+    table.add_row("time", f"{clock(history.seconds)}, from the first figures to the last")
+    table.add_row("files", str(directory))
+    table.add_row("more", f"meshrl rows {directory}\nmeshrl ledger --run-dir {directory}")
+    if history.state == "stopped":
+        table.add_row("go on", f"meshrl up {directory / 'recipe.yaml'}")
+    Console(highlight=False).print(table)
 
 
 async def _ask(mesh: Mesh) -> Status:
