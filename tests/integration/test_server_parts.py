@@ -18,13 +18,16 @@ from safetensors.torch import load_file
 
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import Version
+from meshrl.rollout.engines import sglang
 from meshrl.rollout.server_engine import subprocess_guard
 from meshrl.rollout.server_engine.checkpoint import check_version, read_checkpoint, write_version
+from meshrl.rollout.server_engine.managed_server import ManagedServer
 from meshrl.rollout.server_engine.response import Chunk, ResponseReader
 from meshrl.rollout.server_engine.server_process import ServerProcess, last_error
 from meshrl.rollout.server_engine.staging import PREFIX, Staging
 
 from ..unit.rollout.checkpoints import VOCAB, make_model, pack
+from ..waiting import until
 
 OLD, NEW = Version(1, 0), Version(1, 1)
 
@@ -227,3 +230,40 @@ def test_logprobs_of_a_long_response_stay_with_their_tokens() -> None:
     assert delta is not None
     np.testing.assert_array_equal(delta.logprobs, -delta.tokens.astype(np.float32))
     assert reader.certain() is None
+
+
+SLOW_TO_END = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit()))
+pathlib.Path(sys.argv[-1]).write_text(f"{os.getpid()}\\n")
+time.sleep(60)
+"""
+
+
+async def test_an_interrupted_end_of_a_server_is_finished_by_the_next_close(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """As when an engine is closed while it replaces its server: nothing waits for the process otherwise."""
+    ready = tmp_path / "ready"
+
+    def runs() -> bool:
+        return Path("/proc", ready.read_text().strip()).exists()
+
+    config = sglang.Config.model_validate(
+        {
+            "command": [sys.executable, "-c", SLOW_TO_END],
+            "extra_args": [str(ready)],
+            "log": str(tmp_path / "log"),
+        }
+    )
+    server = ManagedServer(sglang.SglangServer(config), config, slots=2)
+    starting = asyncio.create_task(server.start(read_checkpoint(checkpoint), 64))
+    await until(lambda: ready.is_file() and ready.read_text().endswith("\n"))
+    starting.cancel()  # it ends its server, and is interrupted in that
+    await asyncio.sleep(0.1)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    assert starting.cancelled()
+    assert runs()
+    await server.close()
+    assert not runs()

@@ -124,13 +124,16 @@ class ManagedServer:
         return "" if process.exit_code is None else f"; {self.exit_reason()}"
 
     async def close(self) -> None:
-        """End the child process; a server at a `url` is left running. Idempotent."""
-        process, self._process = self._process, None
+        """End the child process; a server at a `url` is left running.
+
+        Idempotent; a call that is cancelled leaves the process to the next one.
+        """
         client, self._client = self._client, None
         if client is not None:
             await client.close()
-        if process is not None:
-            await process.stop()
+        if self._process is not None:
+            await self._process.stop()
+            self._process = None
 
     async def _start_child(
         self, checkpoint: Checkpoint, max_length: int, port: str
