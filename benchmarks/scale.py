@@ -4,6 +4,7 @@
     python benchmarks/scale.py --handlers
 
 A worker has 4 slots, so that time goes to the number of workers, not of rows; the queue's code is the real one.
+Responses have long tails and call tools, weights travel at a given bandwidth, and workers fail at a given rate.
 `processor_s` is what the simulation took, `us_a_row` the same per row: level when nothing grows with the fleet.
 
 `--handlers` measures the processor time of a call, on which the simulation builds: a queue process on a store in
@@ -49,6 +50,8 @@ MODES = {
     "fully_async": (math.inf, OnUpdate.IN_FLIGHT),
 }
 GROUP, TOKENS, ROWS = 8, 1000, 4096
+WEIGHT_BYTES, BYTES_PER_S = 16e9, 5e9
+"""Of the model, and into each worker."""
 FIRST = Version(1, 0)
 
 
@@ -65,8 +68,12 @@ def fleet(workers: int, mode: str, steps: int) -> dict[str, Any]:
         step_s=10.0,
         max_staleness=bound,
         on_update=on_update,
-        transfer_s=3.0,
+        transfer_s=WEIGHT_BYTES / BYTES_PER_S,
         commit_s=0.5,
+        reward_s=0.5,
+        tool_calls=2,
+        tool_s=5.0,
+        failures_per_h=0.5,
         ranks=64,
         steps=steps,
     )
@@ -187,6 +194,23 @@ def handlers() -> dict[str, float]:
     return {"call_us": round(1e6 * call), "row_us": round(1e6 * (cost[64] / 2 - call / 64), 1)}
 
 
+def table(runs: list[dict[str, Any]]) -> str:
+    """For people."""
+    lines = [
+        "| workers | mode | samples/h | staleness mean, share of rows | rollout idle | trainer idle | queue load"
+        " | simulated in | us a row |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for run in runs:
+        ages = ", ".join(f"{age}: {share:.0%}" for age, share in run["staleness"].items())
+        lines.append(
+            f"| {run['workers']:,} | {run['mode']} | {run['samples_per_h']:,} | {run['staleness_mean']:.2f} ({ages})"
+            f" | {run['rollout_idle']:.0%} | {run['trainer_idle']:.0%} | {run['queue_load']:.0%}"
+            f" | {run['processor_s']} s | {run['us_a_row']:,} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -202,7 +226,8 @@ def main() -> None:
     for workers in map(int, options.workers.split(",")):
         for mode in options.modes.split(","):
             runs.append(fleet(workers, mode, options.steps))
-            print(runs[-1], flush=True)
+            print(f"{workers} {mode}: {runs[-1]['processor_s']} s", flush=True)
+    print(table(runs))
     print(json.dumps(runs))
 
 

@@ -35,10 +35,13 @@ class Processor:
 class PacedGpu:
     """An engine's speed, shared evenly by its running requests: a decode step takes the longer the more there are."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, *, slots: int, tokens_per_s: float, alone_speedup: float) -> None:
         self.running = 0
         self.tokens = 0.0
-        self._setting = setting
+        self._slots = slots
+        self._together = slots / tokens_per_s
+        """Seconds for a token of each request while all slots are busy."""
+        self._alone = self._together / alone_speedup
         self._loop = asyncio.get_running_loop()
         self._ends: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
@@ -72,11 +75,8 @@ class PacedGpu:
         """Tokens per second of each running request."""
         if self._paused or not self.running:
             return 0.0
-        setting = self._setting
-        together = setting.slots / setting.tokens_per_s
-        alone = together / setting.alone_speedup
-        more = (self.running - 1) / (setting.slots - 1) if setting.slots > 1 else 1.0
-        return 1 / (alone + (together - alone) * more)
+        more = (self.running - 1) / (self._slots - 1) if self._slots > 1 else 1.0
+        return 1 / (self._alone + (self._together - self._alone) * more)
 
     def advance(self) -> None:
         """Count what was sampled until now."""

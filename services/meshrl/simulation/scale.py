@@ -88,7 +88,12 @@ class _Worker:
     def __init__(self, number: int, mesh: _Mesh) -> None:
         self.name = f"rollout-{number}"
         self.version = mesh.committed
-        self.gpu = PacedGpu(mesh.setting)
+        setting = mesh.setting
+        self.gpu = PacedGpu(
+            slots=setting.slots,
+            tokens_per_s=setting.tokens_per_s,
+            alone_speedup=setting.alone_speedup,
+        )
         self._mesh = mesh
         self._taken = 0
         self._rows: set[_Row] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -223,9 +223,8 @@ async def test_one_that_waits_for_its_share_is_woken_by_its_own_write(
 
 def looks(workers: int, rows: int) -> int:
     """Callbacks of a loop in which `rows` rows come one by one while `workers` workers, each with one row, wait."""
-    loop = SimulatedLoop(0)
 
-    async def run() -> int:
+    async def run(loop: SimulatedLoop) -> int:
         queue = await TransferQueue.open(MemoryStore())
         await queue.open_run(spec(batch_groups=4 * workers, stages=(ROLLOUT_STAGE,), group_size=1))
         await queue.acquire("run", "trainer")
@@ -256,14 +255,54 @@ def looks(workers: int, rows: int) -> int:
         await queue.close()
         return seen
 
+    return in_virtual_time(run)
+
+
+def looks_behind(workers: int) -> int:
+    """Callbacks until a worker has a row that waits without any, behind `workers` workers that hold their share."""
+
+    async def run(loop: SimulatedLoop) -> int:
+        queue = await TransferQueue.open(MemoryStore())
+        await queue.open_run(spec(batch_groups=4 * workers, stages=(ROLLOUT_STAGE,), group_size=1))
+        await queue.acquire("run", "trainer")
+        await queue.publish("run", FIRST)
+        admitted = tasks(2 * workers + 1, group_size=1)
+        await queue.admit("run", admitted[:-1], cursor="c", wait_s=5)
+        names = [f"w{number}" for number in range(workers)]
+        for name in names:
+            await lease(queue, name, 2)
+        fair = queue.open_runs[0].fair_share
+        for name in (*names, "idle"):
+            fair.holder(name, loop.time()).finished([100], 1.0)
+        waiting = [loop.create_task(lease(queue, name, 4)) for name in names]
+        await asyncio.sleep(0.1)
+        idle = loop.create_task(lease(queue, "idle", 4))
+        await asyncio.sleep(0.1)
+        before = loop.events
+        await queue.admit("run", admitted[-1:], cursor="c", wait_s=5)
+        assert (await idle).num_rows == 1
+        seen = loop.events - before
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await queue.close()
+        return seen
+
+    return in_virtual_time(run)
+
+
+def in_virtual_time(run: Callable[[SimulatedLoop], Awaitable[int]]) -> int:
+    loop = SimulatedLoop(0)
     try:
-        return loop.run_until_complete(run())
+        return loop.run_until_complete(run(loop))
     finally:
         loop.close()
 
 
 def test_a_row_wakes_no_more_workers_the_more_of_them_wait() -> None:
     few, many = looks(10, 20), looks(160, 20)
+    assert many < 1.5 * few
+    few, many = looks_behind(10), looks_behind(160)
     assert many < 1.5 * few
 
 

@@ -209,16 +209,23 @@ class EchoEngine:
         return self.version != UNSERVED and not self._updating and self._running < self._slots
 
     async def _emit(self, request: GenerateRequest, push: Push) -> None:
-        config, sent = self._config, request.continued
+        prompt_tokens = len(request.prompt_ids) - request.continued
+        whole = self._config.response_tokens or prompt_tokens
+        await self._respond(request, push, whole, self._config.tokens_per_delta)
+
+    async def _respond(
+        self, request: GenerateRequest, push: Push, whole: int, tokens_per_delta: int
+    ) -> None:
+        """Push a response of `whole` tokens, as far as the request allows so many."""
+        sent = request.continued
         prompt = request.prompt_ids[: len(request.prompt_ids) - sent]
-        whole = config.response_tokens or len(prompt)
         length = min(whole, sent + request.sampling.max_tokens)
         reason = "stop" if whole <= length else "length"
         if sent >= length:
             push(_delta([], self.version, reason))
         while sent < length:
-            count = min(config.tokens_per_delta, length - sent)
-            await asyncio.sleep(count / config.tokens_per_s)
+            count = min(tokens_per_delta, length - sent)
+            await self._sample(count)
             try:
                 await self._obey()
             except InfraError as error:
@@ -228,6 +235,10 @@ class EchoEngine:
             sent += count
             self._tokens += count
             push(_delta(tokens, self.version, reason if sent == length else ""))
+
+    async def _sample(self, tokens: int) -> None:
+        """Take the time that so many tokens of one request need."""
+        await asyncio.sleep(tokens / self._config.tokens_per_s)
 
     async def _obey(self) -> None:
         """Do what `behave` or the control file says; raises InfraError for a fault."""

@@ -144,11 +144,16 @@ class Rows:
     def notify_shares(self, stage: Stage, holders: Iterable[Holder]) -> None:
         """`holders` hold fewer rows than before: they may have others now.
 
-        The shares of the others change little. One of them looks, so that all do in time.
+        The shares of the others change little. One of them looks, so that all do in time. A worker that holds none
+        any more looks, too, and waits at the head of the line from then on.
         """
-        if stage.first and self._ready[stage.number].count:
-            for holder in holders:
+        if not stage.first:
+            return
+        some_ready = self._ready[stage.number].count > 0
+        for holder in holders:
+            if some_ready or not holder.rows:
                 holder.wrote.notify()
+        if some_ready:
             self.turns[stage.number].notify_one()
 
     # --- rows come in

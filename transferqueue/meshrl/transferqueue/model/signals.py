@@ -37,12 +37,14 @@ class Turns(Signal):
     """Callers that wait for rows look one after the other, so that not all of them wake for rows that a few will get.
 
     A caller that was woken looks in the moment in which it goes on: it awaits nothing before. Then the next one is
-    woken, while there is something `left`.
+    woken, while there is something `left`. Who joined `ahead` looks before the others.
     """
 
     def __init__(self, left: Callable[[], object]) -> None:
         super().__init__()
         self._left = left
+        self.ahead = _Ahead(self)
+        self._ahead: OrderedDict[asyncio.Future[None], int] = OrderedDict()
         self._line: OrderedDict[asyncio.Future[None], int] = OrderedDict()
         """Those that wait, with rising numbers. An OrderedDict finds its first entry at once, however many left."""
         self._last = self._until = 0
@@ -54,9 +56,15 @@ class Turns(Signal):
         self._last += 1
         self._line[listener] = self._last
 
+    def join_ahead(self, listener: asyncio.Future[None]) -> None:
+        """The same, before those that joined in line."""
+        self._last += 1
+        self._ahead[listener] = self._last
+
     def leave(self, listener: asyncio.Future[None]) -> None:
         """It looks now, or has given up."""
         self._line.pop(listener, None)
+        self._ahead.pop(listener, None)
         if listener is self._on_the_way:
             listener.get_loop().call_soon(self._looked)
 
@@ -76,13 +84,30 @@ class Turns(Signal):
         self._wake()
 
     def _wake(self) -> None:
-        if self._on_the_way is None and self._line and self._left():
-            listener, number = next(iter(self._line.items()))
-            if number <= self._until:
-                del self._line[listener]
+        if self._on_the_way is not None or not self._left():
+            return
+        for line in (self._ahead, self._line):
+            listener, number = next(iter(line.items()), (None, 0))
+            if listener is not None and number <= self._until:
+                del line[listener]
                 self._on_the_way = listener
                 if not listener.done():
                     listener.set_result(None)
+                return
+
+
+class _Ahead(Signal):
+    """The head of the line of `turns`."""
+
+    def __init__(self, turns: Turns) -> None:
+        super().__init__()
+        self._turns = turns
+
+    def join(self, listener: asyncio.Future[None]) -> None:
+        self._turns.join_ahead(listener)
+
+    def leave(self, listener: asyncio.Future[None]) -> None:
+        self._turns.leave(listener)
 
 
 async def any_signal(signals: Sequence[Signal], deadline: float, what: Callable[[], str]) -> None:

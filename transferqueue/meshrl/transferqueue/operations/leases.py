@@ -244,9 +244,13 @@ def signals(candidates: Sequence[tuple[Run, Stage]], worker: str, at_least: int)
         ]
     found: list[Signal] = []
     for run, stage in candidates:
-        found += (run.turns[stage.number], run.gate_signal)
+        turns: Signal = run.turns[stage.number]
         if stage.first:
-            found.append(run.fair_share.holder(worker, run.clock()).wrote)
+            holder = run.fair_share.holder(worker, run.clock())
+            found.append(holder.wrote)
+            # Its share allows a worker without rows one at least; many others would look in vain.
+            turns = turns if holder.rows else run.turns[stage.number].ahead
+        found += (turns, run.gate_signal)
     return found
 
 

@@ -1,0 +1,78 @@
+"""The paced engine takes the time that a recipe gives it, and no other."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshrl.contract.errors import ConfigError
+from meshrl.contract.types import (
+    GenerateRequest,
+    OnUpdate,
+    SamplingParams,
+    Version,
+    WeightManifest,
+)
+from meshrl.rollout.streams import sample
+from meshrl.simulation import paced_engine
+from meshrl.simulation.loop import SimulatedLoop
+
+FIRST = Version(1, 0)
+ALIKE = {"tokens_per_s": 400.0, "length_mean": 100.0, "length_p99": 100.0}
+
+
+def seconds(requests: int, **options: float) -> float:
+    """Until an engine of eight slots has answered so many requests that came together."""
+    loop = SimulatedLoop(0)
+
+    async def run() -> float:
+        engine = paced_engine.build({**ALIKE, **options}, model=Path(), slots=8)
+        await engine.start()
+        manifest = WeightManifest(
+            run="r", version=FIRST, tensors=(), bucket_bytes=(), bucket_hashes=()
+        )
+        await engine.stage_weights(manifest, [])
+        await engine.commit_weights(FIRST, OnUpdate.DRAIN)
+        began = loop.time()
+        asked = [
+            GenerateRequest(
+                request_id=str(number),
+                prompt_ids=np.array([5, 6, 7], np.int32),
+                sampling=SamplingParams(max_tokens=100),
+            )
+            for number in range(requests)
+        ]
+        answers = await asyncio.gather(*(sample(engine, request) for request in asked))
+        assert all(len(answer.tokens) <= 100 for answer in answers)
+        took = loop.time() - began
+        await engine.close()
+        return took
+
+    try:
+        return loop.run_until_complete(run())
+    finally:
+        loop.close()
+
+
+def test_a_request_has_its_part_of_the_speed_of_all_slots() -> None:
+    assert seconds(1) == pytest.approx(2.0)
+    assert seconds(8) == pytest.approx(2.0)
+    assert seconds(16) == pytest.approx(4.0)
+
+
+def test_a_request_that_runs_alone_may_be_faster() -> None:
+    assert seconds(1, alone_speedup=4.0) == pytest.approx(0.5)
+    assert seconds(8, alone_speedup=4.0) == pytest.approx(2.0)
+
+
+def test_lengths_differ_and_are_cut_at_what_the_request_allows() -> None:
+    assert seconds(8, length_mean=1000.0, length_p99=1000.0) == pytest.approx(2.0)
+    assert 1.0 < seconds(8, length_mean=50.0, length_p99=60.0) < 1.5
+
+
+def test_a_percentile_that_no_mean_allows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="want 1 to 15 times the mean"):
+        paced_engine.build({"length_mean": 10.0, "length_p99": 500.0}, model=Path(), slots=1)
