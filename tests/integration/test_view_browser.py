@@ -64,6 +64,19 @@ def walk_by_keyboard(page: Browser, url: str) -> None:
     page.until("!location.hash.includes('row=') && document.querySelectorAll('.row').length")
 
 
+def set_every_option(page: Browser, url: str) -> None:
+    page.open(f"{url.partition('#')[0]}#/overview")
+    page.until("document.querySelectorAll('.panel canvas').length >= 9")
+    change = """const box = document.querySelector(arguments[0]);
+        box.value = arguments[1]; box.dispatchEvent(new Event(arguments[2]))"""
+    page.run(change, "input[type=range]", "0.9", "input")
+    page.run("document.querySelector('label:has(+ .wide) input').click()")
+    page.run(change, "input[type=text]", "policy/unknown", "change")
+    page.run("document.querySelector('.chip input').click()")
+    page.until("document.querySelector('.panel output').children.length === 1")
+    assert page.complaints() == []
+
+
 def watch_it_grow(page: Browser, url: str, run: Path) -> None:
     page.open(f"{url.partition('#')[0]}#/overview")
     page.until("document.querySelector('.chip').innerText.includes('step 119')")
@@ -81,6 +94,7 @@ async def test_every_view_is_drawn_and_what_models_say_stays_text(
     async with served(runs, SaidServices()) as url:
         await asyncio.to_thread(look_at_every_view, page, url)
         await asyncio.to_thread(walk_by_keyboard, page, url)
+        await asyncio.to_thread(set_every_option, page, url)
         await asyncio.to_thread(watch_it_grow, page, url, runs[0])
 
 

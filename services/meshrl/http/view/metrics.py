@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from array import array
 from bisect import bisect_left
 from collections import defaultdict
@@ -76,7 +77,7 @@ class MetricsFile:
         """Read what was appended since the last call; all of it, if the file was rewritten."""
         try:
             with self._path.open("rb") as file:
-                inode = self._path.stat().st_ino
+                inode = os.fstat(file.fileno()).st_ino
                 file.seek(max(0, self._offset - len(self._mark)))
                 if inode != self._inode or file.read(len(self._mark)) != self._mark:
                     self.generation += self._offset > 0

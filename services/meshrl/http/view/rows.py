@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,19 +16,19 @@ import pyarrow.parquet as pq
 
 from meshrl.contract.errors import MeshError, NotFoundError, UserError
 from meshrl.trainer.trajectories.files import FOLDER, Split, file_of, logged_files
+from meshrl.trainer.trajectories.where import COMPONENTS, NUMBERS, TEXTS, condition
 
 SUMMARY: Final = (
     *("uid", "task", "index", "attempt", "data_source", "turns", "prompt_length", "length"),
     *("reward", "advantage", "mismatch", "staleness", "outcome", "worker"),
 )
 """Columns of one value a row, by which a page is filtered and sorted."""
-TEXTS: Final = ("prompt", "response")
+SEARCHED: Final = ("prompt", "response")
 """Columns that are searched, and of which a page shows the beginning."""
 EXCERPT: Final = 400
 """Characters."""
 SCAN_ROWS: Final = 4096
-"""Rows whose texts are in memory at once while they are searched."""
-TERM: Final = re.compile(r"\s*(\w+)\s*(<=|>=|!=|=|<|>|~)\s*(.+?)\s*")
+"""Rows that are in memory at once while texts are searched and conditions tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +39,7 @@ class Question:
     """A column of SUMMARY; empty: as in the file."""
     descending: bool = False
     where: str = ""
-    """Terms as `reward < 0.5`, separated by commas; `~` is "contains"."""
+    """A condition of `meshrl rows --where`; empty: every row."""
     search: str = ""
     """Text that the row id, the prompt or the response contains, in any case."""
     offset: int = 0
@@ -123,10 +122,10 @@ class _reading:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # ValueError: pyarrow's errors, and text that is no UTF-8; errors of ours pass.
-        if isinstance(error, pa.ArrowException | OSError | ValueError) and not isinstance(
-            error, MeshError
-        ):
+        # ValueError and TypeError: columns of other types than the trainer writes, text that is no UTF-8.
+        if isinstance(
+            error, pa.ArrowException | OSError | ValueError | TypeError
+        ) and not isinstance(error, MeshError):
             why = " ".join(str(error).split())[:200]
             raise UserError(f"{self._path.name} cannot be read: {why}") from error
 
@@ -146,10 +145,10 @@ def _read_summary(path: Path, mtime_ns: int, size: int) -> pa.Table:
 def _chosen(path: Path, table: pa.Table, question: Question) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The numbers of the rows asked for, in their order."""
     keep = np.ones(table.num_rows, dtype=bool)
-    for term in filter(str.strip, question.where.split(",")):
-        keep &= _matches(table, term)
+    if question.where:
+        keep &= _meets(path, question.where)
     if question.search:
-        keep &= _found(path, question.search, keep)
+        keep &= _found(path, question.search, table.num_rows)
     numbers = np.flatnonzero(keep)
     if not question.sort:
         return numbers
@@ -159,34 +158,25 @@ def _chosen(path: Path, table: pa.Table, question: Question) -> np.ndarray[Any, 
     return np.asarray(numbers[ranks])
 
 
-def _matches(table: pa.Table, term: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    match = TERM.fullmatch(term)
-    if match is None:
-        raise UserError(
-            f"filter {term.strip()!r}: want a column, a comparison and a value: reward < 0.5"
-        )
-    name, comparison, text = match.groups()
-    column = _column(table, name)
-    if comparison == "~":
-        found = pc.match_substring(pc.cast(column, pa.string()), text, ignore_case=True)
-    else:
-        value: float | str = text
-        if not pa.types.is_string(column.type):
-            try:
-                value = float(text)
-            except ValueError as error:
-                raise UserError(f"filter {term.strip()!r}: {name} is a number") from error
-            column = pc.cast(column, pa.float64())
-        compare = {
-            "<": pc.less,
-            "<=": pc.less_equal,
-            ">": pc.greater,
-            ">=": pc.greater_equal,
-            "=": pc.equal,
-            "!=": pc.not_equal,
-        }[comparison]
-        found = compare(column, value)
-    return np.asarray(pc.fill_null(found, False).combine_chunks().to_numpy(zero_copy_only=False))
+def _meets(path: Path, where: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which rows meet the condition."""
+    meets = condition(where)
+    file = pq.ParquetFile(path)
+    # A column whose name the condition does not hold is not asked for; one is read in any case, to count rows.
+    asked = {COMPONENTS: "reward_components"} | {name: name for name in (*NUMBERS, *TEXTS)}
+    names = {column for name, column in asked.items() if name in where} | {"uid"}
+    columns = [name for name in file.schema_arrow.names if name in names] or [
+        file.schema_arrow.names[0]
+    ]
+    found: list[bool] = []
+    for batch in file.iter_batches(SCAN_ROWS, columns=columns):
+        for row in batch.to_pylist():
+            row["reward_components"] = dict(row.get("reward_components") or ())
+            for name in ("reward", "advantage", "mismatch"):
+                if row.get(name) is not None:  # 0.4 of 32 bits is meant where 0.4 is asked for
+                    row[name] = float(str(np.float32(row[name])))
+            found.append(meets(row))
+    return np.array(found, dtype=bool)
 
 
 def _column(table: pa.Table, name: str) -> pa.ChunkedArray:
@@ -195,13 +185,11 @@ def _column(table: pa.Table, name: str) -> pa.ChunkedArray:
     return table[name]
 
 
-def _found(
-    path: Path, text: str, keep: np.ndarray[Any, np.dtype[np.bool_]]
-) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which rows contain `text`."""
+def _found(path: Path, text: str, count: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which of `count` rows contain `text`."""
     file = pq.ParquetFile(path)
-    names = [name for name in ("uid", *TEXTS) if name in file.schema_arrow.names]
-    found = np.zeros(len(keep), dtype=bool)
+    names = [name for name in ("uid", *SEARCHED) if name in file.schema_arrow.names]
+    found = np.zeros(count, dtype=bool)
     at = 0
     for batch in file.iter_batches(SCAN_ROWS, columns=names):
         here = slice(at, at + batch.num_rows)
@@ -217,7 +205,7 @@ def _with_texts(
 ) -> list[dict[str, Any]]:
     """Summaries of these rows with the beginnings of their texts, in the order given."""
     file = pq.ParquetFile(path)
-    names = [name for name in TEXTS if name in file.schema_arrow.names]
+    names = [name for name in SEARCHED if name in file.schema_arrow.names]
     texts: dict[int, dict[str, Any]] = {}
     # Without columns a table has no rows.
     for places, part in _take(file, np.sort(numbers), names) if names else ():

@@ -49,7 +49,7 @@ export default function rollouts(place, context) {
       select("as", [["groups", "groups"], ["rows", "table"]], layout, (value) => context.go({ layout: value, page: null })),
       select("sort by", [["", "file order"], ...SORTS.flatMap((name) => [[`${name} up`, `${name}, lowest first`], [`${name} down`, `${name}, highest first`]])],
         asked("sort"), (value) => context.go({ sort: value, page: null })),
-      field("where", "filter", "reward < 0.5, outcome = ok"), field("search", "search", "text of prompts and responses"));
+      field("where", "filter", "reward < 0.5 and outcome == 'ok'"), field("search", "search", "text of prompts and responses"));
   }
 
   async function page(step) {
