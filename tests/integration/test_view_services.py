@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from pathlib import Path
 
+import httpx
 import pytest
 
 from meshrl.cli.commands.view import Services
@@ -11,7 +14,7 @@ from meshrl.config import load_recipe
 from meshrl.config.loading import save_recipe
 from meshrl.contract.errors import MeshError, NotFoundError, UnavailableError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, Entry, run_lock
-from meshrl.launcher.up import RECIPE_NAME
+from meshrl.launcher.up import RECIPE_NAME, view_page
 from meshrl.rpc.credentials import ensure_credentials, verifiers_file
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.queue import QueueServicer
@@ -64,3 +67,22 @@ async def test_the_flow_of_rows_is_asked_of_the_queue_and_then_of_its_files(tmp_
     with run_lock(run_dir), pytest.raises(MeshError):
         await services.flow(run_dir)
     assert await services.flow(run_dir) is stopped
+
+
+async def test_the_page_of_up_says_its_address_and_ends_with_it(tmp_path: Path) -> None:
+    ensure_credentials(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    said: asyncio.Queue[str] = asyncio.Queue()
+    async with view_page(tmp_path, lambda _, line: said.put_nowait(line)):
+        line = await said.get()
+        run, page, token = re.fullmatch(r"(\S+): (\S+)/#token=(\S+)", line).groups()  # type: ignore[union-attr]
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            runs = await client.get(
+                f"{page}/api/runs", headers={"authorization": f"Bearer {token}"}
+            )
+            assert [(one["key"], one["step"]) for one in runs.json()] == [(run, 7)]
+            evil = await client.get(page, headers={"host": "evil.example"})
+            assert evil.status_code == 403
+    async with httpx.AsyncClient(trust_env=False) as client:
+        with pytest.raises(httpx.ConnectError):
+            await client.get(page)

@@ -24,7 +24,7 @@ from meshrl.launcher.observer import Observer
 from meshrl.launcher.plan import LaunchPlan
 from meshrl.launcher.preloader import PYTHON
 from meshrl.launcher.preloading import Preloading
-from meshrl.launcher.processes import ServiceProcess
+from meshrl.launcher.processes import LineSink, ServiceProcess
 from meshrl.launcher.run_directory import (
     busy_port,
     finished_line,
@@ -137,7 +137,7 @@ async def _supervise(
         fleet = FleetOperations(plan, supervisor, health_probe, partial(log, "up"))
         shards = ShardOperations(recipe, plan, supervisor, health_probe, partial(log, "up"))
         control = control_socket(recipe.run.path, {**fleet.operations, **shards.operations})
-        page = _page(recipe.run.path, log) if view else nullcontext()
+        page = view_page(recipe.run.path, log) if view else nullcontext()
         async with observer.observing(), showing, control, page:
             verdict = await supervisor.run()
     return verdict, mesh_status
@@ -182,7 +182,7 @@ async def _lines(mesh_status: MeshStatus, log: MergedLog) -> AsyncIterator[None]
 
 
 @asynccontextmanager
-async def _page(directory: Path, log: MergedLog) -> AsyncIterator[None]:
+async def view_page(directory: Path, log: LineSink) -> AsyncIterator[None]:
     """Serve `meshrl view` in a process of its own while the body runs. Its end does not end the run."""
     argv = (*PYTHON, "meshrl.cli", "view", str(directory))
     env = credentials.service_environment(directory, credentials.MeshRole.READER)

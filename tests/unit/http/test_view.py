@@ -356,6 +356,7 @@ def test_what_is_being_written_is_no_step(tmp_path: Path) -> None:
 def test_two_runs_of_one_name_have_keys_of_their_own(tmp_path: Path) -> None:
     runs = viewed_runs([tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "a" / "run"])
     assert [run.key for run in runs] == ["run", "run-2"]
+    assert viewed_runs([tmp_path / "a" / ".."])[0].key == tmp_path.name
 
 
 async def test_a_watcher_hears_of_what_changes_and_only_of_that() -> None:

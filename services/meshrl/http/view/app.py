@@ -95,9 +95,8 @@ def viewed_runs(directories: Sequence[Path]) -> list[ViewedRun]:
     """Runs with keys of their own: the name of the directory, with a number where two have the same."""
     runs: dict[str, ViewedRun] = {}
     for directory in dict.fromkeys(directories):
-        name = directory.absolute().name
+        key = name = directory.resolve().name or "run"
         number = 1
-        key = name
         while key in runs:
             number += 1
             key = f"{name}-{number}"
