@@ -128,7 +128,7 @@ def _table(section: type[Config]) -> list[str]:
 
 
 def _doc(key: Key) -> str:
-    return " ".join((key.field.description or "").split()).replace("|", "\\|")
+    return key.doc.replace("|", "\\|")
 
 
 def _source(kind: type) -> str:

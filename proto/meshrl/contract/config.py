@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import functools
+import inspect
+import itertools
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar
@@ -16,15 +21,48 @@ from meshrl.contract.errors import ConfigError
 class Config(BaseModel):
     """Unknown keys are refused.
 
-    A docstring under a field is its documentation (`config explain`).
+    A docstring under a field is its documentation (`config explain`). Reading docstrings (from the source), and
+    building the validator of a section that is never validated alone, take long: both wait until they are needed.
     """
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_default=True)
 
 
 C = TypeVar("C", bound=Config)
+
+
+def documentation(kind: type[BaseModel], name: str) -> str:
+    """The docstring under a field of a Config class or of a base of it, on one line; empty if there is none."""
+    for each in kind.__mro__:
+        if found := _docstrings(each.__module__).get(each.__qualname__, {}).get(name):
+            return " ".join(found.split())
+    return ""
+
+
+@functools.cache
+def _docstrings(module: str) -> Mapping[str, Mapping[str, str]]:
+    """Of each class of a module, by qualified name: the docstring under each of its fields."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError):
+        return {}  # built in, or typed into an interpreter
+    found: dict[str, dict[str, str]] = {}
+    inner: list[tuple[str, ast.AST]] = [("", tree)]
+    while inner:
+        within, node = inner.pop()
+        if isinstance(node, ast.ClassDef):
+            found[within + node.name] = {
+                field.target.id: text.value.value
+                for field, text in itertools.pairwise(node.body)
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+                if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+                if isinstance(text.value.value, str)
+            }
+            within += f"{node.name}."
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            within += f"{node.name}.<locals>."
+        inner += [(within, child) for child in ast.iter_child_nodes(node)]
+    return found
 
 
 class Machine(Protocol):

@@ -8,7 +8,7 @@ import functools
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ def known(package: str) -> tuple[str, ...]:
     return tuple(sorted(_packages(package)))
 
 
-def _packages(package: str) -> dict[str, str]:
-    """Module name to the package that holds it."""
+@functools.cache
+def _packages(package: str) -> Mapping[str, str]:
+    """Module name to the package that holds it. A process sees the files that were there when it first asked."""
     found: dict[str, str] = {}
     for place in (f"{DOUBLES}.{package.rpartition('.')[2]}", package):
         if place == package or importlib.util.find_spec(place) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,10 @@ from meshrl.contract.config import Config
 from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.sandbox.limits import Limits
 from meshrl.rewardd.sandbox.sandbox import Isolation
+
+JUDGES = "meshrl.rewardd.judges"
+OTHER_PACKAGES: Mapping[str, str] = {"model": "meshrl.trainer.model.reward_model"}
+"""Kinds that live in another package and are imported by name, because this package imports no torch."""
 
 
 class RewardFunctionConfig(Config):

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pydantic
 
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.plugins import load
-from meshrl.rewardd.config import JudgeConfig, RewardConfig
+from meshrl.rewardd.config import JUDGES, OTHER_PACKAGES, JudgeConfig, RewardConfig
 from meshrl.rewardd.judges._composite import CompositeJudge, Part, StartableJudge
 from meshrl.rewardd.pool.pool import PoolJudge
 from meshrl.rewardd.pool.rule import Rule, read_rule
-
-JUDGES = "meshrl.rewardd.judges"
-OTHER_PACKAGES: Mapping[str, str] = {"model": "meshrl.trainer.model.reward_model"}
-"""Kinds that live in another package and are imported by name, because this package imports no torch."""
 
 
 def build_judge(config: RewardConfig) -> PoolJudge | CompositeJudge:

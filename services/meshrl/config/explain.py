@@ -17,7 +17,7 @@ import annotated_types
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from meshrl.contract.config import Config
+from meshrl.contract.config import Config, documentation
 
 Loc = tuple[str | int, ...]
 SIMPLE: Mapping[Any, str] = {
@@ -43,6 +43,11 @@ class Key:
     def dotted(self) -> str:
         """As a person writes it."""
         return ".".join(self.path)
+
+    @property
+    def doc(self) -> str:
+        """What it means."""
+        return documentation(self.owner, self.path[-1])
 
     @property
     def type_text(self) -> str:

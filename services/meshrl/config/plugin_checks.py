@@ -19,7 +19,7 @@ from meshrl.config.weights import CARRIERS
 from meshrl.contract import plugins
 from meshrl.contract.config import read_options
 from meshrl.contract.errors import ConfigError
-from meshrl.rewardd.judge import JUDGES, OTHER_PACKAGES
+from meshrl.rewardd.config import JUDGES, OTHER_PACKAGES
 from meshrl.rewardd.pool.rule import REWARDS
 from meshrl.rewardd.sandbox.sandbox import Isolation
 from meshrl.trainer.data.files import READERS

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from meshrl.config.explain import Loc, config_of, has_names, locate, nearest, type_text, value_text
-from meshrl.contract.config import Config
+from meshrl.contract.config import Config, documentation
 
 WRITTEN_BY_US = frozenset({"value_error", "assertion_error"})
 """Kinds of error whose message a validator of ours wrote."""
@@ -64,7 +64,7 @@ def dotted(at: Loc) -> str:
 
 
 def _sentence(model: type[Config], at: Loc, detail: ErrorDetails) -> str:
-    _, owner, field = locate(model, at)
+    named, owner, field = locate(model, at)
     if field is None:
         near = nearest(model, at)
         if near:
@@ -76,15 +76,17 @@ def _sentence(model: type[Config], at: Loc, detail: ErrorDetails) -> str:
         right = type_text((get_args(field.annotation) or (field.annotation,))[0])
     else:
         right = type_text(field.annotation, field.metadata)
+    name = next(part for part in reversed(named) if isinstance(part, str))
+    meaning = documentation(owner, name)
     if detail["type"] == "missing":
-        doc = f": {field.description}" if field.description else ""
+        doc = f": {meaning}" if meaning else ""
         return f"{dotted(at)} is missing; want {right}{doc}".replace("\n", " ")
     given = _given(detail["input"])
     if detail["type"] in WRITTEN_BY_US:
         message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
         return f"{dotted(at)}: {message} (got {given})".replace("\n", " ")
     if detail["type"] == "string_pattern_mismatch":
-        right += f" ({field.description})" if field.description else ""
+        right += f" ({meaning})" if meaning else ""
     if detail["type"] == "list_type" and not isinstance(detail["input"], Mapping):
         right += f"; write [{given}]"
     return f"{dotted(at)}: got {given}, want {right}".replace("\n", " ")

@@ -140,5 +140,5 @@ def test_options_of_algorithms_that_are_not_chosen_are_accepted_and_checked(tmp_
 
 def test_every_option_of_an_algorithm_is_a_key_that_can_be_explained() -> None:
     keys = {key.dotted: key for key in walk(Recipe)}
-    assert "Reward components" in (keys["algorithm.gdpo_reward_keys"].field.description or "")
+    assert "Reward components" in keys["algorithm.gdpo_reward_keys"].doc
     assert keys["actor.policy_loss.tau_neg"].default_text == "1.05"

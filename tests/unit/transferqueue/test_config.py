@@ -7,6 +7,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
+from meshrl.contract.config import documentation
 from meshrl.transferqueue.config import QueueConfig
 
 
@@ -24,5 +25,5 @@ def test_a_staleness_that_is_none_is_refused(value: object) -> None:
 
 
 def test_every_field_is_documented() -> None:
-    undocumented = [n for n, field in QueueConfig.model_fields.items() if not field.description]
+    undocumented = [n for n in QueueConfig.model_fields if not documentation(QueueConfig, n)]
     assert undocumented == []

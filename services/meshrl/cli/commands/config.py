@@ -101,19 +101,15 @@ def _sections() -> str:
     return ", ".join(Recipe.model_fields)
 
 
-def _doc(key: Key) -> str:
-    return " ".join((key.field.description or "").split())
-
-
 def _short(key: Key, name: str | None = None) -> str:
-    doc = f"  {_doc(key)}" if _doc(key) else ""
+    doc = f"  {key.doc}" if key.doc else ""
     if config_of(key.field.annotation) is not None and key.default_text in ("{}", "required"):
         return f"{name or key.dotted}:{doc}"
     return f"{name or key.dotted} = {key.default_text}{doc}"
 
 
 def _long(key: Key) -> str:
-    lines = [key.dotted, f"  {_doc(key)}" if _doc(key) else None]
+    lines = [key.dotted, f"  {key.doc}" if key.doc else None]
     lines += [f"  type: {key.type_text}", f"  default: {key.default_text}"]
     lines += [f"  defined in: {defined_at(key)}"]
     return "\n".join(line for line in lines if line)
@@ -122,7 +118,7 @@ def _long(key: Key) -> str:
 def _facts(key: Key) -> dict[str, str]:
     return {
         "key": key.dotted,
-        "doc": _doc(key),
+        "doc": key.doc,
         "type": key.type_text,
         "default": key.default_text,
         "defined_in": defined_at(key),

@@ -43,7 +43,7 @@ def compared(run_dir: Path, other_dir: Path | None) -> list[dict[str, Any]]:
                 "changed": value is not None and value != default,
                 "other": other.get(name),
                 "differs": other_dir is not None and value != other.get(name),
-                "doc": " ".join((key.field.description or "").split()) if key else "",
+                "doc": key.doc if key else "",
             }
         )
     return entries
