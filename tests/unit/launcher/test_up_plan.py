@@ -51,6 +51,17 @@ def test_every_service_can_be_forked_and_those_with_torch_come_from_the_preloade
     assert with_torch == ["reference", "trainer", "rollout-0"]
 
 
+@pytest.mark.parametrize(
+    ("carrier", "preloader"), [("gloo", "torch"), ("shm", "light"), ("auto", "torch")]
+)
+def test_a_worker_whose_carrier_needs_torch_comes_from_the_preloader_that_has_it(
+    tmp_path: Path, carrier: str, preloader: str
+) -> None:
+    changes = ("rollout.name=echo", f"weights.carrier={carrier}")
+    _, services = plan(tmp_path, *changes)
+    assert services["rollout-0"].preload == preloader
+
+
 def test_a_queue_of_several_shards_is_several_services_in_the_address_book(tmp_path: Path) -> None:
     launch_plan, services = plan(tmp_path, "queue.shards=2")
     assert list(services)[:2] == ["queue-0", "queue-1"]

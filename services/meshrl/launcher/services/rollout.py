@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from meshrl.config.recipe import Recipe, uses_gateway
 from meshrl.config.stages import Columns, ServiceKind
 from meshrl.contract.types import rollout_stage
+from meshrl.weights.carrier import carrier_facts, offered
 
 if TYPE_CHECKING:
     from meshrl.rpc.service_context import ServiceContext
@@ -17,11 +18,17 @@ def _columns(recipe: Recipe, evaluation: bool) -> Columns:
     return Columns(reads=stage.reads, writes=stage.writes)
 
 
+def _needs_torch(recipe: Recipe) -> bool:
+    """The embedded engine does, and beside any engine the receiving end of a carrier may."""
+    carriers = map(carrier_facts, offered(recipe.weights))
+    return recipe.rollout.name == "torch" or any("torch" in each.needs for each in carriers)
+
+
 SERVICE = ServiceKind(
     sections=("model", "rollout", "weights"),
     columns=_columns,
     count=lambda recipe: recipe.rollout.workers,
-    needs_torch=lambda recipe: recipe.rollout.name == "torch",
+    needs_torch=_needs_torch,
     start_order=2,
     removable=True,
 )
