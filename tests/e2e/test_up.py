@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..listening import reachable_sockets
 from ..mesh import make_mesh
+from ..run_directory import unnamed_files
 
 pytestmark = pytest.mark.slow
 
@@ -25,6 +26,7 @@ def test_a_run_trains_evaluates_exports_and_balances(tmp_path: Path) -> None:
             time.sleep(0.2)
         mesh.wait(process)
     assert not reachable, "nothing listens beyond loopback unasked"
+    assert not unnamed_files(mesh.run_dir), "docs/reference/run-directory.md names every file"
     assert [line["step"] for line in mesh.steps()] == [0, 1, 2, 3]
     assert [m["step"] for m in mesh.metrics() if "val/score/mean" in m] == [0, 2, 4]
     ledger = asyncio.run(mesh.ledger())

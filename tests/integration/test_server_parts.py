@@ -212,10 +212,26 @@ async def test_a_server_and_its_children_end_when_their_parent_is_killed() -> No
         assert await gone(grandchild)
 
 
+def test_a_long_log_of_a_server_is_moved_aside_and_no_line_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess_guard, "LOG_BYTES", 1000)
+    path = tmp_path / "server.log"
+    printed, printing = os.pipe()
+    text = "".join(f"line {number}\n" for number in range(150))
+    for at in range(0, len(text), 100):
+        os.write(printing, text[at : at + 100].encode())
+    os.close(printing)
+    monkeypatch.setattr(subprocess_guard, "READ_BYTES", 100)
+    subprocess_guard.copy_to_log(printed, os.open(path, os.O_WRONLY | os.O_CREAT), path)
+    os.close(printed)
+    assert (tmp_path / "server.log.1").read_text() + path.read_text() == text
+
+
 PARENT = """
 import subprocess, sys, time
 guard, python, family = sys.argv[1:]
-child = subprocess.Popen([python, guard, python, "-c", family], stdin=subprocess.PIPE)
+child = subprocess.Popen([python, guard, "/dev/null", python, "-c", family], stdin=subprocess.PIPE)
 time.sleep(600)
 """
 

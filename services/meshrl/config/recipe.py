@@ -40,6 +40,10 @@ class RunConfig(Config):
     """Logs, queue, checkpoints, metrics; null is `runs/<run.name>`."""
     seed: int = 0
     """Seeds the samplers, the trainer and everything else that draws."""
+    log_max_bytes: PositiveInt = 16 << 20
+    """A service's log of this size is moved aside: `queue.log` becomes `queue.log.1`, that one `queue.log.2`."""
+    log_keep: PositiveInt = 4
+    """Logs of one service that were moved aside and stay, the newest ones."""
 
     @property
     def path(self) -> Path:

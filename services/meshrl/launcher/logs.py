@@ -7,10 +7,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
 
 from rich.console import Console
 from rich.text import Text
+
+from meshrl.contract.line_file import LineFile
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
 ERRORS = re.compile(
@@ -19,14 +20,27 @@ ERRORS = re.compile(
 
 
 class MergedLog:
-    """Takes (service, line); `up` has lines of its own."""
+    """Takes (service, line); `up` has lines of its own.
 
-    def __init__(self, directory: Path, names: Sequence[str], console: Console) -> None:
+    A file of `max_bytes` is moved aside, and the newest `keep` of those stay: `queue.log`, `queue.log.1`, ...
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        names: Sequence[str],
+        console: Console,
+        *,
+        max_bytes: int = 0,
+        keep: int | None = None,
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._console = console
-        self._files: dict[str, TextIO] = {}
-        self._full = False
+        self._max_bytes = max_bytes
+        self._keep = keep
+        self._files: dict[str, LineFile] = {}
+        self._refused = False
         self._width = max(map(len, [*names, "up"]))
         self._colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
 
@@ -48,18 +62,16 @@ class MergedLog:
         self._show(name, line)
 
     def _save(self, name: str, line: str) -> None:
-        try:
-            if name not in self._files:
-                path = self._directory / f"{name}.log"
-                self._files[name] = path.open("a", encoding="utf-8", buffering=1)
-            self._files[name].write(line + "\n")
-        except OSError as error:
-            if not self._full:
-                # A full disk must not end the run: this is reported once, and the lines are still shown.
-                self._full = True
-                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                why = "the disk is full" if full else str(error)
-                self._show("up", f"error: logs are shown but not saved: {self._directory}: {why}")
+        if name not in self._files:
+            path = self._directory / f"{name}.log"
+            self._files[name] = LineFile(path, max_bytes=self._max_bytes, keep=self._keep)
+        error = self._files[name].write_or_keep(line)
+        if error is not None and not self._refused:
+            # A full disk must not end the run: this is reported once, and the lines are still shown.
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            why = "the disk is full" if full else str(error)
+            self._show("up", f"error: logs are shown but not saved: {self._directory}: {why}")
+        self._refused = error is not None
 
     def _show(self, name: str, line: str) -> None:
         # A worker that was added later takes the next colour.

@@ -27,7 +27,13 @@ class LaunchPlan:
     """The services of one `up`, and the address book in which they find each other."""
 
     def __init__(
-        self, recipe: Recipe, recipe_path: Path, address_book_path: Path, fixed: Mapping[str, int]
+        self,
+        recipe: Recipe,
+        recipe_path: Path,
+        address_book_path: Path,
+        fixed: Mapping[str, int],
+        *,
+        kept_recipe: Path | None = None,
     ) -> None:
         """Choose ports and write the address book.
 
@@ -36,6 +42,7 @@ class LaunchPlan:
             recipe_path: the resolved recipe that the services read.
             address_book_path: where the address book goes.
             fixed: ports that must be taken as they are, by service name.
+            kept_recipe: the recipe that the address book names, for after the run; None: `recipe_path`.
 
         Raises:
             UserError: `fixed` names no service of this mesh.
@@ -49,10 +56,13 @@ class LaunchPlan:
             )
         self._fixed = fixed
         self._path = address_book_path
+        self._recipe_path = recipe_path
         self._taken: set[int] = set(fixed.values())
         self._unlisted: dict[str, Entry] = {}
         """Queue processes that are started and not in the address book yet, by name."""
-        self.address_book = AddressBook(run=recipe.run.name, recipe=recipe_path, services={})
+        self.address_book = AddressBook(
+            run=recipe.run.name, recipe=kept_recipe or recipe_path, services={}
+        )
         for name in self._services:
             self._choose(name)
         self.address_book.save(address_book_path)
@@ -90,7 +100,7 @@ class LaunchPlan:
             entry = self.shard_entry(name)
             return (
                 *(sys.executable, "-P", "-m", "meshrl.cli", "serve", "queue"),
-                *(str(self.address_book.recipe), f"queue.shards={shards + 1}", "--name", name),
+                *(str(self._recipe_path), f"queue.shards={shards + 1}", "--name", name),
                 *("--host", entry.host, "--port", str(entry.port)),
                 *("--metrics-port", str(entry.metrics_port)),
             )
@@ -131,7 +141,7 @@ class LaunchPlan:
                 "meshrl.cli",
                 "serve",
                 service.kind,
-                str(self.address_book.recipe),
+                str(self._recipe_path),
             ),
             *("--address-book", str(self._path), "--name", name),
         )

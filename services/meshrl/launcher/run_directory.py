@@ -3,38 +3,55 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 from meshrl.config.loading import anchored, save_recipe
 from meshrl.config.recipe import Recipe
 from meshrl.contract.files import replace_file
 from meshrl.launcher.ports import is_free
+from meshrl.launcher.status import MeshStatus
 
+RECIPE_NAME = "recipe.yaml"
+RUNNING_NAME = "recipe.running.yaml"
 FINISHED_NAME = "finished.json"
+EXPORT_NAME = "export"
 HOST = "127.0.0.1"
 
 
+class RecipeOnTrial:
+    """The recipe of a start: services read `running`; `accepted` is the run's own, and changes with `accept` only."""
+
+    def __init__(self, directory: Path) -> None:
+        self.running = directory / RUNNING_NAME
+        self.accepted = directory / RECIPE_NAME
+
+    def save(self, recipe: Recipe) -> None:
+        """Let services that start from here on read `recipe`."""
+        save_recipe(anchored(recipe), self.running)
+
+    def accept(self) -> None:
+        """Make what the services read the recipe of the run; not while the disk is full, which must not end it."""
+        with suppress(OSError):
+            replace_file(self.accepted, self.running.read_bytes())
+
+
 @contextmanager
-def recipe_on_trial(recipe: Recipe, path: Path) -> Iterator[Callable[[], None]]:
-    """Save `recipe` for the services to read; unless the given function is called, the one before comes back.
+def recipe_on_trial(recipe: Recipe, directory: Path) -> Iterator[RecipeOnTrial]:
+    """Save `recipe` for the services to read; the run keeps its own until this one is accepted, whoever is killed.
 
     A start that the run's queue, data or checkpoint refuses must not change what the run is said to be.
     """
-    before = path.read_bytes() if path.exists() else None
-    accepted = False
-
-    def accept() -> None:
-        nonlocal accepted
-        accepted = True
-
-    save_recipe(anchored(recipe), path)
+    trial = RecipeOnTrial(directory)
+    trial.save(recipe)
+    if not trial.accepted.exists():
+        trial.accept()
     try:
-        yield accept
+        yield trial
     finally:
-        if not accepted and before is not None:
-            replace_file(path, before)
+        trial.running.unlink(missing_ok=True)
 
 
 def busy_port(fixed: Mapping[str, int]) -> str | None:
@@ -45,10 +62,21 @@ def busy_port(fixed: Mapping[str, int]) -> str | None:
     return None
 
 
-def note_finished(recipe: Recipe, step: int) -> None:
-    """Note that the run did all that `recipe` asks for."""
-    note = {"step": step, "length": _length(recipe)}
-    replace_file(recipe.run.path / FINISHED_NAME, json.dumps(note, indent=2) + "\n")
+def note_finished(recipe: Recipe, mesh_status: MeshStatus) -> None:
+    """Note that the run did all that `recipe` asks for, and what came of it."""
+    directory, ledger = recipe.run.path, mesh_status.ledger
+    note = {
+        "run": recipe.run.name,
+        "step": mesh_status.trainer.step if mesh_status.trainer else 0,
+        "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "reward": next(reversed(mesh_status.rewards.values()), None),
+        "held_out_score": next(reversed(mesh_status.scores.values()), None),
+        "trained_rows": ledger.trained if ledger else None,
+        "balanced": ledger.balanced if ledger else None,
+        "model": EXPORT_NAME if (directory / EXPORT_NAME).is_dir() else None,
+        "length": _length(recipe),
+    }
+    replace_file(directory / FINISHED_NAME, json.dumps(note, indent=2) + "\n")
 
 
 def finished_line(recipe: Recipe) -> str | None:

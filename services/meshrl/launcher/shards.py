@@ -13,7 +13,6 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from meshrl.config.loading import anchored, save_recipe
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import ConflictError, CorruptError, UserError
 from meshrl.contract.files import replace_file
@@ -57,12 +56,15 @@ class ShardOperations:
         supervisor: Supervisor,
         probe_of: ProbeOf,
         log: Callable[[str], None],
+        save: Callable[[Recipe], None],
     ) -> None:
+        """`save` makes a recipe the one of the run, and of services that start from then on."""
         self._recipe = recipe
         self._plan = plan
         self._supervisor = supervisor
         self._probe_of = probe_of
         self._log = log
+        self._save = save
         self._adding = asyncio.Lock()
         self._started = ""
         """A shard that may be enrolled or not: shard 0 ended before it answered."""
@@ -87,9 +89,7 @@ class ShardOperations:
                 await self._supervisor.dismiss(name)
                 raise
             self._started = ""
-            save_recipe(
-                anchored(_with_shards(self._recipe, shards)), self._plan.address_book.recipe
-            )
+            self._save(_with_shards(self._recipe, shards))
             self._plan.list_shard(name)
             self._log(f"queue: added {name}, {shards} shards")
             return {"added": name, "shards": shards}

@@ -26,6 +26,7 @@ from meshrl.launcher.preloader import PYTHON
 from meshrl.launcher.preloading import Preloading
 from meshrl.launcher.processes import LineSink, ServiceProcess
 from meshrl.launcher.run_directory import (
+    RecipeOnTrial,
     busy_port,
     finished_line,
     note_finished,
@@ -43,7 +44,6 @@ REDRAW_S = 0.25
 STEP_LINE_S = 3.0
 """Between two lines of progress: small models make several steps a second."""
 WAITING_LINE_S = 30.0
-RECIPE_NAME = "recipe.yaml"
 SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
@@ -74,18 +74,17 @@ def up(
         if (line := busy_port(fixed_ports)) is not None:
             print(f"error: {line}", file=sys.stderr)
             return Exit.PORT_IN_USE
-        with recipe_on_trial(recipe, directory / RECIPE_NAME) as accept:
-            plan = LaunchPlan(
-                recipe, directory / RECIPE_NAME, directory / ADDRESS_BOOK_NAME, fixed_ports
-            )
+        with recipe_on_trial(recipe, directory) as trial:
+            book = directory / ADDRESS_BOOK_NAME
+            plan = LaunchPlan(recipe, trial.running, book, fixed_ports, kept_recipe=trial.accepted)
             verdict, mesh_status = asyncio.run(
-                _supervise(recipe, plan, console, plain, view, preloading)
+                _supervise(recipe, plan, trial, console, plain, view, preloading)
             )
-            if verdict.code != Exit.USER_ERROR or mesh_status.steps:
-                accept()
+            if verdict.code != Exit.USER_ERROR:
+                trial.accept()
+        mesh_status.recall(recipe.metrics_path)
         if verdict.finished:
-            note_finished(recipe, mesh_status.trainer.step if mesh_status.trainer else 0)
-    mesh_status.recall(recipe.metrics_path)
+            note_finished(recipe, mesh_status)
     files = {
         "checkpoints": str(recipe.checkpoint_dir),
         "metrics": str(recipe.metrics_path),
@@ -100,6 +99,7 @@ def up(
 async def _supervise(
     recipe: Recipe,
     plan: LaunchPlan,
+    trial: RecipeOnTrial,
     console: Console,
     plain: bool,
     view: bool,
@@ -107,7 +107,8 @@ async def _supervise(
 ) -> tuple[Verdict, MeshStatus]:
     services = plan.services(health_probe)
     names = [service.name for service in services]
-    with MergedLog(recipe.run.path / "logs", names, console) as log:
+    bounds = {"max_bytes": recipe.run.log_max_bytes, "keep": recipe.run.log_keep}
+    with MergedLog(recipe.run.path / "logs", names, console, **bounds) as log:
         # The observer reads the supervisor's states, and the supervisor asks the observer for a last look.
         supervisor = Supervisor(
             services,
@@ -120,8 +121,14 @@ async def _supervise(
 
         last_line_s = -STEP_LINE_S
 
+        def save(changed: Recipe) -> None:
+            trial.save(changed)
+            trial.accept()
+
         def on_step(status: TrainerStatus) -> None:
             nonlocal last_line_s
+            if mesh_status.steps == 1:
+                trial.accept()  # whatever ends the run from here on: it has trained with this recipe
             if not live and mesh_status.elapsed_s - last_line_s >= STEP_LINE_S:
                 last_line_s = mesh_status.elapsed_s
                 log("up", step_line(mesh_status, status))
@@ -135,7 +142,7 @@ async def _supervise(
         log("up", f"run {recipe.run.name}: {', '.join(names)}; files in {recipe.run.path}")
         showing = _live(mesh_status, console) if live else _lines(mesh_status, log)
         fleet = FleetOperations(plan, supervisor, health_probe, partial(log, "up"))
-        shards = ShardOperations(recipe, plan, supervisor, health_probe, partial(log, "up"))
+        shards = ShardOperations(recipe, plan, supervisor, health_probe, partial(log, "up"), save)
         control = control_socket(recipe.run.path, {**fleet.operations, **shards.operations})
         page = view_page(recipe.run.path, log) if view else nullcontext()
         async with observer.observing(), showing, control, page:

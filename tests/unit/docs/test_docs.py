@@ -7,12 +7,15 @@ import functools
 import re
 import runpy
 import subprocess
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from meshrl.cli.root import KNOWN
+
+from ...run_directory import bounds, unnamed
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -146,3 +149,16 @@ def test_an_example_of_an_extension_is_found_by_its_dotted_name(file: str) -> No
     kind = parts[0] if len(parts) > 1 else parts[0].partition("_")[0]
     found = plugins.load("meshrl.rollout", ".".join(("my_package", *parts)), attributes[kind])
     assert callable(found)
+
+
+def test_every_file_of_a_run_is_named_with_what_bounds_it() -> None:
+    """`tests/e2e/test_up.py` compares the directory of a run of today."""
+    with tarfile.open(ROOT / "tests/fixtures/run-0.1.tar.gz") as archive:
+        files = [member.name for member in archive.getmembers() if member.isfile()]
+    run = [name.removeprefix("old-run/run/") for name in files if "/run/" in name]
+    assert "metrics.jsonl" in run and "logs/queue.log" in run
+    assert unnamed(run) == []
+    assert unnamed(["logs/queue.log.1", "rewards/audit.jsonl.12", "queue-1/data.mdb"]) == []
+    others = ["logs/core", "metrics.jsonl.1", "trace"]
+    assert unnamed(others) == others
+    assert all(bounds().values())

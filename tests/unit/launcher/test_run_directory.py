@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from meshrl.cli.find_mesh import find_mesh, last_step
 from meshrl.config import load_recipe
 from meshrl.config.loading import anchored, load_run, save_recipe
 from meshrl.config.recipe import Recipe
+from meshrl.contract.types import Ledger, TrainerPhase, TrainerStatus, Version
 from meshrl.launcher.address_book import AddressBook
 from meshrl.launcher.run_directory import finished_line, note_finished, recipe_on_trial
+from meshrl.launcher.status import MeshStatus
 
 TEXT = """
 run: {name: my}
@@ -87,20 +90,66 @@ def test_a_refused_recipe_does_not_replace_the_accepted_one(recipe: Recipe) -> N
     path = started(recipe) / "recipe.yaml"
     before = path.read_text()
     other = load_recipe(Path("my.yaml"), ["rollout.n=4"], check=False)
-    with pytest.raises(KeyboardInterrupt), recipe_on_trial(other, path):
-        assert load_recipe(path, check=False).rollout.n == 4  # what the services read meanwhile
-        raise KeyboardInterrupt
+    with recipe_on_trial(other, path.parent) as trial:
+        assert load_recipe(trial.running, check=False).rollout.n == 4
+        # kill -9 at this moment, or a refusal:
+        assert path.read_text() == before
     assert path.read_text() == before
-    with recipe_on_trial(other, path) as accept:
-        accept()
-    assert load_recipe(path, check=False).rollout.n == 4
+    assert not trial.running.exists()
+    with recipe_on_trial(other, path.parent) as trial:
+        trial.accept()
+        assert load_recipe(path, check=False).rollout.n == 4
+        more = load_recipe(Path("my.yaml"), ["rollout.n=4", "queue.shards=3"], check=False)
+        trial.save(more)
+        trial.accept()
+    assert load_recipe(path, check=False).queue.shards == 3
+
+
+def test_the_first_start_of_a_run_leaves_its_recipe_for_others_to_read_at_once(
+    recipe: Recipe,
+) -> None:
+    recipe.run.path.mkdir(parents=True)
+    with recipe_on_trial(recipe, recipe.run.path) as trial:
+        assert load_recipe(trial.accepted, check=False) == load_recipe(trial.running, check=False)
+
+
+def finished() -> MeshStatus:
+    """What `up` has seen at the end of a run of 15 steps."""
+    mesh_status = MeshStatus(run="my", states={})
+    mesh_status.trainer = TrainerStatus(
+        phase=TrainerPhase.DONE, step=15, total_steps=15, version=Version(1, 15)
+    )
+    mesh_status.rewards = {14: 0.25, 15: 0.5}
+    mesh_status.scores = {0: 0.125, 15: 0.75}
+    mesh_status.ledger = Ledger(
+        run="my", admitted=240, trained=240, filtered={}, stale={}, dead_lettered={}, resident={}
+    )
+    return mesh_status
+
+
+def test_a_finished_run_leaves_a_note_of_what_it_came_to(recipe: Recipe) -> None:
+    directory = started(recipe)
+    (directory / "export").mkdir()
+    note_finished(recipe, finished())
+    told = json.loads((directory / "finished.json").read_text())
+    assert datetime.fromisoformat(told.pop("finished_at")).tzinfo is UTC
+    del told["length"]
+    assert told == {
+        "run": "my",
+        "step": 15,
+        "reward": 0.5,
+        "held_out_score": 0.75,
+        "trained_rows": 240,
+        "balanced": True,
+        "model": "export",
+    }
 
 
 def test_a_finished_run_says_so_until_it_is_asked_for_more(recipe: Recipe) -> None:
     assert finished_line(recipe) is None
     (started(recipe) / "checkpoints" / "step-15").mkdir(parents=True)
     assert finished_line(recipe) is None
-    note_finished(recipe, 15)
+    note_finished(recipe, finished())
     line = finished_line(recipe)
     assert line is not None
     assert line.startswith("run my is finished at step 15; files in runs/my\n")

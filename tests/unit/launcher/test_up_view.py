@@ -181,6 +181,30 @@ def test_logs_that_cannot_be_saved_are_still_shown_and_reported_once(tmp_path: P
     assert "logs are shown but not saved" in lines[0]
 
 
+def test_lines_that_a_full_disk_refused_are_saved_when_there_is_space_again(tmp_path: Path) -> None:
+    out = io.StringIO()
+    (tmp_path / "queue.log").mkdir()
+    with MergedLog(tmp_path, ["queue"], Console(file=out, width=300)) as log:
+        log("queue", "one")
+        log("queue", "two")
+        (tmp_path / "queue.log").rmdir()
+        log("queue", "three")
+    assert (tmp_path / "queue.log").read_text() == "one\ntwo\nthree\n"
+
+
+def test_a_long_log_is_moved_aside(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO())
+    with MergedLog(tmp_path, ["queue"], console, max_bytes=10, keep=2) as log:
+        for number in range(9):
+            log("queue", f"{number:04}")
+    logs = ("queue.log.2", "queue.log.1", "queue.log")
+    assert [(tmp_path / name).read_text().split() for name in logs] == [
+        ["0004", "0005"],
+        ["0006", "0007"],
+        ["0008"],
+    ]
+
+
 def test_the_end_of_a_run_is_read_from_its_own_record(tmp_path: Path) -> None:
     made = mesh_status()
     record = tmp_path / "metrics.jsonl"

@@ -3,7 +3,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import resource
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,65 @@ def test_lines_of_a_history_that_a_crash_undid_are_dropped(tmp_path: Path) -> No
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in lines] == [(0, 0.0), (1, 1.0), (2, 20.0)]
     assert lines[0]["bad"] is None
+
+
+def test_a_long_record_of_metrics_is_thinned_from_its_beginning_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, most = tmp_path / "metrics.jsonl", 20_000
+    log = MetricsLog(path, max_bytes=most)
+    for step in range(2000):
+        log.write(step, {"reward/mean": 0.5})
+        if step % 10 == 0:
+            log.write(step, {"val/score/mean": 0.1})
+    log.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert path.stat().st_size <= most
+    for key, every in (("reward/mean", 1), ("val/score/mean", 10)):
+        steps = [line["step"] for line in lines if key in line]
+        assert (steps[0], steps[-1]) == (0, 2000 - every)
+        gaps = [after - before for before, after in pairwise(steps)]
+        assert gaps == sorted(gaps, reverse=True)
+        assert gaps[-1] == every
+    assert "every second line of its older half was left out" in caplog.text
+
+
+def test_a_full_disk_does_not_end_training_and_loses_no_line_of_metrics(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, max_bytes=500)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        for step in range(20):
+            # With room for 14 lines the file cannot grow to where it would be thinned.
+            room = 480 if 5 <= step < 18 else limits[0]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+            log.write(step, {"reward/mean": 0.5})
+        steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+        assert steps[-10:] == list(range(10, 20))
+        assert caplog.text.count("metrics wait in memory until they can be written") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        log.close()
+
+
+def test_a_kill_while_metrics_are_thinned_leaves_them_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, max_bytes=200)
+    for step in range(6):
+        log.write(step, {"reward/mean": 0.5})
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", killed)
+        log.write(6, {"reward/mean": 0.5})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == list(range(7))
+    log.close()
 
 
 def test_a_run_of_equal_rewards_says_that_it_learns_nothing(

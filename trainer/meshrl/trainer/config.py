@@ -315,6 +315,8 @@ class TrainerConfig(Config):
     val_before_train: bool = True
     logger: tuple[Literal["console", "tensorboard", "wandb"], ...] = ("console",)
     """JSONL metrics are always written to `<run.dir>/metrics.jsonl`."""
+    metrics_max_bytes: PositiveInt = 64 << 20
+    """Of metrics.jsonl (some 25,000 steps): whenever it is longer, every second line of its first half goes."""
     project_name: str = "meshrl"
     experiment_name: str | None = None
     """None takes `run.name`."""

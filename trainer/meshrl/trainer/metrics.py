@@ -6,15 +6,19 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from meshrl.contract.errors import UserError
+from meshrl.contract.line_file import LineFile
 from meshrl.contract.types import Json
 
 log = logging.getLogger(__name__)
 
+MAX_BYTES = 64 << 20
+"""Of metrics.jsonl: some 25,000 steps."""
 LEARNLESS_STEPS = 5
 """Steps in a row without anything to learn from that are worth a warning."""
 
@@ -36,33 +40,34 @@ class MetricsLog:
 
     A line has `step` (the training step it tells of) and its values; several lines may share a step (training,
     evaluation). What a killed trainer wrote after its last checkpoint tells of a history that is no more:
-    `resume_at` drops it.
+    `resume_at` drops it. At `max_bytes` every second line of the older half is left out: the file still tells of the
+    whole run, of what is long ago in fewer steps. While the disk is full, lines wait in memory.
     """
 
-    def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(
+        self, path: Path, sinks: Sequence[Sink] = (), *, max_bytes: int = MAX_BYTES
+    ) -> None:
+        """Raises OSError: `path` cannot be opened."""
         self._path = path
         self._sinks = tuple(sinks)
         self._failed: list[Sink] = []
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._stream = path.open("a")
+        self._max_bytes = self._thin_at = max_bytes
+        self._refused = False
+        self._file = LineFile(path)
+        self._file.open()
 
     def resume_at(self, step: int) -> None:
-        """Drop lines of steps >= `step`, and a last line that was cut short."""
-        self._stream.close()
-        lines = [line for line in self._path.read_text().splitlines() if _step_of(line) < step]
-        writing = self._path.with_name(f".{self._path.name}.writing")
-        with writing.open("w") as stream:
-            stream.writelines(f"{line}\n" for line in lines)
-            stream.flush()
-            os.fsync(stream.fileno())
-        writing.replace(self._path)
-        self._stream = self._path.open("a")
+        """Drop lines of steps >= `step`, and a last line that was cut short.
+
+        Raises:
+            OSError: the disk refuses; the file is as it was.
+        """
+        self._replace([line for line in self._lines() if _step_of(line) < step])
 
     def write(self, step: int, values: Mapping[str, Json]) -> None:
         """One line; values that are numbers go to the sinks too. Not-finite numbers become null in the file."""
         clean = {k: _clean(v) for k, v in values.items()}
-        self._stream.write(json.dumps({"step": step, **clean}) + "\n")
-        self._stream.flush()
+        self._save(json.dumps({"step": step, **clean}))
         numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float)}
         for sink in self._sinks:
             try:
@@ -77,9 +82,61 @@ class MetricsLog:
 
     def close(self) -> None:
         """Flush and end every sink."""
-        self._stream.close()
+        self._file.close()
         for sink in self._sinks:
             sink.close()
+
+    def _save(self, line: str) -> None:
+        error = self._file.write_or_keep(line)
+        if error is not None and not self._refused:
+            log.warning(
+                "metrics wait in memory until they can be written: %s: %s", self._path, error
+            )
+        self._refused = error is not None
+        if error is None and self._file.size > self._thin_at:
+            self._thin()
+
+    def _thin(self) -> None:
+        try:
+            self._replace(list(_thinned(self._lines())))
+        except OSError as error:
+            log.warning("%s grows on: %s", self._path, error)
+        else:
+            log.warning(
+                "%s had %d bytes: every second line of its older half was left out (trainer.metrics_max_bytes)",
+                *(self._path, self._thin_at),
+            )
+        self._thin_at = max(self._max_bytes, self._file.size + self._max_bytes // 4)
+
+    def _lines(self) -> list[str]:
+        return self._path.read_text().splitlines()
+
+    def _replace(self, lines: Sequence[str]) -> None:
+        """A kill leaves the file with its lines, or with these."""
+        writing = self._path.with_name(f".{self._path.name}.writing")
+        try:
+            with writing.open("w") as stream:
+                stream.writelines(f"{line}\n" for line in lines)
+                stream.flush()
+                os.fsync(stream.fileno())
+            writing.replace(self._path)
+        except OSError:
+            writing.unlink(missing_ok=True)
+            raise
+        self._file.close()
+        self._file.open()
+
+
+def _thinned(lines: Sequence[str]) -> Iterator[str]:
+    """Without every second training step, and every second evaluation, of the older half."""
+    seen: Counter[bool] = Counter()
+    older = len(lines) // 2
+    for line in lines[:older]:
+        is_evaluation = '"val/' in line
+        seen[is_evaluation] += 1
+        if seen[is_evaluation] % 2:
+            yield line
+    yield from lines[older:]
 
 
 def _step_of(line: str) -> float:

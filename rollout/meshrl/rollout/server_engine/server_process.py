@@ -54,7 +54,7 @@ class ServerProcess:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("wb") as log:
                 self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-E", "-S", str(guard), *self._command),
+                    *(sys.executable, "-E", "-S", str(guard), str(self._log), *self._command),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=log,
                     stderr=log,

@@ -131,7 +131,7 @@ async def _lead(
         queue,
         plane,
         evaluator=await _evaluator(recipe, setting, queue, trajectories),
-        metrics=MetricsLog(recipe.metrics_path, sinks),
+        metrics=MetricsLog(recipe.metrics_path, sinks, max_bytes=recipe.trainer.metrics_max_bytes),
         trajectories=trajectories,
         rewards=_rewards(recipe, queue, judge),
     )
