@@ -14,16 +14,20 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, TypeAlias, TypeVar
 
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.files import check_private_file
 from meshrl.contract.sockets import join_address
+from meshrl.rpc.credentials import RELOAD_S, Reloaded
 from meshrl.rpc.errors import PortInUseError
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 HEADER_S: Final = 10.0
 BACKLOG: Final = 128
@@ -120,6 +124,7 @@ class Connection:
             raise
 
 
+ServerTls: TypeAlias = Reloaded[ssl.SSLContext]
 MakeProtocol: TypeAlias = Callable[[Connection], asyncio.Protocol]
 """Makes the protocol of a connection; it calls `opens`, `awaits`, `begins`, `ends` and `lost`."""
 
@@ -132,7 +137,7 @@ class Acceptor:
         listener: socket.socket,
         make: MakeProtocol,
         limits: ConnectionLimits,
-        tls: ssl.SSLContext | None = None,
+        tls: ServerTls | None = None,
     ) -> None:
         """Nothing is accepted before `run`."""
         self.limits = limits
@@ -161,7 +166,8 @@ class Acceptor:
                     if connection is None:
                         accepted.close()
                     else:
-                        opening.create_task(connection.open(accepted, self._make, self._tls))
+                        tls = self._tls.get() if self._tls is not None else None
+                        opening.create_task(connection.open(accepted, self._make, tls))
         finally:
             self._listener.close()
 
@@ -226,14 +232,31 @@ def listen(host: str, port: int, cannot: str = "cannot listen on") -> socket.soc
     return listener
 
 
-def server_tls(certificates: Certificates) -> ssl.SSLContext | None:
-    """How a server encrypts; None without a certificate.
+def server_tls(certificates: Certificates) -> ServerTls | None:
+    """How a server encrypts, for each connection as the files are then; None without a certificate.
 
     Raises:
         ConfigError: a file is not there, is no certificate, or is a key that others may read.
     """
-    if certificates.cert is None or certificates.key is None:
+    if certificates.cert is None:
         return None
+    return reloaded(certificates, lambda _: server_context(certificates))
+
+
+def reloaded(certificates: Certificates, read: Callable[[Path], T]) -> Reloaded[T]:
+    """What `read` makes of the certificates, again when one of their files changes. Raises what `read` raises."""
+    paths = (getattr(certificates, file.name) for file in fields(certificates))
+    first, *also = (path for path in paths if path is not None)
+    return Reloaded(first, read, every_s=RELOAD_S, also=also)
+
+
+def server_context(certificates: Certificates) -> ssl.SSLContext:
+    """The context of a server with these certificates.
+
+    Raises:
+        ConfigError: as `server_tls`, or the key is not the certificate's.
+    """
+    assert certificates.cert is not None and certificates.key is not None
     check_private_file(certificates.key, "tls.key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:

@@ -17,7 +17,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Final, Generic, TypeAlias, TypeVar
@@ -83,10 +83,18 @@ def sha256(token: str) -> str:
 class Reloaded(Generic[T]):
     """What `read` makes of a file, made again when the file changes. A file that went bad is logged and ignored."""
 
-    def __init__(self, path: Path, read: Callable[[Path], T], *, every_s: float = RELOAD_S) -> None:
-        """Raises what `read` raises."""
+    def __init__(
+        self,
+        path: Path,
+        read: Callable[[Path], T],
+        *,
+        every_s: float = RELOAD_S,
+        also: Sequence[Path] = (),
+    ) -> None:
+        """Raises what `read` raises; `also` are more files that it reads."""
         self._every_s = every_s
         self._path = path
+        self._paths = (path, *also)
         self._read = read
         self._stamp = self._look()
         self._value = read(path)
@@ -107,12 +115,16 @@ class Reloaded(Generic[T]):
                 log.error("what was read before stays valid: %s", error)
         return self._value
 
-    def _look(self) -> tuple[int, int, int]:
-        try:
-            stat = self._path.stat()
-        except OSError:
-            return (0, 0, 0)
-        return stat.st_mtime_ns, stat.st_ino, stat.st_size
+    def _look(self) -> list[tuple[int, int, int]]:
+        return [_stamp(path) for path in self._paths]
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        stat = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return stat.st_mtime_ns, stat.st_ino, stat.st_size
 
 
 class Credential:

@@ -17,6 +17,7 @@ from meshrl.contract.certificates import Certificates
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.files import check_private_file
 from meshrl.rpc import credentials
+from meshrl.rpc.connections import reloaded, server_context
 from meshrl.rpc.credentials import Credential, Metadata
 
 _in_use = Certificates()
@@ -134,14 +135,31 @@ def _channel_credentials() -> grpc.ChannelCredentials | None:
 
 
 def add_port(server: grpc.aio.Server, address: str, tls: Certificates) -> int:
-    """Bind `address`, with TLS if there is a certificate. Returns the port, 0 on failure."""
-    key, cert = _pem(tls, "key"), _pem(tls, "cert")
-    if key is None or cert is None:
+    """Bind `address`, with TLS if there is a certificate. Returns the port, 0 on failure.
+
+    A new connection gets the certificates that the files hold then; open ones go on.
+    """
+    if tls.cert is None:
         return server.add_insecure_port(address)
-    credentials = grpc.ssl_server_credentials(
-        [(key, cert)], root_certificates=_pem(tls, "client_ca"), require_client_auth=tls.mutual
+    configuration = reloaded(tls, lambda _: _server_configuration(tls))
+    given = configuration.get()
+
+    def changed() -> Any:
+        """Called by gRPC before each handshake, in a thread of its own; None: as before."""
+        nonlocal given
+        before, given = given, configuration.get()
+        return None if given is before else given
+
+    return server.add_secure_port(
+        address, grpc.dynamic_ssl_server_credentials(given, changed, tls.mutual)
     )
-    return server.add_secure_port(address, credentials)
+
+
+def _server_configuration(tls: Certificates) -> grpc.ServerCertificateConfiguration:
+    server_context(tls)  # refuses what gRPC would log only, such as another certificate's key
+    key, cert = _pem(tls, "key"), _pem(tls, "cert")
+    assert key is not None and cert is not None
+    return grpc.ssl_server_certificate_configuration([(key, cert)], _pem(tls, "client_ca"))
 
 
 def _from_environment() -> Certificates:

@@ -1,0 +1,105 @@
+"""Certificates that are replaced while servers and clients run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from pathlib import Path
+
+import pytest
+import trustme
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from starlette.responses import PlainTextResponse
+
+from meshrl.contract.certificates import Certificates
+from meshrl.http.server import serving_http
+from meshrl.rpc import connections, tls
+from meshrl.rpc.metrics_endpoint import MetricsEndpoint
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
+
+from .test_runtime import health_of
+
+SERVING = 1
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "RELOAD_S", 0.0)
+
+
+@pytest.fixture
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+def issue(folder: Path, authority: trustme.CA, *, key: bool = True) -> Certificates:
+    """Write a new certificate over the one that is there; without `key`, the key stays the former one's."""
+    issued = authority.issue_cert("127.0.0.1", "localhost")
+    if key:
+        (folder / "key").touch(0o600)
+        (folder / "key").write_bytes(issued.private_key_pem.bytes())
+    (folder / "cert").write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    (folder / "ca").write_bytes(authority.cert_pem.bytes())
+    return Certificates(cert=folder / "cert", key=folder / "key", ca=folder / "ca")
+
+
+async def shown(address: str, authority: trustme.CA) -> str:
+    """The serial number of the certificate that a server shows on a new connection."""
+    host, _, port = address.rpartition("/")[2].rpartition(":")
+
+    def ask() -> str:
+        context = ssl.create_default_context()
+        context.set_alpn_protocols(["h2", "http/1.1"])
+        authority.configure_trust(context)
+        with (
+            socket.create_connection((host, int(port)), 20) as plain,
+            context.wrap_socket(plain, server_hostname="localhost") as encrypted,
+        ):
+            return str((encrypted.getpeercert() or {})["serialNumber"])
+
+    return await asyncio.to_thread(ask)
+
+
+async def test_a_certificate_that_is_replaced_is_shown_to_new_connections_and_open_ones_go_on(
+    tmp_path: Path, authority: trustme.CA, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = issue(tmp_path, authority)
+    settings = ServerSettings(metrics_port=None, tls=mine)
+    metrics = MetricsEndpoint(CollectorRegistry(), "0.0.0.0", 0, mine)
+    app = FastAPI()
+    refuse = PlainTextResponse("no")
+    monkeypatch.setenv("MESHRL_TLS_CA", str(mine.ca))
+    async with (
+        GrpcServer(settings, []) as server,
+        serving_http(app, "127.0.0.1", 0, mine, refuse=lambda *_: refuse) as http,
+        tls.channel(server.address) as channel,
+    ):
+        metrics.start()
+        await server.ready()
+        assert await health_of(channel, "") == SERVING
+        servers = (server.address, http, f"127.0.0.1:{metrics.port}")
+        first = {await shown(each, authority) for each in servers}
+        assert len(first) == 1
+        issue(tmp_path, authority)
+        second = {await shown(each, authority) for each in servers}
+        assert len(second) == 1 and first != second
+        assert await health_of(channel, "") == SERVING
+        await metrics.stop()
+
+
+async def test_a_certificate_that_does_not_fit_its_key_is_told_of_and_the_one_before_stays(
+    tmp_path: Path, authority: trustme.CA, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = issue(tmp_path, authority)
+    settings = ServerSettings(metrics_port=None, tls=mine)
+    async with GrpcServer(settings, []) as server:
+        first = await shown(server.address, authority)
+        with caplog.at_level(logging.ERROR):
+            issue(tmp_path, authority, key=False)
+            assert await shown(server.address, authority) == first
+        assert "what was read before stays valid: tls: " in caplog.text
+        issue(tmp_path, authority)
+        assert await shown(server.address, authority) != first
