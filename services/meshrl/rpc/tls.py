@@ -5,9 +5,11 @@ A process calls `use` and `credentials.use` once when it starts. Clients open co
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +20,7 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.files import check_private_file
 from meshrl.rpc import credentials
 from meshrl.rpc.connections import reloaded, server_context
-from meshrl.rpc.credentials import Credential, Metadata
+from meshrl.rpc.credentials import Credential, Metadata, Reloaded
 
 _in_use = Certificates()
 
@@ -48,85 +50,122 @@ def channel(
 
     Every call through it carries `credential`, or the one of this process.
     """
-    tls = _channel_credentials()
-    if tls is None:
-        opened = grpc.aio.insecure_channel(address, options=options)
-    else:
-        opened = grpc.aio.secure_channel(address, tls, options=options)
-    source = credential if credential is not None else credentials.in_use()
-    return opened if source is None else cast("grpc.aio.Channel", _Channel(opened, source))
+    return cast("grpc.aio.Channel", _open(grpc.aio, address, options, credential))
 
 
 def blocking_channel(
     address: str, options: Sequence[tuple[str, Any]] = (), credential: Credential | None = None
 ) -> grpc.Channel:
     """As `channel`, for a thread without an event loop."""
-    tls = _channel_credentials()
-    if tls is None:
-        opened = grpc.insecure_channel(address, options=options)
-    else:
-        opened = grpc.secure_channel(address, tls, options=options)
+    return cast("grpc.Channel", _open(grpc, address, options, credential))
+
+
+def _open(
+    library: Any, address: str, options: Sequence[tuple[str, Any]], credential: Credential | None
+) -> Any:
     source = credential if credential is not None else credentials.in_use()
-    return opened if source is None else cast("grpc.Channel", _Channel(opened, source))
+    tls = _in_use if _in_use.on else _from_environment()
+    if tls.on:
+        open_with = partial(library.secure_channel, address, options=options)
+        return _Channel(open_with, reloaded(tls, lambda _: _channel_credentials(tls)), source)
+    opened = library.insecure_channel(address, options=options)
+    return opened if source is None else _Channel(lambda _: opened, None, source)
 
 
 class _Channel:
-    """A channel whose calls carry a credential, and as it is otherwise.
+    """A channel whose calls carry a credential, and start with the certificates that the files hold then.
 
     Not with gRPC's interceptors: grpc.aio makes tasks of every intercepted call, which costs more than a small call.
     """
 
-    def __init__(self, channel: Any, credential: Credential) -> None:
-        self._channel = channel
-        self._credential = credential
+    def __init__(
+        self,
+        open_with: Callable[[grpc.ChannelCredentials | None], Any],
+        certificates: Reloaded[grpc.ChannelCredentials] | None,
+        credential: Credential | None,
+    ) -> None:
+        self._open_with = open_with
+        self._certificates = certificates
+        self._latest = certificates.get() if certificates is not None else None
+        self._opened = [open_with(self._latest)]
+        self._metadata = credential.metadata if credential is not None else tuple
+
+    def current(self) -> Any:
+        """The channel for calls that start now; those of before end on the one on which they began."""
+        if self._certificates is not None:
+            before, self._latest = self._latest, self._certificates.get()
+            if self._latest is not before:
+                self._opened.append(self._open_with(self._latest))
+        return self._opened[-1]
+
+    def close(self, *grace: float | None) -> Any:
+        """As gRPC's: of an asynchronous channel, something to await."""
+        closing = [each.close(*grace) for each in self._opened]
+        return asyncio.gather(*closing) if asyncio.iscoroutine(closing[0]) else None
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> _Method:
-        return _Method(self._channel.unary_unary(*args, **kwargs), self._credential.metadata)
+        return self._method("unary_unary", *args, **kwargs)
 
     def unary_stream(self, *args: Any, **kwargs: Any) -> _Method:
-        return _Method(self._channel.unary_stream(*args, **kwargs), self._credential.metadata)
+        return self._method("unary_stream", *args, **kwargs)
 
     def stream_unary(self, *args: Any, **kwargs: Any) -> _Method:
-        return _Method(self._channel.stream_unary(*args, **kwargs), self._credential.metadata)
+        return self._method("stream_unary", *args, **kwargs)
 
     def stream_stream(self, *args: Any, **kwargs: Any) -> _Method:
-        return _Method(self._channel.stream_stream(*args, **kwargs), self._credential.metadata)
+        return self._method("stream_stream", *args, **kwargs)
+
+    def _method(self, arity: str, *args: Any, **kwargs: Any) -> _Method:
+        def bind(channel: Any) -> Any:
+            return getattr(channel, arity)(*args, **kwargs)
+
+        return _Method(self.current, bind, self._metadata)
 
     async def __aenter__(self) -> _Channel:
-        await self._channel.__aenter__()
         return self
 
     async def __aexit__(self, *raised: Any) -> None:
-        await self._channel.__aexit__(*raised)
+        await self.close(None)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._channel, name)
+        return getattr(self.current(), name)
 
 
 class _Method:
     """A method of a stub that adds a credential to the metadata of the call."""
 
-    def __init__(self, method: Any, credential: Callable[[], Metadata]) -> None:
-        self._method = method
-        self._credential = credential
+    def __init__(
+        self,
+        current: Callable[[], Any],
+        bind: Callable[[Any], Any],
+        metadata: Callable[[], Metadata],
+    ) -> None:
+        self._current = current
+        self._bind = bind
+        self._metadata = metadata
+        self._channel = current()
+        self._method = bind(self._channel)
 
     def __call__(
         self, *args: Any, metadata: Sequence[tuple[str, str]] | None = None, **kwargs: Any
     ) -> Any:
-        return self._method(*args, metadata=(*self._credential(), *(metadata or ())), **kwargs)
+        return self._bound()(*args, metadata=(*self._metadata(), *(metadata or ())), **kwargs)
 
     def future(
         self, *args: Any, metadata: Sequence[tuple[str, str]] | None = None, **kwargs: Any
     ) -> Any:
         """Of blocking channels."""
-        every = (*self._credential(), *(metadata or ()))
-        return self._method.future(*args, metadata=every, **kwargs)
+        every = (*self._metadata(), *(metadata or ()))
+        return self._bound().future(*args, metadata=every, **kwargs)
+
+    def _bound(self) -> Any:
+        channel = self._current()
+        if channel is not self._channel:
+            self._channel, self._method = channel, self._bind(channel)
+        return self._method
 
 
-def _channel_credentials() -> grpc.ChannelCredentials | None:
-    tls = _in_use if _in_use.on else _from_environment()
-    if not tls.on:
-        return None
+def _channel_credentials(tls: Certificates) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(
         root_certificates=_pem(tls, "ca"),
         private_key=_pem(tls, "key"),

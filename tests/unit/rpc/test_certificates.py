@@ -8,9 +8,11 @@ import socket
 import ssl
 from pathlib import Path
 
+import grpc
 import pytest
 import trustme
 from fastapi import FastAPI
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 from starlette.responses import PlainTextResponse
 
@@ -103,3 +105,43 @@ async def test_a_certificate_that_does_not_fit_its_key_is_told_of_and_the_one_be
         assert "what was read before stays valid: tls: " in caplog.text
         issue(tmp_path, authority)
         assert await shown(server.address, authority) != first
+
+
+async def test_a_client_shows_the_certificate_that_its_file_holds_and_trusts_the_authority_of_then(
+    tmp_path: Path, authority: trustme.CA, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = trustme.CA()
+    (tmp_path / "server").mkdir()
+    (tmp_path / "client").mkdir()
+    served = issue(tmp_path / "server", authority)
+    mine = issue(tmp_path / "client", authority)
+    mutual = Certificates(cert=served.cert, key=served.key, client_ca=served.ca)
+    for name in ("ca", "cert", "key"):
+        monkeypatch.setenv(f"MESHRL_TLS_{name.upper()}", str(getattr(mine, name)))
+    settings = ServerSettings(metrics_port=None, tls=mutual)
+    async with GrpcServer(settings, []) as server, tls.channel(server.address) as channel:
+        await server.ready()
+        watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watching.read()).status == SERVING
+        for folder in ("server", "client"):
+            issue(tmp_path / folder, other)
+        assert await health_of(channel, "") == SERVING
+        server.stop()
+        await server.until_stopped()
+        assert (await watching.read()).status != SERVING  # on the connection of before
+
+
+async def test_a_client_that_is_closed_leaves_no_connection_of_before_open(
+    tmp_path: Path, authority: trustme.CA, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = issue(tmp_path, authority)
+    monkeypatch.setenv("MESHRL_TLS_CA", str(mine.ca))
+    settings = ServerSettings(metrics_port=None, tls=mine)
+    async with GrpcServer(settings, []) as server:
+        channel = tls.channel(server.address)
+        watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        await watching.read()
+        issue(tmp_path, authority)
+        await health_of(channel, "")
+        await channel.close(None)
+        assert await watching.code() is grpc.StatusCode.CANCELLED
