@@ -12,6 +12,7 @@
     ├── UnauthenticatedError   no token, or one that nobody gave out
     ├── ForbiddenError         a known caller who may not do this
     ├── UnavailableError       the other side cannot be reached or is draining; try again
+    │   └── BusyError          … or has as much to do as it takes: RESOURCE_EXHAUSTED
     ├── CorruptError           stored or sent bytes are not what they were
     └── InfraError             anything else that broke on our side
 
@@ -107,6 +108,12 @@ class UnavailableError(MeshError):
 
     code = "unavailable"
     retryable = True
+
+
+class BusyError(UnavailableError):
+    """The service holds as many calls as it takes, from everybody or from this caller. Nothing was done."""
+
+    code = "busy"
 
 
 class EngineGoneError(UnavailableError):

@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 
 from meshrl.contract.codec.types import printable
 from meshrl.contract.errors import (
+    BusyError,
     CapacityError,
     ConflictError,
     CorruptError,
@@ -54,6 +55,7 @@ STATUS: Mapping[type[MeshError], grpc.StatusCode] = {
     UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     ForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    BusyError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     CorruptError: grpc.StatusCode.DATA_LOSS,
     InfraError: grpc.StatusCode.INTERNAL,
     MeshError: grpc.StatusCode.UNKNOWN,

@@ -10,6 +10,7 @@ A method that is not in the table is refused to everybody. Health is open.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final
 
@@ -109,6 +110,9 @@ METHODS: Final[Mapping[str, frozenset[MeshRole]]] = {
 OPEN: Final = frozenset(f"/{health.SERVICE_NAME}/{method}" for method in ("Check", "Watch", "List"))
 """Methods that ask nobody: orchestrators and load balancers probe health without a credential."""
 
+ROLES_OF_CALL: ContextVar[frozenset[MeshRole]] = ContextVar("roles", default=frozenset())
+"""Of the call that runs; empty where nobody is asked."""
+
 METRICS_ROLES: Final = frozenset({MeshRole.READER, MeshRole.OPERATOR})
 """Who may read `/metrics` from another machine."""
 
@@ -183,13 +187,14 @@ class Identity:
         wanted: frozenset[MeshRole],
         authorization: str,
         names: Iterable[str] | None,
-    ) -> None:
-        """Raises UnauthenticatedError, ForbiddenError."""
+    ) -> frozenset[MeshRole]:
+        """The caller's roles. Raises UnauthenticatedError, ForbiddenError."""
         roles = self.roles(authorization, names)
         if roles.isdisjoint(wanted):
             needs = ", ".join(sorted(wanted)) or "nobody"
             has = ", ".join(sorted(roles)) or "no"
             raise ForbiddenError(f"{what} is for {needs}; this caller has the role {has}")
+        return roles
 
     def interceptor(self, method: str, behavior: Behavior) -> Behavior:
         """Asks the callers of every method but those of health."""
@@ -199,7 +204,7 @@ class Identity:
 
         async def run(request: Any, context: Context) -> Any:
             names = certificate_names(context) if self._mutual else None
-            self.check(method, wanted, authorization_of(context), names)
+            ROLES_OF_CALL.set(self.check(method, wanted, authorization_of(context), names))
             return await behavior(request, context)
 
         return run

@@ -24,6 +24,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, asynccontextmanager
+from contextvars import ContextVar
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar
@@ -265,6 +266,8 @@ class LongPolls:
         return run
 
 
+RECEIVED: ContextVar[Callable[[int], object]] = ContextVar("received", default=lambda _: None)
+"""Is told the bytes of a streamed request as they come; may refuse more."""
 Item = TypeVar("Item")
 Request = TypeVar("Request", bound=SizedMessage)
 
@@ -284,11 +287,12 @@ def bounded(wait_s: float) -> float:
 
 
 async def collected(requests: AsyncIterator[Request]) -> list[Request]:
-    """All messages of a streamed request. Raises CapacityError beyond MAX_STREAM_BYTES."""
+    """All messages of a streamed request. Raises CapacityError beyond MAX_STREAM_BYTES, BusyError."""
     messages: list[Request] = []
-    size = 0
+    size, received = 0, RECEIVED.get()
     async for request in requests:
-        size += request.ByteSize()
+        size += (more := request.ByteSize())
+        received(more)
         if size > MAX_STREAM_BYTES:
             raise CapacityError(
                 f"a request of more than {MAX_STREAM_BYTES} bytes: send it in parts",

@@ -16,6 +16,7 @@ import asyncio
 import errno
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -38,6 +39,7 @@ from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.sockets import is_loopback, join_address
 from meshrl.rpc import tls
 from meshrl.rpc.auth import TokenStore
+from meshrl.rpc.call_limits import HEALTH_WATCH, CallLimits
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.errors import PortInUseError
 from meshrl.rpc.exit_codes import Exit
@@ -51,11 +53,10 @@ from meshrl.rpc.interceptors import (
 )
 from meshrl.rpc.metrics_endpoint import MetricsEndpoint
 from meshrl.rpc.process_memory import reuse_freed_memory
-from meshrl.rpc.transport import SERVER_OPTIONS
+from meshrl.rpc.transport import MAX_CONNECTIONS, SERVER_OPTIONS
 
 log = logging.getLogger(__name__)
 
-HEALTH_WATCH: Final = f"/{health.SERVICE_NAME}/Watch"
 EXIT_INTERRUPTED: Final = 130
 
 
@@ -120,6 +121,7 @@ class GrpcServer:
         *,
         interceptors: Sequence[Interceptor] = (),
         tokens: TokenStore | None = None,
+        limits: CallLimits | None = None,
     ) -> None:
         """Nothing listens before the context is entered.
 
@@ -128,6 +130,7 @@ class GrpcServer:
             servicers: What to serve.
             interceptors: Wrap every call, inside of metrics, errors, identity and draining.
             tokens: A tokens file that this service accepts beside the credentials of the run.
+            limits: How much it holds at once.
 
         Raises:
             ConfigError: the verifiers cannot be read.
@@ -144,6 +147,7 @@ class GrpcServer:
             else None
         )
         self._interceptors = tuple(interceptors)
+        self._limits = limits or CallLimits()
         self.port = settings.port
         """The port in use, once the context is entered."""
         self.metrics_port: int | None = settings.metrics_port
@@ -182,7 +186,9 @@ class GrpcServer:
         interceptors = (
             CallMetrics(self.registry).interceptor,
             as_status,
+            self._limits.by_address,
             *((self._identity.interceptor,) if self._identity is not None else ()),
+            self._limits.by_role,
             self._long_polls.interceptor,
             *self._interceptors,
         )
@@ -190,7 +196,9 @@ class GrpcServer:
             interceptors, self._methods("parsers"), self._methods("serializers")
         )
         names = self._attach_to(cast("grpc.aio.Server", handlers))
-        self._grpc = grpc.aio.server(handlers=[handlers], options=SERVER_OPTIONS)
+        self._grpc = grpc.aio.server(
+            handlers=[handlers], options=(*SERVER_OPTIONS, *self._limits.options)
+        )
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self._grpc.stop, None)
@@ -340,6 +348,7 @@ def _bind_error(settings: ServerSettings, address: str) -> UserError:
 def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> int:
     """Run `main` on uvloop and return the exit code. A MeshError is printed as one line, without a traceback."""
     reuse_freed_memory()
+    _allow_files()
     try:
         uvloop.run(main())
     except KeyboardInterrupt:
@@ -352,6 +361,16 @@ def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> int:
             raise
         return _report(_first(reasons))
     return 0
+
+
+def _allow_files() -> None:
+    """Raise the soft limit of open files, often 1,024, to what MAX_CONNECTIONS needs, if the hard limit permits."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = (
+        2 * MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else min(2 * MAX_CONNECTIONS, hard)
+    )
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _first(group: BaseExceptionGroup[MeshError]) -> MeshError:

@@ -8,6 +8,13 @@ MAX_MESSAGE_BYTES: Final = 64 << 20
 """Of one message, in both directions. Bulk data goes in streams of much smaller messages."""
 MAX_STREAM_BYTES: Final = 1 << 30
 """Of all messages of one streamed request, because the server holds it until it is complete."""
+MAX_CALLS: Final = 16_384
+"""That a server holds at once, waiting ones and streams included; each takes some 30 kB. 1,000 workers of one address
+wait in 2,000 and may make 10,000 more."""
+MAX_REQUEST_BYTES: Final = 2 << 30
+"""Of all requests that a server holds at once."""
+MAX_CONNECTIONS: Final = 16_384
+"""Of one server; a worker has two or three to its queue."""
 MAX_METADATA_BYTES: Final = 64 << 10
 """Enough for an error with its details; gRPC's default of 8 KiB is less than a traceback."""
 MAX_WAIT_S: Final = 60.0
@@ -44,6 +51,9 @@ SERVER_OPTIONS: Final = (
     # By default a client may ping a silent connection every five minutes: the third ping too many closes it.
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.keepalive_permit_without_calls", 1),
+    # Who opens connections and says nothing may not keep others out. Clients connect again by themselves.
+    ("grpc.server_handshake_timeout_ms", 20_000),
+    ("grpc.max_connection_idle_ms", 900_000),
 )
 
 

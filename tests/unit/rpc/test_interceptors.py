@@ -13,6 +13,7 @@ import pytest
 from google.protobuf.message import DecodeError
 
 from meshrl.contract.errors import CapacityError, NotFoundError
+from meshrl.rpc.call_limits import CallLimits
 from meshrl.rpc.errors import DETAIL_KEY
 from meshrl.rpc.interceptors import Context
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
@@ -83,12 +84,14 @@ class EchoServicer:
 
 @asynccontextmanager
 async def echoing(
-    servicer: EchoServicer | None = None, drain_grace_s: float = 1
+    servicer: EchoServicer | None = None,
+    drain_grace_s: float = 1,
+    limits: CallLimits | None = None,
 ) -> AsyncIterator[tuple[EchoServicer, GrpcServer, grpc.aio.Channel]]:
     servicer = servicer or EchoServicer()
     settings = ServerSettings(metrics_port=None, drain_grace_s=drain_grace_s)
     async with (
-        GrpcServer(settings, [servicer]) as server,
+        GrpcServer(settings, [servicer], limits=limits) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         yield servicer, server, channel

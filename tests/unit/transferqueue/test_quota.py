@@ -20,7 +20,9 @@ BAD = [".", "..", "a\0b", "a\nb", "\ud800", "\u202e", "x" * 201]
 
 @pytest.fixture
 async def queue() -> AsyncIterator[TransferQueue]:
-    queue = await TransferQueue.open(MemoryStore(), quota=Quota(runs=1, stages=8, group_rows=8))
+    queue = await TransferQueue.open(
+        MemoryStore(), quota=Quota(runs=1, stages=8, group_rows=8, lease_rows=4)
+    )
     yield queue
     await queue.close()
 
@@ -88,6 +90,22 @@ async def test_a_queue_keeps_so_many_runs_and_groups_have_so_many_rows(
         await queue.open_run(
             spec(run="another", stages=(StageSpec(name="s", reads=(), writes=("c",)),))
         )
+
+
+async def test_one_lease_has_so_many_rows_and_the_next_has_the_others(queue: TransferQueue) -> None:
+    await queue.open_run(spec(group_size=6, gated=False, stages=(ROLLOUT_STAGE,)))
+    await queue.admit("run", [task("t", group_size=6)], cursor="", wait_s=0)
+    leases = [
+        await queue.lease(
+            *(["run"], "rollout"),
+            worker="w",
+            limit=1 << 30,
+            at_least=least,
+            wait_s=0,
+        )
+        for least in (1 << 30, 1)
+    ]
+    assert [len(lease.rows) for lease in leases] == [4, 2]
 
 
 def test_a_recipe_without_a_quota_has_that_of_a_queue_without_one() -> None:

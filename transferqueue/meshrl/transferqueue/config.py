@@ -44,6 +44,8 @@ class QuotaConfig(Config):
     """Stages of a run, and columns that one of them reads or writes."""
     group_rows: PositiveInt = 16_384
     """Rows of one group."""
+    lease_rows: PositiveInt = 65_536
+    """Rows of one lease; a worker that asks for more gets these, and may ask again."""
     resident_rows: PositiveInt = 4_000_000
     """Rows that the run's admission bound may let in: groups of a batch, times batches, times `group_size`."""
     resident_bytes: PositiveInt = 1 << 40

@@ -266,6 +266,7 @@ class TransferQueue(RowMethods):
         """
         if limit < 1 or not runs:
             raise UserError(f"a lease wants at least one row of at least one run, not {limit}")
+        limit = min(limit, self._quota.lease_rows)
         deadline = self._deadline(wait_s)
         seen = {name: run.publishes for name in runs if (run := self._runs.get(name))}
 

@@ -18,6 +18,7 @@ class Quota:
     runs: int = 1000
     stages: int = 64
     group_rows: int = 16_384
+    lease_rows: int = 65_536
     resident_rows: int = 4_000_000
     resident_bytes: int = 1 << 40
 
