@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from meshrl.cli.commands.fleet import membership_json
+from meshrl.cli.commands.fleet import COLUMNS, fleet_table, membership_json
 from meshrl.cli.membership import Membership, from_coordinator, with_supervisor_state
 from meshrl.cli.root import main
 from meshrl.contract.types import Version
@@ -73,3 +74,22 @@ def test_json_tells_of_members_that_do_not_answer() -> None:
     (one,) = report["members"]
     assert (one["state"], one["version"], one["answers"]) == ("SUSPECT", "1.3", False)
     assert "breaker" not in one
+
+
+def test_names_of_workers_are_whole_in_80_columns() -> None:
+    names = ["rollout-0", "rollout-worker-of-the-second-rack-17"]
+    views = [replica(name, ReplicaState.OUT, "it died or went away a minute ago") for name in names]
+    membership = Membership(
+        view=FleetView(
+            run="r", epoch=1, committed=Version(1, 3), proposed=None, replicas=tuple(views)
+        ),
+        members={view.name: from_coordinator(view) for view in views},
+    )
+    for width, has in ((80, ("member", "state", "version")), (160, COLUMNS)):
+        console = Console(width=width, highlight=False)
+        with console.capture() as printed:
+            console.print(fleet_table(membership, width))
+        lines = printed.get().splitlines()
+        assert max(map(len, lines)) <= width
+        assert all(any(name in line for line in lines) for name in (*names, *has)), lines
+        assert "…" not in printed.get() and "1.3" in printed.get()

@@ -34,6 +34,10 @@ COLUMNS = (
     *("member", "state", "version", "carrier", "running", "tokens/s", "errors", "breaker"),
     *("last sync", "reason"),
 )
+SPARED = ("last sync", "carrier", "breaker", "errors", "tokens/s", "running")
+"""Columns that a narrow terminal does without, the first one first."""
+REASON_WIDTH = 12
+"""What is kept for the reason, which is broken into lines."""
 
 
 @click.group(invoke_without_command=True)
@@ -69,7 +73,8 @@ def fleet(
         click.echo(json.dumps(membership_json(membership), indent=2))
     else:
         console = Console(highlight=False)
-        console.print(_table(membership), width=None if console.is_terminal else PLAIN_WIDTH)
+        width = console.width if console.is_terminal else PLAIN_WIDTH
+        console.print(fleet_table(membership, width), width=width)
 
 
 @fleet.command()
@@ -166,9 +171,11 @@ def _watch(address: MeshAddress, as_json: bool) -> None:
         while True:
             click.echo(json.dumps(membership_json(asyncio.run(read_membership(address)))))
             time.sleep(WATCH_EVERY_S)
-    with Live(console=Console(highlight=False), auto_refresh=False) as live:
+    console = Console(highlight=False)
+    with Live(console=console, auto_refresh=False) as live:
         while True:
-            live.update(_table(asyncio.run(read_membership(address))), refresh=True)
+            membership = asyncio.run(read_membership(address))
+            live.update(fleet_table(membership, console.width), refresh=True)
             time.sleep(WATCH_EVERY_S)
 
 
@@ -220,14 +227,26 @@ def _member_json(member: Member) -> dict[str, Any]:
     return shown
 
 
-def _table(membership: Membership) -> Table:
+def fleet_table(membership: Membership, width: int) -> Table:
+    """A row per worker; names are never cut: columns that do not fit into `width` are left out (`SPARED`)."""
     view = membership.view
     title = f"run {view.run}, version {view.committed}" if view else "the trainer does not answer"
+    members = [
+        dict(zip(COLUMNS, _cells(member), strict=True)) for member in membership.members.values()
+    ]
+    needs = {
+        name: 2 + max(len(name), *(len(member[name]) for member in members), 0)
+        for name in COLUMNS[:-1]
+    }
+    for name in SPARED:
+        if sum(needs.values()) + REASON_WIDTH > width:
+            del needs[name]
     table = Table(title=title, title_justify="left", box=None)
-    for column in COLUMNS:
-        table.add_column(column, no_wrap=column != "reason")
-    for member in membership.members.values():
-        table.add_row(*_cells(member))
+    for name in needs:
+        table.add_column(name, no_wrap=True, overflow="fold")
+    table.add_column(COLUMNS[-1])
+    for member in members:
+        table.add_row(*(member[name] for name in needs), member[COLUMNS[-1]])
     return table
 
 
