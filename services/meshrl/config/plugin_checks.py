@@ -9,6 +9,7 @@ import difflib
 import importlib
 import importlib.util
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 from meshrl.config.explain import Loc
@@ -32,6 +33,20 @@ LIBRARIES: Mapping[str, str] = {
     "cuda_ipc": "meshrl.weights.ipc.devices",
 }
 """Carriers that use a GPU, by a library of these packages."""
+NAMES: Mapping[str, str] = {
+    "rollout.name": ENGINES,
+    "rollout.program": PROGRAMS,
+    "queue.store": STORES,
+    "queue.sampler": "meshrl.transferqueue.samplers",
+    "weights.carrier": CARRIERS,
+    "weights.nccl.library": LIBRARIES["nccl"],
+    "weights.ipc.library": LIBRARIES["cuda_ipc"],
+    "algorithm.adv_estimator": "meshrl.trainer.algorithms.advantages",
+    "actor.policy_loss.loss_mode": "meshrl.trainer.algorithms.losses",
+    "data.reader": READERS,
+    "data.curriculum": "meshrl.trainer.data.curricula",
+}
+"""Key to the package whose modules may be named there; another module by its dotted path."""
 
 
 def plugin_checks(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
@@ -159,29 +174,12 @@ def _carrier(recipe: Recipe, machine: ThisMachine, unknown: set[Loc]) -> Iterato
 
 def _names(recipe: Recipe) -> Iterator[Problem]:
     """Every name that is a file name. Looked up, not imported: an engine may import torch."""
-    for at, package in (
-        (("rollout", "name"), ENGINES),
-        (("rollout", "program"), PROGRAMS),
-        (("queue", "store"), STORES),
-        (("queue", "sampler"), "meshrl.transferqueue.samplers"),
-        (("weights", "carrier"), CARRIERS),
-        (("algorithm", "adv_estimator"), "meshrl.trainer.algorithms.advantages"),
-    ):
-        yield from _name(at, package, getattr(getattr(recipe, at[0]), at[1]))
-    weights = recipe.weights
-    yield from _name(("weights", "nccl", "library"), LIBRARIES["nccl"], weights.nccl.library)
-    yield from _name(("weights", "ipc", "library"), LIBRARIES["cuda_ipc"], weights.ipc.library)
-    for index, carrier in enumerate(weights.among):
+    for key, package in NAMES.items():
+        name: str | None = attrgetter(key)(recipe)
+        if name is not None:
+            yield from _name(tuple(key.split(".")), package, name)
+    for index, carrier in enumerate(recipe.weights.among):
         yield from _name(("weights", "among", index), CARRIERS, carrier)
-    loss = recipe.actor.policy_loss.loss_mode
-    yield from _name(
-        ("actor", "policy_loss", "loss_mode"), "meshrl.trainer.algorithms.losses", loss
-    )
-    if recipe.data.reader is not None:
-        yield from _name(("data", "reader"), READERS, recipe.data.reader)
-    if recipe.data.curriculum is not None:
-        at_order: Loc = ("data", "curriculum")
-        yield from _name(at_order, "meshrl.trainer.data.curricula", recipe.data.curriculum)
     for index, function in enumerate(recipe.reward.functions):
         if function.path is None:
             at_function: Loc = ("reward", "functions", index, "name")
@@ -190,6 +188,13 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
         if judge.kind not in OTHER_PACKAGES:
             others = tuple(OTHER_PACKAGES)
             yield from _name(("reward", "judges", index, "kind"), JUDGES, judge.kind, others)
+
+
+def names_at(key: str) -> tuple[str, ...]:
+    """The modules that may be named at a key of a recipe; empty where the key names none."""
+    others = {"algorithm.name": "meshrl.trainer.algorithms.recipes", "weights.among": CARRIERS}
+    package = {**NAMES, **others}.get(key)
+    return tuple(sorted(plugins.known(package))) if package else ()
 
 
 def _program_options(recipe: Recipe) -> Iterator[Problem]:

@@ -108,6 +108,23 @@ def test_explain_says_meaning_type_default_and_place(run: Run) -> None:
     assert [fact["key"] for fact in facts] == ["rollout.n"]
 
 
+def test_explain_of_a_word_finds_the_keys_that_speak_of_it(run: Run) -> None:
+    found = run("config", "explain", "staleness").out.splitlines()
+    assert found[0].startswith("queue.max_staleness = 1")
+    assert any(line.startswith("actor.recompute_old_log_probs") for line in found[1:])
+    listed = json.loads(run("config", "explain", "epochs", "--json").out)
+    assert "trainer.total_epochs" in [fact["key"] for fact in listed]
+    ended = run("config", "explain", "zzzz")
+    assert ended.code == 2 and ended.err.startswith("error: no such key 'zzzz'; known: ")
+
+
+def test_explain_lists_the_names_that_a_key_may_have(run: Run) -> None:
+    lines = run("config", "explain", "algorithm.adv_estimator").out.splitlines()
+    (names,) = [line for line in lines if line.startswith("  names: ")]
+    assert {"gae", "grpo", "rloo"} <= set(names.removeprefix("  names: ").split(", "))
+    assert "  names: " not in run("config", "explain", "rollout.n").out
+
+
 def test_explain_of_a_section_lists_its_keys_and_of_nothing_all_keys(run: Run) -> None:
     assert "actor.optim.lr = 1e-06" in run("config", "explain", "actor.optim").out
     everything = run("config", "explain").out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -14,6 +15,7 @@ from meshrl.config import Recipe, load_recipe
 from meshrl.config.explain import Key, config_of, defined_at, nearest, walk
 from meshrl.config.loading import Written
 from meshrl.config.machine import AssumedMachine, Assumptions, ThisMachine
+from meshrl.config.plugin_checks import names_at
 from meshrl.config.stages import options_class
 from meshrl.contract.errors import ConfigError
 
@@ -62,10 +64,20 @@ def show(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 @click.argument("key", required=False)
 @json_option
 def explain(key: str | None, as_json: bool) -> None:
-    """Say what a key means, its type, its default and where it is defined; all keys if none is given."""
+    """Say what a key means, its type, its default and where it is defined; all keys if none is given.
+
+    Of a word that is no key: the keys that have it in their names or their explanations.
+    """
     keys = {found.dotted: found for found in walk(Recipe)}
     if key is not None and key not in keys and key.startswith("stages."):
         keys |= _options(key)
+    if key is not None and key not in keys and (speaking := _search(keys.values(), key)):
+        if as_json:
+            click.echo(json.dumps([_facts(one) for one in speaking], indent=2))
+        else:
+            for one in speaking:
+                click.echo(_short(one))
+        return
     if key is not None and key not in keys:
         near = nearest(Recipe, tuple(key.split(".")))
         raise ConfigError(
@@ -83,6 +95,15 @@ def explain(key: str | None, as_json: bool) -> None:
         for dotted, found in keys.items():
             if dotted.rpartition(".")[0] == key:
                 click.echo(f"  {_short(found, dotted)}")
+
+
+def _search(keys: Iterable[Key], word: str) -> list[Key]:
+    """Keys with a word in their names, then those whose explanation has it; a dotted path is no word."""
+    if not word.replace("_", "").isalnum():
+        return []
+    word = word.lower()
+    named = [key for key in keys if word in key.dotted.lower()]
+    return named + [key for key in keys if key not in named and word in key.doc.lower()]
 
 
 def _options(key: str) -> dict[str, Key]:
@@ -111,6 +132,8 @@ def _short(key: Key, name: str | None = None) -> str:
 def _long(key: Key) -> str:
     lines = [key.dotted, f"  {key.doc}" if key.doc else None]
     lines += [f"  type: {key.type_text}", f"  default: {key.default_text}"]
+    if names := names_at(key.dotted):
+        lines += [f"  names: {', '.join(names)}, or a dotted path"]
     lines += [f"  defined in: {defined_at(key)}"]
     return "\n".join(line for line in lines if line)
 
