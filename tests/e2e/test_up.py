@@ -6,9 +6,12 @@ import asyncio
 import time
 from pathlib import Path
 
+import pyarrow.parquet as parquet
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from meshrl.trainer.trajectories.files import FOLDER
 
 from ..listening import reachable_sockets
 from ..mesh import make_mesh
@@ -29,6 +32,13 @@ def test_a_run_trains_evaluates_exports_and_balances(tmp_path: Path) -> None:
     assert not unnamed_files(mesh.run_dir), "docs/reference/run-directory.md names every file"
     assert [line["step"] for line in mesh.steps()] == [0, 1, 2, 3]
     assert [m["step"] for m in mesh.metrics() if "val/score/mean" in m] == [0, 2, 4]
+    for line in mesh.steps():
+        logged = parquet.read_table(
+            mesh.run_dir / FOLDER / f"step-{line['step']}.parquet"
+        ).to_pylist()
+        assert len(logged) == 16 and all(row["prompt"].endswith("?") for row in logged)
+        assert sum(row["reward"] for row in logged) / 16 == pytest.approx(line["reward/mean"])
+        assert {row["worker"] for row in logged} <= {"rollout-0", "rollout-1"}
     ledger = asyncio.run(mesh.ledger())
     assert ledger.balanced and ledger.trained == 4 * 16
     held_out = asyncio.run(mesh.ledger("tiny.eval"))
