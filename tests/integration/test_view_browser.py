@@ -103,6 +103,6 @@ async def test_a_page_without_the_token_says_what_to_open(page: Browser, tmp_pat
 
         def look() -> None:
             page.open(url.replace("=", "=not-"))
-            page.until("document.body.innerText.includes('credential')")
+            page.until("document.body.innerText.includes('open the address')")
 
         await asyncio.to_thread(look)

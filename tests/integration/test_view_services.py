@@ -14,7 +14,8 @@ from meshrl.config import load_recipe
 from meshrl.config.loading import save_recipe
 from meshrl.contract.errors import MeshError, NotFoundError, UnavailableError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, Entry, run_lock
-from meshrl.launcher.up import RECIPE_NAME, view_page
+from meshrl.launcher.run_directory import RECIPE_NAME
+from meshrl.launcher.up import view_page
 from meshrl.rpc.credentials import ensure_credentials, verifiers_file
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.queue import QueueServicer

@@ -61,7 +61,7 @@ def test_nothing_of_a_run_is_told_without_a_token(
     with client_of(directories, token) as client:
         answer = client.get(f"/api/{path}")
         assert answer.status_code == 401
-        assert "token" in answer.json()["detail"] or "credential" in answer.json()["detail"]
+        assert "open the address that `meshrl view` printed" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,12 @@ from meshrl.contract.sockets import is_loopback
 from meshrl.contract.types import DeadLetter
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, is_up, newest_run_dir, run_lock
 from meshrl.launcher.fleet_waits import fleet_waits
+from meshrl.launcher.run_directory import RECIPE_NAME
 from meshrl.rpc.credentials import MeshRole, new_token
 from meshrl.rpc.parent_death import die_with_parent
 from meshrl.rpc.queue_connection import connect_queue, open_stored_queue
 from meshrl.rpc.runtime import ServerSettings, permit_insecure, run_service
 
-RECIPE_NAME = "recipe.yaml"
 RETRY_S = 2.0
 """How long a service that does not answer is tried."""
 SHOWN_WAITS = 100

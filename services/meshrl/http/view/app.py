@@ -119,12 +119,14 @@ class Admission:
         scheme, _, token = authorization.partition(" ")
         if scheme.lower() == "bearer" and hmac.compare_digest(sha256(token), self._digest):
             return
-        if not authorization:
+        try:
+            for identity in self._identities:
+                identity.check("the view", METRICS_ROLES, authorization, None)
+        except UnauthenticatedError as error:
             raise UnauthenticatedError(
-                "this page needs its token: open the address that `meshrl view` printed"
-            )
-        for identity in self._identities:
-            identity.check("the view", METRICS_ROLES, authorization, None)
+                "this page needs its token, or a reader's credential of each of its runs: open the address that "
+                "`meshrl view` printed"
+            ) from error
 
 
 class _Headers:
