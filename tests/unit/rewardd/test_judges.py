@@ -48,7 +48,9 @@ class Server:
                     await asyncio.sleep(3600)
                 text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
                 writer.write(
-                    f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text
+                    f"HTTP/1.1 {status} X\r\nLocation: {self.url}/other\r\n".encode()
+                    + f"Content-Length: {len(text)}\r\n\r\n".encode()
+                    + text
                 )
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -175,6 +177,13 @@ async def test_nobody_listening_is_a_fault_with_the_address() -> None:
     assert score.outcome is Outcome.INFRA_FAULT
     assert "http://127.0.0.1:9" in score.reason
     assert "ConnectError" in score.reason
+
+
+async def test_a_judge_follows_no_redirect_to_another_address(server: Server) -> None:
+    server.handler = lambda path, body: (307, 1)
+    (fault,) = await scored(config("http", server.url), sample("x"))
+    assert fault.outcome is Outcome.INFRA_FAULT and "HTTP 307" in fault.reason
+    assert len(server.requests) == 1
 
 
 async def test_a_pooling_server_is_asked_as_vllm_wants_it(server: Server) -> None:

@@ -126,7 +126,7 @@ class RemoteJudge(ABC):
 
         Raises:
             UnavailableError: no connection, or a status that may be temporary.
-            UserError: any other status from 400 on; quotes the answer.
+            UserError: any other status but success, redirects too; quotes the answer.
             CorruptError: the answer is not JSON, or too large.
         """
         try:
@@ -138,7 +138,7 @@ class RemoteJudge(ABC):
             raise UserError(f"the sample is not JSON: {error}") from error
         except httpx.HTTPError as error:
             raise UnavailableError(f"{type(error).__name__} {error}".strip()) from error
-        if answer.status_code >= 400:
+        if not answer.is_success:
             detail = " ".join(answer.text[:MAX_SHOWN].split())
             kind = UnavailableError if answer.status_code in RETRYABLE else UserError
             raise kind(f"HTTP {answer.status_code} from {self._url}{path}: {detail}")
