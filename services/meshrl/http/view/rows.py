@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from meshrl.contract.errors import MeshError, NotFoundError, UserError
+from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.trainer.trajectories.files import FOLDER, Split, file_of, logged_files
 from meshrl.trainer.trajectories.where import COMPONENTS, NUMBERS, TEXTS, condition
 
@@ -112,22 +113,15 @@ def _path(run_dir: Path, split: Split, step: int) -> Path:
     return path
 
 
-class _reading:
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     """Says which file is broken instead of how pyarrow fails at it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # ValueError and TypeError: columns of other types than the trainer writes, text that is no UTF-8.
-        if isinstance(
-            error, pa.ArrowException | OSError | ValueError | TypeError
-        ) and not isinstance(error, MeshError):
-            why = " ".join(str(error).split())[:200]
-            raise UserError(f"{self._path.name} cannot be read: {why}") from error
+    try:
+        yield
+    # ValueError and TypeError: columns of other types than the trainer writes, text that is no UTF-8.
+    except (pa.ArrowException, OSError, ValueError, TypeError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise UserError(f"{path.name} cannot be read: {why}") from error
 
 
 def _summary(path: Path) -> pa.Table:
