@@ -27,7 +27,7 @@ LINES: Mapping[str, int] = {
     "meshrl.weights": 6400,
     "meshrl.contract": 5450,
     "meshrl.simulation": 5150,
-    "meshrl.rpc": 5800,
+    "meshrl.rpc": 5850,
     "meshrl.launcher": 4300,
     "meshrl.testing": 3300,
     "meshrl.cli": 4350,

@@ -10,15 +10,14 @@ which nobody needs a credential, has a sixteenth; to ask for health once is alwa
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Final
 from urllib.parse import unquote
 
 from grpc_health.v1 import health
 
 from meshrl.contract.errors import BusyError
+from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.identity import ROLES_OF_CALL
 from meshrl.rpc.interceptors import RECEIVED, Behavior, Context
 from meshrl.rpc.transport import MAX_CALLS, MAX_CONNECTIONS, MAX_REQUEST_BYTES
@@ -55,15 +54,22 @@ class CallLimits:
         """Interceptor before the caller is known."""
         if method == HEALTH_CHECK:
             return behavior
+        calls, held_bytes = self._calls, self._bytes
 
         async def run(request: Any, context: Context) -> Any:
-            # ipv4:10.0.0.1:50250, ipv6:%5B::1%5D:50250, unix:
-            address = unquote(context.peer().partition(":")[2].rpartition(":")[0]) or "this machine"
-            with self._calls.holding(address, 1), self._bytes.holding(address, 0) as received:
+            address = _address(context.peer())
+            calls.take(address, 1)
+            received = _Received(held_bytes, address)
+            try:
                 if isinstance(request, bytes):
                     received(len(request))
-                RECEIVED.set(received)
+                else:
+                    RECEIVED.set(received)
                 return await behavior(request, context)
+            finally:
+                if received.held:
+                    held_bytes.give_back(address, received.held)
+                calls.give_back(address, 1)
 
         return run
 
@@ -72,14 +78,45 @@ class CallLimits:
         if method == HEALTH_CHECK:
             return behavior
         share = HEALTH_SHARE if method == HEALTH_WATCH else SHARE
+        calls, anybody = self._roles, f"{method} for anybody"
 
         async def run(request: Any, context: Context) -> Any:
             roles = ROLES_OF_CALL.get()
-            role = f"the role {'+'.join(sorted(roles))}" if roles else f"{method} for anybody"
-            with self._roles.holding(role, 1, share):
+            role = _role(roles) if roles else anybody
+            calls.take(role, 1, share)
+            try:
                 return await behavior(request, context)
+            finally:
+                calls.give_back(role, 1)
 
         return run
+
+
+@lru_cache(maxsize=MAX_CONNECTIONS)
+def _address(peer: str) -> str:
+    """Of gRPC's ipv4:10.0.0.1:50250, ipv6:%5B::1%5D:50250, unix:."""
+    return unquote(peer.partition(":")[2].rpartition(":")[0]) or "this machine"
+
+
+@lru_cache(maxsize=256)
+def _role(roles: frozenset[MeshRole]) -> str:
+    return f"the role {'+'.join(sorted(roles))}"
+
+
+class _Received:
+    """What one request has of the bytes that a server holds."""
+
+    __slots__ = ("_holder", "_room", "held")
+
+    def __init__(self, room: _Room, holder: str) -> None:
+        self._room = room
+        self._holder = holder
+        self.held = 0
+
+    def __call__(self, more: int) -> None:
+        """Hold `more`. Raises BusyError."""
+        self._room.take(self._holder, more)
+        self.held += more
 
 
 class _Room:
@@ -89,37 +126,29 @@ class _Room:
         self._what = what
         self._total = total
         self._used = 0
-        self._used_by: Counter[str] = Counter()
+        self._used_by: dict[str, int] = {}
 
-    @contextmanager
-    def holding(self, holder: str, amount: int, share: float = SHARE) -> Iterator[Any]:
-        """Hold `amount` while the body runs; it may take more with the function that it is given.
+    def take(self, holder: str, amount: int, share: float = SHARE) -> None:
+        """Hold `amount` until it is given back.
 
         Raises:
             BusyError: that is more than there is, or than the holder's share.
         """
-        held = 0
+        used, mine = self._used + amount, self._used_by.get(holder, 0) + amount
+        if used > self._total:
+            raise BusyError(
+                f"this service holds {self._used} {self._what} and takes {self._total}: try again"
+            )
+        if mine > (most := max(1, int(self._total * share))):
+            raise BusyError(
+                f"{holder} holds {mine - amount} {self._what} here and may hold {most}: try again"
+            )
+        self._used = used
+        self._used_by[holder] = mine
 
-        def take(more: int) -> None:
-            nonlocal held
-            most = max(1, int(self._total * share))
-            if self._used + more > self._total:
-                raise BusyError(
-                    f"this service holds {self._used} {self._what} and takes {self._total}: try again"
-                )
-            if self._used_by[holder] + more > most:
-                raise BusyError(
-                    f"{holder} holds {self._used_by[holder]} {self._what} here and may hold {most}: try again"
-                )
-            held += more
-            self._used += more
-            self._used_by[holder] += more
-
-        try:
-            take(amount)
-            yield take
-        finally:
-            self._used -= held
-            self._used_by[holder] -= held
-            if not self._used_by[holder]:
-                del self._used_by[holder]
+    def give_back(self, holder: str, amount: int) -> None:
+        """What `take` took."""
+        self._used -= amount
+        left = self._used_by.pop(holder) - amount
+        if left:
+            self._used_by[holder] = left
