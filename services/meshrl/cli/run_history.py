@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshrl.cli.find_mesh import METRICS_NAME
@@ -40,9 +41,11 @@ class RunHistory:
             name = AddressBook.load(directory / ADDRESS_BOOK_NAME).run
         except MeshError:
             name = directory.name
-        finished = (directory / FINISHED_NAME).exists()
-        state = "running" if is_up(directory) else "finished" if finished else "stopped"
-        return cls(directory=directory, name=name, state=state, curves=metrics.curves(_READ))
+        found = cls(directory=directory, name=name, state="running", curves=metrics.curves(_READ))
+        if is_up(directory):
+            return found
+        finished = _finished_at(directory / FINISHED_NAME) == found.steps
+        return replace(found, state="finished" if finished else "stopped")
 
     @property
     def steps(self) -> int:
@@ -62,6 +65,12 @@ class RunHistory:
         curve = self.curves.get("time/unix_s")
         return max(curve.values) - min(curve.values) if curve else 0.0
 
+    @property
+    def samples(self) -> int:
+        """Rows trained; about so many where metrics.jsonl has become too long to have every step."""
+        rows = self.values("batch/rows")
+        return round(sum(rows) / len(rows) * self.steps) if rows else 0
+
     def values(self, metric: str) -> list[float]:
         """Of one metric, in the order of its steps; empty where there is none."""
         curve = self.curves.get(metric)
@@ -70,3 +79,11 @@ class RunHistory:
     def last(self, metric: str) -> float | None:
         """The newest value."""
         return next(reversed(self.values(metric)), None)
+
+
+def _finished_at(note: Path) -> int | None:
+    """The step at which the run had done all that it was asked to; None where it had not."""
+    try:
+        return int(json.loads(note.read_text())["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -45,7 +45,7 @@ def make(
         directory / ADDRESS_BOOK_NAME
     )
     if done:
-        (directory / FINISHED_NAME).write_text("{}")
+        (directory / FINISHED_NAME).write_text(json.dumps({"step": steps}))
     return directory
 
 
@@ -89,6 +89,23 @@ def test_a_run_that_is_not_running_shows_what_it_came_to(meshrl: Command) -> Non
         "run": "archive", "state": "stopped", "steps": 3, "seconds": 180.0, "samples": 48,
         "reward": pytest.approx(0.3), "held_out_score": 0.5,
     }  # fmt: skip
+
+
+@pytest.mark.usefixtures("here")
+def test_a_run_that_went_on_after_its_end_is_finished_no_more(meshrl: Command) -> None:
+    Path("runs/early/finished.json").write_text('{"step": 4}')
+    assert (
+        json.loads(meshrl("status", "--run-dir", "runs/early", "--json")[1])["state"] == "stopped"
+    )
+
+
+@pytest.mark.usefixtures("here")
+def test_rows_are_counted_where_some_steps_are_left_out_of_the_metrics(meshrl: Command) -> None:
+    path = Path("runs/early/metrics.jsonl")
+    lines = path.read_text().splitlines()
+    path.write_text("".join(f"{line}\n" for line in (lines[0], *lines[3:])))
+    found = json.loads(meshrl("status", "--run-dir", "runs/early", "--json")[1])
+    assert (found["steps"], found["samples"]) == (5, 80)
 
 
 @pytest.mark.usefixtures("here")

@@ -58,11 +58,11 @@ def status(run_dir: Path | None, queue: str | None, run: str | None, as_json: bo
 
 
 def _print_history(history: RunHistory, as_json: bool) -> None:
-    directory, rows = history.directory, history.values("batch/rows")
+    directory = history.directory
     say_which(directory, history.name)
     if as_json:
         shown = {"run": history.name, "state": history.state, "steps": history.steps}
-        shown |= {"seconds": history.seconds, "samples": int(sum(rows))}
+        shown |= {"seconds": history.seconds, "samples": history.samples}
         shown |= {"reward": history.last(STEP), "held_out_score": history.last(HELD_OUT)}
         click.echo(json.dumps(shown, indent=2))
         return
@@ -79,7 +79,7 @@ def _print_history(history: RunHistory, as_json: bool) -> None:
         if values:
             ends = f"{values[0]:.3f} → {values[-1]:.3f}"
             table.add_row(label, f"{ends}  {sparkline(values, 32)}")
-    table.add_row("samples", f"{sum(rows):,.0f}")
+    table.add_row("samples", f"{history.samples:,}")
     table.add_row("time", f"{clock(history.seconds)}, from the first figures to the last")
     table.add_row("files", str(directory))
     table.add_row("more", f"meshrl rows {directory}\nmeshrl ledger --run-dir {directory}")
