@@ -244,7 +244,11 @@ def test_the_oldest_files_make_room_and_the_newest_stays(tmp_path: Path) -> None
     evaluate(first, [0])
     first.close()
     size = file_of(tmp_path, "eval", 0).stat().st_size
-    for max_bytes, steps, left in ((int(size * 2.9), (1, 2, 9, 10), [9, 10]), (1, (11,), [11])):
+    for max_bytes, steps, left in (
+        (int(size * 2.9), (1, 2, 9, 10), [9, 10]),
+        (int(size * 2.9), (10, 10), [9, 10]),
+        (1, (11,), [11]),
+    ):
         log = TrajectoryLog(tmp_path, max_bytes=max_bytes)
         evaluate(log, steps)
         log.close()

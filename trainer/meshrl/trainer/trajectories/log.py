@@ -42,7 +42,13 @@ from meshrl.contract.types import (
 from meshrl.trainer.learner.experience import Schedule
 from meshrl.trainer.learner.learner import Learned
 from meshrl.trainer.reward_version_guard import BatchQueue
-from meshrl.trainer.trajectories.files import beyond, draft_of, file_of, logged_files
+from meshrl.trainer.trajectories.files import (
+    LoggedFile,
+    beyond,
+    draft_of,
+    file_of,
+    logged_files,
+)
 from meshrl.trainer.trajectories.table import LoggedRow, LoggedStep, TableBuilder, open_decoder
 
 log = logging.getLogger(__name__)
@@ -70,7 +76,7 @@ class TrajectoryLog:
         Args:
             folder: Where the files are; made when it is needed.
             share: Share of the groups that are kept, 0 for none. Which, depends on the task alone.
-            max_bytes: What the folder may hold; beyond it the oldest files go.
+            max_bytes: What the folder may hold; beyond it the oldest files go, down to nine tenths of it.
             tokenizer: Its directory, for the texts of prompts and tokens.
             keeps_inputs: Whether rows of training have what their judge saw.
         """
@@ -83,9 +89,13 @@ class TrajectoryLog:
         self._thread: threading.Thread | None = None
         self._builder: TableBuilder | None = None
         self._missed = 0
+        self._files: dict[Path, LoggedFile] | None = None
+        """What is in the folder; None before the first file is written."""
+        self._bytes = 0
 
     def resume_at(self, step: int) -> None:
         """Remove the files of steps >= `step`, which tell of a history that is no more, and drafts."""
+        self._files = None
         try:
             gone = [file.path for file in logged_files(self._folder) if file.step >= step]
             for path in (*gone, *self._folder.glob(".*.writing")):
@@ -216,8 +226,22 @@ class TrajectoryLog:
         except BaseException:
             draft.unlink(missing_ok=True)
             raise
-        for old in beyond(logged_files(self._folder), self._max_bytes):
-            old.path.unlink(missing_ok=True)
+        self._make_room(LoggedFile(step.step, step.split, path, path.stat().st_size))
+
+    def _make_room(self, written: LoggedFile) -> None:
+        """Remove the oldest files where there are too many bytes, a tenth at once: a run may have very many files."""
+        if self._files is None:
+            self._files = {file.path: file for file in logged_files(self._folder)}
+            self._bytes = sum(file.size for file in self._files.values())
+        else:
+            before = self._files.get(written.path)
+            self._bytes += written.size - (before.size if before else 0)
+            self._files[written.path] = written
+        if self._bytes > self._max_bytes:
+            for old in beyond(self._files.values(), self._max_bytes * 9 // 10):
+                old.path.unlink(missing_ok=True)
+                del self._files[old.path]
+                self._bytes -= old.size
 
     def _miss(self, reason: str) -> None:
         """Count a file that is left out; the first one is worth a warning."""
