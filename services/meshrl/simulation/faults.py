@@ -92,7 +92,7 @@ LENGTHS_S: Final = {
     Kind.LOADING_FAILS: 8.0,
     Kind.SWITCH_FAILS: 4.0,
     Kind.TRANSFER_HANGS: 15.0,
-    Kind.TRANSFER_CORRUPTS: 4.0,
+    Kind.TRANSFER_CORRUPTS: 8.0,
     Kind.MEMORY_FULL: 4.0,
 }
 """Mean seconds; the others have no length."""

@@ -191,9 +191,15 @@ class Services:
         async with self._client() as queue:
             await queue.open_run(shape.spec)
             feeder = self._parts.feeder(
-                queue, RUN, prompts, task, epochs=shape.epochs, shuffle=True, seed=self._seed
+                queue,
+                RUN,
+                prompts,
+                task,
+                epochs=shape.epochs,
+                shuffle=True,
+                seed=self._seed,
+                chunk=shape.chunk,
             )
-
             incarnation.drain = feeder.stop
             await feeder.run()
             state = await queue.run_state(RUN)

@@ -48,6 +48,8 @@ class Shape:
     on_update: OnUpdate = OnUpdate.IN_FLIGHT
     reward_s: float = 0.2
     saves_progress: bool = True
+    chunk: int = 4
+    """Tasks in one call of the feeder: its position moves once they are all in."""
     faults_until_s: float = 60.0
     most_faults: int = 12
     delays: Delays = field(default_factory=Delays)
@@ -107,6 +109,7 @@ def draw_shape(seed: int) -> Shape:
         checkpoint_s=draw.choice((0.2, 1.0, 4.0)),
         transfer_s=draw.choice((0.1, 0.5, 2.0)),
         saves_progress=draw.random() < 0.6,
+        chunk=random.Random(f"feeder {seed}").choice((2, 5, 64)),
         carrier=plane.choice(("shm", "shm", "disk", "auto")),
         anchor_every=plane.randint(1, 3),
         quorum=plane.choice((1.0, 1.0, 0.5)),

@@ -32,6 +32,8 @@ BUCKETS: Final = 2
 BEAT_S: Final = 15.0
 SILENCE_S: Final = 45.0
 """Longer than in a real mesh: heartbeats, and waiting for them, are most of what an idle fleet does."""
+CORRUPT_S: Final = 2.0
+"""A transfer that changes bytes also takes long: versions overtake it."""
 DRAIN_S: Final = 300.0
 
 
@@ -90,6 +92,7 @@ class _Receiving:
         if (late_s := self._transfers.hanging_until - self._clock()) > 0:
             await asyncio.sleep(late_s)
         if self._transfers.corrupt_until > self._clock():
+            await asyncio.sleep(CORRUPT_S)
             found = np.array(into if found is None else found)
             found[0] ^= 1
         return found

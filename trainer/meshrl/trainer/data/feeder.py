@@ -49,6 +49,7 @@ class Feeder:
         shuffle: bool,
         seed: int,
         curriculum: str | None = None,
+        chunk: int = CHUNK,
     ) -> None:
         """Prepare; nothing is admitted before `run`.
 
@@ -61,6 +62,7 @@ class Feeder:
             shuffle: Another order in every epoch.
             seed: Of the order.
             curriculum: Orders each epoch instead of `shuffle`; see `meshrl.trainer.data.curricula`.
+            chunk: Tasks per call.
 
         Raises:
             ConfigError: no such curriculum.
@@ -73,6 +75,7 @@ class Feeder:
         self._total = None if epochs is None else epochs * len(prompts.prompts)
         self._shuffle = shuffle
         self._seed = seed
+        self._chunk = chunk
         self._curriculum = curriculum
         self._curriculum_order: Order | None = (
             load(CURRICULA, curriculum, "order") if curriculum else None
@@ -97,7 +100,7 @@ class Feeder:
         waiting: list[Task] = []
         while not self._stop.is_set():
             # The position is stored when a whole chunk is in, so a chunk is finished before the next one starts.
-            waiting = waiting or list(itertools.islice(tasks, CHUNK))
+            waiting = waiting or list(itertools.islice(tasks, self._chunk))
             if not waiting:
                 await self._close()
                 return
