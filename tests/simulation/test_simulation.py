@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from meshrl.contract.types import StalePolicy
 from meshrl.simulation.campaign import kind_of, minimise, story
 from meshrl.simulation.faults import Fault, Kind
 from meshrl.simulation.mesh import simulate
@@ -27,6 +29,11 @@ QUICK = (
     "stale_counted_twice",
     "lost_wake_up",
     "label_at_start",
+    "label_ahead",
+    "mixed_version",
+    "told_early",
+    "segments_kept",
+    "oldest_is_newest",
 )
 """Planted bugs that few seeds find; `meshrl simulate --mutant NAME` hunts the others."""
 HASH = "from meshrl.simulation.mesh import simulate; print(simulate(3, trace=True).trace_hash)"
@@ -111,3 +118,43 @@ def test_a_trainer_that_takes_the_run_over_after_its_end_trains_on_nothing_more(
     report = simulate(1, shape=shape, faults=faults)
     assert sum("trained to the end" in line for line in report.log) == 2
     assert report.problems == []
+
+
+def test_a_version_that_is_replaced_before_anybody_has_it_keeps_no_replica() -> None:
+    """Replicas join while the version that replaces it is staged; the first to join is lost in its transfer."""
+    shape = Shape(
+        workers=3,
+        rewards=2,
+        prompts=6,
+        group=1,
+        max_staleness=math.inf,
+        stale_policy=StalePolicy.DROP,
+        lease_ttl_s=10.0,
+        train_s=3.0,
+        transfer_s=2.0,
+        chunk=5,
+    )
+    faults = [
+        Fault(at_s=7.172, kind=Kind.ZOMBIE, target="trainer", seconds=23.67),
+        Fault(at_s=37.392, kind=Kind.CUT, target="rollout-1", seconds=9.84),
+    ]
+    assert simulate(143, shape=shape, faults=faults).problems == []
+
+
+def test_a_fenced_trainer_cannot_put_its_checkpoint_in_place() -> None:
+    shape = Shape(
+        prompts=12,
+        batch=1,
+        save_freq=1,
+        checkpoint_s=4.0,
+        train_s=0.5,
+        response_s=0.5,
+        max_staleness=2,
+    )
+    faults = [
+        Fault(at_s=7.0, kind=Kind.ZOMBIE, target="trainer", seconds=1.0),
+        Fault(at_s=10.5, kind=Kind.KILL, target="trainer"),
+    ]
+    assert simulate(0, shape=shape, faults=faults).problems == []
+    planted = simulate(0, shape=shape, faults=faults, parts=MUTANTS["no_sweep"].parts)
+    assert "row 0 of task 0-7 is in the weights 2 times" in planted.problems

@@ -341,7 +341,7 @@ class WeightCoordinator:
     async def _carry_versions(self) -> None:
         """Take versions one by one from offered to committed. Owned by `close`."""
         while True:
-            await self._wait_until(lambda: self._offered is not None or self._finished)
+            await self._wait_until(lambda: self._may_propose or self._finished)
             try:
                 if self._finished:
                     await self._conclude()
@@ -353,16 +353,19 @@ class WeightCoordinator:
             await self._notify()
 
     async def _propose(self) -> None:
-        source = self._offered
+        source, parked = self._offered, self._proposed
         assert source is not None
-        await self._routes.stage(source, [replica.peer for replica in self._candidates()])
-        members = [replica.generation for replica in self._candidates()]
-        if self._proposed is not None:
+        if parked is not None:
+            # Nobody takes part. Staging takes a while: a replica that joined this one meanwhile would be left in it.
+            parked.drop()
+            self._proposed = None
             logger.info(
                 "version %s replaces %s, which no replica received",
                 source.manifest.version,
-                self._proposed.version,
+                parked.version,
             )
+        await self._routes.stage(source, [replica.peer for replica in self._candidates()])
+        members = [replica.generation for replica in self._candidates()]
         self._proposed = Transaction(source, members, self._config.quorum, self._config.late_quorum)
         self._proposed_at = self._clock()
         if self._straggler_wait is not None:
@@ -393,6 +396,12 @@ class WeightCoordinator:
             if replica.state is not ReplicaState.OUT
             and (committed is None or replica.version == committed)
         ]
+
+    @property
+    def _may_propose(self) -> bool:
+        """A version is offered, and no replica takes part in the one before."""
+        proposed = self._proposed
+        return self._offered is not None and (proposed is None or proposed.phase is Phase.PARKED)
 
     @property
     def _finished(self) -> bool:
