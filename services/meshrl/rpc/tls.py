@@ -166,6 +166,10 @@ class _Method:
 
 
 def _channel_credentials(tls: Certificates) -> grpc.ChannelCredentials:
+    if tls.cert is not None:
+        server_context(
+            tls
+        )  # refuses a key that is not the certificate's, as while only one of them is copied
     return grpc.ssl_channel_credentials(
         root_certificates=_pem(tls, "ca"),
         private_key=_pem(tls, "key"),

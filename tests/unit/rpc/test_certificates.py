@@ -123,6 +123,8 @@ async def test_a_client_shows_the_certificate_that_its_file_holds_and_trusts_the
         await server.ready()
         watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watching.read()).status == SERVING
+        issue(tmp_path / "client", authority, key=False)
+        assert await health_of(channel, "") == SERVING
         for folder in ("server", "client"):
             issue(tmp_path / folder, other)
         assert await health_of(channel, "") == SERVING
