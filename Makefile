@@ -103,8 +103,8 @@ endif
 demo: venv
 	$(BIN)/meshrl demo
 
-# Two files of tests at once: many wait for processes more than they compute. TEST_WORKERS=0 runs one after the other.
-TEST_WORKERS ?= 2
+# Three files of tests at once: many wait for processes more than they compute. TEST_WORKERS=0 runs one after the other.
+TEST_WORKERS ?= 3
 
 test: venv
 	$(BIN)/pytest -m "not vllm and not sglang" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 25

@@ -14,7 +14,7 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from meshrl.trainer.distributed import World
 
-# Two files of tests run at once, each with processes of its own: more threads would only wait for each other.
+# Several files of tests run at once, each with processes of its own: more threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No example has a deadline: a busy machine may pause for a second anywhere.

@@ -1,4 +1,8 @@
-"""The weight plane between real processes that are killed, stopped and started again at the worst moments."""
+"""The weight plane between real processes that are killed, stopped and started again at the worst moments.
+
+A receiver's end and silence are tried over gloo, whose connections break with it; the simulated mesh tries them, at
+every moment, over the carriers that share memory and files.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from .weights_mesh import BUCKETS, Mesh
+
+over_gloo = pytest.mark.parametrize("mesh", ["gloo"], indirect=True)
 
 
 @pytest.fixture(params=["gloo", "disk", "shm"])
@@ -23,6 +29,7 @@ def at_bucket(mesh: Mesh, index: int) -> dict[str, int]:
     return {"at": index, "call": 1 if mesh.config["carrier"] == "gloo" else 2}
 
 
+@over_gloo
 async def test_survivors_commit_when_a_receiver_is_killed_at_any_bucket_boundary(
     mesh: Mesh,
 ) -> None:
@@ -48,6 +55,7 @@ async def test_survivors_commit_when_a_receiver_is_killed_at_any_bucket_boundary
     await replacement.until(lambda: replacement.all("commit") == versions[-1:])
 
 
+@over_gloo
 async def test_a_stopped_replica_is_out_and_comes_back_at_the_newest_version(mesh: Mesh) -> None:
     mesh.config |= {"base_s": 3.0, "ready_s": 5.0}  # nothing but a deadline finds it
     trainer = await mesh.trainer()
