@@ -49,7 +49,9 @@ class PacedGpu:
         """Tokens that a request would have which has run from the start on."""
         self._at = self._loop.time()
         self._paused = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._due = 0.0
+        """When the timer looks. uvloop's handle of a timer that is due at once cannot say."""
 
     def sample(self, tokens: float, done: Callable[[], None]) -> None:
         """Sample so many tokens, then call `done`."""
@@ -96,9 +98,10 @@ class PacedGpu:
             return
         due = self._at + max(0.0, self._ends[0][0] - self._served) / speed
         if self._timer is not None:
-            if self._timer.when() <= due:
+            if self._due <= due:
                 return
             self._timer.cancel()
+        self._due = due
         self._timer = self._loop.call_at(due, self._look)
 
     def _look(self) -> None:

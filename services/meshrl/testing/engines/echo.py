@@ -200,10 +200,13 @@ class EchoEngine:
                 self._changed.notify_all()
 
     def _answered(self, push: Push, answer: asyncio.Task[None]) -> None:
-        """Tell a reader whose request was cancelled, perhaps before it began."""
+        """Tell a reader whose request was cancelled, perhaps before it began, or failed."""
         self._answers.discard(answer)
         if answer.cancelled():
             push(_delta([], self.version, "abort"))
+        elif error := answer.exception():
+            log.error("%s", answer.get_name(), exc_info=error)
+            push(InfraError(f"the engine failed: {error}"))
 
     def _may_start(self) -> bool:
         return self.version != UNSERVED and not self._updating and self._running < self._slots
