@@ -134,6 +134,7 @@ def measured(steps: list[dict[str, float]]) -> dict[str, Any]:
         "samples_per_h": 3600 * mean("batch/rows") / step_s,
         "staleness": mean("staleness/mean"),
         "staleness_by_step": [round(step["staleness/mean"], 2) for step in steps],
+        "length_mean": mean("response/length_mean"),
         "step_s": step_s,
         "waiting_s": mean("time/waiting_s"),
         "publishing_s": mean("time/publishing_s"),

@@ -27,6 +27,10 @@ class Processor:
         self.busy_s += cost
         return self._free_at - now
 
+    def charge_spread(self, calls: float) -> None:
+        """Count calls that came one by one over a long time, which nobody had to wait for."""
+        self.busy_s += calls * self._setting.call_s
+
     async def spend(self, *, calls: int = 1, rows: int = 0) -> None:
         """Wait until the calls have had their turn."""
         await asyncio.sleep(self.charge(calls=calls, rows=rows))

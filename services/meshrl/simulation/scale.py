@@ -45,6 +45,8 @@ from meshrl.transferqueue.stores.memory import MemoryStore
 RUN: Final = "plan"
 WAIT_S: Final = 20.0
 """How long one lease waits, as in the product's stage worker."""
+LONG_WAIT_S: Final = 3600.0
+"""How long it waits here, at the price of as many calls: thousands of idle workers ask in vain every WAIT_S."""
 SHORT_TOKENS: Final = 16
 """Stored tokens of a mean row: the queue stores and compares lengths, so they are scaled, not left out."""
 
@@ -156,6 +158,7 @@ class _Worker:
                 await self._changed.wait()
                 continue
             await mesh.processor.spend()
+            asked = mesh.loop.time()
             try:
                 lease = await mesh.queue.lease(
                     [RUN],
@@ -163,13 +166,15 @@ class _Worker:
                     worker=self.name,
                     limit=free,
                     version=self.version,
-                    wait_s=WAIT_S,
+                    wait_s=LONG_WAIT_S,
                 )
             except WaitTimeoutError:
+                mesh.processor.charge_spread((mesh.loop.time() - asked) // WAIT_S)
                 if self._behind():
                     self._changed.clear()
                     await self._changed.wait()
                 continue
+            mesh.processor.charge_spread((mesh.loop.time() - asked) // WAIT_S)
             mesh.processor.charge(calls=0, rows=lease.num_rows)
             self._taken += lease.num_rows
             for group in lease.groups:
