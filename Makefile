@@ -150,13 +150,16 @@ screenshots: venv
 	$(BIN)/python -m tests.screenshots docs/images
 
 # Kill -9 random processes of a running queue and check every row's history: `make chaos SEED=3 KILLS=200`.
+# LOST=0.01 also loses a hundredth of the queue's answers.
 SEED ?= 1
 KILLS ?= 200
 PAUSES ?= 0
+LOST ?= 0
 STORE ?= disk
 .PHONY: chaos
 chaos: venv
-	$(BIN)/python -m tests.chaos.campaign --seed $(SEED) --kills $(KILLS) --pauses $(PAUSES) --store $(STORE)
+	$(BIN)/python -m tests.chaos.campaign --seed $(SEED) --kills $(KILLS) --pauses $(PAUSES) --store $(STORE) \
+	  --lost-answers $(LOST)
 
 # Every line of the README's table of promises, with fresh seeds: `make promises ONLY=chaos`. WRITE=1 keeps the results
 # in docs/reference/promises.md.

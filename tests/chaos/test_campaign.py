@@ -36,10 +36,10 @@ def assert_exact(report: dict[str, Any]) -> None:
     assert report["trained"] > MORE_STEPS
 
 
-def test_killed_and_stopped_processes_cost_no_row_and_repeat_none() -> None:
-    report = campaign("--kills", "10", "--pauses", "2")
+def test_killed_and_stopped_processes_and_lost_answers_cost_no_row_and_repeat_none() -> None:
+    report = campaign("--kills", "10", "--pauses", "2", "--lost-answers", "0.01")
     assert_exact(report)
-    assert report["kills"] == 10
+    assert report["kills"] == 10 and report["lost_answers"]
 
 
 def test_a_redis_that_is_killed_with_its_queue_costs_no_row() -> None:

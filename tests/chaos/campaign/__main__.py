@@ -18,7 +18,10 @@ NOT_PERMITTED = 77
 
 def main() -> int:
     """Run one campaign; its last line is JSON."""
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
+    if options.lost_answers and (options.shards + options.grow > 1 or options.cuts):
+        parser.error("--lost-answers takes one queue process, and no --cuts")
     with tempfile.TemporaryDirectory(prefix="meshrl-chaos-") as scratch:
         folder = options.folder or Path(scratch) / "campaign"
         plan = Plan(
@@ -30,6 +33,7 @@ def main() -> int:
             cut_s=options.cut_s,
             fills=options.fills,
             pace_s=options.pace,
+            lost_answers=options.lost_answers,
             bug=options.bug,
             shards=options.shards,
             grows=options.grow,
@@ -56,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cuts", type=int, default=0, help="silent network cuts (takes root)")
     parser.add_argument("--cut-s", type=float, default=3.0, help="seconds of a cut")
     parser.add_argument("--fills", type=int, default=0, help="full disks (takes root)")
+    parser.add_argument(
+        "--lost-answers", type=float, default=0.0, metavar="SHARE", help="of the queue's answers"
+    )
     parser.add_argument("--pace", type=float, default=0.35, help="mean seconds between strikes")
     parser.add_argument("--shards", type=int, default=1, help="queue processes")
     parser.add_argument("--grow", type=int, default=0, help="shards added while the run goes on")

@@ -20,7 +20,7 @@ from meshrl.launcher.ports import free_port
 from .events import lines
 from .faults import Cut, Fault, Fill, Kill, Network, Pause, SmallDisk, Victim, refusals
 from .history import History
-from .plan import ACTORS, Plan
+from .plan import ACTORS, PROXY, Plan
 from .processes import Actor
 from .redis import Redis
 
@@ -92,7 +92,10 @@ class Campaign:
             self._redis.start()
             undo.callback(self._redis.kill)
             plan = replace(plan, queue={**plan.queue, "redis_url": self._redis.url})
-        self.plan = replace(plan, ports=_free_ports(plan.all_shards))
+        *ports, proxy_port = _free_ports(plan.all_shards + 1)
+        self.plan = replace(
+            plan, ports=tuple(ports), proxy_port=proxy_port if plan.lost_answers else 0
+        )
         here = self._network and self._network.here
         there = self._network and self._network.there
         self._queues = [Actor(name, self.plan, there) for name in self.plan.queues]
@@ -103,6 +106,10 @@ class Campaign:
         ]
         for actor in (*self._queues, *self._actors, *self._adders):
             undo.callback(actor.kill)
+        if plan.lost_answers:
+            proxy = Actor(PROXY, self.plan)
+            undo.callback(proxy.kill)
+            proxy.start()
         self._actors = [*self._queues[: plan.shards], *self._actors]
 
     def _faults(self) -> list[str]:
@@ -224,6 +231,7 @@ class Campaign:
             "ledger": "exact" if not ledger else ledger[:5],
             "history": "legal" if not violations else {k: v[:5] for k, v in violations.items()},
             "admitted": json.loads(self.plan.final.read_text())["admitted"],
+            "lost_answers": self.plan.lost.stat().st_size if self.plan.lost.exists() else 0,
             "outages": self._outages(),
             "refusals": refusals(self.plan),
             "seconds": round(seconds, 1),

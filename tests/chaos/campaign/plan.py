@@ -14,6 +14,7 @@ BATCH: Final = 2
 MAX_STALENESS: Final = 2
 STAGES: Final = (ROLLOUT_STAGE, REWARD_STAGE, REFERENCE_STAGE)
 CHECKPOINT_EVERY: Final = 3
+PROXY: Final = "proxy"
 ACTORS: Final = ("feeder", "producer-0", "producer-1", "annotator", "consumer")
 
 
@@ -42,7 +43,10 @@ class Plan:
     """Queue processes, each killed by itself."""
     grows: int = 0
     """Shards that are added while the run goes on; all other processes get the addresses of the first ones only."""
+    lost_answers: float = 0.0
+    """Share of the queue's answers that never arrive; clients then reach it through a proxy."""
     host: str = "127.0.0.1"
+    proxy_port: int = 0
     ports: tuple[int, ...] = ()
     """Of the shards, with those that are added."""
 
@@ -76,7 +80,9 @@ class Plan:
 
     @property
     def addresses(self) -> str:
-        """Of those that there are at the start."""
+        """Of those that there are at the start, or of the proxy before them."""
+        if self.proxy_port:
+            return f"{self.host}:{self.proxy_port}"
         return ",".join(self.address(number) for number in range(self.shards))
 
     @property
@@ -104,6 +110,11 @@ class Plan:
     def final(self) -> Path:
         """What a queue opened on the store after the end says."""
         return self.folder / "final.json"
+
+    @property
+    def lost(self) -> Path:
+        """A byte for each answer that was lost."""
+        return self.folder / "lost-answers"
 
     @property
     def enough(self) -> Path:

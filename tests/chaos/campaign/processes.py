@@ -26,7 +26,8 @@ from meshrl.transferqueue.sharding import ShardedQueue
 
 from .actors import actor
 from .events import EventLog
-from .plan import Plan
+from .plan import PROXY, Plan
+from .proxy import Proxy
 from .recorded import RecordedQueue
 from .service import look, serve
 
@@ -138,6 +139,8 @@ async def add(plan: Plan, address: str) -> None:
 async def _run(name: str, plan: Plan, birth: int) -> None:
     if name in plan.queues:
         await serve(plan, plan.queues.index(name))
+    elif name == PROXY:
+        await Proxy(plan, random.Random(f"{plan.seed} {name}")).serve()
     elif name == "look":
         await look(plan)
     elif name.startswith("adder-"):
