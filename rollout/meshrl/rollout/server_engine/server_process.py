@@ -83,9 +83,8 @@ class ServerProcess:
         if process is None:
             return
         if process.stdin is not None:
+            # Not waited for: whoever is cancelled in `wait_closed` cancels it for all that come later.
             process.stdin.close()
-            with contextlib.suppress(ConnectionError):  # it has ended already
-                await process.stdin.wait_closed()
         try:
             async with asyncio.timeout(STOP_S):
                 await self.ended()
