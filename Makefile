@@ -109,13 +109,13 @@ TEST_WORKERS ?= 3
 test: venv
 	$(BIN)/pytest -m "not vllm and not sglang" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
-# The tests that drive a real vLLM or SGLang server, one server of each kind at a time: they race against a real stream.
-# Without the server they are skipped and say so.
+# The tests that drive a real vLLM or SGLang server, alone: they race against a real stream. Without the server they are
+# skipped and say so.
 .PHONY: test-engines
 test-engines: venv
 	@$(MAKE) --no-print-directory venv-vllm || echo "vLLM cannot be installed here: its tests are skipped"
 	@$(MAKE) --no-print-directory venv-sglang || echo "SGLang cannot be installed here: its tests are skipped"
-	$(BIN)/pytest -m "vllm or sglang" -n 2 --dist loadgroup --durations 10
+	$(BIN)/pytest -m "vllm or sglang" --durations 10
 
 # Compare the algorithms with recorded cases: `make parity GOLDEN=DIR`.
 parity: venv

@@ -439,14 +439,13 @@ async def test_a_server_that_allows_less_than_the_engine_promises_is_refused(
 
 
 def server_pid(log: Path) -> int:
-    """The process whose standard output is `log` and which is no guard."""
-    for entry in Path("/proc").iterdir():
+    """The child of the guard that keeps `log`."""
+    for entry in Path("/proc").glob("[0-9]*"):
         try:
             command = (entry / "cmdline").read_bytes().split(b"\0")
-            guard = any(part.endswith(b"guard.py") for part in command)
-            if b"-m" in command and not guard and (entry / "fd" / "1").readlink() == log:
-                return int(entry.name)
-        except OSError:
+            if os.fsencode(log) in command and any(part.endswith(b"guard.py") for part in command):
+                return int((entry / "task" / entry.name / "children").read_text().split()[0])
+        except (OSError, IndexError):
             continue
     raise AssertionError(f"no server writes {log}")
 
