@@ -15,7 +15,6 @@ PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 
 
 @pytest.mark.vllm
-@pytest.mark.xdist_group("vllm")
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: make venv-vllm makes it")
 async def test_vllm_and_torch_sample_one_run(tmp_path: Path) -> None:

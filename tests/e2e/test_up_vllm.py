@@ -15,7 +15,6 @@ PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 
 
 @pytest.mark.vllm
-@pytest.mark.xdist_group("vllm")
 @pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: make venv-vllm makes it")
 def test_a_run_samples_with_vllm_and_updates_its_weights(tmp_path: Path) -> None:
     engine = {

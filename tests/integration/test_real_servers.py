@@ -122,11 +122,7 @@ SGLANG = Kind(
 def _param(kind: Kind) -> Any:
     ready = any(kind.venv.glob(".ready-*"))
     reason = f"no {kind.name} here: `make venv-{kind.package}` (x86-64 Linux)"
-    marks = [
-        getattr(pytest.mark, kind.package),
-        pytest.mark.xdist_group(kind.package),
-        pytest.mark.skipif(not ready, reason=reason),
-    ]
+    marks = [getattr(pytest.mark, kind.package), pytest.mark.skipif(not ready, reason=reason)]
     return pytest.param(kind, marks=marks, id=kind.package)
 
 

@@ -1,4 +1,4 @@
-"""A paced engine: a response takes a time that belongs to its row, and its tokens are the weights that sampled them.
+"""An engine: a response takes a time that belongs to its row, and its tokens are the weights that sampled them.
 
 The bytes of each version say which version they are (see weights.py), so a token shows what the engine really held.
 """
@@ -33,7 +33,7 @@ def token_of(version: Version) -> int:
     return version.epoch << STEP_BITS | version.step
 
 
-class PacedEngine:
+class SimulatedEngine:
     """Satisfies `Engine`."""
 
     def __init__(

@@ -27,7 +27,7 @@ from meshrl.contract.types import (
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.simulation.disk import SimulatedCheckpoints, StoredCheckpoint
-from meshrl.simulation.engine import PacedEngine
+from meshrl.simulation.engine import SimulatedEngine
 from meshrl.simulation.services import Parts
 from meshrl.trainer.checkpoint.checkpoint import Keep, Tensors, TrainerState
 from meshrl.trainer.data.feeder import Feeder
@@ -172,7 +172,7 @@ class _RingsNoBell(Run):
         self.complete.add(group)
 
 
-class _LabelsBatchesByTheirStart(PacedEngine):
+class _LabelsBatchesByTheirStart(SimulatedEngine):
     """A label is the version at the start of the request."""
 
     def generate(self, request: Any) -> Any:
@@ -185,7 +185,7 @@ class _LabelsBatchesByTheirStart(PacedEngine):
         return replace(super()._delta(count, finish_reason), version=self._labels)
 
 
-class _LabelsAhead(PacedEngine):
+class _LabelsAhead(SimulatedEngine):
     """Tokens carry the version that is about to be served."""
 
     async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:
@@ -193,7 +193,7 @@ class _LabelsAhead(PacedEngine):
         await super().commit_weights(version, on_update)
 
 
-class _LoadsBucketByBucket(PacedEngine):
+class _LoadsBucketByBucket(SimulatedEngine):
     """Samples while a version is taken over part by part."""
 
     async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:

@@ -33,7 +33,7 @@ from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.simulation.checks import RowHistory, WatchedQueue
 from meshrl.simulation.disk import CheckpointDisk, Disk, SimulatedCheckpoints
-from meshrl.simulation.engine import PacedEngine
+from meshrl.simulation.engine import SimulatedEngine
 from meshrl.simulation.host import Takes
 from meshrl.simulation.loop import Process, SimulatedLoop
 from meshrl.simulation.network import Network
@@ -78,7 +78,7 @@ class Parts:
     feeder: type[Feeder] = Feeder
     trainer: type[Trainer] = Trainer
     servicer: type[QueueServicer] = QueueServicer
-    engine: type[PacedEngine] = PacedEngine
+    engine: type[SimulatedEngine] = SimulatedEngine
     renewer: type[SimulatedRenewer] = SimulatedRenewer
     checkpoints: type[SimulatedCheckpoints] = SimulatedCheckpoints
     coordinator: type[WeightCoordinator] = WeightCoordinator

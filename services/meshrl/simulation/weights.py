@@ -1,6 +1,6 @@
 """What surrounds the weight plane: weights whose bytes say their version, carriers on simulated hosts, engines.
 
-    coordinator ─▶ Routes ─▶ shm or disk, with SimulatedMemory and SimulatedThread ─▶ Session ─▶ PacedEngine
+    coordinator ─▶ Routes ─▶ shm or disk, with SimulatedMemory and SimulatedThread ─▶ Session ─▶ SimulatedEngine
 
 Coordinator, transaction, replica controllers, sessions, carriers and version store are the product's. Each word of a
 version's buckets is the token that an engine samples with it, so that wrong or mixed bytes show in the rows.
@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import TensorSpec, Uint8, Version, WeightManifest
-from meshrl.simulation.engine import PacedEngine, token_of
+from meshrl.simulation.engine import SimulatedEngine, token_of
 from meshrl.simulation.host import Memory, SimulatedThread, Takes, this_process
 from meshrl.simulation.loop import Process, SimulatedLoop
 from meshrl.simulation.shape import RUN, Shape
@@ -114,7 +114,7 @@ class WeightSurroundings:
         self.memory = Memory(loop.time, problem)
         self.served: set[Version] = set()
         """Versions that some engine has served."""
-        self.engines: dict[Process, PacedEngine] = {}
+        self.engines: dict[Process, SimulatedEngine] = {}
         self._shm = shm
         self._problem = problem
         self._takes = takes(shape.transfer_s)
@@ -158,7 +158,7 @@ class WeightSurroundings:
     def _thread(self, name: str) -> SimulatedThread:
         return SimulatedThread(name, self._takes)
 
-    def join(self, engine: PacedEngine) -> None:
+    def join(self, engine: SimulatedEngine) -> None:
         """An engine of the process that runs."""
         process = this_process()
         self.engines[process] = engine
