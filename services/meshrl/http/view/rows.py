@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.trainer.trajectories.files import FOLDER, Split, file_of, logged_files
+from meshrl.trainer.trajectories.reading import make_plain
 from meshrl.trainer.trajectories.where import COMPONENTS, NUMBERS, TEXTS, condition
 
 SUMMARY: Final = (
@@ -165,10 +166,7 @@ def _meets(path: Path, where: str) -> np.ndarray[Any, np.dtype[np.bool_]]:
     found: list[bool] = []
     for batch in file.iter_batches(SCAN_ROWS, columns=columns):
         for row in batch.to_pylist():
-            row["reward_components"] = dict(row.get("reward_components") or ())
-            for name in ("reward", "advantage", "mismatch"):
-                if row.get(name) is not None:  # 0.4 of 32 bits is meant where 0.4 is asked for
-                    row[name] = float(str(np.float32(row[name])))
+            make_plain(row)
             found.append(meets(row))
     return np.array(found, dtype=bool)
 

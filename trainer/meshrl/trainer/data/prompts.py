@@ -154,7 +154,8 @@ def _columns(row: Mapping[str, Any]) -> str:
 def _prompt(index: int, source: FileRow, config: DataConfig, tokenizer: PromptTokenizer) -> Prompt:
     row = read_prompt_row(source, config)
     messages, plain = ((), row.prompt) if isinstance(row.prompt, str) else (row.prompt, "")
-    text = _templated(messages, source.where, tokenizer) if messages else plain
+    conversation = [{"role": m.role, "content": m.content} for m in messages]
+    text = templated(conversation, source.where, tokenizer) if messages else plain
     ids = tokenizer.encode(text, add_special_tokens=False)
     if not ids:
         raise UserError(f"{source.where}: the prompt is empty")
@@ -169,12 +170,12 @@ def _prompt(index: int, source: FileRow, config: DataConfig, tokenizer: PromptTo
     )
 
 
-def _templated(messages: Sequence[Message], where: str, tokenizer: PromptTokenizer) -> str:
+def templated(messages: Sequence[Mapping[str, Any]], where: str, tokenizer: PromptTokenizer) -> str:
+    """The text of a chat that is a prompt, by the chat template. Raises UserError, which names `where`."""
     if not tokenizer.chat_template:
         raise UserError(f"{where}: the prompt is a chat and the tokenizer has no chat template")
-    conversation = [{"role": m.role, "content": m.content} for m in messages]
     try:
-        return rendered(tokenizer, conversation, add_generation_prompt=True)
+        return rendered(tokenizer, messages, add_generation_prompt=True)
     except UserError as error:
         raise UserError(f"{where}: {error.message}") from error
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from meshrl.contract.chat_templates import rendered
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.data.files import FileRow, file_rows
 from meshrl.trainer.data.messages import read_messages, read_text, refuse_unusable
+from meshrl.trainer.data.prompts import templated
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model.packing import Pack, pack, plan
@@ -207,7 +207,7 @@ def _example(source: FileRow, tokenizer: Any, config: SftConfig) -> Example:
 
 
 def tokenised(
-    prompt: str | Sequence[Any],
+    prompt: str | Sequence[Mapping[str, Any]],
     response: str,
     tokenizer: Any,
     where: str,
@@ -221,13 +221,7 @@ def tokenised(
         UserError: it is too long, has an empty prompt or response, or is a chat without a chat template.
     """
     if not isinstance(prompt, str):
-        if not tokenizer.chat_template:
-            raise UserError(f"{where}: the prompt is a chat and the tokenizer has no chat template")
-        messages = list(prompt)
-        try:
-            prompt = rendered(tokenizer, messages, add_generation_prompt=True)
-        except UserError as error:
-            raise UserError(f"{where}: {error.message}") from error
+        prompt = templated(prompt, where, tokenizer)
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
     response_ids = tokenizer.encode(response, add_special_tokens=False)
     if append_eos:

@@ -51,8 +51,13 @@ def read_rows(
             f"{path}: no logged rows can be read there: {str(error).splitlines()[0]}"
         ) from error
     for row in rows:
-        row["reward_components"] = dict(row.get("reward_components") or ())
-        for name in ("reward", "advantage", "mismatch"):
-            if row[name] is not None:  # 0.4 of 32 bits is 0.4, not 0.4000000059604645
-                row[name] = float(str(np.float32(row[name])))
+        make_plain(row)
     return rows
+
+
+def make_plain(row: dict[str, Any]) -> None:
+    """Turn the values of one row, as pyarrow gives it, into those that people and conditions compare."""
+    row["reward_components"] = dict(row.get("reward_components") or ())
+    for name in ("reward", "advantage", "mismatch"):
+        if row.get(name) is not None:  # 0.4 of 32 bits is 0.4, not 0.4000000059604645
+            row[name] = float(str(np.float32(row[name])))
