@@ -15,9 +15,9 @@ from meshrl.cli import find_mesh as cli_mesh
 from meshrl.cli import main, operator
 from meshrl.config import load_recipe
 from meshrl.config.loading import save_recipe
+from meshrl.config.recipe import RECIPE_NAME
 from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook
-from meshrl.launcher.run_directory import RECIPE_NAME
 from meshrl.rpc.clients import queue_admin as admin_client
 from meshrl.rpc.clients.queue_admin import QueueAdminClient
 from meshrl.rpc.queue_metrics import QueueCollector

@@ -12,9 +12,9 @@ import pytest
 from meshrl.cli.commands.view import Services
 from meshrl.config import load_recipe
 from meshrl.config.loading import save_recipe
+from meshrl.config.recipe import RECIPE_NAME
 from meshrl.contract.errors import MeshError, NotFoundError, UnavailableError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, Entry, run_lock
-from meshrl.launcher.run_directory import RECIPE_NAME
 from meshrl.launcher.up import view_page
 from meshrl.rpc.credentials import ensure_credentials, verifiers_file
 from meshrl.rpc.runtime import GrpcServer, ServerSettings

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -12,7 +13,7 @@ from typing import TypeVar
 import click
 
 from meshrl.config.loading import load_run
-from meshrl.config.recipe import EVAL_SUFFIX, Recipe
+from meshrl.config.recipe import EVAL_SUFFIX, METRICS_NAME, Recipe
 from meshrl.contract.errors import NotFoundError, UnavailableError, UserError
 from meshrl.contract.ports import Queue
 from meshrl.launcher.address_book import (
@@ -26,7 +27,6 @@ from meshrl.rpc import credentials, tls
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.queue_connection import connect_queue, open_stored_queue
 
-METRICS_NAME = "metrics.jsonl"
 TAIL_BYTES = 1 << 16
 """More than the longest line of metrics.jsonl."""
 RETRY_S = 5.0
@@ -55,14 +55,21 @@ class Mesh:
         """Ask the running queue, or the one on disk."""
 
         async def ask() -> Answer:
-            if self.stopped is not None:
-                with run_lock(self.stopped.run.path):
-                    async with open_stored_queue(self.stopped) as left:
-                        return await question(left)
-            async with connect_queue(self.queue, retry_s=RETRY_S) as queue:
+            async with self.open_queue() as queue:
                 return await question(queue)
 
         return asyncio.run(ask())
+
+    @asynccontextmanager
+    async def open_queue(self, retry_s: float = RETRY_S) -> AsyncIterator[Queue]:
+        """The running queue, which is tried for `retry_s`, or the one on disk."""
+        if self.stopped is not None:
+            with run_lock(self.stopped.run.path):
+                async with open_stored_queue(self.stopped) as left:
+                    yield left
+        else:
+            async with connect_queue(self.queue, retry_s=retry_s) as queue:
+                yield queue
 
 
 def find_mesh(
@@ -94,23 +101,32 @@ def mesh_of(directory: Path, *, stopped: bool = False, role: MeshRole = MeshRole
         NotFoundError, UnavailableError: as `find_mesh`.
     """
     address_book = AddressBook.load(directory / ADDRESS_BOOK_NAME)
-    if is_up(directory):
-        tls.use(load_run(address_book.recipe).tls.certificates)
-        credentials.use_run_directory(directory, role)
-        return Mesh(
-            run=address_book.run,
-            queue=address_book.peers()["queue"],
-            trainer=address_book.address("trainer"),
-            fleet={name: entry.address for name, entry in address_book.of_kind("rollout").items()},
-        )
-    if not stopped:
+    if stopped and not is_up(directory):
+        recipe = load_run(address_book.recipe)
+        if recipe.queue.store == "disk" and not recipe.queue_path.exists():
+            raise NotFoundError(f"{recipe.queue_path}: the run has no queue there any more")
+        return Mesh(run=address_book.run, queue="", stopped=recipe)
+    _enter(directory, address_book, role)
+    return Mesh(
+        run=address_book.run,
+        queue=address_book.peers()["queue"],
+        trainer=address_book.address("trainer"),
+        fleet={name: entry.address for name, entry in address_book.of_kind("rollout").items()},
+    )
+
+
+def _enter(directory: Path, address_book: AddressBook, role: MeshRole = MeshRole.OPERATOR) -> None:
+    """Call the services of `directory` with its certificates and the credential of `role` from now on.
+
+    Raises:
+        UnavailableError: it does not run.
+    """
+    if not is_up(directory):
         raise UnavailableError(
             f"the mesh in {directory} is not running; start it with: meshrl up {address_book.recipe}"
         )
-    recipe = load_run(address_book.recipe)
-    if recipe.queue.store == "disk" and not recipe.queue_path.exists():
-        raise NotFoundError(f"{recipe.queue_path}: the run has no queue there any more")
-    return Mesh(run=address_book.run, queue="", stopped=recipe)
+    tls.use(load_run(address_book.recipe).tls.certificates)
+    credentials.use_run_directory(directory, role)
 
 
 def say_which(directory: Path, run: str) -> None:
@@ -147,11 +163,6 @@ def reward_address(run_dir: Path | None, address: str | None) -> str:
         return address
     directory = run_dir if run_dir is not None else newest_run_dir()
     address_book = AddressBook.load(directory / ADDRESS_BOOK_NAME)
-    if not is_up(directory):
-        raise UnavailableError(
-            f"the mesh in {directory} is not running; start it with: meshrl up {address_book.recipe}"
-        )
+    _enter(directory, address_book)
     say_which(directory, address_book.run)
-    tls.use(load_run(address_book.recipe).tls.certificates)
-    credentials.use_run_directory(directory)
     return address_book.address("reward")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshrl.cli.find_mesh import METRICS_NAME
+from meshrl.config.recipe import METRICS_NAME
 from meshrl.contract.errors import MeshError
 from meshrl.http.view.metrics import Curve, MetricsFile
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, is_up
@@ -16,10 +15,7 @@ from meshrl.launcher.run_directory import FINISHED_NAME
 STEP = "reward/mean"
 """A metric that each training step has."""
 HELD_OUT = "val/score/mean"
-_READ = (
-    *(STEP, HELD_OUT, "response/length_mean", "staleness/mean", "actor/entropy"),
-    *("throughput/tokens_per_s", "batch/rows", "time/unix_s"),
-)
+TIME = "time/unix_s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +26,7 @@ class RunHistory:
     name: str
     state: str
     """running, finished (it did all that its recipe asks for) or stopped."""
-    curves: Mapping[str, Curve]
+    metrics: MetricsFile
 
     @classmethod
     def read(cls, directory: Path) -> RunHistory:
@@ -41,7 +37,7 @@ class RunHistory:
             name = AddressBook.load(directory / ADDRESS_BOOK_NAME).run
         except MeshError:
             name = directory.name
-        found = cls(directory=directory, name=name, state="running", curves=metrics.curves(_READ))
+        found = cls(directory=directory, name=name, state="running", metrics=metrics)
         if is_up(directory):
             return found
         finished = _finished_at(directory / FINISHED_NAME) == found.steps
@@ -50,20 +46,19 @@ class RunHistory:
     @property
     def steps(self) -> int:
         """Optimizer steps done."""
-        curve = self.curves.get(STEP)
+        curve = self._curve(STEP)
         return int(curve.steps[-1]) + 1 if curve else 0
 
     @property
     def ended_unix_s(self) -> float | None:
         """When it last did something; None before its first step."""
-        curve = self.curves.get("time/unix_s")
-        return curve.values[-1] if curve else None
+        return self.last(TIME)
 
     @property
     def seconds(self) -> float:
         """From its first figures to its last ones, pauses included."""
-        curve = self.curves.get("time/unix_s")
-        return max(curve.values) - min(curve.values) if curve else 0.0
+        times = self.values(TIME)
+        return max(times) - min(times) if times else 0.0
 
     @property
     def samples(self) -> int:
@@ -73,12 +68,15 @@ class RunHistory:
 
     def values(self, metric: str) -> list[float]:
         """Of one metric, in the order of its steps; empty where there is none."""
-        curve = self.curves.get(metric)
-        return list(curve.values) if curve else []
+        curve = self._curve(metric)
+        return curve.values if curve else []
 
     def last(self, metric: str) -> float | None:
         """The newest value."""
         return next(reversed(self.values(metric)), None)
+
+    def _curve(self, metric: str) -> Curve | None:
+        return self.metrics.curves((metric,)).get(metric)
 
 
 def _finished_at(note: Path) -> int | None:

@@ -29,6 +29,8 @@ from meshrl.trainer.config import (
 from meshrl.transferqueue.config import QueueConfig
 
 EVAL_SUFFIX = ".eval"
+RECIPE_NAME, METRICS_NAME = "recipe.yaml", "metrics.jsonl"
+"""In a run's directory."""
 
 
 class RunConfig(Config):
@@ -148,7 +150,7 @@ class Recipe(Config):
     @property
     def metrics_path(self) -> Path:
         """One JSON object per step."""
-        return self.run.path / "metrics.jsonl"
+        return self.run.path / METRICS_NAME
 
     @property
     def tokenizer_dir(self) -> Path:

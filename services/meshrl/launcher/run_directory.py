@@ -9,12 +9,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from meshrl.config.loading import anchored, save_recipe
-from meshrl.config.recipe import Recipe
+from meshrl.config.recipe import RECIPE_NAME, Recipe
 from meshrl.contract.files import replace_file
 from meshrl.launcher.ports import is_free
 from meshrl.launcher.status import MeshStatus
 
-RECIPE_NAME = "recipe.yaml"
 RUNNING_NAME = "recipe.running.yaml"
 FINISHED_NAME = "finished.json"
 EXPORT_NAME = "export"

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import suppress
+from typing import Final
 
 from .plan import Plan
 
-CHUNK: int = 1 << 16
-SMALLEST: int = 40
+CHUNK: Final = 1 << 16
+SMALLEST: Final = 40
 """Bytes of the shortest chunk that is lost: a shorter one answers no call, it is HTTP/2's own."""
 
 

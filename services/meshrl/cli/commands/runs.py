@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from meshrl.cli.find_mesh import METRICS_NAME
 from meshrl.cli.options import PATH, json_option
 from meshrl.cli.run_history import HELD_OUT, STEP, RunHistory
+from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME
 from meshrl.contract.errors import UserError
-from meshrl.http.view.settings import RECIPE_NAME, compared
+from meshrl.http.view.settings import compared
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME
 from meshrl.launcher.view import clock, sparkline
 

@@ -14,20 +14,19 @@ from typing import Any
 import click
 
 from meshrl.cli.commands.fleet import membership_json
-from meshrl.cli.find_mesh import METRICS_NAME, Mesh, mesh_of
+from meshrl.cli.find_mesh import Mesh, mesh_of
 from meshrl.cli.membership import MeshAddress, read_membership
 from meshrl.config.loading import load_run
+from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.sockets import is_loopback
 from meshrl.contract.types import DeadLetter
-from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, is_up, newest_run_dir, run_lock
+from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, is_up, newest_run_dir
 from meshrl.launcher.fleet_waits import fleet_waits
-from meshrl.launcher.run_directory import RECIPE_NAME
 from meshrl.rpc.credentials import MeshRole, new_token
 from meshrl.rpc.parent_death import die_with_parent
-from meshrl.rpc.queue_connection import connect_queue, open_stored_queue
 from meshrl.rpc.runtime import ServerSettings, permit_insecure, run_service
 
 RETRY_S = 2.0
@@ -158,13 +157,12 @@ class Services:
         async with self._asking:
             mesh = await asyncio.to_thread(mesh_of, run_dir, stopped=True, role=MeshRole.READER)
             if mesh.stopped is None:
-                async with connect_queue(mesh.queue, retry_s=RETRY_S) as queue:
+                async with mesh.open_queue(RETRY_S) as queue:
                     return await self._flow(run_dir, mesh, queue)
             files = _files(mesh.stopped.queue_path)
             if run_dir not in self._stored or self._stored[run_dir][0] != files:
-                with run_lock(mesh.stopped.run.path):
-                    async with open_stored_queue(mesh.stopped) as queue:
-                        answer = await self._flow(run_dir, mesh, queue)
+                async with mesh.open_queue() as queue:
+                    answer = await self._flow(run_dir, mesh, queue)
                 self._stored[run_dir] = (_files(mesh.stopped.queue_path), answer)
             return self._stored[run_dir][1]
 

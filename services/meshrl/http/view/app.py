@@ -18,6 +18,7 @@ from starlette.responses import StreamingResponse
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from meshrl.config.recipe import METRICS_NAME
 from meshrl.contract.errors import MeshError, NotFoundError, UnauthenticatedError, UserError
 from meshrl.http.body_limit import BodyLimit
 from meshrl.http.responses import AsciiJSON
@@ -29,7 +30,6 @@ from meshrl.rpc.identity import METRICS_ROLES, Identity
 from meshrl.trainer.trajectories.files import Split
 
 STATIC: Final = Path(__file__).with_name("static")
-METRICS_NAME: Final = "metrics.jsonl"
 WATCH_EVERY_S: Final = 1.0
 KEEPALIVE_S: Final = 15.0
 MOST_ROWS: Final = 200

@@ -12,11 +12,10 @@ import yaml
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from meshrl.config.explain import config_of, walk
-from meshrl.config.recipe import Recipe
+from meshrl.config.recipe import RECIPE_NAME, Recipe
 from meshrl.contract.config import Config
 from meshrl.contract.errors import UserError
 
-RECIPE_NAME = "recipe.yaml"
 PASSWORD = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*(?=@)")
 """User and password in a URL."""
 
