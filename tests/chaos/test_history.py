@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.contract.errors import MeshError
+from meshrl.contract.errors import CapacityError, MeshError
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -94,6 +94,20 @@ def test_a_torn_line_is_an_answer_that_nobody_heard(tmp_path: Path) -> None:
     calls = read(tmp_path)
     assert [call.asked["step"] for call in calls] == [1, 2, 3]
     assert [call.ended is not None for call in calls] == [True, False, True]
+
+
+def test_every_question_is_asked_again_while_the_disk_is_full(tmp_path: Path) -> None:
+    refusals = [CapacityError("no space", free=0)] * 2
+
+    class Full:
+        async def release(self, run: str) -> str:
+            if refusals:
+                raise refusals.pop()
+            return run
+
+    queue = RecordedQueue(Full(), EventLog(tmp_path, "actor"))  # type: ignore[arg-type]
+    assert asyncio.run(queue.release("run")) == "run"
+    assert [call.error for call in read(tmp_path)] == ["capacity", "capacity", None]
 
 
 def test_resuming_forgets_what_was_learned_after_the_checkpoint(tmp_path: Path) -> None:

@@ -104,7 +104,9 @@ TOLD: Final[Mapping[str, tuple[Callable[..., Facts], Callable[[Any], Facts]]]] =
     "ledger": (_nothing, ledger_facts),
     "close_feed": (_nothing, _nothing),
 }
-"""By verb: what is written down of the question, and of the answer. Other verbs change no row's life."""
+"""By verb: what is written down of the question, and of the answer. Other verbs end no row's life and begin none."""
+
+_OTHERS: Final = (_nothing, _nothing)
 
 
 class RecordedQueue:
@@ -116,9 +118,7 @@ class RecordedQueue:
 
     def __getattr__(self, verb: str) -> Any:
         method = getattr(self._queue, verb)
-        if verb not in TOLD:
-            return method
-        asked, answered = TOLD[verb]
+        asked, answered = TOLD.get(verb, _OTHERS)
 
         async def call(*args: Any, **rest: Any) -> Any:
             while True:
