@@ -30,7 +30,7 @@ LINES: Mapping[str, int] = {
     "meshrl.rpc": 5850,
     "meshrl.launcher": 4300,
     "meshrl.testing": 3300,
-    "meshrl.cli": 4350,
+    "meshrl.cli": 4600,
     "meshrl.http": 3100,
     "meshrl.verl": 2200,
     "meshrl.client": 1800,

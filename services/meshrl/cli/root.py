@@ -32,6 +32,9 @@ class Lazy:
 KNOWN: Mapping[str, Lazy] = {
     "up": Lazy(f"{COMMANDS}.up:up", "Train: start every service on this machine."),
     "demo": Lazy("meshrl.cli.demo.command:demo", "Make a tiny model and train it, end to end."),
+    "init": Lazy(
+        f"{COMMANDS}.init:init", "Write a recipe: your own, or one that comes with meshrl."
+    ),
     "serve": Lazy(f"{COMMANDS}.serve:serve", "Run one service, in the foreground."),
     "sft": Lazy(f"{COMMANDS}.sft:sft", "Supervised warm start on prompt/response pairs."),
     "dpo": Lazy(f"{COMMANDS}.preferences:dpo", "Offline preference optimisation: DPO, IPO."),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from meshrl.cli.options import overrides_argument, preload_option
+from meshrl.cli.recipe_files import DEMO, recipes
 from meshrl.config import load_recipe
 from meshrl.config.loading import load_run
 from meshrl.contract.errors import MeshError, UserError
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from meshrl.config.recipe import Recipe
     from meshrl.contract.types import Ledger
     from meshrl.trainer.offline.sft import SftProgress
-
-RECIPE = Path("recipes/demo/recipe.yaml")
 
 
 @click.command()
@@ -36,9 +35,10 @@ def demo(overrides: tuple[str, ...], plain: bool, preload: bool) -> None:
     Every run starts afresh under runs/demo, but for the warm-started model, which is kept. Results:
     runs/demo/summary.json, curves.png and export/.
     """
-    if not RECIPE.is_file():
-        raise UserError(f"{RECIPE}: no such file; run the demo from a checkout's root")
-    recipe = load_recipe(RECIPE, overrides, check=False)
+    file = recipes() / DEMO
+    reward = json.dumps(str(file.with_name("reward.py")))  # wherever meshrl is installed
+    overrides = (f"reward.custom_reward_function.path={reward}", *overrides)
+    recipe = load_recipe(file, overrides, check=False)
     directory = recipe.run.path
     directory.mkdir(parents=True, exist_ok=True)
     # Held until the model is made: neither a running mesh nor another demo may lose its files.
@@ -51,7 +51,7 @@ def demo(overrides: tuple[str, ...], plain: bool, preload: bool) -> None:
         click.echo("demo: a tiny model, its prompts and a short supervised warm start")
         prepare(recipe.model.path.parent, seed=recipe.run.seed, report=_show_warm_start)
     with preloading(preload) as preloaders:
-        loaded = load_recipe(RECIPE, overrides)
+        loaded = load_recipe(file, overrides)
         code = up(loaded, fixed_ports={}, plain=plain, preloading=preloaders)
     if code == 0:
         _report(recipe)

@@ -1,0 +1,198 @@
+"""`meshrl init`: a recipe to begin with, a copy of one of meshrl's, or one for a model, data and a reward."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import click
+import yaml
+
+from meshrl.cli.options import PATH
+from meshrl.cli.recipe_files import FOLDER, copy_template, templates
+from meshrl.config.explain import walk
+from meshrl.config.loading import Written, load_recipe
+from meshrl.config.machine import ThisMachine
+from meshrl.config.recipe import Recipe
+from meshrl.contract import plugins
+from meshrl.contract.errors import MeshError, UserError
+from meshrl.rewardd.pool.rule import REWARDS
+
+SKELETON = '''"""How good a response is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
+) -> float | dict[str, float]:
+    """1 where the response ends with the answer, else 0. Change it to what you want to see more of.
+
+    Args:
+        data_source: Of the row, where it names one.
+        solution_str: What the policy said, special tokens left out.
+        ground_truth: The row's answer.
+        extra_info: Whatever else the row brings.
+
+    Returns:
+        The reward; a dictionary has it as `score`, and its other numbers become metrics.
+    """
+    right = solution_str.strip().endswith(str(ground_truth))
+    return {"score": float(right), "length": float(len(solution_str))}
+'''
+LONGEST = 512
+"""Tokens of a prompt, and of a response, where the model takes that many."""
+HEADING = """\
+# meshrl config check {path}            does it start? (it did when `meshrl init` wrote it)
+# meshrl up {path} rollout.n=16         train; any key can be overridden; Ctrl-C saves, the same command goes on
+# meshrl config explain KEY             what a key means; without one: all of them
+"""
+
+
+@click.command()
+@click.argument("words", nargs=-1, metavar="[TEMPLATE] [KEY=VALUE]...")
+@click.option("--to", type=PATH, help="The recipe's file (my.yaml); with TEMPLATE: a folder.")
+@click.option("--model", type=PATH, help="A Hugging Face directory.")
+@click.option("--train", type=PATH, multiple=True, help="Prompts; may be given several times.")
+@click.option("--val", type=PATH, multiple=True, help="Held-out prompts.")
+@click.option("--reward", help="A Python file, written if it is not there; or a built-in name.")
+@click.option("--check/--no-check", default=True, help="--no-check: what it names is elsewhere.")
+def init(
+    words: tuple[str, ...],
+    to: Path | None,
+    model: Path | None,
+    train: tuple[Path, ...],
+    val: tuple[Path, ...],
+    reward: str | None,
+    check: bool,
+) -> None:
+    """Write a recipe for your model, data and reward that starts as it is, or copy TEMPLATE, a recipe of meshrl's.
+
+    On a terminal it asks for what the options leave open. KEY=VALUE goes into the recipe.
+    """
+    names = [word for word in words if "=" not in word]
+    if names:
+        if len(names) > 1 or len(words) > 1 or model or train or val or reward:
+            raise UserError(
+                f"{' '.join(words)}: a template is copied as it is: want one name and at most --to"
+            )
+        _copy(names[0], to)
+        return
+    to = to or Path("my.yaml")
+    if to.exists():
+        raise UserError(f"{to} is there already; --to names another file")
+    model, train, val = _asked(model, train, val)
+    reward = reward or _ask("Reward (a Python file, or a built-in name)", f"{to.stem}_reward.py")
+    texts = _texts(to, model, train, val, reward, words)
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    try:
+        if check:
+            load_recipe(to)
+    except MeshError:
+        for path in texts:
+            path.unlink()
+        click.echo("nothing is written, for it would not start:", err=True)
+        raise
+    for path in texts:
+        click.echo(f"{path} is written")
+    click.echo(f"next: meshrl up {to}")
+
+
+def _copy(name: str, to: Path | None) -> None:
+    copies = copy_template(name, to or FOLDER / name)
+    for path in copies:
+        click.echo(f"{path} is written")
+    first = min(copies, key=lambda path: (path.suffix != ".md", path.suffix != ".yaml"))
+    click.echo(f"next: {first} says what it needs")
+
+
+def _asked(
+    model: Path | None, train: tuple[Path, ...], val: tuple[Path, ...]
+) -> tuple[Path, tuple[Path, ...], tuple[Path, ...]]:
+    """What the options say, or a person. Raises UserError: neither does."""
+    if (model is None or not train) and not sys.stdin.isatty():
+        raise UserError(
+            "want --model DIRECTORY and --train FILE, or a template that comes with meshrl:"
+            f" {', '.join(templates())}"
+        )
+    if model is None:
+        model = Path(click.prompt("Model (a Hugging Face directory)"))
+    if not train:
+        train = tuple(map(Path, click.prompt("Prompts (.jsonl or .parquet)").split()))
+        val = val or tuple(map(Path, _ask("Held-out prompts (none: no evaluation)", "").split()))
+    return model, train, val
+
+
+def _ask(question: str, default: str) -> str:
+    if not sys.stdin.isatty():
+        return default
+    return str(click.prompt(question, default=default, show_default=bool(default)))
+
+
+def _texts(
+    to: Path,
+    model: Path,
+    train: tuple[Path, ...],
+    val: tuple[Path, ...],
+    reward: str,
+    overrides: tuple[str, ...],
+) -> dict[Path, str]:
+    """The files to write. Raises UserError."""
+    texts: dict[Path, str] = {}
+    known = list(plugins.known(REWARDS))
+    scored: dict[str, Any] = {"functions": [{"name": reward}]}
+    if reward not in known:
+        file = Path(reward)
+        if file.suffix != ".py":
+            raise UserError(
+                f"--reward {reward}: want a Python file (.py) or one of {', '.join(known)}"
+            )
+        scored = {"custom_reward_function": {"path": reward}}
+        if not file.exists():
+            texts[file] = SKELETON
+    data: dict[str, Any] = {"train_files": [str(path) for path in train]}
+    if val:
+        data["val_files"] = [str(path) for path in val]
+    positions = ThisMachine().json(model / "config.json").get("max_position_embeddings")
+    half = min(LONGEST, positions // 2) if isinstance(positions, int) else LONGEST
+    data |= {"train_batch_size": 16, "max_prompt_length": half, "max_response_length": half}
+    recipe = {
+        "model": {"path": str(model)},
+        "data": data,
+        "algorithm": {"adv_estimator": "grpo"},
+        "actor": {"optim": {"lr": 1e-6}},
+        "rollout": {"name": "torch", "n": 8, "workers": 1},
+        "reward": scored,
+        "queue": {"max_staleness": 1},
+        "trainer": {"total_training_steps": 100, "save_freq": 20}
+        | ({"test_freq": 10, "val_before_train": True} if val else {}),
+    }
+    with TemporaryDirectory() as folder:
+        draft = Path(folder) / "recipe.yaml"
+        draft.write_text(yaml.safe_dump(recipe, sort_keys=False))
+        tree = Written.read(draft, overrides).tree
+    docs = {key.path: key.doc for key in walk(Recipe)}
+    return texts | {to: "\n".join([HEADING.format(path=to), *_lines(tree, docs)]) + "\n"}
+
+
+def _lines(
+    tree: Mapping[str, Any], docs: Mapping[tuple[str, ...], str], at: tuple[str, ...] = ()
+) -> Iterator[str]:
+    """YAML with what each key means behind it."""
+    for name, value in tree.items():
+        path = (*at, name)
+        indent = "  " * len(at)
+        if isinstance(value, dict) and value:
+            yield f"{indent}{name}:"
+            yield from _lines(value, docs, path)
+            continue
+        text = yaml.safe_dump(value, default_flow_style=True, width=10_000).splitlines()[0]
+        meaning = docs.get(path, "").partition(". ")[0].rstrip(".")
+        yield f"{indent}{name}: {text}" + (f"  # {meaning}" if meaning else "")
