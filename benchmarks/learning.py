@@ -151,7 +151,7 @@ async def train(recipe: Recipe, world: World, directory: Path) -> list[dict[str,
         total_steps=recipe.trainer.total_training_steps,
     )
     compute = Compute(world.device)
-    learner = build_learner(recipe, settings, world)
+    learner = build_learner(recipe, settings.total_steps, world)
     state = await resume(settings, queue, learner, compute)
     log = MetricsLog(directory / "metrics.jsonl")
     trainer = Trainer(

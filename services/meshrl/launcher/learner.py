@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from meshrl.config.recipe import Recipe, algorithm_needs
+from meshrl.launcher.prompts import read_prompts
 from meshrl.trainer.algorithms.advantages._options.prime import Options as PrimeOptions
 from meshrl.trainer.algorithms.needs import rollout_is_old
 from meshrl.trainer.algorithms.options import options
@@ -14,10 +17,9 @@ from meshrl.trainer.learner.reward_learner import RewardLearner
 from meshrl.trainer.learner.value_learner import ValueLearner
 from meshrl.trainer.model.critic import build_critic
 from meshrl.trainer.model.policy import build_policy, load_hf
-from meshrl.trainer.settings import TrainerSettings
 
 
-def build_learner(recipe: Recipe, settings: TrainerSettings, world: World) -> Learner:
+def build_learner(recipe: Recipe, total_steps: int | None, world: World) -> Learner:
     """What one rank trains. Every rank calls this.
 
     Raises:
@@ -38,11 +40,19 @@ def build_learner(recipe: Recipe, settings: TrainerSettings, world: World) -> Le
         actor,
         temperature=_temperature(recipe),
         seed=recipe.run.seed,
-        total_steps=settings.total_steps,
-        critic=_critic(recipe, settings, world) if needs.critic else None,
-        rewarder=_rewarder(recipe, settings, world) if needs.implicit_reward else None,
+        total_steps=total_steps,
+        critic=_critic(recipe, total_steps, world) if needs.critic else None,
+        rewarder=_rewarder(recipe, total_steps, world) if needs.implicit_reward else None,
         token_rewards=recipe.reward.token_rewards,
     )
+
+
+def training_steps(recipe: Recipe) -> int:
+    """Steps of a run: given, or what the data give; the last one may be smaller. The learning rate ends there."""
+    if recipe.trainer.total_training_steps is not None:
+        return recipe.trainer.total_training_steps
+    prompts = read_prompts(recipe, recipe.data.train_files).prompts
+    return math.ceil(len(prompts) * recipe.trainer.total_epochs / recipe.data.train_batch_size)
 
 
 def _temperature(recipe: Recipe) -> float:
@@ -50,7 +60,7 @@ def _temperature(recipe: Recipe) -> float:
     return recipe.rollout.temperature or 1.0
 
 
-def _critic(recipe: Recipe, settings: TrainerSettings, world: World) -> ValueLearner:
+def _critic(recipe: Recipe, total_steps: int | None, world: World) -> ValueLearner:
     config = recipe.critic
     critic = build_critic(load_hf(config.path or recipe.model.path), world, recipe.model)
     return ValueLearner(
@@ -61,11 +71,11 @@ def _critic(recipe: Recipe, settings: TrainerSettings, world: World) -> ValueLea
         epochs=config.ppo_epochs or recipe.actor.ppo_epochs,
         gamma=recipe.algorithm.gamma,
         max_response_length=recipe.data.max_response_length,
-        total_steps=settings.total_steps,
+        total_steps=total_steps,
     )
 
 
-def _rewarder(recipe: Recipe, settings: TrainerSettings, world: World) -> RewardLearner:
+def _rewarder(recipe: Recipe, total_steps: int | None, world: World) -> RewardLearner:
     # It starts as the reference does: before its first update every process reward is 0.
     model = build_policy(load_hf(recipe.reference_model.path), world, recipe.model)
     config = options(recipe.algorithm, PrimeOptions).prime
@@ -75,5 +85,5 @@ def _rewarder(recipe: Recipe, settings: TrainerSettings, world: World) -> Reward
         config,
         world,
         temperature=_temperature(recipe),
-        total_steps=settings.total_steps,
+        total_steps=total_steps,
     )

@@ -25,7 +25,6 @@ from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.micro_batcher import MicroBatcher
 from meshrl.trainer.reference import ReferenceModel
-from meshrl.trainer.settings import TrainerSettings
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "algorithms"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
@@ -48,11 +47,7 @@ def recipe_of(name: str, model: Path, *overrides: str) -> Recipe:
 
 
 def learner_of(recipe: Recipe, world: World) -> Learner:
-    settings = TrainerSettings(
-        run="r", directory=Path("unused"), owner="test", seed=0, trainer=recipe.trainer,
-        tokenizer=recipe.model.path, batch_groups=1, group_size=1, total_steps=None,
-    )  # fmt: skip
-    return build_learner(recipe, settings, world)
+    return build_learner(recipe, None, world)
 
 
 def trajectories(recipe: Recipe, model: Path) -> list[Trajectory]:

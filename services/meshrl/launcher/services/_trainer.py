@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import signal
 import socket
@@ -27,8 +26,8 @@ from meshrl.config.recipe import (
 from meshrl.config.stages import eval_spec
 from meshrl.contract.errors import CapacityError
 from meshrl.contract.ports import Queue
-from meshrl.launcher.learner import build_learner
-from meshrl.launcher.prompts import eval_tasks, read_prompts
+from meshrl.launcher.learner import build_learner, training_steps
+from meshrl.launcher.prompts import eval_tasks
 from meshrl.launcher.services._ranks import is_rank, run_ranks
 from meshrl.launcher.stage_service import open_run, open_runs, work_until_stopped
 from meshrl.rpc.clients.disk_full import DiskFullPolicy
@@ -77,7 +76,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         async with connect_mesh_queue(recipe, context, disk_full) as queue:
             await open_runs(queue, recipe)
             setting = await asyncio.to_thread(_setting, recipe, context)
-            learner = await compute.run(partial(build_learner, recipe, setting, world))
+            learner = await compute.run(partial(build_learner, recipe, setting.total_steps, world))
             state = await resume(setting, queue, learner, compute)
             if world.is_main:
                 await _lead(recipe, context, setting, state, learner, compute, queue, disk_full)
@@ -217,15 +216,9 @@ def _setting(recipe: Recipe, context: ServiceContext) -> TrainerSettings:
         group_size=group_rows(recipe),
         extra_rows=algorithm_needs(recipe).extra_rows,
         filter_groups=recipe.algorithm.filter_groups,
-        total_steps=recipe.trainer.total_training_steps or _steps_of_epochs(recipe),
+        total_steps=training_steps(recipe),
         weight_dtype=recipe.weights.dtype,
         bucket_bytes=recipe.weights.bucket_bytes,
         adapters_only=recipe.weights.adapters_only,
         blocking_evaluation=recipe.queue.max_staleness == 0,
     )
-
-
-def _steps_of_epochs(recipe: Recipe) -> int:
-    """Steps that the data give; the last one may be smaller. Read here to know where the learning rate ends."""
-    prompts = read_prompts(recipe, recipe.data.train_files).prompts
-    return math.ceil(len(prompts) * recipe.trainer.total_epochs / recipe.data.train_batch_size)

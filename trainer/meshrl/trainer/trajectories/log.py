@@ -138,7 +138,7 @@ class TrajectoryLog:
                 epoch=epoch,
                 time_unix_s=now,
                 rows=[_row(*pair) for pair in zip(rows, columns, strict=True)],
-                per_token=_per_token(learned[0], chosen),
+                per_token=per_token(learned[0], chosen),
             )
 
         self._hand_over(made, f"step {batch.step}")
@@ -288,7 +288,7 @@ def _held_out(row: Trajectory, task: Task) -> LoggedRow:
     )
 
 
-def _per_token(learned: Learned, rows: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
+def per_token(learned: Learned, rows: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
     """The arrays of `LoggedStep.per_token` for some rows of the batch."""
     experience, targets = learned.experience, learned.targets
     columns = {
