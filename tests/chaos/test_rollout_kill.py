@@ -49,6 +49,8 @@ class Worker:
     def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
         self.process = process
         self._log = log
+        self._read = 0
+        self._responses: dict[str, tuple[int, int]] = {}
 
     async def go(self) -> None:
         assert self.process.stdout is not None and self.process.stdin is not None
@@ -57,9 +59,11 @@ class Worker:
 
     def responses(self) -> dict[str, tuple[int, int]]:
         """By uid: tokens of the response when it began, and now."""
-        found: dict[str, tuple[int, int]] = {}
-        written = self._log.read_text() if self._log.exists() else ""
-        whole, _, _ = written.rpartition("\n")  # the last line may be half written
+        found = self._responses
+        with self._log.open("rb") as log:
+            log.seek(self._read)
+            whole, newline, _ = log.read().rpartition(b"\n")  # the last line may be half written
+        self._read += len(whole + newline)
         for line in whole.splitlines():
             event = json.loads(line)
             if "continued" in event:
@@ -87,6 +91,7 @@ async def rollout_process(address: str, model: Path, name: str) -> AsyncIterator
     options = {"queue": address, "model": model, "log": log, "slots": SLOTS, "interval": INTERVAL}
     for key, value in options.items():
         command += [f"--{key}", str(value)]
+    log.touch()
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,

@@ -46,5 +46,7 @@ async def test_vllm_and_torch_sample_one_run(tmp_path: Path) -> None:
             fleet(mesh, "drain", "rollout-1")
             assert joiner.wait(PATIENCE_S) == 0
         await end(mesh, process)
+    # vLLM has sampled with weights that it was sent while it served.
+    assert int(mesh.steps()[-1]["policy_version"].removeprefix("1.")) > 3
     # Scored again by the trainer's own forward pass: either engine sampled with the trainer's weights.
     assert max(line["mismatch/logprob_abs_max"] for line in mesh.steps()) < 1e-3
