@@ -11,10 +11,11 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from meshrl.api import run
 from meshrl.trainer.trajectories.files import FOLDER
 
 from ..listening import reachable_sockets
-from ..mesh import make_mesh
+from ..mesh import PATIENCE_S, make_mesh
 from ..run_directory import unnamed_files
 
 pytestmark = pytest.mark.slow
@@ -49,13 +50,23 @@ def test_a_run_trains_evaluates_exports_and_balances(tmp_path: Path) -> None:
     assert answered.shape[1] > prompt["input_ids"].shape[1]
 
 
-def test_on_policy_runs_are_equal_to_the_bit(tmp_path: Path) -> None:
+def test_on_policy_runs_are_equal_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = []
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         changes = {"queue": {"max_staleness": 0}, "rollout": {"on_update": "drain"}}
         mesh = make_mesh(tmp_path / name, changes, reference=True)
-        mesh.run("trainer.test_freq=-1", "trainer.val_before_train=false")
+        if name == "first":
+            mesh.run("trainer.test_freq=-1", "trainer.val_before_train=false")
+        else:  # whoever starts it
+            monkeypatch.setenv("OMP_NUM_THREADS", "1")
+            with run(
+                mesh.recipe, {"trainer.test_freq": -1, "trainer.val_before_train": False}
+            ) as it:
+                assert it.status.state == "running"
+                assert it.wait(PATIENCE_S).state == "finished"
         weights.append(load_file(mesh.export / "model.safetensors"))
     before = load_file(tmp_path / "first" / "model" / "model.safetensors")
     assert weights[0].keys() == weights[1].keys()

@@ -155,6 +155,11 @@ class Written:
         return config
 
 
+def in_yaml(value: Any) -> str:
+    """A value in one line of YAML, as an override has it."""
+    return yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize).splitlines()[0]
+
+
 def save_recipe(recipe: Recipe, path: Path) -> None:
     """Write `recipe` with every default filled in: what a run really ran with. A reader sees all of it or none."""
     text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

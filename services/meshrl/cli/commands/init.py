@@ -14,7 +14,7 @@ import yaml
 from meshrl.cli.options import PATH
 from meshrl.cli.recipe_files import FOLDER, copy_template, templates
 from meshrl.config.explain import walk
-from meshrl.config.loading import Written, load_recipe
+from meshrl.config.loading import Written, in_yaml, load_recipe
 from meshrl.config.machine import ThisMachine
 from meshrl.config.recipe import Recipe
 from meshrl.contract import plugins
@@ -193,6 +193,5 @@ def _lines(
             yield f"{indent}{name}:"
             yield from _lines(value, docs, path)
             continue
-        text = yaml.safe_dump(value, default_flow_style=True, width=10_000).splitlines()[0]
         meaning = docs.get(path, "").partition(". ")[0].rstrip(".")
-        yield f"{indent}{name}: {text}" + (f"  # {meaning}" if meaning else "")
+        yield f"{indent}{name}: {in_yaml(value)}" + (f"  # {meaning}" if meaning else "")

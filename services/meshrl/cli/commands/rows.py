@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby, islice
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import click
 from rich.console import Console
 from rich.text import Text
 
+from meshrl.api.rows import Row, find_rows
 from meshrl.cli.find_mesh import say_which
 from meshrl.cli.options import PATH
 from meshrl.cli.plain_text import one_line, printable
 from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
-from meshrl.trainer.trajectories.files import FOLDER, LoggedFile, logged_files
 
 LISTED, WHOLE = 20, 8
 """Rows that are shown where `--limit` is not given: as a list, and whole."""
-Row: TypeAlias = Mapping[str, Any]
-Test: TypeAlias = Callable[[Row], bool]
 
 
 @click.command()
@@ -57,16 +53,18 @@ def rows(
     """Show the rows of RUN, a run's directory (the newest one here if not given), while it runs or afterwards."""
     if worst and best:
         raise UserError("--worst and --best exclude each other")
-    # Imported here, like pyarrow later: a wrong option is answered at once.
-    from meshrl.trainer.trajectories.where import condition
-
-    tests = [condition(where)] if where is not None else []
-    if uid is not None:
-        tests.append(_named(uid))
     directory = run if run is not None else newest_run_dir()
-    files = _chosen(directory, step or ("all" if uid else None), held_out)
     most = limit if limit is not None else WHOLE if uid else LISTED
-    found = _found(files, tests, worst=worst, best=best, most=most or math.inf, whole=as_json)
+    found = find_rows(
+        directory,
+        step=step,
+        held_out=held_out,
+        where=where,
+        uid=uid,
+        order="worst" if worst else "best" if best else None,
+        most=most or math.inf,
+        per_token=as_json,
+    )
     if as_json:
         for row in found:
             click.echo(json.dumps(row, ensure_ascii=False))
@@ -82,84 +80,6 @@ def rows(
             _print_whole(console, row)
     else:
         _print_list(console, shown, ranked=worst or best)
-
-
-def _chosen(directory: Path, step: str | None, held_out: bool) -> list[LoggedFile]:
-    """The files to look into, the newest first. Raises UserError where there is none."""
-    if not directory.is_dir():
-        raise UserError(f"{directory}: no such directory; want a run's, such as runs/demo")
-    kind = "evaluation" if held_out else "step"
-    files = logged_files(directory / FOLDER, "eval" if held_out else "train")[::-1]
-    if not files:
-        raise UserError(f"{directory}: no rows of any {kind} are logged there (trainer.log_rows)")
-    if step is None:
-        return files[:1]
-    low, high = _steps(step)
-    chosen = [file for file in files if low <= file.step <= high]
-    if not chosen:
-        raise UserError(
-            f"--step {step}: no rows are logged of it; there are {len(files)} {kind}s"
-            f" from {files[-1].step} to {files[0].step}"
-        )
-    return chosen
-
-
-def _steps(text: str) -> tuple[float, float]:
-    if text == "all":
-        return 0, math.inf
-    first, dash, last = text.partition("-")
-    if not (first.isdecimal() and (last.isdecimal() if dash else not last)):
-        raise UserError(f"--step {text}: want a number, two with a dash (10-20), or all")
-    return int(first), int(last) if dash else int(first)
-
-
-def _named(uid: str) -> Test:
-    """Whether a row is `run/task/index.attempt`, or that without the run, or one of a task."""
-    return lambda row: (
-        uid
-        in (
-            row["uid"],
-            f"{row['task']}/{row['index']}.{row['attempt']}",
-            row["task"],
-        )
-    )
-
-
-def _found(
-    files: Sequence[LoggedFile],
-    tests: Sequence[Test],
-    *,
-    worst: bool,
-    best: bool,
-    most: float,
-    whole: bool,
-) -> Iterator[Row]:
-    """At most `most` rows, in the order in which they are shown; `whole`: with the columns of every token."""
-    from meshrl.trainer.trajectories.reading import read_rows
-
-    matching: Iterator[tuple[LoggedFile, Row]] = (
-        (file, row)
-        for file in files
-        for row in read_rows(file.path)
-        if all(test(row) for test in tests)
-    )
-    if worst or best:
-        scored = ((file, row) for file, row in matching if row["reward"] is not None)
-        sign = 1 if worst else -1
-        if math.isinf(most):
-            ranked = sorted(scored, key=lambda pair: sign * pair[1]["reward"])
-        else:
-            ranked = heapq.nsmallest(int(most), scored, key=lambda pair: sign * pair[1]["reward"])
-        matching = iter(ranked)
-    if not math.isinf(most):
-        matching = islice(matching, int(most))
-    if not whole:
-        yield from (row for _, row in matching)
-        return
-    for file, pairs in groupby(matching, key=lambda pair: pair[0]):
-        uids = [row["uid"] for _, row in pairs]
-        full = {row["uid"]: row for row in read_rows(file.path, per_token=True, uids=uids)}
-        yield from (full[uid] for uid in uids if uid in full)
 
 
 def _say_which(directory: Path) -> None:

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from meshrl.api.history import HELD_OUT, STEP, RunHistory
 from meshrl.cli.options import PATH, json_option
-from meshrl.cli.run_history import HELD_OUT, STEP, RunHistory
 from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME
 from meshrl.contract.errors import UserError
 from meshrl.http.view.settings import compared

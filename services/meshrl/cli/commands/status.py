@@ -12,9 +12,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from meshrl.api.history import HELD_OUT, STEP, RunHistory
 from meshrl.cli.find_mesh import RETRY_S, Mesh, find_mesh, say_which
 from meshrl.cli.options import json_option, mesh_options
-from meshrl.cli.run_history import HELD_OUT, STEP, RunHistory
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import EngineStats, Ledger, RunState, TrainerStatus
 from meshrl.launcher.address_book import newest_run_dir
