@@ -30,6 +30,8 @@ from ..contract.queue_actors import Actors, spec, tasks
 
 PAGE = 4096
 GROUPS = 12
+COMPLETE = 4
+"""Groups that can be taken at the end of `write_store`."""
 KINDS = ("bit", "bit", "bytes", "zeros", "truncate", "cut", "swap", "stale", "older")
 """A bit or 16 bytes change; a page is zeroed; the end is cut off, at a page or anywhere; two pages change places; a
 page, or up to eight that lie side by side, are as they were before (a write that the disk lost)."""
@@ -92,10 +94,12 @@ async def contents(folder: Path) -> Mapping[str, str]:
         with suppress(WaitTimeoutError):  # every row that waited is damaged
             for row in (await actors.lease(stage)).rows:
                 found[f"row {row.uid.task} {row.uid.index} {stage}"] = _digest(row)
+    with suppress(WaitTimeoutError):
+        for taken in (await actors.take(2, groups=COMPLETE)).rows:
+            found[f"row {taken.uid.task} {taken.uid.index} taken"] = _digest(taken)
     letters = await queue.dead_letters("run")
     for letter in letters:
         found[f"dead letter {letter.uid.task}"] = letter.reason
-    await tell("take", actors.take(2))
     await tell("counts", _counts(queue, len(letters)))
     await queue.close()
     return found

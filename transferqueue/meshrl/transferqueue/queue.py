@@ -391,16 +391,16 @@ class TransferQueue(RowMethods):
             while True:
                 state = self._run(run)
                 state.check_epoch(epoch)
+                batch = None
+                if batch_id not in state.batches:
+                    batch = lifecycle.take(
+                        state, epoch=epoch, step=step, count=groups, batch_id=batch_id
+                    )
                 taken = state.batches.get(batch_id)
-                if taken is not None:
-                    return await self._taken_before(run, taken, step)
-                batch = lifecycle.take(
-                    state, epoch=epoch, step=step, count=groups, batch_id=batch_id
-                )
-                if batch is not None:
-                    await self._commit_log.flush()
-                    return batch
-                await any_signal([state.complete_signal], deadline, reason)
+                if taken is None:
+                    await any_signal([state.complete_signal], deadline, reason)
+                elif await self._sound(state, taken):
+                    return batch or await self._taken_before(run, taken, step)
 
     async def fetch_packed(
         self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
@@ -537,6 +537,27 @@ class TransferQueue(RowMethods):
             stage=stage.name, worker=worker, ttl_s=run.spec.lease_ttl_s, groups=tuple(groups)
         )
 
+    async def _sound(self, run: Run, batch: TakenBatch) -> bool:
+        """True once the batch is durable and all its payload can be read; False where it changed: look again.
+
+        Before a trainer sees it for the first time, damaged rows become dead letters. Later they could be in its
+        weights already: then `fetch` refuses them, and they leave when the trainer that takes over takes them again.
+        """
+        await self._commit_log.flush()
+        if batch.answered:
+            return True
+        damaged = await self._payload.damaged(run, run.groups_of(batch))
+        if self._runs.get(run.name) is not run or run.batches.get(batch.batch_id) is not batch:
+            return False  # the queue went back to what is stored, or another trainer has the run
+        if not batch.answered and damaged:
+            for damage in damaged.values():
+                log.error("run %s: rows become dead letters: %s", run.name, damage.fault)
+            dead_letters.quarantine_taken(run, batch, damaged)
+            lifecycle.shrink(run, batch)
+            return False
+        batch.answered = True
+        return True
+
     async def _taken_before(self, run: str, taken: TakenBatch, step: int) -> Batch:
         if taken.step != step:
             raise ConflictError(
@@ -560,7 +581,7 @@ class TransferQueue(RowMethods):
         for each in granted:
             if fault := damaged.get(each.extract.task):
                 log.error("run %s: rows become dead letters: %s", run.name, fault)
-                leases.quarantine(run, stage, each.extract.rows, each.token, fault)
+                dead_letters.quarantine_leased(run, stage, each.extract.rows, each.token, fault)
         await self._commit_log.flush()
 
     def _lost(self, run: Run, rows: GroupRows) -> str:

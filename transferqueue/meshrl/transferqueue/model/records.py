@@ -308,6 +308,8 @@ class TakenBatch:
     settled: bool = False
     consumed: bool = False
     """Its groups hold no admission credit any more; derived, not stored (see operations/lifecycle.py)."""
+    answered: bool = False
+    """A trainer may know its rows: none of them leaves as damaged any more. Not stored."""
     groups: list[int] = field(default_factory=list)
     """Numbers of the groups that `filter` left in it; stored with the groups."""
     key: bytes = field(init=False)
@@ -327,7 +329,7 @@ class TakenBatch:
     def restored(cls, run_number: int, stored: Json) -> TakenBatch:
         """The inverse of `encode`, without groups."""
         number, batch_id, step, epoch, settled = stored
-        return cls(run_number, number, batch_id, step, epoch, settled)
+        return cls(run_number, number, batch_id, step, epoch, settled, answered=True)
 
 
 @dataclass(slots=True, eq=False)

@@ -246,6 +246,19 @@ class Run(Rows):
             batch.groups.clear()
             self._close_batch(batch)
 
+    def take_out(self, batch: TakenBatch, groups: Sequence[Group]) -> None:
+        """`groups` leave a batch that nobody has seen, and are open again."""
+        for group in groups:
+            batch.groups.remove(group.number)
+            self.in_batches -= 1
+            group.batch = None
+            self._refresh(group)
+        self.save(groups)
+
+    def rewrite_manifest(self, batch: TakenBatch, manifest: bytes) -> None:
+        """What `take` answers is `manifest`."""
+        self._commit_log.put(Table.PAYLOAD, batch.manifest_key, manifest)
+
     def recount(self) -> None:
         """The published version or a batch changed: find the batches that hold no credit any more. O(batches)."""
         for batch in self._batches.values():

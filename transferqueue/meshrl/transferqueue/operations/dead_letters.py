@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from meshrl.contract.types import Outcome, Uid
-from meshrl.transferqueue.model.group import Group
+from meshrl.contract.types import GroupRows, Outcome, Uid
+from meshrl.transferqueue.model.group import Group, bits
+from meshrl.transferqueue.model.records import TakenBatch
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.operations import lifecycle
+from meshrl.transferqueue.operations.payload import Damage
+
+DAMAGED = "damaged in the store"
+"""How the reason of a row begins whose payload cannot be read any more: nobody could do anything with it."""
 
 
 def dead_letter(
@@ -18,6 +23,36 @@ def dead_letter(
     run.dead_letter(group, index, stage, outcome, reason)
     lifecycle.after_dead_letter(run, group, index)
     run.save([group])
+
+
+def quarantine_leased(run: Run, stage: Stage, rows: GroupRows, token: int, fault: str) -> None:
+    """Leased rows whose payload is damaged leave as dead letters."""
+    for uid in rows.uids(run.name):
+        group = run.find(uid)  # a dead letter may take its siblings with it
+        if group is None or not group.held_under(stage.number, token) >> uid.index & 1:
+            continue
+        run.return_rows(stage, group, 1 << uid.index)
+        _quarantine(run, group, uid.index, stage, fault)
+
+
+def quarantine_taken(run: Run, batch: TakenBatch, damaged: Mapping[int, Damage]) -> None:
+    """Damaged rows of a batch that nobody has seen leave as dead letters; `damaged` has them by their group's number.
+
+    Their groups leave the batch, and do what the policy says.
+    """
+    groups = [group for group in run.groups_of(batch) if group.number in damaged]
+    run.take_out(batch, groups)
+    for group in groups:
+        damage = damaged[group.number]
+        for index in bits(damage.rows & group.present):
+            if run.groups.get(group.number) is group:  # a dead letter may take its siblings with it
+                _quarantine(run, group, index, damage.stage, damage.fault)
+        if run.groups.get(group.number) is group:
+            lifecycle.offer_if_complete(run, group)
+
+
+def _quarantine(run: Run, group: Group, index: int, stage: Stage, fault: str) -> None:
+    dead_letter(run, group, index, stage, Outcome.INFRA_FAULT, f"{DAMAGED}: {fault}")
 
 
 def replay(run: Run, uids: Iterable[Uid]) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from meshrl.contract.errors import CorruptError, EndOfDataError, FencedError, UserError
 from meshrl.contract.frames import Frame
-from meshrl.contract.types import GroupRows, Outcome, PackedGroup, RowFacts, Uid, Version
+from meshrl.contract.types import Outcome, PackedGroup, RowFacts, Uid, Version
 from meshrl.transferqueue.model.fair_share import Holder
 from meshrl.transferqueue.model.group import Grant, Group, bits
 from meshrl.transferqueue.model.run import Run
@@ -18,7 +18,6 @@ from meshrl.transferqueue.operations import dead_letters, lifecycle, payload
 from meshrl.transferqueue.operations.payload import Extract, located
 
 EXPIRED = "lease expired"
-DAMAGED = "damaged in the store"
 
 
 class Granted(NamedTuple):
@@ -274,18 +273,6 @@ def fail(run: Run, stage: Stage, uid: Uid, token: int, outcome: Outcome, reason:
         raise fenced(run, stage, uid, token)
     run.note_failure(stage, uid, reason)
     _redeliver(run, stage, group, 1 << uid.index, outcome, reason)
-
-
-def quarantine(run: Run, stage: Stage, rows: GroupRows, token: int, reason: str) -> None:
-    """Leased rows whose payload is damaged leave as dead letters: no worker could do anything with them."""
-    for uid in rows.uids(run.name):
-        group = run.find(uid)  # a dead letter may take its siblings with it
-        if group is None or not group.held_under(stage.number, token) >> uid.index & 1:
-            continue
-        run.return_rows(stage, group, 1 << uid.index)
-        dead_letters.dead_letter(
-            run, group, uid.index, stage, Outcome.INFRA_FAULT, f"{DAMAGED}: {reason}"
-        )
 
 
 def release(run: Run, stage: Stage, token_of: Mapping[Uid, int]) -> None:

@@ -226,16 +226,7 @@ def take(run: Run, *, epoch: int, step: int, count: int, batch_id: str) -> Batch
         if unfinished := group.unfinished:
             run.remove_rows(group, unfinished, Exit.FILTERED, SPARE)
     manifest = tuple(map(_manifest, groups))
-    stored = [
-        (
-            *(group.task, group.indices, group.attempts, group.size, group.num_tokens),
-            # Plain tuples: orjson takes no others.
-            *(list(map(tuple, group.oldest)), list(map(tuple, group.newest))),
-            group.outcomes,
-        )
-        for group in manifest
-    ]
-    run.open_batch(batch_id, step, epoch, groups, encode_record(stored))
+    run.open_batch(batch_id, step, epoch, groups, _encoded(manifest))
     run.save(groups)
     return Batch(batch_id=batch_id, run=run.name, step=step, groups=manifest)
 
@@ -264,6 +255,32 @@ def _manifest(group: Group) -> BatchGroup:
         newest=newest,
         outcomes=outcomes,
     )
+
+
+def _encoded(manifest: Sequence[BatchGroup]) -> bytes:
+    return encode_record(
+        [
+            (
+                *(group.task, group.indices, group.attempts, group.size, group.num_tokens),
+                # Plain tuples: orjson takes no others.
+                *(list(map(tuple, group.oldest)), list(map(tuple, group.newest))),
+                group.outcomes,
+            )
+            for group in manifest
+        ]
+    )
+
+
+def shrink(run: Run, batch: TakenBatch) -> None:
+    """Groups have left the batch before anybody has seen it: it is answered without them.
+
+    A batch without groups is closed, so that it can be taken again.
+    """
+    if batch.groups:
+        left = [_manifest(group) for group in run.groups_of(batch)]
+        run.rewrite_manifest(batch, _encoded(left))
+    else:
+        run.give_back([batch])
 
 
 def read_manifest(run: str, batch: TakenBatch, value: bytes) -> Batch:

@@ -143,6 +143,20 @@ def _shape(column: Column) -> str:
     return f"{column.entry.dtype.name}{[*first, *column.entry.tail]}"
 
 
+CHECKED_BYTES = 16 << 20
+"""About so much payload is read at once when a batch is checked."""
+
+
+class Damage(NamedTuple):
+    """Rows of one group whose payload is not what was written."""
+
+    rows: int
+    """Their set."""
+    stage: Stage
+    """The one that wrote what is damaged."""
+    fault: str
+
+
 TASKS_CACHED = 4096
 """Packed tasks kept in RAM: siblings and later stages read the same one."""
 
@@ -321,6 +335,31 @@ class PayloadReader:
             )
         return groups, damaged
 
+    async def damaged(self, run: Run, groups: Sequence[Group]) -> dict[int, Damage]:
+        """What is damaged in the columns of complete `groups`, by their numbers; all of them are read.
+
+        What is found first in a group counts.
+        """
+        found: dict[int, Damage] = {}
+        stages = tuple(run.stages)
+        frames = [
+            (group, frame, group.frame_key(frame.number))
+            for group in groups
+            for frame in group.frames
+        ]
+        while frames:
+            nbytes = count = 0
+            while count < len(frames) and nbytes < CHECKED_BYTES:
+                nbytes += frames[count][1].nbytes
+                count += 1
+            part, frames = frames[:count], frames[count:]
+            values = await self._store.read([key for _, _, key in part])
+            for (group, frame, key), value in zip(part, values, strict=True):
+                if fault := _fault(key, value, frame.checksum):
+                    fault = f"task {group.task_id}, {fault}"
+                    found.setdefault(group.number, Damage(frame.live, stages[frame.stage], fault))
+        return found
+
     def _task(self, each: Extract, value: bytes | None) -> PackedTask | None:
         task = self._tasks.get(each.task_key)
         if task is None and value is not None:
@@ -330,6 +369,19 @@ class PayloadReader:
                 raise CorruptError(f"{what}: the store returns {task.task.task_id}")
             self.remember(each.task_key, task)
         return task
+
+
+def _fault(key: bytes, value: bytes | None, checksum: int) -> str:
+    """What is wrong with a frame that the store returns; empty if nothing is."""
+    if value is None:
+        return f"frame {key.hex()}: the store has lost it"
+    try:
+        if checksum_of(value) != checksum:
+            return f"frame {key.hex()}: the store returns another one"
+        strip_checksum(value, f"frame {key.hex()}")
+    except CorruptError as error:
+        return error.message
+    return ""
 
 
 def _parts(
@@ -350,8 +402,8 @@ def _parts(
         value = stored[frame.key]
         if value is None:
             return None
-        if checksum_of(value) != frame.checksum:
-            raise CorruptError(f"frame {frame.key.hex()}: the store returns another one")
+        if fault := _fault(frame.key, value, frame.checksum):
+            raise CorruptError(fault)
         whole = names is None or names.issuperset(writes[frame.stage])
         if frame.positions is not None or not whole:
             read = Frame(value, f"frame {frame.key.hex()}")

@@ -18,10 +18,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Self, TypeVar, Unpack
 
-from meshrl.contract.errors import ConflictError, FencedError, UserError, WaitTimeoutError
+from meshrl.contract.errors import (
+    ConflictError,
+    EndOfDataError,
+    FencedError,
+    UserError,
+    WaitTimeoutError,
+)
 from meshrl.contract.types import Batch, RunSpec, RunState, Task, Version
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.signals import Signal, any_signal
@@ -61,9 +67,11 @@ class BatchPlan:
         return shares
 
     def in_order(self, parts: Mapping[int, Sequence[Item]]) -> tuple[Item, ...]:
-        """What each shard gave, in the order of the batch."""
+        """What each shard gave, in the order of the batch: less than planned where rows were damaged."""
         parts_left = {shard: iter(part) for shard, part in parts.items()}
-        return tuple(next(parts_left[shard]) for shard, groups in self.runs for _ in range(groups))
+        return tuple(
+            item for shard, groups in self.runs for item in islice(parts_left[shard], groups)
+        )
 
     def name(self, batch_id: str) -> str:
         """The id of the batch on a shard."""
@@ -277,7 +285,10 @@ class ShardQueue(TransferQueue):
                 f"batch {name} is taken under plan {recorded}, not {plan}", plan=recorded
             )
         state.skip_positions(plan.round << ROUND_BITS)
-        return await self._take(run, epoch, step, groups, batch_id, wait_s)
+        try:
+            return await self._take(run, epoch, step, groups, batch_id, wait_s)
+        except EndOfDataError:  # the share was damaged: the other shards give theirs
+            return await self._take(run, epoch, step, 0, batch_id, wait_s)
 
     async def publish_and_tell(self, run: str, version: Version) -> str:
         """See the port."""
