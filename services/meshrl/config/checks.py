@@ -6,11 +6,13 @@ Each check yields the key to change and one sentence. None imports torch, runs a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from meshrl.config import stages
 from meshrl.config.explain import Loc
 from meshrl.config.file_checks import Problem, checkpoint_checks, file_checks, model_checks
 from meshrl.config.machine import ThisMachine
+from meshrl.config.placement import place
 from meshrl.config.plugin_checks import plugin_checks
 from meshrl.config.recipe import Recipe, algorithm_needs
 from meshrl.contract.errors import ConfigError
@@ -20,13 +22,20 @@ from meshrl.trainer.algorithms import needs as algorithm_rules
 def cross_checks(recipe: Recipe, machine: ThisMachine | None = None) -> Iterator[Problem]:
     """Every problem, in the order of the sections; `machine` is the one that will run the recipe, or this one."""
     machine = machine or ThisMachine()
-    yield from model_checks(recipe, machine)
-    yield from file_checks(recipe, machine)
-    yield from _sizes(recipe, machine)
-    yield from plugin_checks(recipe, machine)
-    yield from _algorithm(recipe)
-    yield from _providers(recipe, machine)
-    yield from _stages(recipe)
+    right = True
+    for problem in chain(
+        model_checks(recipe, machine),
+        file_checks(recipe, machine),
+        _sizes(recipe, machine),
+        plugin_checks(recipe, machine),
+        _algorithm(recipe),
+        _providers(recipe, machine),
+        _stages(recipe),
+    ):
+        right = False
+        yield problem
+    # What has another fault may be placed differently once that is mended.
+    yield from _placement(recipe, machine) if right else ()
 
 
 def warnings(recipe: Recipe) -> Iterator[Problem]:
@@ -83,6 +92,15 @@ def _columns(recipe: Recipe) -> Iterator[Problem]:
             if column in writers:
                 yield at, f"stages.{spec.name}: {writers[column]} writes {column!r} already"
         writers |= dict.fromkeys(spec.writes, spec.name)
+
+
+def _placement(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
+    """Whether all services find room on the GPUs. No service has the section: the others may be elsewhere."""
+    try:
+        problems = list(place(recipe, machine).problems())
+    except ConfigError as error:
+        problems = [str(error)]
+    yield from ((("placement",), problem) for problem in problems)
 
 
 def _sizes(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:

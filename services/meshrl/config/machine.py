@@ -15,8 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
+from meshrl.config.inventory import GIB, Gpu, this_machines_gpus
 from meshrl.contract.config import Config
 from meshrl.contract.errors import UserError
 from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
@@ -33,11 +34,17 @@ class ThisMachine:
     @property
     def gpus(self) -> int:
         """As CUDA would count them, without asking it."""
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        present = len([p for p in Path("/dev").glob("nvidia*") if p.name[6:].isdigit()])
-        return (
-            present if visible is None else min(present, len(visible.split(",")) if visible else 0)
-        )
+        return len(self.devices)
+
+    @property
+    def devices(self) -> tuple[Gpu, ...]:
+        """The GPUs that CUDA would see."""
+        return this_machines_gpus()
+
+    @property
+    def bus_order(self) -> bool:
+        """Whether the devices are numbered by their place on the bus; else they are those of the user's variable."""
+        return "CUDA_VISIBLE_DEVICES" not in os.environ
 
     def installed(self, package: str) -> bool:
         """Whether `package`, a module or a distribution of that name, can be imported."""
@@ -108,6 +115,8 @@ class Assumptions(Config):
 
     gpus: NonNegativeInt | None = None
     """Number of GPUs."""
+    gpu_memory_gib: PositiveFloat | None = None
+    """Memory of each of them, in GiB."""
     packages: dict[str, bool] = Field(default_factory=dict)
     """Python packages, and whether each is installed."""
     programs: dict[str, bool] = Field(default_factory=dict)
@@ -122,7 +131,8 @@ class Assumptions(Config):
     def lines(self) -> Iterator[str]:
         """Every assumption, one line each."""
         if self.gpus is not None:
-            yield f"{self.gpus} GPUs"
+            each = f" of {self.gpu_memory_gib:g} GiB" if self.gpu_memory_gib else ""
+            yield f"{self.gpus} GPUs{each}"
         for name, there in self.packages.items():
             yield f"the package {name} is {'installed' if there else 'not installed'}"
         for name, there in self.programs.items():
@@ -143,9 +153,18 @@ class AssumedMachine(ThisMachine):
         self._assumed = assumed
 
     @property
-    def gpus(self) -> int:
+    def devices(self) -> tuple[Gpu, ...]:
         """As assumed, else those of this machine."""
-        return super().gpus if self._assumed.gpus is None else self._assumed.gpus
+        assumed = self._assumed
+        if assumed.gpus is None:
+            return super().devices
+        memory = int((assumed.gpu_memory_gib or 0) * GIB)
+        return tuple(Gpu(id=str(index), memory=memory) for index in range(assumed.gpus))
+
+    @property
+    def bus_order(self) -> bool:
+        """As on the machine itself, with all its GPUs to see."""
+        return self._assumed.gpus is not None or super().bus_order
 
     def installed(self, package: str) -> bool:
         """As assumed, else as here."""

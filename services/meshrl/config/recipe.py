@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from pydantic import Field, JsonValue, PositiveInt, model_validator
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract import plugins
@@ -92,6 +92,25 @@ class TlsConfig(Config):
         return Certificates(cert=self.cert, key=self.key, ca=self.ca, client_ca=self.client_ca)
 
 
+class PlacementConfig(Config):
+    """Which GPUs each service gets, on machines that have any: `auto` divides them (docs/how-to/gpus.md)."""
+
+    trainer: Literal["auto"] | NonNegativeInt = "auto"
+    """GPUs of the trainer, with one rank on each; `auto`: `trainer.nproc` where the recipe names it, else what the
+    rollout workers leave, at most half of all where its state fits on that. 0: the trainer computes on the CPU."""
+    rollout: Literal["auto"] | NonNegativeInt = "auto"
+    """GPUs of each rollout worker, the tensor-parallel size of its engine; `auto`: as few as the model fits on. Where
+    the recipe does not name `rollout.workers`, there are as many as find room. 0: engines have no GPU from here."""
+    reference: Literal["auto", 0, 1] = "auto"
+    """GPUs of the reference model; 0: it computes on the CPU. `auto`: one for itself on machines with 4 or more, else
+    the trainer's last one."""
+    colocate: Literal["auto"] | bool = "auto"
+    """Rollout workers share the trainer's GPUs, each with a share of their memory; `auto`: on a single GPU only."""
+    machines: dict[str, PositiveInt] = Field(default_factory=dict)
+    """Host names and numbers of GPUs, for services that are started on several machines; trainer and reference are on
+    the first one. Empty: the machine where services start."""
+
+
 class StageConfig(Config):
     """A stage of your own."""
 
@@ -132,6 +151,8 @@ class Recipe(Config):
     """The transfer queue: store, staleness, leases."""
     weights: WeightsConfig = WeightsConfig()
     """How new weights reach the rollout workers."""
+    placement: PlacementConfig = PlacementConfig()
+    """Which GPUs each service gets."""
     stages: dict[str, StageConfig] = Field(default_factory=dict)
     """Stages beside the built-in rollout, reward and reference, by name."""
     tls: TlsConfig = TlsConfig()

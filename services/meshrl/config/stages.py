@@ -23,6 +23,8 @@ SERVICES = "meshrl.launcher.services"
 BUILT_IN = ("queue", "rollout", "reward", "reference", "trainer", "feeder")
 """The kinds that every recipe may have, in an order that is stored with a run: its stages follow it."""
 
+LONGEST_LOAD_S = 900.0
+
 C = TypeVar("C", bound=Config)
 
 
@@ -46,6 +48,15 @@ def _restarts(recipe: Recipe) -> str:
     return ""
 
 
+def _start_s(recipe: Recipe) -> float:
+    return 300.0
+
+
+def loads_a_model(recipe: Recipe) -> float:
+    """Reading a large checkpoint, from a network disk at worst, and the first compilation."""
+    return LONGEST_LOAD_S
+
+
 def always(recipe: Recipe) -> bool:
     """Whatever the recipe says."""
     return True
@@ -67,6 +78,8 @@ class ServiceKind:
     """How many processes, named `<kind>-0` and so on; None is one process, named as its kind."""
     needs_torch: Callable[[Recipe], bool] = _never
     """Whether it imports torch, which `up` then imports for all such services at once."""
+    ready_s: Callable[[Recipe], float] = _start_s
+    """How long a start may take, in seconds, before it counts as failed."""
     start_order: int = 1
     """`up` starts those of the same number together, once all of the lower numbers are ready."""
     drain_order: int = 1

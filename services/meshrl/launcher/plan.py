@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
+from meshrl.config.placement import Placement
 from meshrl.config.recipe import Recipe
 from meshrl.config.stages import MeshService, mesh_services, service_kind
 from meshrl.contract.errors import UserError
@@ -34,6 +35,7 @@ class LaunchPlan:
         fixed: Mapping[str, int],
         *,
         kept_recipe: Path | None = None,
+        placement: Placement | None = None,
     ) -> None:
         """Choose ports and write the address book.
 
@@ -43,6 +45,7 @@ class LaunchPlan:
             address_book_path: where the address book goes.
             fixed: ports that must be taken as they are, by service name.
             kept_recipe: the recipe that the address book names, for after the run; None: `recipe_path`.
+            placement: which GPUs each service gets; None: all see all.
 
         Raises:
             UserError: `fixed` names no service of this mesh.
@@ -54,6 +57,12 @@ class LaunchPlan:
             raise UserError(
                 f"--port: no service named {unknown[0]!r} in this mesh; it has {', '.join(self._services)}"
             )
+        self._shares = {
+            name: share
+            for name in self._services
+            if placement is not None and (share := placement.share(name)) is not None
+        }
+        self._placement = placement
         self._fixed = fixed
         self._path = address_book_path
         self._recipe_path = recipe_path
@@ -75,6 +84,11 @@ class LaunchPlan:
         """One more rollout worker, in the address book from here on. Names are not used twice."""
         numbers = [int(name.removeprefix("rollout-")) for name in self._of_kind("rollout")]
         service = self._another("rollout", 1 + max(numbers, default=-1))
+        if self._placement is not None:
+            running = (self._shares.get(name) for name in self.address_book.services)
+            taken = {device for share in running if share is not None for device in share.devices}
+            if (share := self._placement.another(service.name, taken)) is not None:
+                self._shares[service.name] = share
         self._services[service.name] = service
         self._choose(service.name)
         self.address_book.save(self._path)
@@ -148,7 +162,11 @@ class LaunchPlan:
         return Service(
             name=name,
             argv=lambda: argv,
-            env=credentials.service_environment(self._recipe.run.path, service.kind),
+            env={
+                **credentials.service_environment(self._recipe.run.path, service.kind),
+                **(self._shares[name].environment if name in self._shares else {}),
+            },
+            ready_s=rules.ready_s(self._recipe),
             probe=probe_of(lambda: self.address_book.services[name]),
             preload="torch" if rules.needs_torch(self._recipe) else "light",
             start_order=rules.start_order,

@@ -1,7 +1,8 @@
 """The preloaders as `up` sees them: started first, asked for a fork at each start, not needed for anything.
 
 `up` starts a service by exec where its preloader has failed or has died, and where the service's environment differs
-from the preloader's in more than MESHRL_ variables: torch, OpenMP, CUDA and the loader read theirs at import.
+from the preloader's in more than MESHRL_ variables and the choice of GPUs: torch, OpenMP and the loader read theirs
+at import, and CUDA when it is initialised, which no preloader does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from meshrl.rpc.parent_death import PARENT_VARIABLE
 Kind: TypeAlias = Literal["light", "torch"]
 KINDS: tuple[Kind, ...] = ("light", "torch")
 MODULES: Mapping[Kind, Sequence[str]] = {"light": LIGHT, "torch": TORCH}
-OUR_VARIABLES = "MESHRL_"
+CHANGEABLE = ("MESHRL_", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 PR_SET_CHILD_SUBREAPER = 36
 READY_S = 120.0
 """How long the imports may take before services are started without them."""
@@ -158,7 +159,7 @@ class Preloading:
         changed = {name: value for name, value in env.items() if self._env.get(name) != value}
         # up's own number is the same, but the preloader has taken it out of its environment.
         changed[PARENT_VARIABLE] = env[PARENT_VARIABLE]
-        other = [name for name in changed if not name.startswith(OUR_VARIABLES)]
+        other = [name for name in changed if not name.startswith(CHANGEABLE)]
         if other := sorted({*other, *(self._env.keys() - env.keys())}):
             raise PreloadError(f"the service has another {other[0]}")
         if tuple(argv[: len(PYTHON)]) != PYTHON:

@@ -86,6 +86,11 @@ class ServiceProcess:
         return not self.done.done()
 
     @property
+    def last_line(self) -> str:
+        """What it printed last."""
+        return next((line.strip() for line in reversed(self._tail) if line.strip()), "nothing")
+
+    @property
     def last_error(self) -> str:
         """The line that says best why the process ended."""
         lines = [line.strip() for line in self._tail if line.strip()]

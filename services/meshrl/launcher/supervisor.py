@@ -35,6 +35,8 @@ QUICK_FAILURES = 3
 FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 5.0
 PROBE_EVERY_S = 0.1
+START_LINE_S = 30.0
+"""Between two lines about a service that is not ready yet."""
 PORT_TRIES = 5
 BEFORE_DRAIN_S = 15.0
 
@@ -349,6 +351,7 @@ class Supervisor:
         service = process.service
         clock = asyncio.get_running_loop().time
         drain_requested = self._drain_requested[service.name]
+        reported = process.started
         while process.running and not self._over.is_set() and not drain_requested.is_set():
             if await service.probe():
                 process.ready_at = clock()
@@ -361,6 +364,13 @@ class Supervisor:
                 )
                 process.kill_group()
                 return False
+            if clock() - reported > START_LINE_S:
+                reported = clock()
+                self._sink(
+                    "up",
+                    f"{service.name} has been starting for {reported - process.started:.0f} of at"
+                    f" most {service.ready_s:.0f} s; it last said: {process.last_line}",
+                )
             await first_of(asyncio.shield(process.done), timeout_s=PROBE_EVERY_S)
         return False
 

@@ -13,7 +13,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from meshrl.config.machine import ThisMachine
+from meshrl.config.placement import place
 from meshrl.config.recipe import Recipe
+from meshrl.contract.errors import UserError
 from meshrl.contract.types import TrainerStatus
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, run_lock
 from meshrl.launcher.control import control_socket
@@ -74,9 +77,22 @@ def up(
         if (line := busy_port(fixed_ports)) is not None:
             print(f"error: {line}", file=sys.stderr)
             return Exit.PORT_IN_USE
+        if len(recipe.placement.machines) > 1:
+            raise UserError(
+                f"placement.machines: {len(recipe.placement.machines)} machines, and `up` starts services on this one"
+                " only; start each with `meshrl serve` (docs/how-to/gpus.md)"
+            )
+        placement = place(recipe, ThisMachine())
+        recipe = placement.recipe
+        for line in placement.lines():
+            console.print(line)
         with recipe_on_trial(recipe, directory) as trial:
             book = directory / ADDRESS_BOOK_NAME
-            plan = LaunchPlan(recipe, trial.running, book, fixed_ports, kept_recipe=trial.accepted)
+            plan = LaunchPlan(
+                *(recipe, trial.running, book, fixed_ports),
+                kept_recipe=trial.accepted,
+                placement=placement,
+            )
             verdict, mesh_status = asyncio.run(
                 _supervise(recipe, plan, trial, console, plain, view, preloading)
             )

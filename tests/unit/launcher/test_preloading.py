@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from meshrl.contract.device_share import DeviceShare
 from meshrl.launcher.preloader import LIGHT, TORCH
 from meshrl.launcher.preloading import ForkedProcess, Preloading, preloading
 from meshrl.launcher.processes import ServiceProcess
@@ -171,7 +172,7 @@ async def test_threads_of_the_imports_forbid_a_fork(folder: Path) -> None:
     assert "started 1 threads" in line
 
 
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD"])
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "LD_PRELOAD"])
 async def test_a_service_with_another_environment_is_executed(folder: Path, name: str) -> None:
     with preloaded() as preloaders:
         log = Log()
@@ -181,6 +182,19 @@ async def test_a_service_with_another_environment_is_executed(folder: Path, name
         assert log.of("up") == [
             f"services start without the preloader torch: the service has another {name}"
         ]
+
+
+async def test_a_service_with_gpus_of_its_own_is_forked_and_sees_them(folder: Path) -> None:
+    share = DeviceShare(devices=("2", "3"), ports=range(10_000, 10_064)).environment
+    (folder / "sees.py").write_text(
+        "import os; from meshrl.contract.device_share import DeviceShare\n"
+        f"print(DeviceShare.of().environment == {dict(share)!r})"
+    )
+    with preloaded() as preloaders:
+        log = Log()
+        process = await ServiceProcess.start(service("sees", env=share), log, preloaders)
+        assert is_fork(process)
+        assert (await end(process), log.of("sees")) == (0, ["True"])
 
 
 async def test_ctrl_c_while_the_imports_run_ends_the_run_at_once(folder: Path) -> None:
@@ -203,8 +217,14 @@ async def test_nothing_is_started_where_it_is_not_wanted() -> None:
 
 @pytest.mark.parametrize("modules", [LIGHT, (*LIGHT, *TORCH)])
 def test_what_is_preloaded_starts_no_thread_and_no_cuda(modules: tuple[str, ...]) -> None:
+    asks_cuda = (
+        "import torch\n"
+        "def ask(*_): raise AssertionError('an import asks for GPUs: CUDA then starts before the fork')\n"
+        "torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = ask\n"
+    )
     source = (
         "import importlib, os, sys\n"
+        f"{'' if modules == LIGHT else asks_cuda}"
         f"for module in {modules!r}: importlib.import_module(module)\n"
         "torch = sys.modules.get('torch')\n"
         "print(len(os.listdir('/proc/self/task')), torch is None or not torch.cuda.is_initialized(),"

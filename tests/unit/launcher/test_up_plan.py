@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from meshrl.config import Recipe, load_recipe
-from meshrl.contract.errors import NotFoundError, UserError
+from meshrl.config.machine import AssumedMachine, Assumptions
+from meshrl.config.placement import place
+from meshrl.contract.device_share import DEVICES
+from meshrl.contract.errors import CapacityError, NotFoundError, UserError
 from meshrl.launcher.address_book import AddressBook, Entry, is_up, newest_run_dir, run_lock
 from meshrl.launcher.plan import LaunchPlan
 from meshrl.launcher.ports import free_port
@@ -192,3 +195,34 @@ def test_the_newest_mesh_is_the_one_started_last(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "mesh.json").write_text(json.dumps({}))
     assert newest_run_dir(tmp_path) == tmp_path / "b"
+
+
+def test_each_service_gets_its_own_gpus_and_a_worker_that_is_added_gets_free_ones(
+    tmp_path: Path,
+) -> None:
+    there = AssumedMachine(Assumptions(gpus=4, gpu_memory_gib=80))
+    placement = place(recipe(tmp_path, "rollout.workers=1"), there)
+    launch_plan = LaunchPlan(
+        placement.recipe, tmp_path / "r.yaml", tmp_path / "mesh.json", {}, placement=placement
+    )
+    services = {service.name: service for service in launch_plan.services(no_probe)}
+    given = {name: service.env.get(DEVICES) for name, service in services.items()}
+    assert given == {
+        **{"queue": None, "reward": None, "feeder": None},
+        **{"trainer": "0,1", "rollout-0": "2"},
+    }
+    assert launch_plan.add_rollout(no_probe).env[DEVICES] == "3"
+    with pytest.raises(CapacityError, match="0 of the 4 of"):
+        launch_plan.add_rollout(no_probe)
+    launch_plan.remove("rollout-0")
+    assert launch_plan.add_rollout(no_probe).env[DEVICES] == "2"
+
+
+def test_what_loads_a_model_may_take_as_long_as_an_engine_needs(tmp_path: Path) -> None:
+    _, services = plan(tmp_path)
+    assert {name: service.ready_s for name, service in services.items()} == {
+        **{"queue": 300, "reward": 300, "feeder": 300},
+        **{"trainer": 900, "rollout-0": 960},
+    }
+    changes = ("rollout.name=vllm", "rollout.engine.start_s=1800")
+    assert plan(tmp_path, *changes)[1]["rollout-0"].ready_s == 1860

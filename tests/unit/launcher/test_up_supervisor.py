@@ -473,3 +473,21 @@ async def test_a_service_that_is_taken_on_and_cannot_be_started_says_why() -> No
         with pytest.raises(UnavailableError, match=r"queue-1 cannot be started: .*temporarily"):
             await supervisor.add_required(Service(name="queue-1", argv=failing_to_start(99)))
         assert not run.done()
+
+
+async def test_a_start_that_takes_long_says_what_it_does_and_a_hanging_one_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("meshrl.launcher.supervisor.START_LINE_S", 0.1)
+    log = Log()
+    loading = process(
+        "rollout-0", f"print('layer 3 of 64', flush=True);{WORKS}", probe=never, ready_s=1.5
+    )
+    async with running(Supervisor([loading], log)):
+        await until(lambda: any("was not ready after 2 s; killing it" in line for _, line in log))
+    assert any(
+        re.fullmatch(
+            r"rollout-0 has been starting for \d of at most 2 s; it last said: layer 3 of 64", line
+        )
+        for line in log.of("up")
+    )

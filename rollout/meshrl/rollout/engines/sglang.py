@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from pydantic import PositiveInt
 
 from meshrl.contract.config import read_options
+from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
@@ -79,6 +80,18 @@ def build(
     return ServerEngine(kind, options, model=model, slots=slots, tokenizer=tokenizer)
 
 
+def share_arguments(share: DeviceShare | None) -> Sequence[str]:
+    """What a placement means to SGLang: tensor parallelism over the GPUs, a share of their memory, NCCL's port."""
+    if share is None or not share.devices:
+        return ()
+    nccl = ("--nccl-port", str(share.ports[-1])) if share.ports else ()
+    return (
+        *("--tp-size", str(len(share.devices))),
+        *("--mem-fraction-static", f"{share.memory:g}"),
+        *nccl,
+    )
+
+
 class SglangServer:
     """How an SGLang server is started and checked. Satisfies `server_engine.kind.ServerKind`."""
 
@@ -104,6 +117,7 @@ class SglangServer:
             *("--skip-tokenizer-init", "--sampling-defaults", "openai"),
             "--incremental-streaming-output",
             *LOADER_ARGUMENTS,
+            *share_arguments(DeviceShare.of()),
             *self._config.extra_args,
         )
 

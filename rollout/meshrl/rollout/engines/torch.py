@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from meshrl.contract.config import read_options
+from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import EngineGoneError, InfraError, MeshError, NotFoundError, UserError
 from meshrl.contract.types import (
     EngineStats,
@@ -304,8 +305,10 @@ def _abort(thread: DecodeThread, row: Row) -> None:
 def _default_cache_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         return CPU_CACHE_BYTES
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free * CUDA_CACHE_SHARE)
+    free, total = torch.cuda.mem_get_info(device)
+    share = DeviceShare.of()
+    # Others of this GPU may still be starting: what is free now is theirs too.
+    return int(min(free, total * (1.0 if share is None else share.memory)) * CUDA_CACHE_SHARE)
 
 
 def _max_length(config: Config, architecture: Architecture, cache: KvCache) -> int:

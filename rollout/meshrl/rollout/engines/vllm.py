@@ -15,6 +15,7 @@ from pydantic import Field, JsonValue, PositiveFloat, PositiveInt
 
 from meshrl.contract import plugins
 from meshrl.contract.config import read_options
+from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.engines._vllm.native import NativeSender, RootBuilder
@@ -125,6 +126,7 @@ class VllmServer:
             *("--skip-tokenizer-init", "--generation-config", "vllm"),
             *UPDATE_ARGUMENTS[self._config.update],
             *ARGUMENTS,
+            *share_arguments(DeviceShare.of()),
             *self._config.extra_args,
         )
 
@@ -252,6 +254,16 @@ class VllmClient(HttpClient):
     async def abort(self, request_id: str) -> None:
         """End a request; its stream gets a last chunk."""
         await self.call("POST", ABORT, json={"request_ids": [ID_PREFIX + request_id]})
+
+
+def share_arguments(share: DeviceShare | None) -> Sequence[str]:
+    """What a placement means to vLLM: tensor parallelism over the GPUs, and a share of their memory."""
+    if share is None or not share.devices:
+        return ()
+    return (
+        *("--tensor-parallel-size", str(len(share.devices))),
+        *("--gpu-memory-utilization", f"{share.memory:g}"),
+    )
 
 
 def cache_tokens(metrics: str) -> int:

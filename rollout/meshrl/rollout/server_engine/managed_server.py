@@ -16,7 +16,8 @@ from pathlib import Path
 
 import httpx
 
-from meshrl.contract.errors import ConfigError, EngineGoneError, MeshError, UserError
+from meshrl.contract.device_share import DeviceShare
+from meshrl.contract.errors import ConfigError, EngineGoneError, InfraError, MeshError, UserError
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.config import ServerConfig
 from meshrl.rollout.server_engine.kind import AnyServerKind, ServerClient
@@ -214,7 +215,11 @@ def _cache_message(cache_tokens: int) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """A free port, of those that the placement gives where there is one."""
+    share = DeviceShare.of()
+    for wanted in (*(share.ports if share is not None else ()), 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", wanted))
+            port: int = probe.getsockname()[1]
+            return port
+    raise InfraError("no port of 127.0.0.1 is free")

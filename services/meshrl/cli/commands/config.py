@@ -15,6 +15,7 @@ from meshrl.config import Recipe, load_recipe
 from meshrl.config.explain import Key, config_of, defined_at, nearest, walk
 from meshrl.config.loading import Written
 from meshrl.config.machine import AssumedMachine, Assumptions, ThisMachine
+from meshrl.config.placement import place
 from meshrl.config.plugin_checks import names_at
 from meshrl.config.stages import options_class
 from meshrl.contract.errors import ConfigError
@@ -33,7 +34,7 @@ config.add_command(from_verl)
 @click.option(
     "--assume",
     type=click.Path(path_type=Path),
-    help="A YAML file of what another machine has: gpus, packages, programs, models, rows, files.",
+    help="A YAML file of what another machine has: gpus, gpu_memory_gib, packages, programs, models, rows, files.",
 )
 def check(recipe: Path, overrides: tuple[str, ...], assume: Path | None) -> None:
     """Say whether a recipe would start: keys, files and what stands in them, options, packages, sizes that must fit.
@@ -47,6 +48,8 @@ def check(recipe: Path, overrides: tuple[str, ...], assume: Path | None) -> None
             click.echo(f"assumed: {line}")
         machine = AssumedMachine(assumed)
     loaded = load_recipe(recipe, overrides, machine=machine)
+    for line in place(loaded, machine).lines():
+        click.echo(line)
     click.echo(f"{recipe} is good: run {loaded.run.name!r}, files under {loaded.run.path}")
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
+import os
 import socket
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, MutableMapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,17 @@ import click
 
 from meshrl.cli.options import PATH, recipe_argument
 from meshrl.config import Recipe, load_recipe
+from meshrl.config.machine import ThisMachine
+from meshrl.config.placement import Placement, place
 from meshrl.config.stages import SERVICES, module_of, service_kind
 from meshrl.contract import plugins
+from meshrl.contract.device_share import DEVICES
+from meshrl.contract.errors import ConfigError, UserError
 from meshrl.launcher.address_book import AddressBook
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.parent_death import die_with_parent
+
+log = logging.getLogger(__name__)
 
 
 @click.command()
@@ -86,6 +94,8 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
         stream=sys.stderr,
     )
     loaded = load_recipe(recipe, overrides, sections=partial(_sections, service))
+    name = options["name"] or service
+    loaded = take_share(loaded, service, name, ThisMachine(), os.environ)
     # The runtime is imported here, not above: with it comes gRPC, which `--help` can do without.
     from meshrl.rpc import credentials, tls
     from meshrl.rpc.runtime import ServerSettings, run_service
@@ -99,7 +109,7 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
         verifiers=options["verifiers_file"],
     )
 
-    name, host, port = options["name"] or service, options["host"], options["port"]
+    host, port = options["host"], options["port"]
     metrics_port = options["metrics_port"]
     peers = {kind: options[kind] for kind in ("queue", "trainer", "reward") if options[kind]}
     if options["address_book"] is not None:
@@ -128,6 +138,70 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
     run = plugins.load(SERVICES, module_of(loaded, service), "run")
     context = ServiceContext(name=name, kind=service, settings=settings, addresses=peers)
     sys.exit(run_service(lambda: run(loaded, context)))
+
+
+def take_share(
+    recipe: Recipe,
+    service: str,
+    name: str,
+    machine: ThisMachine,
+    environment: MutableMapping[str, str],
+) -> Recipe:
+    """Put this service's part of the machine's GPUs into `environment`; returns the recipe as it was placed.
+
+    Where `up` gave it one, or somebody set CUDA_VISIBLE_DEVICES, it stays at that. Where the services do not all find
+    room here, some of them are elsewhere, and nobody has said which.
+
+    Raises:
+        UserError: the placement has no place for it here.
+    """
+    if DEVICES in environment:
+        return recipe
+    try:
+        placement = place(recipe, machine)
+    except ConfigError as error:
+        if recipe.placement.machines:
+            raise
+        log.warning("the GPUs are not divided, %s sees all of them: %s", name, error)
+        return recipe
+    own = placement.places.get(name)
+    if own is None and service == "rollout" and placement.worker_gpus:
+        own = placement.places[_claimed(placement, recipe.run.path)]
+    if own is not None:
+        hosts = [host.name for host in placement.hosts]
+        if recipe.placement.machines and own.host.name != socket.gethostname():
+            raise UserError(
+                f"{name} is placed on {own.host.name}, and this is {socket.gethostname()}"
+                f" (placement.machines has {', '.join(hosts)})"
+            )
+        environment.update(own.share.environment)
+    return placement.recipe
+
+
+def _claimed(placement: Placement, run_dir: Path) -> str:
+    """The first rollout worker of the placement on this host that no other process is, until this process ends.
+
+    For workers whose supervisor gives them names of its own, as containers have. Raises UserError.
+    """
+    here = [
+        each.service
+        for each in placement.places.values()
+        if each.service.startswith("rollout-")
+        and (len(placement.hosts) == 1 or each.host.name == socket.gethostname())
+    ]
+    folder = run_dir / "placement"
+    folder.mkdir(parents=True, exist_ok=True)
+    for worker in here:
+        descriptor = os.open(folder / worker, os.O_RDWR | os.O_CREAT, 0o660)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            continue
+        return worker
+    raise UserError(
+        f"the GPUs here have room for {len(here)} rollout workers, and all of them run; see rollout.workers"
+    )
 
 
 def _sections(service: str, recipe: Recipe) -> Collection[str]:

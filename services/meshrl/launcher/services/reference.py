@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from meshrl.config.recipe import Recipe, needs_reference
-from meshrl.config.stages import Columns, ServiceKind, always
+from meshrl.config.stages import Columns, ServiceKind, always, loads_a_model
 from meshrl.contract.types import REFERENCE_STAGE
 
 if TYPE_CHECKING:
@@ -20,7 +20,9 @@ def _columns(recipe: Recipe, evaluation: bool) -> Columns | None:
     return Columns(reads=REFERENCE_STAGE.reads, writes=REFERENCE_STAGE.writes)
 
 
-SERVICE = ServiceKind(sections=("model", "reference"), columns=_columns, needs_torch=always)
+SERVICE = ServiceKind(
+    sections=("model", "reference"), columns=_columns, needs_torch=always, ready_s=loads_a_model
+)
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:

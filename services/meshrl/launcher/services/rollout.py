@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meshrl.config.recipe import Recipe, uses_gateway
-from meshrl.config.stages import Columns, ServiceKind
+from meshrl.config.stages import LONGEST_LOAD_S, Columns, ServiceKind
 from meshrl.contract.types import rollout_stage
 from meshrl.weights.carrier import carrier_facts, offered
 
@@ -24,11 +24,18 @@ def _needs_torch(recipe: Recipe) -> bool:
     return recipe.rollout.name == "torch" or any("torch" in each.needs for each in carriers)
 
 
+def _ready_s(recipe: Recipe) -> float:
+    """Longer than the engine gives its server, so that the engine is the one to say what is wrong."""
+    asked = recipe.rollout.engine.get("start_s")
+    return 60.0 + (float(asked) if isinstance(asked, int | float) else LONGEST_LOAD_S)
+
+
 SERVICE = ServiceKind(
     sections=("model", "rollout", "weights"),
     columns=_columns,
     count=lambda recipe: recipe.rollout.workers,
     needs_torch=_needs_torch,
+    ready_s=_ready_s,
     start_order=2,
     removable=True,
 )

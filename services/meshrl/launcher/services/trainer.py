@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from meshrl.config.recipe import Recipe
-from meshrl.config.stages import ServiceKind, always
+from meshrl.config.stages import ServiceKind, always, loads_a_model
 
 if TYPE_CHECKING:
     from meshrl.rpc.service_context import ServiceContext
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 SERVICE = ServiceKind(
     sections=("model", "algorithm", "actor", "trainer", "weights"),
     needs_torch=always,
+    ready_s=loads_a_model,
     drain_order=0,
     drain_s=300,
     finite=True,

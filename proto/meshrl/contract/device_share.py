@@ -1,0 +1,49 @@
+"""What a service gets of a machine with GPUs: devices, memory and ports, handed on as environment variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+DEVICES = "CUDA_VISIBLE_DEVICES"
+ORDER = "CUDA_DEVICE_ORDER"
+MEMORY = "MESHRL_GPU_MEMORY_SHARE"
+PORTS = "MESHRL_PORTS"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceShare:
+    """One service's part."""
+
+    devices: tuple[str, ...]
+    """As CUDA_VISIBLE_DEVICES names them; empty: it computes on the CPU."""
+    memory: float = 1.0
+    """Share of each device's memory that it may take."""
+    ports: range = range(0)
+    """Ports for the processes that it starts; empty: any."""
+    bus_order: bool = True
+    """The devices are numbered by their place on the bus; False: as CUDA numbers them for the user."""
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What `of` reads again in the service."""
+        found = {DEVICES: ",".join(self.devices), MEMORY: f"{self.memory:g}"}
+        if self.bus_order:
+            found[ORDER] = "PCI_BUS_ID"
+        if self.ports:
+            found[PORTS] = f"{self.ports.start}-{self.ports.stop - 1}"
+        return found
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str] = os.environ) -> DeviceShare | None:
+        """The share in an environment; None where nobody gave one."""
+        if MEMORY not in environment:
+            return None
+        first, _, last = environment.get(PORTS, "").partition("-")
+        return cls(
+            devices=tuple(filter(None, environment.get(DEVICES, "").split(","))),
+            memory=float(environment[MEMORY]),
+            ports=range(int(first), int(last) + 1) if last else range(0),
+            bus_order=environment.get(ORDER) == "PCI_BUS_ID",
+        )
