@@ -23,6 +23,7 @@ from meshrl.rpc.identity import METHODS
 from meshrl.testing.parity.cases import load
 from meshrl.testing.parity.compare import Verdict, judge
 from meshrl.trainer.algorithms.recipe_defaults import defaults
+from meshrl.trainer.learning_signs import SIGNS
 from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig, SftConfig
 
 ROOT = Path(__file__).parents[1]
@@ -72,7 +73,33 @@ def pages() -> dict[str, str]:
         "errors.md": errors_page(),
         "identity.md": identity_page(),
         "algorithms.md": algorithms_page(),
+        "../how-to/learning-fails.md": learning_page(),
     }
+
+
+def learning_page() -> str:
+    """Each sign that a run does not learn."""
+    lines = [
+        "# Find out why a run does not learn",
+        NOTE,
+        "The trainer's log, the live view of `meshrl up` and `meshrl view` warn by themselves where a "
+        "metric shows one of",
+        "these signs, with a link to its paragraph. `meshrl view RUN` draws the metrics ([what each "
+        "is](../reference/metrics.md)),",
+        "`meshrl rows RUN` shows what the model said. Read rows before you change a number: most of "
+        "these have a cause that a",
+        "person sees in a minute.",
+        "",
+        "| sign | metric | warned of |",
+        "|---|---|---|",
+    ]
+    for sign in SIGNS:
+        names = ", ".join(f"`{name}`" for name in sign.metrics)
+        lines.append(f"| [{sign.title}](#{sign.key}) | {names} | {'yes' if sign.check else 'no'} |")
+    for sign in SIGNS:
+        lines += ["", f"## {sign.title}", "", sign.means, "", f"```\n{sign.command}\n```", ""]
+        lines += [f"- {change}" for change in sign.change]
+    return "\n".join(lines) + "\n"
 
 
 def config_page() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,6 +86,13 @@ def watch_it_grow(page: Browser, url: str, run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write("this is no JSON\n")
     page.until("document.querySelector('.problem')?.innerText.includes('no JSON object')")
+    assert not page.run("return document.querySelector('.warning')")
+    with (run / "metrics.jsonl").open("a") as file:
+        for step in range(121, 126):
+            file.write(json.dumps({"step": step, "advantages/rows_in_equal_groups": 1.0}) + "\n")
+    page.until("document.querySelector('.warning')?.innerText.includes('all rows of each group')")
+    page.run("document.querySelector('.warning a').click()")
+    page.until("document.querySelector('.card[aria-current=true] h2').innerText === 'Equal groups'")
 
 
 async def test_every_view_is_drawn_and_what_models_say_stays_text(

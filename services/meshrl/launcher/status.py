@@ -10,6 +10,7 @@ from pathlib import Path
 
 from meshrl.contract.types import EngineStats, Ledger, TrainerPhase, TrainerStatus, Waiting
 from meshrl.launcher.supervisor import State
+from meshrl.trainer.learning_signs import LearningWarning
 
 STUCK_S = 10.0
 """A trainer that waits for longer counts as stuck: the view then asks why."""
@@ -35,6 +36,8 @@ class MeshStatus:
     """By replica; None while it does not answer."""
     waiting: Sequence[Waiting] = ()
     waiting_since: float | None = None
+    warnings: Sequence[LearningWarning] = ()
+    """Signs that nothing is learned, at the newest step."""
 
     def see(self, status: TrainerStatus) -> bool:
         """Take a status in; True when it brings another step."""

@@ -18,6 +18,7 @@ from meshrl.config.placement import place
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import TrainerStatus
+from meshrl.http.view.metrics import MetricsFile
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, run_lock
 from meshrl.launcher.control import control_socket
 from meshrl.launcher.fleet import FleetOperations
@@ -42,6 +43,7 @@ from meshrl.launcher.supervisor import Supervisor, Verdict
 from meshrl.launcher.view import final_table, live_view, step_line, waiting_lines
 from meshrl.rpc import credentials, tls
 from meshrl.rpc.exit_codes import Exit
+from meshrl.trainer.learning_signs import warnings_of
 
 REDRAW_S = 0.25
 STEP_LINE_S = 3.0
@@ -136,6 +138,7 @@ async def _supervise(
         live = console.is_terminal and not plain
 
         last_line_s = -STEP_LINE_S
+        metrics = MetricsFile(recipe.metrics_path)
 
         def save(changed: Recipe) -> None:
             trial.save(changed)
@@ -145,6 +148,8 @@ async def _supervise(
             nonlocal last_line_s
             if mesh_status.steps == 1:
                 trial.accept()  # whatever ends the run from here on: it has trained with this recipe
+            metrics.refresh()
+            mesh_status.warnings = warnings_of(metrics.values)
             if not live and mesh_status.elapsed_s - last_line_s >= STEP_LINE_S:
                 last_line_s = mesh_status.elapsed_s
                 log("up", step_line(mesh_status, status))

@@ -52,6 +52,8 @@ def _rows(mesh_status: MeshStatus) -> list[tuple[str, RenderableType]]:
     away = [n for n, s in mesh_status.states.items() if s.phase not in ("ready", "done")]
     if away:
         rows.append(("services", _services(mesh_status, away)))
+    for warning in mesh_status.warnings:
+        rows.append(("warning", Text(str(warning), style="yellow")))
     for line in waiting_lines(mesh_status):
         rows.append(("waits for", Text(line, style="yellow")))
     return rows

@@ -30,6 +30,7 @@ from meshrl.launcher.view import (
     step_line,
     waiting_lines,
 )
+from meshrl.trainer.learning_signs import warnings_of
 
 STATUS = TrainerStatus(
     step=12,
@@ -233,3 +234,12 @@ def test_the_commonest_reason_of_dead_letters_stands_in_the_view_and_at_the_end(
         text = io.StringIO()
         Console(file=text, width=120).print(drawn)
         assert "40 of 42: KeyError: 'nope' at reward.py:3 in compute_score" in text.getvalue()
+
+
+def test_a_sign_that_nothing_is_learned_is_shown_with_where_to_read_on() -> None:
+    made = mesh_status()
+    zeros = {"reward/min": [0.0] * 5, "reward/max": [0.0] * 5}
+    made.warnings = warnings_of(lambda name: zeros.get(name, ()))
+    text = " ".join(drawn(live_view(made)).split())
+    assert "warning no row had a reward in the last 5 steps" in text
+    assert "learning-fails.md#no-reward" in text

@@ -133,8 +133,9 @@ def test_a_run_of_equal_rewards_says_that_it_learns_nothing(
     for step in range(1, 23):
         log.write(step, equal)
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
-        f"nothing is learned: in each of the last {steps} steps (to step {steps}) all rows of each group had the same"
+        f"step {steps}: nothing is learned: in each of the last {steps} steps all rows of each group had the same"
         " reward (mean 1.000); is the reward constant, or the task too easy or too hard?"
+        " (docs/how-to/learning-fails.md#equal-groups)"
         for steps in (5, 10, 20)
     ]
     log.close()
@@ -149,7 +150,8 @@ def test_a_run_without_a_gradient_says_so_and_one_good_step_ends_the_count(
         log.write(step, {"val/score/mean": 0.1})
     (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warning == (
-        "nothing is learned: the gradient was 0 in each of the last 5 steps (to step 8)"
+        "step 8: nothing is learned: the gradient was 0 in each of the last 5 steps"
+        " (docs/how-to/learning-fails.md#no-gradient)"
     )
     log.close()
 

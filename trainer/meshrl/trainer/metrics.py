@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,13 +14,12 @@ from typing import Any, Protocol
 from meshrl.contract.errors import UserError
 from meshrl.contract.line_file import LineFile
 from meshrl.contract.types import Json
+from meshrl.trainer.learning_signs import WATCHED, WINDOW, warnings_of
 
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 64 << 20
 """Of metrics.jsonl: some 25,000 steps."""
-LEARNLESS_STEPS = 5
-"""Steps in a row without anything to learn from that are worth a warning."""
 
 
 class Sink(Protocol):
@@ -178,38 +177,28 @@ class ConsoleSink:
 
 
 class LearningCheck:
-    """Warns of a run that cannot learn: groups whose rewards are all equal, or no gradient, for many steps."""
+    """Warns where a sign of `learning_signs` holds: when it appears, and again after twice as many steps."""
 
     def __init__(self) -> None:
-        self._equal = 0
-        self._still = 0
+        self._seen: defaultdict[str, list[float]] = defaultdict(list)
+        self._held: Counter[str] = Counter()
+        """Steps in a row at which a sign holds."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Count the steps in a row; warn once when they are many, and again after twice as many."""
-        if (equal := values.get("advantages/rows_in_equal_groups")) is not None:
-            self._equal = self._equal + 1 if equal == 1 else 0
-            if _is_due(self._equal):
-                log.warning(
-                    "nothing is learned: in each of the last %d steps (to step %d) all rows of each group had the"
-                    " same reward (mean %.3f); is the reward constant, or the task too easy or too hard?",
-                    *(self._equal, step, values.get("reward/mean", math.nan)),
-                )
-        if (gradient := values.get("actor/grad_norm")) is not None:
-            self._still = self._still + 1 if gradient == 0 else 0
-            if _is_due(self._still) and not _is_due(self._equal):
-                log.warning(
-                    "nothing is learned: the gradient was 0 in each of the last %d steps (to step %d)",
-                    *(self._still, step),
-                )
+        """Take the metrics of a step, or of an evaluation, in."""
+        for name in WATCHED & values.keys():
+            self._seen[name].append(values[name])
+        if any(name.startswith("val/") for name in values):
+            return
+        found = warnings_of(lambda name: self._seen.get(name, ()))
+        self._held = Counter({one.sign.key: self._held[one.sign.key] + 1 for one in found})
+        for one in found:
+            steps = self._held[one.sign.key] - 1 + WINDOW
+            if steps % WINDOW == 0 and (steps // WINDOW).bit_count() == 1:
+                log.warning("step %d: %s", step, one)
 
     def close(self) -> None:
         """Do nothing."""
-
-
-def _is_due(steps: int) -> bool:
-    """At 5, 10, 20, 40, ... steps."""
-    doubled = steps // LEARNLESS_STEPS
-    return steps > 0 and steps % LEARNLESS_STEPS == 0 and doubled & (doubled - 1) == 0
 
 
 class TensorBoardSink:

@@ -27,6 +27,7 @@ from meshrl.http.view import settings
 from meshrl.http.view.metrics import MetricsFile
 from meshrl.rpc.credentials import sha256, verifiers_file
 from meshrl.rpc.identity import METRICS_ROLES, Identity
+from meshrl.trainer.learning_signs import SIGNS, warnings_of
 from meshrl.trainer.trajectories.files import Split
 
 STATIC: Final = Path(__file__).with_name("static")
@@ -88,6 +89,10 @@ class ViewedRun:
                 "lines": self.metrics.lines,
                 "step": self.metrics.last_step,
                 "problem": self.metrics.problem,
+                "warnings": [
+                    {"key": one.sign.key, "title": one.sign.title, "text": one.text}
+                    for one in warnings_of(self.metrics.values)
+                ],
             }
 
 
@@ -212,6 +217,15 @@ def _add_runs(router: APIRouter) -> None:
     @router.get("/runs")
     def list_runs(shown: All) -> list[dict[str, Any]]:
         return shown.states()
+
+    @router.get("/signs")
+    def signs() -> list[dict[str, Any]]:
+        """What a warning means: the paragraphs of docs/how-to/learning-fails.md."""
+        return [
+            {"key": sign.key, "title": sign.title, "metrics": sign.metrics, "command": sign.command}
+            | {"means": sign.means, "change": sign.change}
+            for sign in SIGNS
+        ]
 
     @router.get("/events")
     async def events(shown: All) -> StreamingResponse:

@@ -8,7 +8,7 @@ import os
 from array import array
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,6 +94,11 @@ class MetricsFile:
             self._unreadable = f"{self._path.name}: no such file yet: no step was made"
         except OSError as error:
             self._unreadable = f"{self._path.name}: {error.strerror}"
+
+    def values(self, name: str) -> Sequence[float]:
+        """All values of a metric, in the order of the file; empty where there is none."""
+        column = self._columns.get(name)
+        return column.values if column is not None else ()
 
     def curves(self, names: Iterable[str], after: int = 0) -> Mapping[str, Curve]:
         """The named metrics from line `after` on; unknown ones are left out."""

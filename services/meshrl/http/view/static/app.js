@@ -7,8 +7,9 @@ import rollouts from "./rollouts.js";
 import flow from "./flow.js";
 import fleet from "./fleet.js";
 import config from "./config.js";
+import help from "./help.js";
 
-const VIEWS = { overview, rollouts, flow, fleet, config };
+const VIEWS = { overview, rollouts, flow, fleet, config, help };
 const main = document.getElementById("main");
 const runs = new Map();
 let shown = null;
@@ -54,6 +55,13 @@ function say(text, bad = false) {
   state.className = bad ? "bad" : "";
 }
 
+// Signs that a run does not learn, each with a link to its paragraph.
+function warn() {
+  fill(document.getElementById("warnings"), [...runs.values()].flatMap((run) => run.warnings.map((one) =>
+    el("p", { class: "warning" }, runs.size > 1 ? `${run.key}: ` : "", one.text, " ",
+      el("a", { href: `#/help?sign=${encodeURIComponent(one.key)}` }, "What to do")))));
+}
+
 takeToken();
 addEventListener("hashchange", () => (/^#token=/.test(location.hash) ? location.reload() : location.hash !== "#main" && route()));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
@@ -66,6 +74,7 @@ follow(
   (states) => {
     const first = !runs.size;
     for (const state of states) runs.set(state.key, state);
+    warn();
     const up = [...runs.values()].filter((run) => run.up).length;
     say(up ? `${up === 1 && runs.size === 1 ? "running" : `${up} of ${runs.size} running`}` : "not running");
     if (first) route();

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from meshrl.http.view.metrics import MetricsFile
+from meshrl.trainer.learning_signs import SIGNS, WATCHED, warnings_of
+
+WELL: Mapping[str, Sequence[float]] = {
+    "reward/min": [0.0] * 12,
+    "reward/max": [1.0] * 12,
+    "reward/mean": [0.1, 0.15, 0.2, 0.18, 0.3, 0.35, 0.4, 0.38, 0.5, 0.55, 0.6, 0.58],
+    "advantages/rows_in_equal_groups": [0.2] * 12,
+    "actor/grad_norm": [0.3] * 12,
+    "actor/entropy": [1.0, 0.9, 0.9, 0.8, 0.8, 0.7, 0.7, 0.6, 0.6, 0.6, 0.5, 0.5],
+    "actor/kl_loss": [0.01] * 12,
+    "actor/loss": [0.1] * 12,
+    "actor/skipped_updates": [0.0] * 12,
+    "response/length_mean": [20.0, 22, 25, 24, 30, 31, 33, 36, 40, 41, 42, 44],
+    "response/length_max": [60.0, 64, 70, 64, 80, 81, 83, 86, 90, 96, 96, 90],
+    "mismatch/logprob_abs_mean": [0.01] * 12,
+    "val/score/mean": [0.1, 0.3, 0.5],
+}
+
+
+def keys(changes: Mapping[str, Sequence[float]]) -> list[str]:
+    curves = {**WELL, **changes}
+    return [one.sign.key for one in warnings_of(lambda name: curves.get(name, ()))]
+
+
+def test_a_run_that_learns_has_no_warning() -> None:
+    assert keys({}) == []
+
+
+@pytest.mark.parametrize(
+    ("sign", "changes"),
+    [
+        ("no-reward", {"reward/min": [0.0] * 12, "reward/max": [1.0] * 6 + [0.0] * 6}),
+        ("equal-groups", {"advantages/rows_in_equal_groups": [0.5] * 7 + [1.0] * 5}),
+        ("no-gradient", {"actor/grad_norm": [0.1] * 7 + [0.0] * 5}),
+        ("collapse", {"reward/mean": [0.1] * 5 + [0.8] * 10 + [0.7, 0.5, 0.3, 0.2, 0.1]}),
+        ("entropy-collapse", {"actor/entropy": [1.0] * 6 + [0.05] * 6}),
+        ("kl-blow-up", {"actor/kl_loss": [0.1] * 6 + [3.0] * 6}),
+        ("reward-hacking", {"val/score/mean": [0.1, 0.5, 0.6, 0.3]}),
+        (
+            "length-runaway",
+            {"response/length_mean": [20.0] * 6 + [90.0] * 6, "response/length_max": [96.0] * 12},
+        ),
+        ("mismatch", {"mismatch/logprob_abs_mean": [0.2] * 12}),
+        ("not-finite", {"actor/skipped_updates": [0.0] * 10 + [1.0, 0.0]}),
+        ("not-finite", {"actor/loss": [0.1, math.nan]}),
+    ],
+)
+def test_each_sign_is_told_alone(sign: str, changes: Mapping[str, Sequence[float]]) -> None:
+    assert keys(changes) == [sign]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_a_run_that_began_just_now_has_no_warning(steps: int) -> None:
+    start = {name: [0.0] * steps for name in WATCHED}
+    assert [one for one in warnings_of(lambda name: start.get(name, ()))] == []
+
+
+def test_a_paragraph_of_the_documentation_stands_for_each_sign() -> None:
+    page = (Path(__file__).parents[3] / "docs/how-to/learning-fails.md").read_text()
+    for sign in SIGNS:
+        assert f"\n## {sign.title}\n" in page
+        assert sign.key == sign.title.lower().replace(" ", "-")
+
+
+def test_the_view_reads_the_same_signs_from_the_file_of_metrics(tmp_path: Path) -> None:
+    lines = [{"step": step, "reward/min": 0.0, "reward/max": 0.0} for step in range(6)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    metrics = MetricsFile(path)
+    metrics.refresh()
+    (warning,) = warnings_of(metrics.values)
+    assert str(warning) == (
+        "no row had a reward in the last 6 steps (docs/how-to/learning-fails.md#no-reward)"
+    )
