@@ -46,6 +46,8 @@ KNOWN: Mapping[str, Lazy] = {
     "status": Lazy(f"{COMMANDS}.status:status", "How a mesh does, or what its run came to."),
     "runs": Lazy(f"{COMMANDS}.runs:runs", "The runs in a folder, with their figures."),
     "compare": Lazy(f"{COMMANDS}.runs:compare", "Two runs: figures and recipes beside each other."),
+    "report": Lazy("meshrl.cli.report.command:report", "One HTML file about a run."),
+    "plot": Lazy("meshrl.cli.report.command:plot", "Curves, on the terminal or as a picture."),
     "view": Lazy(f"{COMMANDS}.view:view", "A web page over runs: curves, fleet, flow, rollouts."),
     "fleet": Lazy(f"{COMMANDS}.fleet:fleet", "The rollout workers; `add` and `drain` some."),
     "rows": Lazy(f"{COMMANDS}.rows:rows", "What the model said, and what it got for it."),

@@ -19,6 +19,7 @@ from meshrl.cli.commands.queue import tell_audit
 from meshrl.cli.find_mesh import Mesh, find_mesh
 from meshrl.cli.operator import verify_all
 from meshrl.cli.options import json_option, mesh_options
+from meshrl.config.recipe import EVAL_SUFFIX
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Ledger
@@ -111,14 +112,20 @@ def _table(one: Ledger) -> Table:
     table.add_column("rows")
     table.add_column("why")
     table.add_column("count", justify="right")
-    table.add_row("admitted", "", f"{one.admitted:,}", end_section=True)
-    table.add_row("trained", "", f"{one.trained:,}")
+    for at, (label, why, count) in enumerate(ledger_rows(one)):
+        table.add_row(label, why, f"{count:,}", end_section=at == 0)
+    return table
+
+
+def ledger_rows(one: Ledger) -> list[tuple[str, str, int]]:
+    """Where rows are, why, how many; those admitted first. What is held out is scored, not trained on."""
+    done = "scored" if one.run.endswith(EVAL_SUFFIX) else "trained"
+    rows = [("admitted", "", one.admitted), (done, "", one.trained)]
     for label, counts in (
         ("filtered", one.filtered),
         ("stale", one.stale),
         ("dead-lettered", one.dead_lettered),
         ("resident", one.resident),
     ):
-        for why, count in sorted(counts.items()):
-            table.add_row(label, why, f"{count:,}")
-    return table
+        rows += [(label, why, count) for why, count in sorted(counts.items())]
+    return rows

@@ -1,0 +1,178 @@
+"""The page of `meshrl report`: one HTML file without scripts that asks no other host for anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from html import escape
+from typing import Any
+
+from meshrl.api.history import HELD_OUT, STEP, RunHistory
+from meshrl.api.rows import Row
+from meshrl.cli.commands.ledger import ledger_rows
+from meshrl.cli.report.charts import Chart, Curve, svg
+from meshrl.contract.types import Ledger
+from meshrl.launcher.view import clock
+
+PANELS: Mapping[str, Sequence[str]] = {
+    "reward": (STEP, HELD_OUT),
+    "response length, tokens": ("response/length_mean", "val/response_length"),
+    "entropy": ("actor/entropy",),
+    "KL to the reference": ("actor/kl_loss",),
+    "share of clipped tokens": ("actor/pg_clipfrac",),
+    "gradient norm": ("actor/grad_norm",),
+    "mismatch of trainer and engine, log-prob": ("mismatch/logprob_abs_mean",),
+    "staleness, steps": ("staleness/mean",),
+    "rows in groups of equal rewards": ("advantages/rows_in_equal_groups",),
+    "tokens trained a second": ("throughput/tokens_per_s",),
+    "seconds of a step": ("time/step_s", "time/waiting_s", "time/training_s"),
+}
+"""What is drawn, to the metrics that it is of."""
+STYLE = """
+:root { color-scheme: light dark; --line: #8884; --dim: #777; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 980px; padding: 16px; }
+h1 { font-size: 1.4rem; margin: 0 0 .2rem; } h2 { font-size: 1.1rem; margin: 1.6rem 0 .5rem; }
+table { border-collapse: collapse; }
+td { border-bottom: 1px solid var(--line); padding: 2px 12px 2px 0; vertical-align: top; }
+td.n { text-align: right; font-variant-numeric: tabular-nums; } .dim { color: var(--dim); }
+.charts { display: grid; gap: 12px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr)); }
+.charts svg { height: auto; width: 100%; }
+pre { background: #8881; margin: 4px 0 10px; overflow-wrap: anywhere; padding: 8px; white-space: pre-wrap; }
+summary { cursor: pointer; } .wide { overflow-x: auto; }
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What the page says."""
+
+    history: RunHistory
+    ledgers: Sequence[Ledger]
+    no_ledger: str
+    """Why there is none; empty where there are ledgers."""
+    settings: Sequence[Mapping[str, Any]]
+    """Keys of the recipe, as `meshrl.http.view.settings.compared` gives them."""
+    samples: Mapping[str, Sequence[Row]]
+    """Title to rows."""
+    made_unix_s: float
+
+
+def page(report: Report) -> str:
+    """The HTML."""
+    history = report.history
+    body = [
+        f"<h1>Run {escape(history.name)}</h1>",
+        f'<p class="dim">{escape(str(history.directory))}, {history.state} at step {history.steps:,};'
+        f" written {datetime.fromtimestamp(report.made_unix_s):%Y-%m-%d %H:%M}</p>",
+        _table(_figures(history)),
+        "<h2>Curves</h2>",
+        f'<div class="charts">{"".join(map(svg, charts(history)))}</div>',
+        "<h2>Ledger</h2>",
+        *(_ledger(ledger) for ledger in report.ledgers),
+        f"<p>{escape(report.no_ledger)}</p>" if report.no_ledger else "",
+        "<h2>Samples</h2>",
+        *(_samples(title, rows) for title, rows in report.samples.items()),
+        "" if report.samples else "<p>No rows are logged (trainer.log_rows).</p>",
+        "<h2>Recipe</h2>",
+        _settings(report.settings),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{escape(history.name)}</title><style>{STYLE}</style></head>\n<body>\n"
+        + "\n".join(part for part in body if part)
+        + "\n</body></html>\n"
+    )
+
+
+def charts(history: RunHistory) -> list[Chart]:
+    """One per panel that the run has figures of."""
+    found = []
+    for title, metrics in PANELS.items():
+        curves = [
+            Curve(name, curve.steps, curve.values)
+            for name, curve in history.metrics.curves(metrics).items()
+        ]
+        if any(curve.values for curve in curves):
+            found.append(Chart(title=title, curves=curves))
+    return found
+
+
+def _figures(history: RunHistory) -> list[tuple[str, str]]:
+    found = [
+        ("steps", f"{history.steps:,}"),
+        ("rows trained", f"{history.samples:,}"),
+        ("time", f"{clock(history.seconds)}, from the first figures to the last"),
+    ]
+    for label, metric in (("reward", STEP), ("held-out score", HELD_OUT)):
+        values = history.values(metric)
+        if values:
+            ends = f"{values[0]:.3f} → {values[-1]:.3f}"
+            found.append((label, f"{ends}, best {max(values):.3f}"))
+    if history.metrics.problem:
+        found.append(("figures", history.metrics.problem))
+    return found
+
+
+def _ledger(ledger: Ledger) -> str:
+    cells = "".join(
+        f'<tr><td>{escape(label)}</td><td>{escape(why)}</td><td class="n">{count:,}</td></tr>'
+        for label, why, count in ledger_rows(ledger)
+        if count
+    )
+    state = "balanced" if ledger.balanced else "NOT BALANCED"
+    return f"<p>{escape(ledger.run)}: {state}</p><table>{cells}</table>"
+
+
+def _samples(title: str, rows: Sequence[Row]) -> str:
+    return f"<h3>{escape(title)}</h3>" + "".join(map(_sample, rows))
+
+
+def _sample(row: Row) -> str:
+    components = ", ".join(
+        f"{name} {value:.4g}" for name, value in row["reward_components"].items()
+    )
+    facts = [
+        f"reward {_number(row['reward'])}",
+        f"advantage {_number(row['advantage'])}" if row["advantage"] is not None else "",
+        components,
+        f"{row['length']} tokens",
+        f"staleness {row['staleness']}" if row["staleness"] is not None else "",
+        str(row["uid"]),
+    ]
+    prompt = row["prompt"] or "\n".join(
+        f"{message['role']}: {message['content']}" for message in row["messages"] or ()
+    )
+    parts = row["parts"] or [{"sampled": True, "text": row["response"]}]
+    said = "".join(
+        f'<p class="dim">{"policy" if part["sampled"] else "observed"}</p><pre>{escape(part["text"] or "")}</pre>'
+        for part in parts
+    )
+    return (
+        f"<details open><summary>{escape(' · '.join(filter(None, facts)))}</summary>"
+        f'<p class="dim">prompt</p><pre>{escape(prompt)}</pre>{said}</details>'
+    )
+
+
+def _settings(entries: Iterable[Mapping[str, Any]]) -> str:
+    every = list(entries)
+    changed = [(one["key"], one["value"]) for one in every if one["changed"]]
+    whole = [
+        (one["key"], json.dumps(None) if one["value"] is None else one["value"]) for one in every
+    ]
+    return (
+        f'<p>What differs from the defaults:</p><div class="wide">{_table(changed)}</div>'
+        f'<details><summary>all keys</summary><div class="wide">{_table(whole)}</div></details>'
+    )
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    cells = "".join(f"<tr><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for a, b in rows)
+    return f"<table>{cells}</table>"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"
