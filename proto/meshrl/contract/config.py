@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from meshrl.contract.errors import ConfigError
 
@@ -120,3 +120,15 @@ def _compiles(pattern: str) -> str:
 
 RegularExpression = Annotated[str, AfterValidator(_compiles)]
 """A field with a pattern in Python's syntax, refused where it does not compile."""
+
+
+def _as_words(values: object) -> object:
+    """Numbers as they are written: YAML reads `NCCL_DEBUG_SUBSYS: 1` as one."""
+    if not isinstance(values, Mapping):
+        return values
+    numbers = {key: str(value) for key, value in values.items() if type(value) in (int, float)}
+    return {**values, **numbers}
+
+
+Environment = Annotated[dict[str, str], BeforeValidator(_as_words)]
+"""Variables of a process; a number stands for its digits."""

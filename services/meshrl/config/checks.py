@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from meshrl.config import stages
+from meshrl.config.device_defaults import hints
 from meshrl.config.explain import Loc
 from meshrl.config.file_checks import Problem, checkpoint_checks, file_checks, model_checks
 from meshrl.config.machine import ThisMachine
@@ -38,11 +39,12 @@ def cross_checks(recipe: Recipe, machine: ThisMachine | None = None) -> Iterator
     yield from _placement(recipe, machine) if right else ()
 
 
-def warnings(recipe: Recipe) -> Iterator[Problem]:
+def warnings(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     """What would start, and hardly be meant: the key and one sentence."""
     rows = recipe.rollout.n
     if why := algorithm_rules.cannot_learn(recipe.algorithm, recipe.actor, rows=rows):
         yield ("rollout", "n"), f"rollout.n: {why}"
+    yield from ((("rollout", "name"), hint) for hint in hints(recipe, machine))
 
 
 def _stages(recipe: Recipe) -> Iterator[Problem]:

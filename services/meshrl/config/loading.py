@@ -13,6 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from meshrl.config.checks import cross_checks, warnings
+from meshrl.config.device_defaults import with_device_defaults
 from meshrl.config.explain import Loc
 from meshrl.config.machine import ThisMachine
 from meshrl.config.problems import booleans_as_numbers, in_order, origin_of, problems
@@ -87,7 +88,8 @@ def load_recipe(
     if isinstance(run, dict) and not run.get("name"):
         run["name"] = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "run"
     written = written.with_algorithm()
-    recipe = written.as_config(Recipe)
+    machine = machine or ThisMachine()
+    recipe = with_device_defaults(written.as_config(Recipe), machine)
     if check:
         checked = sections(recipe) if callable(sections) else sections
         broken = [
@@ -97,7 +99,7 @@ def load_recipe(
         ]
         if broken:
             raise ConfigError("\n".join(broken))
-        for at, sentence in warnings(recipe) if checked is None else ():
+        for at, sentence in warnings(recipe, machine) if checked is None else ():
             print(f"warning: {origin_of(written.origins, at)}: {sentence}", file=sys.stderr)
     return recipe
 

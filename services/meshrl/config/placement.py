@@ -17,7 +17,7 @@ from meshrl.config import memory
 from meshrl.config.inventory import GIB, Gpu, Host
 from meshrl.config.machine import ThisMachine
 from meshrl.config.memory import Architecture, Need
-from meshrl.config.recipe import Recipe, needs_reference
+from meshrl.config.recipe import Recipe, names, needs_reference
 from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import CapacityError, ConfigError
 
@@ -94,19 +94,19 @@ class Placement:
         for place in self.places.values():
             for gpu in place.gpus:
                 beside = [p for p in self.places.values() if p.host == place.host and gpu in p.gpus]
-                names = tuple(p.service for p in beside)
+                services = tuple(p.service for p in beside)
                 needs = [p.need.total for p in beside if p.need is not None]
                 known = gpu.memory and len(needs) == len(beside)
-                kinds = tuple(name.partition("-")[0] for name in names)
+                kinds = tuple(name.partition("-")[0] for name in services)
                 if kinds in seen or not known or sum(needs) <= USABLE * gpu.memory:
                     continue
                 seen.add(kinds)
                 parts = " + ".join(
-                    f"{name} {need / GIB:.1f}" for name, need in zip(names, needs, strict=True)
+                    f"{name} {need / GIB:.1f}" for name, need in zip(services, needs, strict=True)
                 )
                 yield (
                     f"placement: {parts} GiB on a GPU of {gpu.memory / GIB:.0f} GiB, by estimate: "
-                    + _advice(self.recipe, names)
+                    + _advice(self.recipe, services)
                 )
 
     def _carrier_problems(self) -> Iterator[str]:
@@ -266,7 +266,7 @@ class _Division:
 
     def _trainer_gpus(self, per_worker: int, beside: int, colocate: bool) -> int:
         """GPUs of the trainer, one rank on each."""
-        named = self.recipe.trainer.nproc if _written(self.recipe.trainer, "nproc") else None
+        named = self.recipe.trainer.nproc if names(self.recipe.trainer, "nproc") else None
         asked = None if self.asked.trainer == "auto" else self.asked.trainer
         if not self.on_cuda or asked == 0:
             return 0
@@ -294,7 +294,7 @@ class _Division:
         )
         if colocate or not per_worker:
             most = room
-        elif _written(self.recipe.rollout, "workers"):
+        elif names(self.recipe.rollout, "workers"):
             most = room - per_worker * max(0, self.recipe.rollout.workers - elsewhere)
         else:
             most = room if elsewhere else room - per_worker
@@ -334,7 +334,7 @@ class _Division:
         written = self.recipe.rollout.workers
         if not per_worker:
             return written
-        wanted = written if _written(self.recipe.rollout, "workers") else max(1, len(blocks))
+        wanted = written if names(self.recipe.rollout, "workers") else max(1, len(blocks))
         if wanted > len(blocks):
             raise ConfigError(
                 f"rollout.workers: {wanted} with {_gpus(per_worker)} each, and {len(blocks)} find room"
@@ -411,11 +411,6 @@ def _decided(recipe: Recipe, ranks: int, workers: int) -> Recipe:
     return recipe.model_copy(update={"trainer": trainer, "rollout": rollout})
 
 
-def _written(section: object, key: str) -> bool:
-    """Whether the recipe itself names a key of this section."""
-    return key in getattr(section, "model_fields_set", ())
-
-
 def _ports(index: int) -> range:
     start = FIRST_PORT + PORTS_EACH * index
     return range(start, start + PORTS_EACH)
@@ -434,10 +429,10 @@ def _workers_text(recipe: Recipe, per_worker: int) -> str:
     return f"{workers} rollout worker{'' if workers == 1 else 's'} with {_gpus(per_worker)} each"
 
 
-def _advice(recipe: Recipe, names: Collection[str]) -> str:
+def _advice(recipe: Recipe, services: Collection[str]) -> str:
     """What would take less."""
     model, choices = recipe.model, []
-    if "trainer" in names:
+    if "trainer" in services:
         if model.param_dtype == "float32":
             choices.append("model.param_dtype=bfloat16")
         if not model.enable_gradient_checkpointing:
@@ -447,7 +442,7 @@ def _advice(recipe: Recipe, names: Collection[str]) -> str:
             choices.append("model.param_offload=true")
         if not model.lora_rank:
             choices.append("model.lora_rank=32")
-    elif "reference" in names:
+    elif "reference" in services:
         choices.append("a smaller reference.max_tokens_per_batch")
     else:
         choices += ["more GPUs in placement.rollout", "a shorter data.max_response_length"]

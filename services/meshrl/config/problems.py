@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -22,6 +22,8 @@ def problems(
     found: dict[Loc, str] = {}
     for detail in error.errors(include_url=False):
         at, _, field = locate(model, detail["loc"])
+        if field is not None and _plain_mapping(field.annotation):
+            at = detail["loc"][: len(at) + 1]
         # An unknown section (verl's `actor_rollout_ref`) is answered key by key.
         leaves = _leaves(detail["input"], at) if field is None else [at]
         for leaf in leaves:
@@ -70,7 +72,8 @@ def _sentence(model: type[Config], at: Loc, detail: ErrorDetails) -> str:
         if near:
             return f"no such key {dotted(at)!r}; did you mean {near!r}?"
         return f"no such key {dotted(at)!r}; known here: {', '.join(owner.model_fields)}"
-    if has_names(field.annotation) and locate(model, at[:-1])[2] is field:
+    chosen = has_names(field.annotation) or _plain_mapping(field.annotation)
+    if chosen and locate(model, at[:-1])[2] is field:
         right = type_text(get_args(field.annotation)[1])
     elif isinstance(at[-1], int):
         right = type_text((get_args(field.annotation) or (field.annotation,))[0])
@@ -90,6 +93,11 @@ def _sentence(model: type[Config], at: Loc, detail: ErrorDetails) -> str:
     if detail["type"] == "list_type" and not isinstance(detail["input"], Mapping):
         right += f"; write [{given}]"
     return f"{dotted(at)}: got {given}, want {right}".replace("\n", " ")
+
+
+def _plain_mapping(annotation: Any) -> bool:
+    """True for a mapping of values, not of sections, whose keys the recipe chooses."""
+    return get_origin(annotation) is dict and not has_names(annotation)
 
 
 def _given(value: Any) -> str:

@@ -189,6 +189,11 @@ class Recipe(Config):
         )
 
 
+def names(section: Config, key: str) -> bool:
+    """Whether the recipe itself says what `key` of this section is; else it follows from the machine."""
+    return key in section.model_fields_set
+
+
 def algorithm_needs(recipe: Recipe) -> Needs:
     """What the recipe's algorithm asks of the mesh."""
     return needs_of(recipe.algorithm, recipe.actor)

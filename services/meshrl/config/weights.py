@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from meshrl.contract.config import Config
+from meshrl.contract.config import Config, Environment
 
 CARRIERS = "meshrl.weights.carriers"
 
@@ -25,7 +25,7 @@ class NcclConfig(Config):
     """A module of `meshrl.weights.nccl.libraries` (cupy; stub: sockets, without a GPU), or a dotted path."""
     device: NonNegativeInt = 0
     """The CUDA device, of those that the process sees (CUDA_VISIBLE_DEVICES)."""
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
     """More environment of the process, such as NCCL_SOCKET_IFNAME, or LD_PRELOAD with the libnccl.so.2 of the other
     side: all ranks need the identical version."""
     spare: bool = True
@@ -54,7 +54,8 @@ class WeightsConfig(Config):
     """What `auto` chooses among; an end leaves out those that it cannot run. With a fixed `port` they listen on
     that one and the ones after it, in this order."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What floating-point tensors are cast to before they are sent."""
+    """What floating-point tensors are cast to before they are sent; where a recipe does not name it and trains on a
+    GPU, `model.param_dtype`. A run goes on with the type it began with."""
     adapters_only: bool = True
     """Of a policy with LoRA, send the adapters: each rollout process merges them into its own copy of `model.path`,
     and the trainer compares the hashes of what came out. False sends merged weights, as is done anyway where the
@@ -72,7 +73,8 @@ class WeightsConfig(Config):
     ready_s: PositiveFloat = 30.0
     """Longest wait from the proposal of a version until a replica is ready to receive it."""
     commit_s: PositiveFloat = 60.0
-    """Longest time an engine may take to switch to a staged version; a drain adds the rollout's deadline."""
+    """Longest time an engine may take to switch to a staged version: this, plus its bytes divided by ten times
+    `min_bytes_per_s`; a drain adds the rollout's deadline."""
     beat_s: PositiveFloat = 2.0
     """Seconds between heartbeats on an idle stream."""
     silence_s: PositiveFloat = 30.0
@@ -107,6 +109,10 @@ class WeightsConfig(Config):
         if self.carrier == "object" and not self.directory:
             raise ValueError("carrier 'object' needs weights.directory, a path or a URL")
         return self
+
+    def switch_s(self, nbytes: int) -> float:
+        """What an engine gets beyond `commit_s` to load `nbytes` that lie on its machine."""
+        return nbytes / (10 * self.min_bytes_per_s)
 
     def deadline_s(self, nbytes: int) -> float:
         """Seconds within which moving `nbytes` must show progress."""

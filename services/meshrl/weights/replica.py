@@ -60,6 +60,8 @@ class Replica:
         """Of the last version, or of the one in transfer."""
         self._moving = False
         """Between PROPOSE and the last RECEIVED: the carrier may be the cause of a failure now."""
+        self._served_bytes = 0
+        """Of the last version that was prepared."""
         self._opening_s = 0.0
         """From PROPOSE to READY, of the last version."""
 
@@ -115,6 +117,7 @@ class Replica:
         with self._carrying():
             await self._send_version(source)
         served = manifest.served
+        self._served_bytes = served.total_bytes
         prepared = await self._expect("prepared", self._config.deadline_s(served.total_bytes))
         if tuple(prepared.prepared.hashes) != served.bucket_hashes:
             raise CorruptError(f"{self.name}: staged bytes of weights {manifest.version} differ")
@@ -124,7 +127,8 @@ class Replica:
     async def commit(self, version: Version) -> None:
         """COMMIT … COMMITTED: the engine serves the version."""
         await self._send(version, commit=pb.PlaneCommit())
-        committed = await self._expect("committed", self._commit_s)
+        deadline_s = self._commit_s + self._config.switch_s(self._served_bytes)
+        committed = await self._expect("committed", deadline_s)
         self.version = version
         for channel in self._channels.values():
             channel.committed(version)

@@ -210,7 +210,7 @@ class ReplicaController:
             )
         self._highest_epoch = epoch
 
-    async def _commit(self, version: Version) -> float:
+    async def _commit(self, version: Version, nbytes: int) -> float:
         """Switch the engine; returns the seconds that generation was paused.
 
         A switch that has begun is finished even if the stream ends meanwhile: an engine is never left between
@@ -221,14 +221,15 @@ class ReplicaController:
         """
         clock = asyncio.get_running_loop().time
         began = clock()
-        self._committing = asyncio.create_task(self._switch(version))
+        self._committing = asyncio.create_task(self._switch(version, nbytes))
         await asyncio.shield(self._committing)
         return self._pause_s() if self._pause_s is not None else clock() - began
 
-    async def _switch(self, version: Version) -> None:
+    async def _switch(self, version: Version, nbytes: int) -> None:
         try:
             switch = self._engine.commit_weights(version, self._on_update)
-            await within(switch, self._commit_s, f"commit of weights {version}")
+            deadline_s = self._commit_s + self._config.switch_s(nbytes)
+            await within(switch, deadline_s, f"commit of weights {version}")
         except Exception as error:
             raise PoisonedError(f"the engine failed at weights {version}: {error!r}") from error
         self._version = version

@@ -50,7 +50,7 @@ class Session:
         carriers: Carriers,
         engine: WeightSink,
         version: Callable[[], Version | None],
-        commit: Callable[[Version], Awaitable[float]],
+        commit: Callable[[Version, int], Awaitable[float]],
         merger: Merger,
     ) -> None:
         self._config = config
@@ -70,6 +70,7 @@ class Session:
         self._buckets: list[Uint8] = []
         self._missing: set[int] = set()
         self._staged: Version | None = None
+        self._staged_bytes = 0
         self.failure: MeshError | None = None
         """The error on this side, if one ended the session."""
 
@@ -189,6 +190,7 @@ class Session:
         except Exception as error:  # an engine's library may raise anything
             raise InfraError(f"staging weights {manifest.version}: {error!r}") from error
         self._manifest, self._buckets = None, []
+        self._staged_bytes = served.total_bytes
         prepared = pb.ReplicaPrepared(hashes=served.bucket_hashes)
         await self._send(manifest.version, prepared=prepared)
 
@@ -200,7 +202,7 @@ class Session:
                     f"version {version} should be committed, but {self._staged} is staged"
                 )
             self._staged = None
-            pause_s = await self._switch_engine(version)
+            pause_s = await self._switch_engine(version, self._staged_bytes)
         for channel in self._channels.values():
             channel.committed(version)
         await self._send(version, committed=pb.ReplicaCommitted(pause_s=pause_s))

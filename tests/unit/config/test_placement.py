@@ -176,7 +176,7 @@ def test_one_more_worker_gets_what_is_free_or_is_refused(tmp_path: Path) -> None
             "rollout.workers: 2 with 1 GPU each, and 1 find room in 4 GPUs beside the trainer's 3; want fewer,",
         ),
         (
-            *(4, ("placement.rollout=2",)),
+            *(4, ("placement.rollout=2", "rollout.name=torch")),
             "placement.rollout: 2, and the torch engine computes on one GPU; want 1, or rollout.name=vllm",
         ),
         (

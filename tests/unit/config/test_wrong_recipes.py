@@ -400,14 +400,14 @@ def test_a_wrong_recipe_is_one_line_before_anything_starts(override: str, line: 
 def test_a_group_of_one_row_with_a_group_baseline_is_warned_of(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    load_recipe(Path("my.yaml"), ["rollout.n=1"], machine=machine())
+    load_recipe(Path("my.yaml"), ["rollout.n=1", "rollout.name=torch"], machine=machine())
     assert capsys.readouterr().err == (
         "warning: command line: rollout.n=1: rollout.n: algorithm.adv_estimator grpo compares the rows of a group,"
         " and a group of one row has advantage 0: nothing is learned; raise rollout.n\n"
     )
     load_recipe(
         Path("my.yaml"),
-        ["rollout.n=1", "algorithm.adv_estimator=reinforce_plus_plus"],
+        ["rollout.n=1", "rollout.name=torch", "algorithm.adv_estimator=reinforce_plus_plus"],
         machine=machine(),
     )
     assert not capsys.readouterr().err

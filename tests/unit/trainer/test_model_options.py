@@ -18,8 +18,8 @@ from transformers import (
 from meshrl.contract.types import Int32, Version
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import World
-from meshrl.trainer.learner.optimizer import Optimizers, move_state
+from meshrl.trainer.distributed import World, allocator_settings
+from meshrl.trainer.learner.optimizer import Optimizers, fused, keep_own_kernel, move_state
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import Policy, build_policy, load_hf, random_hf
@@ -161,3 +161,25 @@ def test_a_mixture_of_experts_learns_in_experts_and_router_and_is_exported(
     )
     assert sent is not None
     assert [s.name for s in sent.manifest.tensors] == [n for n, _ in again.named_parameters()]
+
+
+def test_adamw_is_one_kernel_on_a_gpu_and_takes_over_a_state_that_was_saved_without() -> None:
+    assert [fused({"cuda"}), fused({"cpu"}), fused({"cuda", "cpu"})] == [True, None, None]
+    layer = torch.nn.Linear(3, 3)
+
+    def stepped(part: torch.optim.AdamW) -> torch.optim.AdamW:
+        layer(torch.ones(1, 3)).sum().backward()
+        part.step()
+        return part
+
+    saved = stepped(torch.optim.AdamW(layer.parameters(), fused=True)).state_dict()
+    taken = torch.optim.AdamW(layer.parameters())
+    keep_own_kernel(taken)
+    taken.load_state_dict(saved)
+    assert taken.param_groups[0]["fused"] is None
+    stepped(taken)
+
+
+def test_the_users_own_settings_of_the_allocator_stay() -> None:
+    assert allocator_settings({}) == "expandable_segments:True"
+    assert allocator_settings({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}) == ""

@@ -33,6 +33,12 @@ def _kl_estimator(name: str) -> str:
     return name
 
 
+def _trains(dtype: str) -> str:
+    if dtype == "float16":
+        raise ValueError("float16 loses small gradients, for they are not scaled; want bfloat16")
+    return dtype
+
+
 KlEstimator = Annotated[str, AfterValidator(_kl_estimator)]
 
 
@@ -43,8 +49,11 @@ class ModelConfig(Config):
     """A Hugging Face checkpoint directory: config.json, safetensors, tokenizer."""
     tokenizer_path: Path | None = None
     """The tokenizer's directory; None is `path`."""
-    param_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """The compute type. Master weights and optimizer state are float32 always."""
+    param_dtype: Annotated[Literal["float32", "bfloat16", "float16"], AfterValidator(_trains)] = (
+        "float32"
+    )
+    """The compute type; where a recipe does not name it and trains on a GPU, bfloat16. A run goes on with the type it
+    began with. Master weights and optimizer state are float32 always."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     param_offload: bool = False

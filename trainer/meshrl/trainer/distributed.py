@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -78,6 +79,8 @@ class World:
             raise ConfigError(
                 "trainer.device: cuda, but torch sees no CUDA device; use cpu or auto"
             )
+        if kind == "cuda":
+            prepare_cuda()
         owns_group = not dist.is_initialized()
         if owns_group:
             _init_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
@@ -174,6 +177,26 @@ class World:
             dist.destroy_process_group()
             if self.size > 1:
                 time.sleep(EXIT_PAUSE_S)
+
+
+def prepare_cuda() -> None:
+    """What every process that computes on GPUs sets before it begins."""
+    # TF32: what stays float32 keeps its range and loses digits that bfloat16 beside it never had.
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    if settings := allocator_settings(os.environ):
+        set_allocator: Any = torch.cuda.memory._set_allocator_settings  # has no public name
+        set_allocator(settings)
+
+
+def allocator_settings(environment: Mapping[str, str]) -> str:
+    """For torch's CUDA allocator; empty where the environment has the user's own.
+
+    Packs differ in size: segments that grow leave fewer holes. No carrier exports torch's memory to another process,
+    which such segments cannot be: `cuda_ipc` and `nccl` have buffers of their own.
+    """
+    theirs = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return "" if any(name in environment for name in theirs) else "expandable_segments:True"
 
 
 def _sequence_group(kind: str, size: int) -> SequenceGroup | None:

@@ -26,6 +26,7 @@ from meshrl.contract.types import (
     Outcome,
     RowWrite,
 )
+from meshrl.trainer.distributed import prepare_cuda
 from meshrl.trainer.model.packing import cut_alike, pack
 from meshrl.trainer.model.policy import Policy, load_hf
 from meshrl.trainer.shared_prefix_groups import SharedPrefixGroups
@@ -47,6 +48,8 @@ class ReferenceModel:
         device: Literal["auto", "cpu", "cuda"] = "auto",
     ) -> None:
         kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        if kind == "cuda":
+            prepare_cuda()
         self._device = torch.device(kind)
         hf = load_hf(path).to(device=self._device, dtype=getattr(torch, param_dtype))
         self._policy = Policy(hf).eval().requires_grad_(False)

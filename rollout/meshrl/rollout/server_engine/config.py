@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshrl.contract.config import Config as BaseConfig
-from meshrl.contract.config import Machine
+from meshrl.contract.config import Environment, Machine
 
 
 class ServerConfig(BaseConfig):
@@ -32,7 +32,7 @@ class ServerConfig(BaseConfig):
     """Prompt and response tokens of one request; None: as many as the checkpoint allows."""
     extra_args: list[str] = Field(default_factory=list)
     """More arguments for a server that is started here, such as --tensor-parallel-size 4."""
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
     """More environment variables for a server that is started here, such as CUDA_VISIBLE_DEVICES."""
     log: Path | None = None
     """The log file of a server that is started here; None: `meshrl-<engine>-<port>.log` in a temporary directory."""

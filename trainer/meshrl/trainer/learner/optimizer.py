@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,7 +56,9 @@ class Optimizers:
                 betas=config.betas,
                 eps=config.eps,
                 weight_decay=config.weight_decay,
+                fused=fused({parameter.device.type for parameter in rest}),
             )
+            keep_own_kernel(adamw)
             self.parts.append(adamw)
         if config.offload:
             for part in self.parts:
@@ -80,6 +83,25 @@ class Optimizers:
                 part.step()
         self.zero_grad()
         return norm
+
+
+def fused(devices: Collection[str]) -> bool | None:
+    """Whether AdamW runs in one kernel: on CUDA, where the alternative holds copies as large as the model.
+
+    None leaves the choice to torch: on a CPU, where weights that are offloaded are too.
+    """
+    return True if set(devices) == {"cuda"} else None
+
+
+def keep_own_kernel(adamw: torch.optim.AdamW) -> None:
+    """Step as this process chose to, whatever the process did that saved the state."""
+    own = adamw.param_groups[0]["fused"]
+
+    def renamed(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        groups = [{**group, "fused": own} for group in saved["param_groups"]]
+        return {**saved, "param_groups": groups}
+
+    adamw.register_load_state_dict_pre_hook(renamed)
 
 
 def norms_of(what: str, norms: Sequence[float]) -> dict[str, float]:
@@ -114,7 +136,7 @@ def _offload_between_steps(part: torch.optim.Optimizer) -> None:
 def move_state(part: torch.optim.Optimizer, device: str | None = None) -> None:
     """Bring the tensors of an optimizer's state to `device`, or to where each one's parameter is.
 
-    The count of steps stays: AdamW keeps it in the CPU's memory always.
+    The count of steps stays where AdamW keeps it.
     """
     for parameter, state in part.state.items():
         for name, value in state.items():
