@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
+from torch.nn.attention.varlen import varlen_attn
 from transformers import (
     AutoModelForCausalLM,
     MixtralConfig,
@@ -21,6 +23,7 @@ from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World, allocator_settings
 from meshrl.trainer.learner.optimizer import Optimizers, fused, keep_own_kernel, move_state
 from meshrl.trainer.learner.optimizer_config import OptimConfig
+from meshrl.trainer.model.attention import with_grouped_heads
 from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import Policy, build_policy, load_hf, random_hf
 from meshrl.trainer.model.snapshot import take_snapshot
@@ -109,6 +112,53 @@ def test_compiled_layers_learn_the_same(world: World, monkeypatch: pytest.Monkey
     compiled = learned(world, config, 1, use_torch_compile=True)
     for name, weight in plain.items():
         torch.testing.assert_close(compiled[name], weight, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # dynamo's own
+def test_what_is_compiled_has_graphs_also_where_activations_are_recomputed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", compiled)
+    config = tiny.config(num_hidden_layers=1)
+    plain = learned(world, config, 1, enable_gradient_checkpointing=True)
+    counters.clear()
+    both = learned(world, config, 1, enable_gradient_checkpointing=True, use_torch_compile=True)
+    assert counters["stats"]["unique_graphs"] > 0
+    for name, weight in plain.items():
+        torch.testing.assert_close(both[name], weight, rtol=0, atol=1e-4)
+
+
+def _attend_2_10(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False, return_aux=None, scale=None):  # type: ignore[no-untyped-def]
+    raise AssertionError
+
+
+def _attend_2_11(  # type: ignore[no-untyped-def]
+    q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):
+    return ("2.11", scale, window_size)
+
+
+def _attend_2_13(  # type: ignore[no-untyped-def]
+    q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+):
+    return ("2.13", scale, window_size, enable_gqa)
+
+
+def test_packed_attention_is_called_as_each_torch_declares_it() -> None:
+    assert with_grouped_heads(None) is None
+    assert with_grouped_heads(_attend_2_10) is None
+    query, key = torch.zeros(5, 4, 8), torch.zeros(5, 2, 8)
+    for attend, wanted in (
+        (_attend_2_11, ("2.11", 0.5, (3, 0))),
+        (_attend_2_13, ("2.13", 0.5, (3, 0), True)),
+    ):
+        called = with_grouped_heads(attend)
+        assert called is not None
+        found = called(query, key, key, None, None, 5, 5, scale=0.5, window_size=(3, 0))
+        assert found == wanted
+    assert with_grouped_heads(varlen_attn) is not None, "this torch has it"
 
 
 SHAPE: dict[str, Any] = dict(

@@ -1,12 +1,14 @@
 """Block-diagonal causal attention over a pack, registered with transformers as `meshrl_packed`.
 
-No mask is built. On CUDA in half precision torch's varlen flash attention takes the pack as it is. Elsewhere
-sequences of similar length become one rectangular causal call: padding at the end cannot be seen by a real query
-under a causal mask, so the result is exact.
+No mask is built. On CUDA in half precision torch's varlen flash attention (2.11 and later) takes the pack as it is.
+Elsewhere sequences of similar length become one rectangular causal call: padding at the end cannot be seen by a real
+query under a causal mask, so the result is exact.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import torch
@@ -18,10 +20,34 @@ from meshrl.contract.errors import UserError
 from meshrl.trainer.model.packing import Bucket, Layout
 from meshrl.trainer.model.sequence_parallel import repeats
 
-try:  # torch >= 2.10; older ones run the rectangular path on CUDA too
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None  # type: ignore[assignment]
+try:
+    from torch.nn.attention import varlen
+except ImportError:  # before torch 2.10
+    varlen = None  # type: ignore[assignment]
+
+
+def with_grouped_heads(attend: Any | None) -> Any | None:
+    """Torch's `varlen_attn` as this torch has it, for heads of keys that may be fewer; None where it cannot do it.
+
+    2.10 knows no window. 2.11 has no `enable_gqa`: it hands unequal heads to the kernel, which takes them. Later ones
+    refuse them without it.
+    """
+    if attend is None:
+        return None
+    known = inspect.signature(attend).parameters
+    if not {"scale", "window_size"} <= known.keys():
+        return None
+    if "enable_gqa" not in known:
+        return attend
+
+    @functools.wraps(attend)
+    def grouped(q: torch.Tensor, k: torch.Tensor, *others: Any, **options: Any) -> Any:
+        return attend(q, k, *others, **options, enable_gqa=q.shape[1] != k.shape[1])
+
+    return grouped
+
+
+varlen_attn = with_grouped_heads(getattr(varlen, "varlen_attn", None))
 
 NAME = "meshrl_packed"
 
@@ -93,7 +119,7 @@ def _attend(
         longest = packed_layout.max_seqlen
         out = varlen_attn(
             q, k, v, cu, cu, longest, longest,
-            scale=scaling, window_size=window, enable_gqa=q.shape[1] != k.shape[1],
+            scale=scaling, window_size=window,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return (out if folded is None else out.index_select(0, folded))[None]

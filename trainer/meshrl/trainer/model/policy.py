@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import UserError
@@ -191,7 +192,7 @@ def check_heads(hf: HfModel, size: int) -> None:
 
 def shard(model: Model, hf: HfModel, world: World, config: ModelConfig) -> Model:
     """Make `model`, built around the decoder of `hf`, an FSDP2 module on the world's device."""
-    if config.enable_gradient_checkpointing:
+    if config.enable_gradient_checkpointing and not config.use_torch_compile:
         _recompute_activations(hf)
     compute = getattr(torch, config.param_dtype)
     how: dict[str, Any] = {
@@ -204,10 +205,29 @@ def shard(model: Model, hf: HfModel, world: World, config: ModelConfig) -> Model
         attention.keep_out_of_graphs()
     for layer in decoder_layers(hf):
         if config.use_torch_compile:
-            layer.compile(dynamic=True)  # lengths differ from pack to pack
+            _compile(layer, recompute=config.enable_gradient_checkpointing)
         fully_shard(layer, **how)
     fully_shard(model, **how)
     return _place_buffers(model, world) if config.param_offload else model.to(world.device)
+
+
+def _compile(layer: nn.Module, *, recompute: bool) -> None:
+    """Compile a layer for packs of any length; with `recompute`, what its graphs keep is computed again.
+
+    The checkpoint is around the graphs, not in what is compiled, as transformers' is: there dynamo gives the layer up
+    at the attention, which stays outside graphs, and compiles nothing of it.
+    """
+    if not recompute:
+        layer.compile(dynamic=True)
+        return
+    inner: Any = torch.compile(layer.forward, dynamic=True)
+
+    def forward(*inputs: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(*inputs, **named)
+        return checkpoint(inner, *inputs, use_reentrant=False, **named)
+
+    layer.forward = forward
 
 
 def _place_buffers(model: Model, world: World) -> Model:
