@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 F = TypeVar("F", bound=Callable[..., Any])
+Completion: TypeAlias = Callable[[click.Context, click.Parameter, str], list[CompletionItem[Any]]]
 PATH = click.Path(path_type=Path)
 
 
@@ -20,7 +23,21 @@ def recipe_argument(function: F) -> F:
 
 def overrides_argument(function: F) -> F:
     """`[KEY=VALUE ...]`."""
-    return click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")(function)
+    return click.argument(
+        "overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=completed("overrides")
+    )(function)
+
+
+def completed(name: str) -> Completion:
+    """The function of `meshrl.cli.completion`, which is imported when the tab key is pressed."""
+
+    def complete(
+        context: click.Context, parameter: click.Parameter, incomplete: str
+    ) -> list[CompletionItem[Any]]:
+        function: Completion = getattr(importlib.import_module("meshrl.cli.completion"), name)
+        return function(context, parameter, incomplete)
+
+    return complete
 
 
 def json_option(function: F) -> F:

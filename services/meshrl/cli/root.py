@@ -67,6 +67,7 @@ KNOWN: Mapping[str, Lazy] = {
     "config": Lazy(
         f"{COMMANDS}.config:config", "Check, show, explain recipes; make one from verl."
     ),
+    "completion": Lazy("meshrl.cli.completion:completion", "What makes the tab key complete."),
 }
 
 

@@ -10,7 +10,7 @@ import click
 import yaml
 
 from meshrl.cli.commands.from_verl import from_verl
-from meshrl.cli.options import json_option, recipe_argument
+from meshrl.cli.options import completed, json_option, recipe_argument
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.explain import Key, config_of, defined_at, nearest, walk
 from meshrl.config.loading import Written
@@ -64,7 +64,7 @@ def show(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
 
 @config.command()
-@click.argument("key", required=False)
+@click.argument("key", required=False, shell_complete=completed("keys"))
 @json_option
 def explain(key: str | None, as_json: bool) -> None:
     """Say what a key means, its type, its default and where it is defined; all keys if none is given.
@@ -141,11 +141,12 @@ def _long(key: Key) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def _facts(key: Key) -> dict[str, str]:
+def _facts(key: Key) -> dict[str, str | tuple[str, ...]]:
     return {
         "key": key.dotted,
         "doc": key.doc,
         "type": key.type_text,
         "default": key.default_text,
+        "names": names_at(key.dotted),
         "defined_in": defined_at(key),
     }

@@ -11,7 +11,7 @@ from typing import Any
 import click
 import yaml
 
-from meshrl.cli.options import PATH
+from meshrl.cli.options import PATH, completed
 from meshrl.cli.recipe_files import FOLDER, copy_template, templates
 from meshrl.config.explain import walk
 from meshrl.config.loading import Written, in_yaml, load_recipe
@@ -55,7 +55,9 @@ HEADING = """\
 
 
 @click.command()
-@click.argument("words", nargs=-1, metavar="[TEMPLATE] [KEY=VALUE]...")
+@click.argument(
+    "words", nargs=-1, metavar="[TEMPLATE] [KEY=VALUE]...", shell_complete=completed("overrides")
+)
 @click.option("--to", type=PATH, help="The recipe's file (my.yaml); with TEMPLATE: a folder.")
 @click.option("--model", type=PATH, help="A Hugging Face directory.")
 @click.option("--train", type=PATH, multiple=True, help="Prompts; may be given several times.")

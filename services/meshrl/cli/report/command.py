@@ -14,7 +14,7 @@ from rich.text import Text
 from meshrl.api.history import HELD_OUT, STEP, RunHistory
 from meshrl.api.rows import Row, find_rows
 from meshrl.cli.find_mesh import mesh_of
-from meshrl.cli.options import PATH
+from meshrl.cli.options import PATH, completed
 from meshrl.cli.report.charts import Chart, Curve, braille, save
 from meshrl.cli.report.page import Report, page
 from meshrl.config.recipe import RECIPE_NAME
@@ -59,7 +59,7 @@ def report(run: Path | None, out: Path | None) -> None:
 
 @click.command()
 @click.argument("run", type=PATH)
-@click.argument("metrics", nargs=-1, metavar="[METRIC]...")
+@click.argument("metrics", nargs=-1, metavar="[METRIC]...", shell_complete=completed("metrics"))
 @click.option("--with", "others", type=PATH, multiple=True, help="Another run, over this one.")
 @click.option("--out", type=PATH, help="A picture: .svg, or .png and others by matplotlib.")
 @click.option("--log", is_flag=True, help="Logarithmic values.")
