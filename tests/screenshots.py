@@ -25,6 +25,7 @@ VIEWS = {
     "row": ("rollouts?step=60&row=21&colour=logprob", "document.querySelector('.token')"),
     "flow": ("flow", "document.querySelector('.stack')"),
     "fleet": ("fleet", "document.querySelector('.badge')"),
+    "timeline": ("timeline", "document.querySelectorAll('.lane .span').length >= 20"),
     "help": ("help?sign=equal-groups", "document.querySelector('.card[aria-current=true]')"),
     "config": ("config?other=gsm8k-fast", "document.querySelector('td')"),
 }

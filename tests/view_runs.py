@@ -15,6 +15,8 @@ import pyarrow.parquet as pq
 from meshrl.config import load_recipe
 from meshrl.config.loading import save_recipe
 from meshrl.contract.errors import UnavailableError
+from meshrl.contract.tracing import row_trace
+from meshrl.contract.types import Uid
 from meshrl.trainer.trajectories.table import schema
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
@@ -208,6 +210,36 @@ def _tokens(
     }
 
 
+def add_spans(directory: Path, step: int) -> None:
+    """What the services tell of a step of four seconds."""
+    folder = directory / "spans"
+    folder.mkdir(exist_ok=True)
+    run, base = directory.name, (1_800_000_000 + 4 * step) * 10**9
+
+    def add(service: str, name: str, start: float, end: float, **facts: Any) -> None:
+        trace, root = row_trace(Uid(run, f"gsm8k-{step}", facts.pop("row", 0)))
+        span = {"trace": trace, "parent": root, "name": name, "service": service}
+        span |= {"start_ns": base + int(start * 1e9), "end_ns": base + int(end * 1e9)}
+        span |= {"span": f"{step:08x}{int(start * 1e6):08x}", "attributes": facts}
+        with (folder / f"{service}.jsonl").open("a") as file:
+            file.write(json.dumps(span) + "\n")
+
+    add("trainer", "step", 0, 4, step=step)
+    for name, start, end in (
+        *(("waiting", 0.0, 1.1), ("fetching", 1.1, 1.2), ("training", 1.2, 3.6)),
+        ("publishing", 3.6, 3.7),
+    ):
+        add("trainer", name, start, end, step=step)
+    for replica in ("rollout-0", "rollout-1"):
+        add("trainer", "publish", 3.6, 3.95, step=step, replica=replica, version=f"1.{step + 1}")
+        for row in range(12):
+            start = 0.25 * row + 0.1 * (replica == "rollout-1")
+            uid = f"{run}/gsm8k-{step}/{row}.0"
+            add(replica, "rollout", start, start + 1.1, uid=uid, row=row)
+            add(replica, "generate", start, start + 1.0, turn=0, tokens=212, row=row)
+            add("reward", "reward", start + 1.2, start + 1.3, uid=uid, row=row)
+
+
 def two_runs(parent: Path, *, hostile: bool = True) -> list[Path]:
     """Two runs to be shown over each other; the first one has rollouts."""
     first, second = parent / "gsm8k-grpo", parent / "gsm8k-fast"
@@ -218,6 +250,8 @@ def two_runs(parent: Path, *, hostile: bool = True) -> list[Path]:
     for step in (40, 60):
         add_rows(first, step, hostile=hostile)
     add_rows(first, 60, split="eval", groups=3, size=1, hostile=hostile)
+    for step in (59, 60):
+        add_spans(first, step)
     return [first, second]
 
 
@@ -226,6 +260,7 @@ class SaidServices:
 
     def __init__(self, up: Sequence[str] = ("gsm8k-grpo",), *, hostile: bool = True) -> None:
         self.up = up
+        self.replayed: list[tuple[str, str, str, str]] = []
         self._markup = f" {HOSTILE}" if hostile else ""
 
     def is_up(self, run_dir: Path) -> bool:
@@ -273,6 +308,10 @@ class SaidServices:
         } | {"name": "rollout-2", "state": "OUT", "answers": False, "restarts": None}
         members = [member, member | slow, silent | {"reason": "drained"}]
         return {"run": run_dir.name, "committed": "1.120", "proposed": "1.121", "members": members}
+
+    async def replay(self, run_dir: Path, stage: str, outcome: str, reason: str) -> int:
+        self.replayed.append((run_dir.name, stage, outcome, reason))
+        return 44
 
     async def flow(self, run_dir: Path) -> dict[str, Any]:
         resident = {"leased": 64, "queued": 24, "pending": 9, "ready": 31, "settled": 256}

@@ -15,11 +15,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol, TypeAlias
 
+from meshrl.contract import tracing
 from meshrl.contract.errors import EndOfDataError, FencedError, MeshError, WaitTimeoutError
 from meshrl.contract.held_rows import Held, HeldLeases, WriteBack
 from meshrl.contract.ports import Queue
@@ -287,7 +289,7 @@ class StageWorker:
         rows = list(call.rows.values())
         results: Sequence[StageResult]
         try:
-            results = await self._handle(rows)
+            results = await self._traced(rows)
         except Exception as error:
             # A crash of the handler is an infrastructure fault: the rows are tried again elsewhere.
             log.exception("%s: handler failed on %s", self._stage.name, rows[0].uid)
@@ -295,7 +297,23 @@ class StageWorker:
             results = [Failure(uid=r.uid, outcome=Outcome.INFRA_FAULT, reason=reason) for r in rows]
         call.done = True
         self._freed.set()
+        began = time.time_ns()
         await self._give_back(call, results)
+        if tracing.is_on():
+            tracing.record_rows("write", call.rows, began, stage=self._stage.name)
+
+    async def _traced(self, rows: Sequence[LeasedRow]) -> Sequence[StageResult]:
+        """Handle rows: in the span of a row that is alone; of several, a span of each is recorded."""
+        name = self._stage.name
+        if not tracing.is_on():
+            return await self._handle(rows)
+        if len(rows) == 1:
+            with tracing.row_span(name, rows[0].uid, delivery=rows[0].delivery):
+                return await self._handle(rows)
+        began = time.time_ns()
+        results = await self._handle(rows)
+        tracing.record_rows(name, (row.uid for row in rows), began, rows=len(rows))
+        return results
 
     def _finished(self, call: _Call, task: asyncio.Task[None]) -> None:
         self._calls.discard(call)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshrl.contract import tracing
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import (
     GenerateRequest,
@@ -122,7 +123,16 @@ class Conversation:
 
     async def sample(self, engine: Generator, sampling: SamplingParams) -> Turn:
         """Sample the policy's next turn and append it."""
-        return self.append(await sample(engine, self.request(sampling)))
+        with tracing.span("generate", turn=len(self.turns)) as span:
+            response = await sample(engine, self.request(sampling))
+            if span is not None:
+                versions = dict.fromkeys(str(each.version) for each in response.spans)
+                span.attributes |= {
+                    "tokens": len(response.tokens),
+                    "versions": ", ".join(versions),
+                    "finish_reason": response.finish_reason,
+                }
+        return self.append(response)
 
     def append(self, response: Response) -> Turn:
         """Append a sampled turn: loss mask 1, log-probs and versions as the engine gave them."""

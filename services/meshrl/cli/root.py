@@ -52,6 +52,7 @@ KNOWN: Mapping[str, Lazy] = {
     "fleet": Lazy(f"{COMMANDS}.fleet:fleet", "The rollout workers; `add` and `drain` some."),
     "rows": Lazy(f"{COMMANDS}.rows:rows", "What the model said, and what it got for it."),
     "replay": Lazy(f"{COMMANDS}.replay:replay", "Compute a logged step again, and compare."),
+    "trace": Lazy(f"{COMMANDS}.trace:trace", "One row from prompt to gradient, and what it took."),
     "ledger": Lazy(f"{COMMANDS}.ledger:ledger", "Where every admitted row is."),
     "why-waiting": Lazy(f"{COMMANDS}.why_waiting:why_waiting", "What blocks, since when, and who."),
     "dead-letters": Lazy(f"{COMMANDS}.dead_letters:dead_letters", "Rows given up; `replay` them."),

@@ -46,6 +46,11 @@ class RunConfig(Config):
     """A service's log of this size is moved aside: `queue.log` becomes `queue.log.1`, that one `queue.log.2`."""
     log_keep: PositiveInt = 4
     """Logs of one service that were moved aside and stay, the newest ones."""
+    trace: float = Field(default=0.0, ge=0, le=1)
+    """Share of the groups whose rows are traced from prompt to gradient, with the steps of the trainer, in
+    `<run.dir>/spans` (docs/how-to/trace.md); 0 traces nothing."""
+    trace_otlp: str | None = Field(default=None, pattern="^https?://")
+    """An OTLP/HTTP endpoint that gets the spans too: `http://localhost:4318/v1/traces`."""
 
     @property
     def path(self) -> Path:

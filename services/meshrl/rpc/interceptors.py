@@ -34,6 +34,7 @@ from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from meshrl.contract import tracing
 from meshrl.contract.codec import printable
 from meshrl.contract.errors import (
     CapacityError,
@@ -197,6 +198,18 @@ class CallMetrics:
                 ended(status).inc()
 
         return run
+
+
+def traced(method: str, behavior: Behavior) -> Behavior:
+    """An interceptor: a call that comes with a trace is a span in it."""
+    name = method.removeprefix("/meshrl.v1.")
+
+    async def run(request: Any, context: Context) -> Any:
+        sent = dict(context.invocation_metadata() or ())
+        with tracing.called(name, sent.get(tracing.HEADER)):
+            return await behavior(request, context)
+
+    return run
 
 
 def _status_name(context: Context) -> str:

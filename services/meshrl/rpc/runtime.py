@@ -33,6 +33,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 from pydantic import Field, NonNegativeFloat
 
+from meshrl.contract import tracing
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.config import Config
 from meshrl.contract.errors import InfraError, MeshError, UserError
@@ -50,6 +51,7 @@ from meshrl.rpc.interceptors import (
     Interceptor,
     LongPolls,
     as_status,
+    traced,
 )
 from meshrl.rpc.metrics_endpoint import MetricsEndpoint
 from meshrl.rpc.process_memory import reuse_freed_memory
@@ -190,6 +192,7 @@ class GrpcServer:
             *((self._identity.interceptor,) if self._identity is not None else ()),
             self._limits.by_role,
             self._long_polls.interceptor,
+            *((traced,) if tracing.is_on() else ()),
             *self._interceptors,
         )
         handlers = InterceptedHandlers(

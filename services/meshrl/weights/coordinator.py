@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
 from meshrl.config.weights import WeightsConfig
+from meshrl.contract import tracing
 from meshrl.contract.errors import (
     ConflictError,
     FencedError,
@@ -268,6 +270,7 @@ class WeightCoordinator:
         self, transaction: Transaction, replica: Replica, *, may_skip: bool = False
     ) -> bool:
         """Bring a version to a replica; False if a newer one was committed before its bytes were sent."""
+        began_ns = time.time_ns()
         transaction.enter(replica.generation)
         try:
             await replica.propose(transaction.source)
@@ -299,6 +302,12 @@ class WeightCoordinator:
             return True
         await replica.commit(transaction.version)
         transaction.committed(replica.generation)
+        if tracing.is_on():
+            version = transaction.version
+            tracing.record_step(
+                *("publish", self._run, version.epoch, max(0, version.step - 1), began_ns),
+                replica=replica.name, version=str(version),
+            )  # fmt: skip
         await self._notify()
         return True
 

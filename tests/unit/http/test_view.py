@@ -369,3 +369,56 @@ async def test_a_watcher_hears_of_what_changes_and_only_of_that() -> None:
     closing.set()
     with pytest.raises(StopAsyncIteration):
         await anext(events)
+
+
+def test_a_step_is_shown_over_time_and_broken_spans_are_left_out(directories: list[Path]) -> None:
+    with client_of(directories) as client:
+        newest = ask(client, "gsm8k-grpo/timeline")
+        assert (newest["step"], newest["first"], newest["last"]) == (60, 59, 60)
+        assert newest["seconds"] == pytest.approx(4.0) and newest["problem"] == ""
+        lanes = {lane["service"]: lane["spans"] for lane in newest["lanes"]}
+        assert list(lanes) == ["reward", "rollout-0", "rollout-1", "trainer"]
+        waiting = next(span for span in lanes["trainer"] if span["name"] == "waiting")
+        assert (waiting["start_s"], waiting["end_s"]) == (0.0, pytest.approx(1.1))
+        assert ask(client, "gsm8k-grpo/timeline", step=59)["step"] == 59
+        away = ask(client, "gsm8k-grpo/timeline", step=7)
+        assert away["lanes"] == [] and away["problem"] == "step 7 has no spans"
+        none = ask(client, "gsm8k-fast/timeline")
+        assert none["lanes"] == [] and "run.trace" in none["problem"]
+        file = directories[0] / "spans" / "rollout-0.jsonl"
+        whole = file.read_text()
+        file.write_text(whole + '{"name": "step", "att\n[1]\n{"name": "x"}\n')
+        torn = ask(client, "gsm8k-grpo/timeline")
+        file.write_text(whole)
+        assert torn["lanes"] == newest["lanes"]
+        assert torn["problem"] == "rollout-0.jsonl: 3 lines cannot be read: left out"
+
+
+def test_dead_letters_are_replayed_by_an_operator_of_that_run_alone(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    for directory in (first, second):
+        directory.mkdir(mode=0o700)
+        ensure_credentials(directory)
+    letters = {"stage": "rollout", "outcome": "timeout", "reason": "late"}
+    runs, services = viewed_runs([first]), SaidServices(up=("a",))
+    app = build_app(runs, services, Admission(TOKEN, runs))
+
+    def ask_as(credential: str) -> tuple[bool, int]:
+        headers = {"authorization": f"Bearer {credential}"}
+        with TestClient(app, headers=headers) as client:
+            rights = client.get("/api/runs/a/rights")
+            answer = client.post("/api/runs/a/replay", json=letters)
+            if answer.status_code == 200:
+                assert answer.json() == {"rows": 44, "problem": ""}
+            return rights.status_code == 200 and rights.json()["replay"], answer.status_code
+
+    def of(directory: Path, role: MeshRole) -> str:
+        return file_of_role(directory, role).read_text().strip()
+
+    assert ask_as(of(first, MeshRole.READER)) == (False, 403)
+    assert ask_as(TOKEN) == (False, 401)
+    assert ask_as(of(second, MeshRole.OPERATOR)) == (False, 401)
+    assert ask_as(of(first, MeshRole.TRAINER)) == (False, 403)
+    assert services.replayed == []
+    assert ask_as(of(first, MeshRole.OPERATOR)) == (True, 200)
+    assert services.replayed == [("a", "rollout", "timeout", "late")]

@@ -26,10 +26,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 
+from meshrl.contract import tracing
 from meshrl.contract.ports import Publisher, Queue, WeightSource
 from meshrl.contract.rows import trajectory
 from meshrl.contract.types import Batch, TrainerPhase, Version
@@ -103,7 +105,7 @@ class Trainer:
         )
         self._snapshot = snapshot
         self._export = export
-        self._status = LiveStatus(settings.total_steps)
+        self._status = LiveStatus(settings.total_steps, run=settings.run)
         self._source = BatchSource(settings, queue, self._world, compute, self._status, rewards)
         self._evaluation = (
             EvaluationSchedule(evaluator, publisher, settings, metrics, self._status)
@@ -162,6 +164,7 @@ class Trainer:
 
     async def _train(self, batch: Batch) -> None:
         """One step. Then the batch is in the weights, the queue knows, and the version is on its way to the fleet."""
+        began_ns = time.time_ns()
         schedule = self._learner.schedule(batch)
         uids = schedule.uids(self._world.data_rank)
         with self._status.phase(TrainerPhase.TRAINING, "fetching"):
@@ -175,6 +178,11 @@ class Trainer:
                 )
         if self._world.is_main:
             await self._source.settle(batch, self._state.epoch)
+        if self._world.is_main and tracing.is_on():
+            trained = (row.uid for row in batch.rows)
+            tracing.record_rows(
+                "learn", trained, began_ns, step=batch.step, epoch=self._state.epoch
+            )
         tokens = sum(row.num_tokens for row in batch.rows)
         self._state = dataclasses.replace(
             self._state,

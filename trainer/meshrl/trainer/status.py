@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from meshrl.contract import tracing
 from meshrl.contract.errors import UnavailableError, WaitTimeoutError
 from meshrl.contract.types import Json, TrainerPhase, TrainerStatus, Version, Waiting
 
@@ -22,7 +23,9 @@ RECENT_STEPS = 10
 class LiveStatus:
     """Step, phase, metrics and waits of a running loop. Belongs to one event loop."""
 
-    def __init__(self, total_steps: int | None) -> None:
+    def __init__(self, total_steps: int | None, *, run: str = "") -> None:
+        """`run` names the traces of its steps."""
+        self._run = run
         self.version = Version(0, 0)
         self._total_steps = total_steps
         self._phase = TrainerPhase.STARTING
@@ -40,12 +43,18 @@ class LiveStatus:
     def phase(self, phase: TrainerPhase, name: str = "") -> Iterator[None]:
         """Set the phase, and add the time spent in it to the step's `time/<name>_s`."""
         self._set(phase)
-        begin = time.monotonic()
+        begin, began_ns = time.monotonic(), time.time_ns()
         try:
             yield
         finally:
             key = f"time/{name or phase}_s"
             self._spent[key] = self._spent.get(key, 0.0) + time.monotonic() - begin
+            if tracing.is_on():
+                # A version is published in the step that made it.
+                step = max(0, self.version.step - (phase is TrainerPhase.PUBLISHING))
+                tracing.record_step(
+                    name or phase.value, self._run, self.version.epoch, step, began_ns
+                )
             self._waiting_for = ""
 
     def resumed(self, version: Version, samples: int) -> None:
@@ -68,6 +77,10 @@ class LiveStatus:
         """Record a step; returns its metrics with the times since the step before."""
         seconds = time.monotonic() - self._step_began
         self._step_began += seconds
+        if tracing.is_on():
+            began_ns = time.time_ns() - int(seconds * 1e9)
+            step = self.version.step - 1
+            tracing.record_step("step", self._run, self.version.epoch, step, began_ns, root=True)
         self._recent.append((seconds, tokens))
         self._staleness.update(staleness)
         self._samples += sum(staleness.values())

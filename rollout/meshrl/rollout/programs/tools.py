@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from meshrl.contract import plugins
+from meshrl.contract import plugins, tracing
 from meshrl.contract.config import read_options
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Int32, Task, Uid
@@ -131,7 +131,8 @@ class ToolProgram:
 
         async def result(call: ToolCall) -> str:
             async with slots:
-                return await tools.call(call, caller, tokenizer)
+                with tracing.span("tool", tool=call.name):
+                    return await tools.call(call, caller, tokenizer)
 
         try:
             async with asyncio.TaskGroup() as group:

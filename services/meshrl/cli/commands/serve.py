@@ -20,7 +20,7 @@ from meshrl.config import Recipe, load_recipe
 from meshrl.config.machine import ThisMachine
 from meshrl.config.placement import Placement, place
 from meshrl.config.stages import SERVICES, module_of, service_kind
-from meshrl.contract import plugins
+from meshrl.contract import plugins, tracing
 from meshrl.contract.device_share import DEVICES
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.launcher.address_book import AddressBook
@@ -134,6 +134,9 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
         certificate_roles={
             certified: credentials.MeshRole(role) for certified, role in loaded.tls.roles.items()
         },
+    )
+    tracing.start(
+        loaded.run.path / tracing.FOLDER, name, loaded.run.trace, otlp=loaded.run.trace_otlp
     )
     run = plugins.load(SERVICES, module_of(loaded, service), "run")
     context = ServiceContext(name=name, kind=service, settings=settings, addresses=peers)

@@ -60,8 +60,8 @@ def view(
 ) -> None:
     """Serve a page over each RUN until Ctrl-C: a run's directory, or its name in runs/; the newest if none is given.
 
-    It shows curves, the fleet, the flow of rows, the configuration and the rollouts, and changes nothing. Open the
-    address that it prints: the token in it lets you in.
+    It shows curves, the fleet, the flow of rows, the configuration and the rollouts. Open the address that it prints:
+    the token in it lets you in, to read. Only who shows an operator's credential of the run may replay dead letters.
     """
     die_with_parent()
     directories = [_directory(run) for run in runs] or [newest_run_dir()]
@@ -165,6 +165,19 @@ class Services:
                     answer = await self._flow(run_dir, mesh, queue)
                 self._stored[run_dir] = (_files(mesh.stopped.queue_path), answer)
             return self._stored[run_dir][1]
+
+    async def replay(self, run_dir: Path, stage: str, outcome: str, reason: str) -> int:
+        """What `meshrl dead-letters replay` does, for the rows of one reason. Raises MeshError."""
+        async with self._asking:
+            mesh = await asyncio.to_thread(mesh_of, run_dir, stopped=True, role=MeshRole.OPERATOR)
+            async with mesh.open_queue(RETRY_S) as queue:
+                uids = [
+                    one.uid
+                    for one in await queue.dead_letters(mesh.run)
+                    if (one.stage, one.outcome.value, one.reason[:LONGEST_REASON])
+                    == (stage, outcome, reason)
+                ]
+                return await queue.replay(mesh.run, uids)
 
     async def _flow(self, run_dir: Path, mesh: Mesh, queue: Queue) -> dict[str, Any]:
         up = mesh.stopped is None

@@ -13,24 +13,33 @@ from types import ModuleType
 from typing import Annotated, Any, Final, Protocol
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request
+from pydantic import BaseModel
 from starlette.middleware import Middleware
 from starlette.responses import StreamingResponse
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshrl.config.recipe import METRICS_NAME
-from meshrl.contract.errors import MeshError, NotFoundError, UnauthenticatedError, UserError
+from meshrl.contract.errors import (
+    ForbiddenError,
+    MeshError,
+    NotFoundError,
+    UnauthenticatedError,
+    UserError,
+)
 from meshrl.http.body_limit import BodyLimit
 from meshrl.http.responses import AsciiJSON
 from meshrl.http.rewards.errors import install, problem
 from meshrl.http.view import settings
 from meshrl.http.view.metrics import MetricsFile
+from meshrl.http.view.spans import SpanFiles
 from meshrl.rpc.credentials import sha256, verifiers_file
-from meshrl.rpc.identity import METRICS_ROLES, Identity
+from meshrl.rpc.identity import METHODS, METRICS_ROLES, Identity
 from meshrl.trainer.learning_signs import SIGNS, warnings_of
 from meshrl.trainer.trajectories.files import Split
 
 STATIC: Final = Path(__file__).with_name("static")
+REPLAY: Final = "/meshrl.v1.Queue/Replay"
 WATCH_EVERY_S: Final = 1.0
 KEEPALIVE_S: Final = 15.0
 MOST_ROWS: Final = 200
@@ -61,6 +70,10 @@ class LiveServices(Protocol):
 
     async def flow(self, run_dir: Path) -> dict[str, Any]:
         """The ledger, what waits for whom, the rows that were given up."""
+        ...
+
+    async def replay(self, run_dir: Path, stage: str, outcome: str, reason: str) -> int:
+        """Admit the rows again that were given up for `reason` (as `flow` tells it); returns how many."""
         ...
 
 
@@ -114,10 +127,10 @@ class Admission:
 
     def __init__(self, token: str, runs: Sequence[ViewedRun]) -> None:
         self._digest = sha256(token)
-        self._identities = [
-            Identity(file if file.exists() else None)
-            for file in (verifiers_file(run.directory) for run in runs)
-        ]
+        files = {run.key: verifiers_file(run.directory) for run in runs}
+        self._identities = {
+            key: Identity(file if file.exists() else None) for key, file in files.items()
+        }
 
     def __call__(self, authorization: Annotated[str, Header()] = "") -> None:
         """Raises UnauthenticatedError, ForbiddenError."""
@@ -125,13 +138,21 @@ class Admission:
         if scheme.lower() == "bearer" and hmac.compare_digest(sha256(token), self._digest):
             return
         try:
-            for identity in self._identities:
+            for identity in self._identities.values():
                 identity.check("the view", METRICS_ROLES, authorization, None)
         except UnauthenticatedError as error:
             raise UnauthenticatedError(
                 "this page needs its token, or a reader's credential of each of its runs: open the address that "
                 "`meshrl view` printed"
             ) from error
+
+    def check_operator(self, key: str, authorization: str) -> None:
+        """Let an operator of a run pass, as the queue does; the page's own token is none.
+
+        Raises:
+            UnauthenticatedError, ForbiddenError: the credential is no operator's.
+        """
+        self._identities[key].check("replay", METHODS[REPLAY], authorization, None)
 
 
 class _Headers:
@@ -157,6 +178,7 @@ class _Shown:
     runs: Mapping[str, ViewedRun]
     live: LiveServices
     closing: asyncio.Event
+    admission: Admission
 
     def states(self) -> list[dict[str, Any]]:
         return [run.state(self.live.is_up(run.directory)) for run in self.runs.values()]
@@ -201,10 +223,12 @@ def build_app(
             Middleware(BodyLimit, limit=MAX_BODY_BYTES, refuse=problem),
         ],
     )
-    app.state.shown = _Shown({run.key: run for run in runs}, live, closing or asyncio.Event())
+    app.state.shown = _Shown(
+        {run.key: run for run in runs}, live, closing or asyncio.Event(), admission
+    )
     install(app)
     router = APIRouter(prefix="/api", dependencies=[Depends(admission)])
-    for add in (_add_runs, _add_live, _add_settings, _add_rows):
+    for add in (_add_runs, _add_live, _add_timeline, _add_settings, _add_rows):
         add(router)
     app.include_router(router)
     app.mount("/", StaticFiles(directory=STATIC, html=True))
@@ -287,6 +311,14 @@ async def _sleep(closing: asyncio.Event, seconds: float) -> None:
         return
 
 
+class Letters(BaseModel):
+    """Rows that were given up alike."""
+
+    stage: str
+    outcome: str
+    reason: str
+
+
 def _add_live(router: APIRouter) -> None:
     """Routes that ask the services."""
 
@@ -298,6 +330,30 @@ def _add_live(router: APIRouter) -> None:
     async def flow(run: Run, shown: All) -> dict[str, Any]:
         return await _answer(shown.live.flow(run.directory))
 
+    @router.get("/runs/{key}/rights")
+    def rights(
+        run: Run, shown: All, authorization: Annotated[str, Header()] = ""
+    ) -> dict[str, bool]:
+        """What the caller may change."""
+        try:
+            shown.admission.check_operator(run.key, authorization)
+        except (UnauthenticatedError, ForbiddenError):
+            return {"replay": False}
+        return {"replay": True}
+
+    @router.post("/runs/{key}/replay")
+    async def replay(
+        run: Run, shown: All, letters: Letters, authorization: Annotated[str, Header()] = ""
+    ) -> dict[str, Any]:
+        """Admit rows again that were given up: for operators."""
+        shown.admission.check_operator(run.key, authorization)
+        asked = shown.live.replay(run.directory, letters.stage, letters.outcome, letters.reason)
+
+        async def rows() -> dict[str, Any]:
+            return {"rows": await asked}
+
+        return await _answer(rows())
+
 
 async def _answer(question: Awaitable[dict[str, Any]]) -> dict[str, Any]:
     """The answer, or one line on why there is none: a service that is away is no failure of the page."""
@@ -305,6 +361,24 @@ async def _answer(question: Awaitable[dict[str, Any]]) -> dict[str, Any]:
         return {**await question, "problem": ""}
     except (MeshError, OSError) as error:
         return {"problem": " ".join(str(error).split())}
+
+
+def _add_timeline(router: APIRouter) -> None:
+    """The route of one step over time."""
+
+    @router.get("/runs/{key}/timeline")
+    def timeline(run: Run, step: int | None = None) -> dict[str, Any]:
+        """Of the newest step with spans if none is given."""
+        files = SpanFiles(run.directory)
+        steps = files.steps()
+        bounds = {"first": steps[0], "last": steps[-1]} if steps else {}
+        if not steps:
+            return {"lanes": [], **bounds, "problem": files.problem or "no step was traced yet"}
+        try:
+            found = files.timeline(steps[-1] if step is None else step)
+        except NotFoundError as error:
+            return {"lanes": [], **bounds, "step": step, "problem": str(error)}
+        return {**found, **bounds, "problem": files.problem}
 
 
 def _add_settings(router: APIRouter) -> None:

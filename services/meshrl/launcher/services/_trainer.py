@@ -24,6 +24,7 @@ from meshrl.config.recipe import (
     has_evaluation,
 )
 from meshrl.config.stages import eval_spec
+from meshrl.contract import tracing
 from meshrl.contract.errors import CapacityError
 from meshrl.contract.ports import Queue
 from meshrl.launcher.learner import build_learner, training_steps
@@ -70,6 +71,8 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         recipe.trainer.device,
         sequence_parallel=recipe.model.ulysses_sequence_parallel_size,
     )
+    if not world.is_main:
+        tracing.stop()  # rank 0 tells of the step
     compute = Compute(world.device)
     try:
         disk_full = DiskFullPolicy()

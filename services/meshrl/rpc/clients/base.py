@@ -19,6 +19,7 @@ from typing import Final, Self, TypeAlias, TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from meshrl.contract import tracing
 from meshrl.contract.errors import (
     CapacityError,
     CorruptError,
@@ -134,7 +135,9 @@ class Connection:
         self.check_size(request)
 
         async def attempt() -> Answer:
-            return await method(request, timeout=self._deadline_s(wait_s), metadata=self.metadata)
+            return await method(
+                request, timeout=self._deadline_s(wait_s), metadata=self._with_trace()
+            )
 
         answer = await self._retrying(attempt, wait_s, repeatable)
         return self.decode(answer, decode)
@@ -151,7 +154,7 @@ class Connection:
         self.check_size(request)
 
         async def attempt() -> list[Answer]:
-            call = method(request, metadata=self.metadata)
+            call = method(request, metadata=self._with_trace())
             try:
                 return await _collect(call, self._deadline_s(wait_s))
             finally:
@@ -172,7 +175,7 @@ class Connection:
 
         async def attempt() -> Answer:
             deadline_s = self._deadline_s(wait_s) + sending_s
-            return await method(iter(requests), timeout=deadline_s, metadata=self.metadata)
+            return await method(iter(requests), timeout=deadline_s, metadata=self._with_trace())
 
         return self.decode(await self._retrying(attempt, wait_s), decode)
 
@@ -220,6 +223,9 @@ class Connection:
                     raise error from failure
                 budget = budget or RetryBudget(self.retry_s)
                 await budget.pause(error)
+
+    def _with_trace(self) -> tuple[tuple[str, str], ...]:
+        return (*self.metadata, *tracing.metadata())
 
     def _deadline_s(self, wait_s: float | None) -> float:
         return self.answer_s if wait_s is None else wait_s + MARGIN_S

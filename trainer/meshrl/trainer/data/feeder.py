@@ -12,15 +12,17 @@ import asyncio
 import itertools
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from meshrl.contract import tracing
 from meshrl.contract.errors import UserError, WaitTimeoutError
 from meshrl.contract.plugins import load
 from meshrl.contract.ports import Queue
-from meshrl.contract.types import RunState, Task
+from meshrl.contract.types import RunState, Task, Uid
 from meshrl.trainer.data.prompts import Prompt, PromptSet
 
 log = logging.getLogger(__name__)
@@ -114,10 +116,19 @@ class Feeder:
         asking = asyncio.ensure_future(
             self._queue.admit(self._run, tasks, cursor=cursor, wait_s=ADMIT_WAIT_S)
         )
+        began = time.time_ns()
         try:
-            return asking.result() if await self._unless_stopped(asking) else 0
+            admitted = asking.result() if await self._unless_stopped(asking) else 0
         except WaitTimeoutError:
             return 0
+        if tracing.is_on():
+            uids = (
+                Uid(self._run, task.task_id, index)
+                for task in tasks[:admitted]
+                for index in range(task.group_size)
+            )
+            tracing.record_rows("admit", uids, began, root=True)
+        return admitted
 
     async def _close(self) -> None:
         if await self._unless_stopped(asyncio.ensure_future(self._queue.close_feed(self._run))):

@@ -12,6 +12,15 @@ export function takeToken() {
 
 const headers = () => ({ Authorization: `Bearer ${localStorage.getItem(KEY) ?? ""}` });
 
+export async function post(path, body) {
+  const answer = await fetch(`api/${path}`, {
+    method: "POST", headers: { ...headers(), "Content-Type": "application/json" }, body: JSON.stringify(body),
+  });
+  const told = await answer.json();
+  if (!answer.ok || told.problem) throw new Error(told.problem || told.detail || `status ${answer.status}`);
+  return told;
+}
+
 export async function get(path, parameters = {}) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(parameters))

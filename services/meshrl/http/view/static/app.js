@@ -6,10 +6,11 @@ import overview from "./overview.js";
 import rollouts from "./rollouts.js";
 import flow from "./flow.js";
 import fleet from "./fleet.js";
+import timeline from "./timeline.js";
 import config from "./config.js";
 import help from "./help.js";
 
-const VIEWS = { overview, rollouts, flow, fleet, config, help };
+const VIEWS = { overview, rollouts, flow, fleet, timeline, config, help };
 const main = document.getElementById("main");
 const runs = new Map();
 let shown = null;

@@ -1,5 +1,6 @@
 // Where every admitted row is, what waits for whom, and the rows that were given up.
 
+import { get, of, post } from "./api.js";
 import { el, figure, fill, problemLine, table } from "./dom.js";
 import { asked, fact, runPicker } from "./fleet.js";
 
@@ -8,12 +9,16 @@ const sum = (counts) => Object.values(counts).reduce((total, count) => total + c
 
 export default function flow(place, context) {
   const body = el("div");
-  fill(place, el("div", { class: "bar" }, runPicker(context)), body);
+  const said = el("p", { class: "note", role: "status" });
+  let operates = false;
+  fill(place, el("div", { class: "bar" }, runPicker(context)), said, body);
+  get(of(context.run.key, "rights")).then((rights) => { operates = rights.replay; }, () => {});
+  const replay = replayIn(context, said);
   return asked("flow", context, (answer) => {
     if (!answer.ledgers) { fill(body, problemLine(answer.problem)); return; }
     fill(body,
       answer.up ? null : el("p", { class: "note" }, "This run does not run now: the figures are those of its queue's files."),
-      answer.ledgers.map(ledger), answer.up ? waiting(answer.waiting) : null, letters(answer.dead_letters));
+      answer.ledgers.map(ledger), answer.up ? waiting(answer.waiting) : null, letters(answer.dead_letters, operates ? replay : null));
   });
 }
 
@@ -51,11 +56,21 @@ function waiting(waits) {
     rows.length ? table(["who", "waits for", "since", "ask", "rows"], rows, "What waits") : el("p", { class: "empty" }, "Nothing waits."));
 }
 
-function letters(found) {
-  const rows = found.map((one) => [one.stage, one.outcome, figure(one.rows), one.reason, one.uids.join(", ")]);
+// What the button of a reason does: admits its rows again, and says how many they were.
+const replayIn = (context, said) => async (one, button) => {
+  button.disabled = true;
+  try {
+    const { rows } = await post(of(context.run.key, "replay"), { stage: one.stage, outcome: one.outcome, reason: one.reason });
+    said.textContent = `${figure(rows)} rows are admitted again.`;
+  } catch (error) { said.textContent = error.message; button.disabled = false; }
+};
+
+function letters(found, replay) {
+  const rows = found.map((one) => [one.stage, one.outcome, figure(one.rows), one.reason, one.uids.join(", "),
+    ...(replay ? [el("button", { onclick: (event) => replay(one, event.target) }, "Replay")] : [])]);
   return el("section", { class: "card" }, el("h2", {}, "Rows given up"),
     rows.length
-      ? [table(["stage", "outcome", "rows", "reason", "for example"], rows, "Rows given up"),
-        el("p", { class: "note" }, "An operator admits them again with ", el("code", {}, "meshrl dead-letters replay UID"), " or ", el("code", {}, "--all"), ".")]
+      ? [table(["stage", "outcome", "rows", "reason", "for example", ...(replay ? ["try again"] : [])], rows, "Rows given up"),
+        replay ? null : el("p", { class: "note" }, "An operator admits them again with ", el("code", {}, "meshrl dead-letters replay UID"), " or ", el("code", {}, "--all"), ".")]
       : el("p", { class: "empty" }, "No row was given up."));
 }

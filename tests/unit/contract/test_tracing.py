@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.contract import tracing
+from meshrl.contract.stage_worker import StageResult, StageWorker
+from meshrl.contract.types import ROLLOUT_STAGE, LeasedRow, Uid, Version
+from meshrl.http.view.spans import SpanFiles
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
+
+from ...contract.queue_actors import Actors, rollout_of, spec, tasks
+
+ROW = Uid("r", "0-1", 2)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / tracing.FOLDER
+    tracing.stop()
+
+
+def written(folder: Path, service: str = "s") -> list[dict[str, Any]]:
+    tracing.stop()
+    path = folder / f"{service}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_spans_of_a_row_are_one_trace_whoever_writes_them(folder: Path) -> None:
+    tracing.start(folder, "feeder", 1.0)
+    tracing.record_rows("admit", [ROW], 1, root=True)
+    (root,) = written(folder, "feeder")
+    tracing.start(folder, "rollout-0", 1.0)
+    with tracing.row_span("rollout", ROW, delivery=1), tracing.span("generate", turn=0) as inner:
+        assert inner is not None
+        inner.attributes["tokens"] = 7
+    generate, rollout = written(folder, "rollout-0")
+    assert {one["trace"] for one in (root, rollout, generate)} == {root["trace"]}
+    assert (root["parent"], rollout["parent"]) == ("", root["span"])
+    assert generate["parent"] == rollout["span"]
+    assert generate["attributes"] == {"turn": 0, "tokens": 7}
+    assert rollout["start_ns"] <= generate["start_ns"] <= generate["end_ns"] <= rollout["end_ns"]
+    found = SpanFiles(folder.parent).row(Uid("r", "0-1", 2, attempt=3))
+    assert [one["name"] for one in found] == ["admit", "rollout", "generate"]
+
+
+def test_a_share_keeps_whole_groups_and_the_same_ones_everywhere(folder: Path) -> None:
+    uids = [Uid("r", f"0-{task}", index) for task in range(200) for index in range(2)]
+    kept = []
+    for _ in range(2):
+        tracer = tracing.Tracer(folder / "x.jsonl", "x", 0.25)
+        kept.append([uid for uid in uids if tracer.samples(uid)])
+        tracer.close()
+    tasks = {uid.task for uid in kept[0]}
+    assert kept[0] == kept[1] and len(kept[0]) == 2 * len(tasks)
+    assert 20 < len(tasks) < 80
+
+
+def test_without_tracing_nothing_is_written_and_calls_carry_nothing(folder: Path) -> None:
+    tracing.start(folder, "s", 0.0)
+    with tracing.row_span("rollout", ROW) as span, tracing.span("generate") as inner:
+        assert span is None and inner is None
+        assert tracing.metadata() == ()
+    tracing.record_rows("learn", [ROW], 1)
+    assert not tracing.is_on() and not folder.exists()
+
+
+def test_a_call_carries_its_span_and_the_servicer_goes_on_in_it(folder: Path) -> None:
+    tracing.start(folder, "s", 1.0)
+    with tracing.row_span("reward", ROW) as span:
+        assert span is not None
+        ((name, header),) = tracing.metadata()
+    assert name == "traceparent" and header == f"00-{span.trace_id}-{span.span_id}-01"
+    with tracing.called("Reward/Score", header):
+        pass
+    for nonsense in (None, "", "00-1-2-3", "x" * 55):
+        with tracing.called("Reward/Score", nonsense):
+            assert tracing.metadata() == ()
+    reward, call = written(folder)
+    assert call["parent"] == reward["span"] and call["trace"] == reward["trace"]
+
+
+def test_a_failure_is_told_in_its_span(folder: Path) -> None:
+    tracing.start(folder, "s", 1.0)
+    with pytest.raises(ValueError, match="no"), tracing.row_span("rollout", ROW):
+        raise ValueError("no such thing")
+    (span,) = written(folder)
+    assert span["attributes"]["error"] == "ValueError: no such thing"
+
+
+async def test_a_worker_tells_of_each_row_and_of_its_write(folder: Path) -> None:
+    tracing.start(folder, "rollout-0", 1.0)
+    queue = await TransferQueue.open(MemoryStore())
+    actors = Actors(queue)
+    await actors.start(spec(group_size=2, batch_groups=1))
+    await actors.feed(tasks(1, group_size=2))
+
+    async def handle(rows: Sequence[LeasedRow]) -> Sequence[StageResult]:
+        with tracing.span("generate"):
+            return [rollout_of(row, Version(1, 0)) for row in rows]
+
+    worker = StageWorker(
+        queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=2, version=lambda: Version(1, 0)
+    )
+    working = asyncio.create_task(worker.run())
+    async with asyncio.timeout(30):
+        while worker.stats.written < 2:  # noqa: ASYNC110 (no event)
+            await asyncio.sleep(0.01)
+    worker.drain()
+    await working
+    await queue.close()
+    names = sorted(one["name"] for one in written(folder, "rollout-0"))
+    assert names == ["generate", "generate", "rollout", "rollout", "write", "write"]
+
+
+def test_a_collector_gets_the_spans_as_otlp(folder: Path) -> None:
+    got: list[dict[str, Any]] = []
+
+    class Collector(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Collector) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}/v1/traces"
+        tracing.start(folder, "s", 1.0, otlp=url)
+        with tracing.row_span("rollout", ROW, delivery=1):
+            pass
+        tracing.stop()
+        server.shutdown()
+        thread.join()
+    (resource,) = got[0]["resourceSpans"]
+    assert resource["resource"]["attributes"] == [
+        {"key": "service.name", "value": {"stringValue": "s"}}
+    ]
+    (span,) = resource["scopeSpans"][0]["spans"]
+    assert span["name"] == "rollout" and len(span["traceId"]) == 32 and len(span["spanId"]) == 16
+    assert {"key": "meshrl.delivery", "value": {"intValue": "1"}} in span["attributes"]
+
+
+def test_a_full_disk_or_a_collector_that_is_away_costs_spans_and_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    tracer = tracing.Tracer(tmp_path / "file" / "s.jsonl", "s", 1.0, otlp="http://127.0.0.1:1/x")
+    for _ in range(3):
+        tracer.end(tracing.Span("a", "0" * 32, "1" * 16, "", 1))
+    tracer.close()
+    assert len(caplog.records) == 2
+
+
+def test_a_long_file_is_moved_aside_once(tmp_path: Path) -> None:
+    tracer = tracing.Tracer(tmp_path / "s.jsonl", "s", 1.0, max_bytes=100)
+    tracer.end(tracing.Span("a", "0" * 32, "1" * 16, "", 1))
+    tracer.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["s.jsonl.1"]
