@@ -25,7 +25,7 @@ LINES: Mapping[str, int] = {
     "meshrl.transferqueue": 10400,
     "meshrl.rewardd": 7460,
     "meshrl.weights": 6400,
-    "meshrl.contract": 5700,
+    "meshrl.contract": 5950,
     "meshrl.simulation": 5150,
     "meshrl.rpc": 6000,
     "meshrl.launcher": 4460,
