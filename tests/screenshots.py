@@ -1,19 +1,30 @@
-"""Pictures of `meshrl view`: `python -m tests.screenshots FOLDER` makes those of the docs, `--all` all of them."""
+"""Pictures of `meshrl up` and `meshrl view`: `python -m tests.screenshots FOLDER` makes the docs', `--all` more."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import io
+import math
+import re
 import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+
 from meshrl.contract.certificates import Certificates
+from meshrl.contract.types import EngineStats, Ledger, TrainerPhase, TrainerStatus, Version
 from meshrl.http.rewards.errors import problem
 from meshrl.http.server import serving_http
 from meshrl.http.view.app import Admission, build_app, viewed_runs
+from meshrl.launcher.status import MeshStatus
+from meshrl.launcher.supervisor import State
+from meshrl.launcher.view import live_view
 
 from .browser import Browser, browser
 from .view_runs import SaidServices, two_runs
@@ -63,12 +74,64 @@ def take(page: Browser, url: str, folder: Path, everything: bool) -> None:
         print(complaint)
 
 
+def picture_terminal(path: Path) -> None:
+    """What `meshrl up` shows of a run at work, as an SVG that asks for no font from elsewhere."""
+    versions = [Version(1, 23), Version(1, 24)]
+    made = MeshStatus(
+        run="demo",
+        started=time.monotonic() - 24,
+        states={f"rollout-{n}": State(phase="ready") for n in (0, 1)},
+    )
+    for step in range(25):
+        reward = 0.95 - 0.75 * math.exp(-step / 6) + 0.03 * math.sin(step * 2.1)
+        made.see(
+            TrainerStatus(
+                step=step,
+                total_steps=40,
+                version=Version(1, step),
+                phase=TrainerPhase.TRAINING,
+                reward_mean=reward,
+                held_out_score=(0.16, 0.9, 0.97)[step // 10],
+                tokens_per_s=15_800.0,
+                samples=256 * step,
+                staleness={0: 12, 1: 241, 2: 3},
+                eta_s=13.0,
+            )
+        )
+    made.ledger = Ledger(
+        run="demo",
+        admitted=6_912,
+        trained=6_144,
+        filtered={},
+        stale={},
+        dead_lettered={},
+        resident={"queued": 64, "leased": 248, "pending": 40, "ready": 160, "settled": 256},
+    )
+    for at, version in enumerate(versions):
+        made.fleet[f"rollout-{at}"] = EngineStats(
+            version=version,
+            running=121 + at,
+            capacity=128,
+            tokens_generated=210_000,
+            tokens_per_s=8_800.0 + 310 * at,
+            updates=version.step,
+            update_pause_s=0.021,
+        )
+    console = Console(record=True, width=112, file=io.StringIO(), highlight=False)
+    console.print(live_view(made))
+    plain = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    console.save_svg(
+        str(path), title="meshrl up", code_format=plain, theme=MONOKAI, unique_id="live-view"
+    )
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--all", action="store_true", help="every view, two widths, light and dark")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
+    picture_terminal(options.folder / "live-view.svg")
 
     def pictures(url: str) -> None:
         with browser() as page:
