@@ -18,6 +18,7 @@ from meshrl.contract.types import ROLLOUT_STAGE, OnUpdate
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.rollout.sessions.session import Session
 from meshrl.rpc.interceptors import Context
+from meshrl.simulation.call import connect
 from meshrl.simulation.loop import START_S, SimulatedLoop, quiet
 from meshrl.simulation.network import Delays, Network
 from meshrl.testing.weights import HashSink
@@ -107,7 +108,7 @@ def test_a_first_message_that_is_no_welcome_is_refused_and_the_joining_tried_aga
             engine=HashSink(),
             on_update=OnUpdate.IN_FLIGHT,
             paths=RunPaths(directory=Path("simulated")),
-            connect=lambda: network.connect("trainer:1"),
+            connect=lambda: connect(network, "trainer:1"),
         )
 
         async def a_minute() -> None:

@@ -9,16 +9,13 @@ import gc
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Final
 
 from meshrl.simulation.faults import Fault, draw_faults
 from meshrl.simulation.mesh import Report, simulate
 from meshrl.simulation.services import Parts
 from meshrl.simulation.shape import Shape, draw_shape
-
-COLLECT_EVERY: Final = 20
-"""Runs between two collections of garbage: none is collected during a run."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,22 +48,37 @@ def campaign(
     """Run `seeds` until they end or the time is over; `told` hears of each run."""
     totals = Totals()
     began, cpu = time.monotonic(), time.process_time()
-    for seed in seeds:
-        if minutes is not None and time.monotonic() - began > 60.0 * minutes:
-            break
-        report = run(seed)
-        totals.seeds += 1
-        totals.events += report.events
-        totals.calls += report.calls
-        totals.rows += report.trained
-        totals.virtual_s += report.virtual_s
-        totals.process_s = time.process_time() - cpu
-        if report.problems:
-            totals.failed += (seed,)
-        told(report)
-        if totals.seeds % COLLECT_EVERY == 0:
-            gc.collect()
+    with collected_between() as collect:
+        for seed in seeds:
+            if minutes is not None and time.monotonic() - began > 60.0 * minutes:
+                break
+            report = run(seed)
+            totals.seeds += 1
+            totals.events += report.events
+            totals.calls += report.calls
+            totals.rows += report.trained
+            totals.virtual_s += report.virtual_s
+            totals.process_s = time.process_time() - cpu
+            if report.problems:
+                totals.failed += (seed,)
+            told(report)
+            collect()
     return totals
+
+
+@contextmanager
+def collected_between() -> Iterator[Callable[[], object]]:
+    """Garbage is collected when the caller says so, and only what came since: modules are looked at once."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield gc.collect
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
 
 
 def kind_of(problem: str) -> str:

@@ -20,6 +20,10 @@ class Kind(StrEnum):
     """Its network is silent for a while."""
     ZOMBIE = "zombie"
     """Its network is silent, it counts as dead and gets a successor, and then it comes back."""
+    ISOLATED = "isolated"
+    """Of the trainer: it reaches the queue no more, counts as dead and gets a successor; replicas still reach it."""
+    FLAPS = "flaps"
+    """Its open connections break, again and again."""
     BREAK_REQUESTS = "break requests"
     """Its calls break before they arrive."""
     BREAK_ANSWERS = "break answers"
@@ -67,6 +71,7 @@ class Fault:
 
 NETWORK: Final = (
     Kind.CUT,
+    Kind.FLAPS,
     Kind.BREAK_REQUESTS,
     Kind.BREAK_ANSWERS,
     Kind.LATE_REQUESTS,
@@ -81,10 +86,12 @@ WEIGHTS: Final = (
 LENGTHS_S: Final = {
     Kind.CUT: 12.0,
     Kind.ZOMBIE: 15.0,
+    Kind.ISOLATED: 20.0,
     Kind.BREAK_REQUESTS: 3.0,
     Kind.BREAK_ANSWERS: 3.0,
     Kind.LATE_REQUESTS: 3.0,
     Kind.SLOW: 10.0,
+    Kind.FLAPS: 8.0,
     Kind.DISK_FULL: 4.0,
     Kind.COMMITS_FAIL: 0.02,
     Kind.ENGINE_FAILS: 3.0,
@@ -98,6 +105,8 @@ LENGTHS_S: Final = {
 """Mean seconds; the others have no length."""
 
 
+ALLOWED: Final = (0.25, 0.6, 0.6)
+"""Share of the kinds that happen in a seed: where they are few, the same ones meet again and again."""
 AIMED: Final = 0.3
 """Share of seeds whose faults all happen to the services of one kind."""
 
@@ -105,11 +114,12 @@ AIMED: Final = 0.3
 def kinds_of(target: str) -> Sequence[Kind]:
     """What can happen to a service."""
     if target == "queue":
-        return (Kind.KILL, Kind.STOP, Kind.DISK_FULL, Kind.COMMITS_FAIL, Kind.CUT, Kind.SLOW)
+        disk = (Kind.DISK_FULL, Kind.COMMITS_FAIL)
+        return (Kind.KILL, Kind.STOP, *disk, Kind.CUT, Kind.FLAPS, Kind.SLOW)
     own = {
         "rollout": (Kind.KILL, Kind.STOP, Kind.ENGINE_FAILS, *WEIGHTS),
         "reward": (Kind.KILL, Kind.STOP, Kind.JUDGE_FAILS),
-        "trainer": (Kind.KILL, Kind.KILL, Kind.STOP, Kind.ZOMBIE, Kind.MEMORY_FULL),
+        "trainer": (Kind.KILL, Kind.KILL, Kind.STOP, Kind.ZOMBIE, Kind.ISOLATED, Kind.MEMORY_FULL),
         "feeder": (Kind.KILL, Kind.STOP),
     }
     return own[target.partition("-")[0]] + NETWORK
@@ -125,14 +135,17 @@ def draw_faults(seed: int, targets: Sequence[str], *, until_s: float, most: int)
         role = aim.choice(sorted({target.partition("-")[0] for target in targets}))
         targets = [target for target in targets if target.partition("-")[0] == role]
     draw = random.Random(f"faults {seed}")
-    allowed = {kind for kind in Kind if draw.random() < 0.6}
+    share = draw.choice(ALLOWED)
+    allowed = {kind for kind in Kind if draw.random() < share}
     faults = []
     for _ in range(draw.randint(0, most)):
         target = draw.choice(targets)
-        kind = draw.choice(kinds_of(target))
+        kinds = [kind for kind in kinds_of(target) if kind in allowed]
+        if not kinds:
+            continue
+        kind = draw.choice(kinds)
         at_s = draw.uniform(0.0, until_s)
         mean_s = LENGTHS_S.get(kind, 0.0)
         seconds = draw.expovariate(1 / mean_s) if mean_s else 0.0
-        if kind in allowed:
-            faults.append(Fault(at_s=at_s, kind=kind, target=target, seconds=seconds))
+        faults.append(Fault(at_s=at_s, kind=kind, target=target, seconds=seconds))
     return sorted(faults, key=lambda fault: fault.at_s)

@@ -112,8 +112,30 @@ class _Task(asyncio.Task[Result]):
         return self is other
 
 
-_Ready: TypeAlias = tuple[Process | None, asyncio.Handle]
-_Timer: TypeAlias = tuple[float, float, int, Process | None, asyncio.TimerHandle]
+class _Handle(asyncio.TimerHandle):
+    """A callback with its process. Keeps less than asyncio's own, because a run makes ten thousand of them."""
+
+    __slots__ = ("process",)
+    _source_traceback = None
+
+    def __init__(
+        self, callback: Callable[..., object], args: Any, loop: SimulatedLoop, context: Context
+    ) -> None:
+        self._callback = callback
+        self._args = args
+        self._loop = loop
+        self._context = context
+        self._cancelled = False
+        self._when = loop._now
+        self.process = context.get(PROCESS)
+
+    def cancel(self) -> None:
+        """Run nothing."""
+        self._cancelled = True
+        self._callback = self._args = None  # type: ignore[assignment]
+
+
+_Timer: TypeAlias = tuple[float, float, int, _Handle]
 
 
 class DeadlockError(Exception):
@@ -131,12 +153,12 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._now = START_S
         self._random = random.Random(f"loop {seed}")
         self._number = itertools.count()
-        self._ready_now: list[_Ready] = []
+        self._ready_now: list[_Handle] = []
         self._timers: list[_Timer] = []
         self._order = itertools.count()
         self._executors: dict[Any, deque[tuple[Callable[[], None], Context]]] = {}
         """What each executor with a single thread still has to do, the running one first."""
-        self._dropped: list[asyncio.Handle] = []
+        self._dropped: list[_Handle] = []
         """What dead processes would have run, kept: collecting it would run their clean-up."""
         self.work = (0, 0)
         """The work in an executor that runs: its number, and one that rises with each time that any work runs."""
@@ -168,9 +190,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     ) -> asyncio.Handle:
         """In this moment, after what is ready."""
         context = contextvars.copy_context() if context is None else context
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Handle(callback, args, self, context)
         if not self.over:
-            self._ready_now.append((context.get(PROCESS), handle))
+            self._ready_now.append(handle)
         return handle
 
     call_soon_threadsafe = call_soon
@@ -194,10 +216,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     ) -> asyncio.TimerHandle:
         """At a virtual moment; the order of equal moments is drawn, as asyncio leaves it open."""
         context = contextvars.copy_context() if context is None else context
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        handle = _Handle(callback, args, self, context)
+        handle._when = when
         if not self.over:
-            entry = (when, self._random.random(), next(self._order), context.get(PROCESS), handle)
-            heapq.heappush(self._timers, entry)
+            heapq.heappush(self._timers, (when, self._random.random(), next(self._order), handle))
         return handle
 
     def run_in_executor(
@@ -259,16 +281,23 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         if not self._ready_now and not self._advance() and not self._stop_wanted():
             raise DeadlockError("nothing is ready and no timer is set")
         ready, self._ready_now = self._ready_now, []
-        for process, handle in self._in_order(ready):
-            if handle.cancelled():
+        for handle in self._in_order(ready) if len(ready) > 1 else ready:
+            if handle._cancelled:
                 continue
+            process = handle.process
             if process is not None and process.dead:
                 self._dropped.append(handle)
                 continue
             self.events += 1
             if self._hash is not None:
-                self._hash.update(self._describe(process, handle).encode())
-            handle._run()
+                self._hash.update(self._describe(handle).encode())
+            try:
+                handle._context.run(handle._callback, *handle._args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                about = {"message": "a callback failed", "exception": error, "handle": handle}
+                self.call_exception_handler(about)
 
     def _stop_wanted(self) -> bool:
         return bool(getattr(self, "_stopping", False))
@@ -276,32 +305,29 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def _advance(self) -> bool:
         """Jump to the next timer, and make everything ready that is due by then; False if there is none."""
         timers = self._timers
-        while timers and timers[0][4].cancelled():
+        while timers and timers[0][3]._cancelled:
             heapq.heappop(timers)
         if not timers:
             return False
         self._now = max(self._now, timers[0][0])
         while timers and timers[0][0] <= self._now:
-            _, _, _, process, handle = heapq.heappop(timers)
-            self._ready_now.append((process, handle))
+            self._ready_now.append(heapq.heappop(timers)[3])
         return True
 
-    def _in_order(self, ready: list[_Ready]) -> Iterator[_Ready]:
+    def _in_order(self, ready: list[_Handle]) -> list[_Handle]:
         """Process by process in an order that is drawn; each process's own callbacks as they came."""
-        if len(ready) == 1:
-            yield ready[0]
-            return
-        by_process: dict[Process | None, list[_Ready]] = {}
-        for entry in ready:
-            by_process.setdefault(entry[0], []).append(entry)
+        by_process: dict[Process | None, list[_Handle]] = {}
+        for handle in ready:
+            by_process.setdefault(handle.process, []).append(handle)
+        if len(by_process) == 1:
+            return ready
         parts = list(by_process.values())
-        if len(parts) > 1:
-            self._random.shuffle(parts)
-        for part in parts:
-            yield from part
+        self._random.shuffle(parts)
+        return [handle for part in parts for handle in part]
 
-    def _describe(self, process: Process | None, handle: asyncio.Handle) -> str:
-        callback: Any = getattr(handle, "_callback", None)
+    def _describe(self, handle: _Handle) -> str:
+        callback: Any = handle._callback
+        process = handle.process
         owner = getattr(callback, "__self__", None)
         if isinstance(owner, asyncio.Task):
             what = owner.get_coro().__qualname__  # type: ignore[union-attr]

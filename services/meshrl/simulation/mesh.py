@@ -45,6 +45,8 @@ DRAIN_S: Final = 120.0
 """How long a service may take to drain at the end."""
 PATIENCE_S: Final = 3000.0
 """After the last fault everything must be trained within so many seconds."""
+FLAP_S: Final = (0.5, 5.0)
+"""The shortest and the longest time between two breaks of a link that flaps."""
 EXPECTED: Final = (UnavailableError, FencedError, InfraError, WaitTimeoutError, CapacityError)
 """Errors with which a service may end: the supervisor starts it again."""
 
@@ -281,9 +283,15 @@ class Mesh:
             case Kind.CUT:
                 services.network.cut(target, fault.seconds)
             case Kind.ZOMBIE:
-                services.network.cut(target, fault.seconds)
                 if incarnation is not None:
+                    services.network.hide(incarnation.process, fault.seconds)
                     incarnation.over.set()
+            case Kind.ISOLATED:
+                if incarnation is not None:
+                    services.network.hide(incarnation.process, fault.seconds, others="queue")
+                    incarnation.over.set()
+            case Kind.FLAPS:
+                self._flap(target, until)
             case Kind.BREAK_REQUESTS:
                 weather.break_requests_until = until
             case Kind.BREAK_ANSWERS:
@@ -314,6 +322,12 @@ class Mesh:
                 transfers.corrupt_until = until
             case Kind.MEMORY_FULL:
                 services.weights.memory.full_until = until
+
+    def _flap(self, target: str, until: float) -> None:
+        self._services.network.reset(target)
+        again_s = self._random.uniform(*FLAP_S)
+        if self.loop.time() + again_s < until:
+            self.loop.call_later(again_s, self._flap, target, until)
 
     def _drain(self, incarnation: Incarnation | None) -> None:
         """SIGTERM."""

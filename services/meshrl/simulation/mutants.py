@@ -216,6 +216,19 @@ class _TellsEarly(WeightCoordinator):
         await self._on_committed(self._proposed.version)
 
 
+class _LeavesWhoJoined(WeightCoordinator):
+    async def _propose(self) -> None:
+        source = self._offered
+        assert source is not None
+        await self._routes.stage(source, [replica.peer for replica in self._candidates()])
+        self._proposed = None  # without a word to those that joined it meanwhile
+        await super()._propose()
+
+    @property
+    def _may_propose(self) -> bool:
+        return self._offered is not None
+
+
 class _ClosesTheSegmentThatItWrites(shm.Carrier):
     def _segment(self, manifest: WeightManifest) -> shm.Segment:
         segment = super()._segment(manifest)
@@ -339,6 +352,10 @@ MUTANTS: Final[Mapping[str, Mutant]] = {
     "told_early": Mutant(
         what="the queue is told of a version before an engine serves it",
         parts=Parts(coordinator=_TellsEarly),
+    ),
+    "joiners_left_behind": Mutant(
+        what="a version that is replaced keeps the replicas that joined it meanwhile",
+        parts=Parts(coordinator=_LeavesWhoJoined),
     ),
     "segment_closed_early": Mutant(
         what="shared memory drops the oldest version even while it is being written",

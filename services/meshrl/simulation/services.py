@@ -31,6 +31,7 @@ from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.disk_full import DiskFullPolicy
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.simulation.call import connect
 from meshrl.simulation.checks import RowHistory, WatchedQueue
 from meshrl.simulation.disk import CheckpointDisk, Disk, SimulatedCheckpoints
 from meshrl.simulation.engine import SimulatedEngine
@@ -117,6 +118,7 @@ class Services:
         """Nothing runs yet; `note` and `problem` hear of what happens."""
         self.shape = shape
         self.network = Network(loop, seed, shape.delays)
+        self._connect = partial(connect, self.network)
         self.disk = Disk(seed)
         self.weights = WeightSurroundings(loop, shape, self._takes, problem, shm=parts.shm)
         self.history = RowHistory(problem)
@@ -140,8 +142,8 @@ class Services:
     async def _client(self) -> AsyncIterator[QueueClient]:
         client = self._parts.client(
             QUEUE,
-            connect=self.network.connect,
-            renewer=partial(self._parts.renewer, self.network.connect),
+            connect=self._connect,
+            renewer=partial(self._parts.renewer, self._connect),
             disk_full=DiskFullPolicy(),
         )
         async with client:
@@ -225,7 +227,7 @@ class Services:
             engine=engine,
             on_update=shape.on_update,
             paths=weights.paths,
-            connect=partial(self.network.connect, TRAINER),
+            connect=partial(self._connect, TRAINER),
             drain_s=DRAIN_S,
             load=weights.load,
         )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from meshrl.contract.types import GroupPolicy, OnUpdate, RunSpec, StalePolicy
 from meshrl.simulation.network import Delays
 
 RUN: Final = "run"
+FAST: Final = 0.2
+"""Share of seeds with many short steps: versions follow each other faster than a slow replica receives them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,8 @@ def draw_shape(seed: int) -> Shape:
     group = draw.randint(1, 4)
     policies = list(GroupPolicy) if group > 1 else [GroupPolicy.ALL]
     plane = random.Random(f"weights {seed}")
-    return Shape(
+    pace = random.Random(f"pace {seed}")
+    shape = Shape(
         workers=draw.randint(1, 4),
         slots=draw.randint(1, 4),
         rewards=draw.randint(1, 2),
@@ -114,4 +117,19 @@ def draw_shape(seed: int) -> Shape:
         anchor_every=plane.randint(1, 3),
         quorum=plane.choice((1.0, 1.0, 0.5)),
         on_update=plane.choice((OnUpdate.IN_FLIGHT, OnUpdate.IN_FLIGHT, OnUpdate.DRAIN)),
+        faults_until_s=pace.choice((20.0, 60.0)),
+    )
+    if pace.random() >= FAST:
+        return shape
+    return replace(
+        shape,
+        prompts=pace.randint(16, 32),
+        epochs=1,
+        group=1,
+        batch=1,
+        group_policy=GroupPolicy.ALL,
+        filter_groups=False,
+        response_s=0.5,
+        train_s=0.2,
+        transfer_s=0.1,
     )
