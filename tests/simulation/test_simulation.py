@@ -114,8 +114,8 @@ def test_a_trainer_that_counts_as_dead_and_comes_back_is_refused() -> None:
 def test_a_trainer_that_takes_the_run_over_after_its_end_trains_on_nothing_more() -> None:
     """The queue's end keeps the successor from the run until the predecessor is back and done."""
     faults = [
-        Fault(at_s=8.9, kind=Kind.ZOMBIE, target="trainer", seconds=2.0),
-        Fault(at_s=8.95, kind=Kind.STOP, target="queue"),
+        Fault(at_s=9.6, kind=Kind.ZOMBIE, target="trainer", seconds=2.0),
+        Fault(at_s=9.65, kind=Kind.STOP, target="queue"),
     ]
     shape = Shape(prompts=4, workers=1, checkpoint_s=0.5)
     report = simulate(1, shape=shape, faults=faults)
@@ -161,3 +161,14 @@ def test_a_fenced_trainer_cannot_put_its_checkpoint_in_place() -> None:
     assert simulate(0, shape=shape, faults=faults).problems == []
     planted = simulate(0, shape=shape, faults=faults, parts=MUTANTS["no_sweep"].parts)
     assert "row 0 of task 0-7 is in the weights 2 times" in planted.problems
+
+
+def test_a_version_for_which_there_is_no_room_does_not_leave_the_trainer_waiting_for_its_rows() -> (
+    None
+):
+    """At a staleness of 0 no later version would tell the trainer."""
+    full = [Fault(at_s=3.0, kind=Kind.MEMORY_FULL, target="trainer", seconds=4.4)]
+    shape = Shape(prompts=9, group=1, batch=3, max_staleness=0)
+    report = simulate(119, shape=shape, faults=full)
+    assert report.problems == []
+    assert any("trainer ended: CapacityError" in line for line in report.log)

@@ -7,6 +7,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Mapping
+from contextlib import suppress
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -16,7 +17,7 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.contract.ports import Queue
+from meshrl.contract.ports import Publisher, Queue
 from meshrl.contract.types import Batch, Json
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.distributed import World
@@ -57,9 +58,11 @@ class BatchSource:
         world: World,
         compute: Compute,
         status: LiveStatus,
+        publisher: Publisher,
         rewards: RewardVersionGuard | None = None,
     ) -> None:
         self._settings = settings
+        self._publisher = publisher
         self._queue = queue
         self._batches: BatchQueue = rewards or queue
         self._rewards = rewards
@@ -187,6 +190,7 @@ class BatchSource:
                     if await sampling.add(taken):
                         return sampling.batch
             except WaitTimeoutError:
+                await self._check_delivery()
                 await self._refuse_hopeless()
                 await self._report_waits()
                 await self._broadcast({"command": "waiting"})
@@ -207,6 +211,15 @@ class BatchSource:
             for future in (taking, interrupt):
                 future.cancel()
             await asyncio.gather(taking, interrupt, return_exceptions=True)
+
+    async def _check_delivery(self) -> None:
+        """Raise what kept the last version from the fleet, if something did.
+
+        At a staleness of 0 nobody samples rows before that version is there, and no later `publish` would raise it.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0):  # of a version in transfer there is nothing to say
+                await self._publisher.drained()
 
     async def _refuse_hopeless(self) -> None:
         """End the wait when a whole batch of rows was dead-lettered during it.

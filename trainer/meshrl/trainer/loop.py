@@ -106,7 +106,9 @@ class Trainer:
         self._snapshot = snapshot
         self._export = export
         self._status = LiveStatus(settings.total_steps, run=settings.run)
-        self._source = BatchSource(settings, queue, self._world, compute, self._status, rewards)
+        self._source = BatchSource(
+            settings, queue, self._world, compute, self._status, publisher, rewards
+        )
         self._evaluation = (
             EvaluationSchedule(evaluator, publisher, settings, metrics, self._status)
             if evaluator
