@@ -26,7 +26,7 @@ LINES: Mapping[str, int] = {
     "meshrl.rewardd": 7460,
     "meshrl.weights": 6400,
     "meshrl.contract": 5950,
-    "meshrl.simulation": 5150,
+    "meshrl.simulation": 5600,
     "meshrl.rpc": 6000,
     "meshrl.launcher": 4460,
     "meshrl.testing": 3300,
