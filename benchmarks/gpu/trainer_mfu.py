@@ -6,9 +6,8 @@ Random weights, bfloat16 compute over float32 master weights, activations recomp
 GRPO step from fetched rows to metrics (`Learner.learn`) over `--packs` micro-batches of `--pack` tokens, each of
 `--rows` rows of equal length. Prompts are 16 tokens, so all but a few positions are projected and trained.
 
-MFU counts what the model needs, not what is recomputed: 6 FLOPs per token and matrix weight, the output projection
-included and the embedding look-up not, and for causal attention 6 · layers · heads · head_dim · length² per row, over
-the device's dense bfloat16 peak. Aims: 23,800 tokens/s and 35 % at 16,384 tokens; 40 % at 65,536.
+MFU counts what the model needs, not what is recomputed (`meshrl.trainer.utilisation`), over the device's dense
+bfloat16 peak. Aims: 23,800 tokens/s and 35 % at 16,384 tokens; 40 % at 65,536.
 
 Without a CUDA device it says so and ends with code 0. The last line is one JSON object.
 """
@@ -35,6 +34,7 @@ from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.model.policy import build_policy, random_hf
+from meshrl.trainer.utilisation import peak_tflops
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": dict(
@@ -48,21 +48,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
     ),
 }  # fmt: skip
-PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "B200": 2250}
-"""Dense bfloat16, without sparsity."""
 PROMPT = 16
 GROUP = 4
 NOW = Version(1, 0)
-
-
-def flops(config: Qwen3Config, lengths: list[int]) -> float:
-    """Of one forward and backward pass over rows of `lengths`."""
-    hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
-    keys = 2 * config.num_key_value_heads * config.head_dim
-    layer = hidden * (heads + keys) + heads * hidden + 3 * hidden * config.intermediate_size
-    weights = config.num_hidden_layers * layer + config.vocab_size * hidden
-    attention = sum(6 * config.num_hidden_layers * heads * length**2 for length in lengths)
-    return 6.0 * weights * sum(lengths) + attention
 
 
 def learner_of(config: Qwen3Config, world: World, pack: int) -> Learner:
@@ -134,24 +122,19 @@ def measure(given: argparse.Namespace, pack: int, world: World) -> dict[str, Any
         assert np.isfinite(found["actor/grad_norm"])
     tokens = sum(len(row.tokens) for row in rows)
     step_s = statistics.median(seconds[2:])  # two to warm up
-    done = flops(config, [len(row.tokens) for row in rows])
-    peak = given.peak_tflops or _peak(world.device)
+    done = found["batch/tflops"]
+    peak = given.peak_tflops or peak_tflops(world.device)
     result = {
         "pack": pack,
         "micro_batches": found["batch/micro_batches"],
         "step_s": round(step_s, 4),
         "tokens_per_s": round(tokens / step_s),
-        "tflops_per_s": round(done / step_s / 1e12, 2),
-        "mfu": round(done / step_s / 1e12 / peak, 4) if peak else None,
+        "tflops_per_s": round(done / step_s, 2),
+        "mfu": round(done / step_s / peak, 4) if peak else None,
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
     }
     print(json.dumps(result), flush=True)
     return result
-
-
-def _peak(device: torch.device) -> float | None:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((float(peak) for known, peak in PEAK_TFLOPS.items() if known in name), None)
 
 
 def main() -> None:

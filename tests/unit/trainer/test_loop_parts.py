@@ -4,12 +4,14 @@ import asyncio
 import json
 import math
 import resource
+import time
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import TrainerPhase, TrainerStatus, Version, Waiting
@@ -22,7 +24,9 @@ from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.metrics import LearningCheck, MetricsLog, TensorBoardSink
 from meshrl.trainer.model.logprob import linear_argmax, linear_sum_pi_squared
+from meshrl.trainer.model.policy import random_hf
 from meshrl.trainer.status import LiveStatus
+from meshrl.trainer.utilisation import ModelWork, peak_memory
 
 from . import rank_work
 
@@ -287,6 +291,37 @@ async def test_a_watcher_hears_of_changes_and_of_the_end() -> None:
     assert (last.phase, last.samples, dict(last.staleness)) == (TrainerPhase.DONE, 4, {0: 3, 1: 1})
     assert last.reward_mean == 0.5 and last.eta_s is not None
     assert metrics["time/waiting_s"] > 0
+
+
+def test_a_step_says_how_well_it_used_its_devices() -> None:
+    live_status = LiveStatus(total_steps=1, ranks=2, peak_tflops=100.0)
+    with live_status.phase(TrainerPhase.TRAINING):
+        time.sleep(0.02)
+    metrics = live_status.stepped({"batch/tflops": 8.0}, {}, tokens=600)
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
+    seconds, training_s = numbers["time/step_s"], numbers["time/training_s"]
+    assert numbers["share/training"] == pytest.approx(training_s / seconds)
+    assert numbers["throughput/tokens_per_s_per_gpu"] == pytest.approx(300 / seconds)
+    assert numbers["throughput/tflops_per_s_per_gpu"] == pytest.approx(4 / training_s)
+    assert numbers["throughput/mfu"] == pytest.approx(0.04 / training_s)
+    assert 0 < peak_memory(torch.device("cpu"))["memory/peak_gib"] < 1000
+
+
+def test_the_work_of_a_model_is_what_its_matrices_take() -> None:
+    config = Qwen3Config(
+        vocab_size=100, hidden_size=8, intermediate_size=16, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=4, tie_word_embeddings=False,
+    )  # fmt: skip
+    matrices = sum(
+        parameter.numel()
+        for name, parameter in random_hf(config, 0).named_parameters()
+        if parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
+    )
+    work = ModelWork.of(config)
+    assert work is not None
+    assert work.flops([10], 0) == 6 * matrices * 10 + 6 * 3 * 16 * 10**2
+    assert work.flops([10], 5) - work.flops([10], 0) == 6 * 100 * 8 * 5
+    assert ModelWork.of(object()) is None
 
 
 async def test_work_runs_one_piece_after_the_other(world: World) -> None:

@@ -51,6 +51,7 @@ from meshrl.trainer.reward_version_guard import BatchQueue, RewardVersionGuard
 from meshrl.trainer.settings import TrainerSettings
 from meshrl.trainer.status import LiveStatus, RunControl
 from meshrl.trainer.trajectories.log import TrajectoryLog
+from meshrl.trainer.utilisation import peak_memory, peak_tflops
 
 
 class Trainer:
@@ -105,7 +106,12 @@ class Trainer:
         )
         self._snapshot = snapshot
         self._export = export
-        self._status = LiveStatus(settings.total_steps, run=settings.run)
+        self._status = LiveStatus(
+            settings.total_steps,
+            run=settings.run,
+            ranks=self._world.size,
+            peak_tflops=peak_tflops(self._world.device),
+        )
         self._source = BatchSource(
             settings, queue, self._world, compute, self._status, publisher, rewards
         )
@@ -195,6 +201,7 @@ class Trainer:
         )
         await self._publish()
         staleness = Counter(max(0, batch.step - row.oldest.step) for row in batch.rows)
+        metrics |= peak_memory(self._world.device)
         metrics |= self._source.metrics | (self._rewards.metrics if self._rewards else {})
         metrics = self._status.stepped(metrics, staleness, tokens)
         if self._metrics:

@@ -23,9 +23,18 @@ RECENT_STEPS = 10
 class LiveStatus:
     """Step, phase, metrics and waits of a running loop. Belongs to one event loop."""
 
-    def __init__(self, total_steps: int | None, *, run: str = "") -> None:
-        """`run` names the traces of its steps."""
+    def __init__(
+        self,
+        total_steps: int | None,
+        *,
+        run: str = "",
+        ranks: int = 1,
+        peak_tflops: float | None = None,
+    ) -> None:
+        """`run` names the traces of its steps; `peak_tflops`: what one rank's device could do, if that is known."""
         self._run = run
+        self._ranks = ranks
+        self._peak_tflops = peak_tflops
         self.version = Version(0, 0)
         self._total_steps = total_steps
         self._phase = TrainerPhase.STARTING
@@ -91,6 +100,8 @@ class LiveStatus:
             "time/step_s": seconds,
             "time/unix_s": time.time(),
             "throughput/tokens_per_s": tokens / seconds,
+            **_shares(spent, seconds),
+            **self._throughput(numbers, tokens, seconds, spent.get("time/training_s", 0.0)),
             "policy_version": str(self.version),
         }
         self._metrics = {
@@ -100,6 +111,19 @@ class LiveStatus:
         }
         self._announce()
         return metrics
+
+    def _throughput(
+        self, numbers: Mapping[str, Json], tokens: int, seconds: float, training_s: float
+    ) -> dict[str, float]:
+        """Of one device."""
+        found = {"throughput/tokens_per_s_per_gpu": tokens / seconds / self._ranks}
+        tflops = numbers.get("batch/tflops")
+        if isinstance(tflops, float) and tflops and training_s:
+            rate = tflops / training_s / self._ranks
+            found["throughput/tflops_per_s_per_gpu"] = rate
+            if self._peak_tflops:
+                found["throughput/mfu"] = rate / self._peak_tflops
+        return found
 
     def evaluated(self, score: float) -> None:
         """Record a held-out score."""
@@ -152,6 +176,14 @@ class LiveStatus:
     def _announce(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _shares(spent: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """`share/<phase>` of a step for each `time/<phase>_s`."""
+    return {
+        f"share/{name.removeprefix('time/').removesuffix('_s')}": part / seconds
+        for name, part in spent.items()
+    }
 
 
 class RunControl:

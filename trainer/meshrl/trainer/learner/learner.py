@@ -38,6 +38,7 @@ from meshrl.trainer.learner.policy_gradient import ForwardOutputs, MicroBatch, O
 from meshrl.trainer.learner.reward_learner import RewardLearner
 from meshrl.trainer.learner.value_learner import ValueLearner
 from meshrl.trainer.model.policy import Policy
+from meshrl.trainer.utilisation import ModelWork
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,9 @@ class Learner:
         self._total_steps = total_steps
         self._critic = critic
         self._rewarder = rewarder
+        self._work = ModelWork.of(
+            policy.hf.config.get_text_config(), frozen=policy.adapter is not None
+        )
 
     @property
     def beside(self) -> dict[str, Trained]:
@@ -161,6 +165,7 @@ class Learner:
         work = _Work(rows=rows, experience=experience, targets=targets, step=step)
         if not alone:
             metrics |= self._improve(minis, work, step)
+            metrics["batch/tflops"] = self._tflops(schedule, experience)
         logprobs, ragged = self._logprobs_before(before, work)
         if observe is not None:
             observe(Learned(experience, targets, logprobs, before.values))
@@ -175,6 +180,14 @@ class Learner:
             "batch/tokens": sum(row.num_tokens for row in schedule.rows),
             "batch/micro_batches": sum(len(m.ranks[0]) for m in schedule.mini_batches),
         }
+
+    def _tflops(self, schedule: Schedule, experience: Experience) -> float:
+        """What the policy's update needs, in 10^12 operations of all ranks; 0 for a model that is not known."""
+        if self._work is None:
+            return 0.0
+        lengths = [row.num_tokens for row in schedule.rows]
+        once = self._work.flops(lengths, int(experience.ragged.lengths.sum()))
+        return self._actor.ppo_epochs * once / 1e12
 
     def _before(
         self,

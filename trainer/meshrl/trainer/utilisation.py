@@ -1,0 +1,85 @@
+"""How well a step uses its devices: floating-point operations that the model needs, against what the device could do.
+
+Counted is what the model needs, not what is computed twice: for each matrix weight a token passes, 2 operations
+forward and 4 backward (2 where it is frozen), and for causal attention 6 · heads · head_dim · length² a layer and
+row. The output projection counts where a token is trained, the embedding look-up does not. Passes before the update
+(old log-probs, values, process rewards) are left out, so a step with those has a lower figure.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+PEAK_TFLOPS: Final = {
+    **{"H100 PCIe": 756.0, "H100": 989.0, "H200": 989.0, "H20": 148.0, "A100": 312.0},
+    **{"L40S": 362.0, "B200": 2250.0, "B300": 2250.0},
+}
+"""Dense bfloat16, without sparsity, by a part of the device's name; the first that fits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWork:
+    """What a decoder computes for a token, from its configuration."""
+
+    layers: int
+    heads_width: int
+    """heads · head_dim."""
+    layer_weights: int
+    """Of the matrices that a token passes in one layer: of a mixture, of the experts that it is sent to."""
+    head_weights: int
+    frozen: bool = False
+    """Only adapters are trained, whose own share is left out."""
+
+    @classmethod
+    def of(cls, config: Any, *, frozen: bool = False) -> ModelWork | None:
+        """From a transformers configuration; None for one that names its sizes in other words."""
+        try:
+            hidden, heads = config.hidden_size, config.num_attention_heads
+            width = heads * (getattr(config, "head_dim", None) or hidden // heads)
+            groups = getattr(config, "num_key_value_heads", None) or heads
+            experts = getattr(config, "num_experts_per_tok", None)
+            inner = getattr(config, "moe_intermediate_size", None) if experts else None
+            mlp = 3 * hidden * (inner or config.intermediate_size) * (experts or 1)
+            attention = 2 * hidden * width + 2 * hidden * width * groups // heads
+            return cls(
+                layers=config.num_hidden_layers,
+                heads_width=width,
+                layer_weights=attention + mlp,
+                head_weights=config.vocab_size * hidden,
+                frozen=frozen,
+            )
+        except AttributeError:
+            return None
+
+    def flops(self, lengths: Sequence[int], projected: int) -> float:
+        """Of one forward and backward pass.
+
+        Args:
+            lengths: Tokens of each row.
+            projected: Tokens of all rows whose log-probs are computed.
+        """
+        factor = 4.0 if self.frozen else 6.0
+        matrices = factor * self.layers * self.layer_weights * sum(lengths)
+        attention = 6.0 * self.layers * self.heads_width * sum(n * n for n in lengths)
+        return matrices + factor * self.head_weights * projected + attention
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """Of one device; None where it is not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """The most that this rank held of its device since the last call; on a CPU, that its process ever held."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return {"memory/peak_gib": peak / 2**30}
