@@ -22,7 +22,7 @@ CRUMB_LINES = 60
 LINES: Mapping[str, int] = {
     "meshrl.trainer": 14950,
     "meshrl.rollout": 10000,
-    "meshrl.transferqueue": 10400,
+    "meshrl.transferqueue": 10550,
     "meshrl.rewardd": 7460,
     "meshrl.weights": 6400,
     "meshrl.contract": 5950,

@@ -26,6 +26,7 @@ from meshrl.simulation.stand_ins import TrainedRow
 from meshrl.transferqueue.model.group import Grant, bits
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.operations.lifecycle import REISSUED
+from meshrl.transferqueue.operations.why_waiting import DUE
 
 Problem = Callable[[str], None]
 
@@ -201,7 +202,10 @@ class Liveness:
     def look(self, run: Run, waits: Sequence[Waiting]) -> None:
         """Called again and again; `waits` is what `why_waiting` says."""
         found = set()
-        taking = any(" waits for " in wait.what and wait.what.startswith("take") for wait in waits)
+        taking = any(
+            wait.what.startswith("take") and " waits for " in wait.what and DUE not in wait.what
+            for wait in waits
+        )
         if taking and len(run.complete) >= run.spec.batch_groups:
             found.add("a take waits although enough groups are complete: nobody woke it")
         now = run.clock()

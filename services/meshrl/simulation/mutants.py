@@ -93,11 +93,14 @@ class _SettlesInMemory(TransferQueue):
 class _TakesAnew(TransferQueue):
     _takes = 0
 
-    async def _take(
-        self, run: str, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
+    async def take(
+        self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
     ) -> Batch:
         type(self)._takes += 1
-        return await super()._take(run, epoch, step, groups, f"{batch_id}#{self._takes:06}", wait_s)
+        anew = f"{batch_id}#{self._takes:06}"
+        return await super().take(
+            run, epoch=epoch, step=step, groups=groups, batch_id=anew, wait_s=wait_s
+        )
 
     async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
         known = [b for b in self._run(run).batches if b.startswith(f"{batch_id}#")]

@@ -99,7 +99,7 @@ class QueueConfig(Config):
     group_k: NonNegativeInt = 0
     """For k_of_n: how many finished rows make a group complete."""
     stale_policy: StalePolicy = StalePolicy.REISSUE
-    """What happens to a prompt whose rows grew too old: reissue | drop."""
+    """What happens to a prompt whose rows grew too old: reissue | drop. `drop` also waits for none that would be."""
     resident_batches: PositiveInt = 4
     """Admission bound in batches if `max_staleness` is inf."""
     resident_bytes: PositiveInt = 4 << 30

@@ -378,9 +378,17 @@ class TransferQueue(RowMethods):
         return await self._take(run, epoch, step, groups, batch_id, wait_s)
 
     async def _take(
-        self, run: str, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
+        self,
+        run: str,
+        epoch: int,
+        step: int,
+        groups: int,
+        batch_id: str,
+        wait_s: float,
+        *,
+        windowed: bool = True,
     ) -> Batch:
-        """`take`, also of 0 groups."""
+        """`take`, also of 0 groups; `windowed` as in `lifecycle.take`."""
         deadline = self._deadline(wait_s)
 
         def reason() -> str:
@@ -394,7 +402,12 @@ class TransferQueue(RowMethods):
                 batch = None
                 if batch_id not in state.batches:
                     batch = lifecycle.take(
-                        state, epoch=epoch, step=step, count=groups, batch_id=batch_id
+                        state,
+                        epoch=epoch,
+                        step=step,
+                        count=groups,
+                        batch_id=batch_id,
+                        windowed=windowed,
                     )
                 taken = state.batches.get(batch_id)
                 if taken is None:
@@ -555,7 +568,7 @@ class TransferQueue(RowMethods):
             dead_letters.quarantine_taken(run, batch, damaged)
             lifecycle.shrink(run, batch)
             return False
-        batch.answered = True
+        run.show(batch)
         return True
 
     async def _taken_before(self, run: str, taken: TakenBatch, step: int) -> Batch:

@@ -150,6 +150,8 @@ class Group:
     batch: TakenBatch | None = None
     position: int = -1
     """Place in the order of all takes, which a repeated take follows. -1: never taken."""
+    sampled_from: int | None = None
+    """The published step when a row was first granted; None: none was. Not stored."""
     since: float = 0.0
     """When a row last changed hands; monotonic seconds."""
     lost_by: dict[int, str] = field(default_factory=dict)

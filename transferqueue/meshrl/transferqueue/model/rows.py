@@ -70,6 +70,8 @@ class Rows:
         self._ready = tuple(ReadyRows() for _ in self.stages)
         self.open_bytes = 0
         """Payload of the groups that are not consumed."""
+        self.sampled_from: Final[Counter[int]] = Counter()
+        """The groups that are in no batch, by the step from which they were sampled."""
         self.open_tokens = 0
         """Tokens of the rows of these groups, as far as they are sampled."""
         self._lease_expiries: Counter[str] = Counter()
@@ -203,6 +205,8 @@ class Rows:
         for group, mask in self._ready[stage.number].pop(limit, worker, now):
             grant = Grant(group, stage.number, token, worker, mask, now, deadline, holder)
             group.add_grant(grant)
+            if group.sampled_from is None:
+                self._sample_from(group, self.record.published.step)
             self._expiry.watch(grant)
             self._refresh(group)
             grants.append(grant)
@@ -311,6 +315,7 @@ class Rows:
         """Every row leaves as stale, and a new attempt at each comes in, in the group's old place."""
         self.withdraw(group)
         self.remove_rows(group, group.present, Exit.STALE, reason)
+        self._sample_from(group, None)
         group.position = -1
         self.start_attempts(group, range(group.size))
 
@@ -339,6 +344,19 @@ class Rows:
             self._commit_log.delete(Table.PAYLOAD, group.frame_key(frame.number))
             if not (group.batch and group.batch.consumed):
                 self.open_bytes -= frame.nbytes
+
+    def _sample_from(self, group: Group, step: int | None) -> None:
+        """The group, which is in no batch and not complete, is sampled from a version of `step` on."""
+        self._count_sampled(group, -1)
+        group.sampled_from = step
+        self._count_sampled(group, 1)
+
+    def _count_sampled(self, group: Group, sign: int) -> None:
+        """The group is in no batch (1), or it is not here any more, or in one (-1)."""
+        if group.sampled_from is not None:
+            self.sampled_from[group.sampled_from] += sign
+            if not self.sampled_from[group.sampled_from]:
+                del self.sampled_from[group.sampled_from]
 
     def _count_open(self, group: Group, sign: int) -> None:
         """The group's bytes and tokens count for admission (1) or do not any more (-1)."""

@@ -240,11 +240,16 @@ class Run(Rows):
                     self._consumed -= 1
                     self._count_open(group, 1)
                 group.batch = None
+                self._count_sampled(group, 1)
                 self._refresh(group)
                 self.offer(group)
             self.save(groups)
             batch.groups.clear()
             self._close_batch(batch)
+
+    def show(self, batch: TakenBatch) -> None:
+        """A trainer is told of the batch."""
+        batch.answered = True
 
     def take_out(self, batch: TakenBatch, groups: Sequence[Group]) -> None:
         """`groups` leave a batch that nobody has seen, and are open again."""
@@ -252,6 +257,7 @@ class Run(Rows):
             batch.groups.remove(group.number)
             self.in_batches -= 1
             group.batch = None
+            self._count_sampled(group, 1)
             self._refresh(group)
         self.save(groups)
 
@@ -274,6 +280,7 @@ class Run(Rows):
         self.notify_stages()
 
     def _put_in(self, group: Group, batch: TakenBatch) -> None:
+        self._count_sampled(group, -1)
         group.batch = batch
         batch.groups.append(group.number)
         self.in_batches += 1
@@ -294,6 +301,8 @@ class Run(Rows):
         if batch is not None:
             batch.groups.remove(group.number)
             self.in_batches -= 1
+        else:
+            self._count_sampled(group, -1)
         if batch is not None and batch.consumed:
             self._consumed -= 1
         else:
@@ -375,6 +384,9 @@ class Run(Rows):
         self._groups[group.number] = group
         self._by_task[group.task_id] = group
         self._count_open(group, 1)
+        known = [facts.oldest.step for facts in group.facts_of(group.present)]
+        if known or group.grants:
+            self._sample_from(group, min(known, default=self.record.published.step))
         if batch is not None:
             self._put_in(group, batch)
         for grant in group.grants:

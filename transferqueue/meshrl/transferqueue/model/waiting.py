@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 from meshrl.transferqueue.model.group import Grant, Group, lowest
 from meshrl.transferqueue.sampling import CompleteGroup, OrderedNumbers, Sampler
@@ -101,6 +102,8 @@ class CompleteGroups:
         self._taken_before = OrderedNumbers()
         """By position."""
         self._count = 0
+        self.sampled_from: Final[Counter[int]] = Counter()
+        """The groups by the step from which they were sampled."""
 
     def __len__(self) -> int:
         return self._count
@@ -109,6 +112,8 @@ class CompleteGroups:
         """The group, which is in no batch, became complete."""
         group.complete = True
         self._count += 1
+        if group.sampled_from is not None:
+            self.sampled_from[group.sampled_from] += 1
         if group.position >= 0:
             self._taken_before.put(group.number, (group.position,))
             return
@@ -132,8 +137,17 @@ class CompleteGroups:
         if group.complete:
             group.complete = False
             self._count -= 1
+            if group.sampled_from is not None:
+                self.sampled_from[group.sampled_from] -= 1
+                if not self.sampled_from[group.sampled_from]:
+                    del self.sampled_from[group.sampled_from]
             self._sampler.discard(group.number)
             self._taken_before.discard(group.number)
+
+    @property
+    def taken_before(self) -> int:
+        """Groups that come first, since a take that is repeated follows the one before."""
+        return len(self._taken_before)
 
     def first(self, count: int) -> list[int]:
         """The numbers of the next `count` groups in order (fewer if there are fewer); they stay."""

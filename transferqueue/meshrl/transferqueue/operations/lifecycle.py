@@ -17,7 +17,7 @@ A run that is not gated (evaluation) follows no versions: there every settled gr
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -204,10 +204,74 @@ def retire(run: Run, group: Group) -> None:
     run.save()
 
 
-def take(run: Run, *, epoch: int, step: int, count: int, batch_id: str) -> Batch | None:
-    """Take a batch of `count` complete groups; None if there are not enough yet.
+def _due(run: Run, step: int, count: int) -> Iterator[tuple[int, int]]:
+    """How many of the groups that were sampled from `first` or earlier on must be in the batch of `step`, by `first`.
 
-    A closed feed ends with one smaller batch.
+    The others would grow too old: `batch_groups` groups fit into each step that is left to them. What is too old
+    already counts no more.
+    """
+    spec = run.spec
+    if math.isinf(spec.max_staleness) or not spec.gated:
+        return
+    groups = 0
+    for first in sorted(run.sampled_from):
+        steps_left = first + spec.max_staleness - step
+        if steps_left >= 0:
+            groups += run.sampled_from[first]
+            if (wanted := math.ceil(groups - steps_left * spec.batch_groups)) > 0:
+                yield first, min(wanted, count)
+
+
+def due_groups(run: Run, step: int, count: int) -> int:
+    """Groups that `take` waits for although enough others are complete: any later step would be too late for them.
+
+    Without this, tasks that sample for longer than the staleness window were overtaken each time, and only short ones
+    were trained. A run that drops what is too old waits for none, and a repeated batch is as it was.
+    """
+    if run.spec.stale_policy is StalePolicy.DROP or run.complete.taken_before >= count:
+        return 0
+    complete = run.complete.sampled_from
+    return max(
+        [
+            wanted - sum([number for at, number in complete.items() if at <= first])
+            for first, wanted in _due(run, step, count)
+        ],
+        default=0,
+    )
+
+
+def _with_due(run: Run, groups: list[Group], step: int) -> list[Group]:
+    """`groups`, which the sampler has chosen, with those that must be in the batch in the place of its last ones."""
+    for first, wanted in _due(run, step, len(groups)):
+        missing = wanted - sum(_from(group) <= first for group in groups)
+        if missing <= 0:
+            continue
+        chosen = {group.number for group in groups}
+        due = [
+            group
+            for group in run.groups.values()
+            if group.complete
+            and _from(group) <= first
+            and group.number not in chosen
+            and not too_old(run, group, step)
+        ]
+        later = [group for group in groups if _from(group) > first and group.position < 0]
+        swapped = min(missing, len(due), len(later))
+        leaving = {group.number for group in later[len(later) - swapped :]}
+        groups = [group for group in groups if group.number not in leaving] + due[:swapped]
+    return groups
+
+
+def _from(group: Group) -> float:
+    return math.inf if group.sampled_from is None else group.sampled_from
+
+
+def take(
+    run: Run, *, epoch: int, step: int, count: int, batch_id: str, windowed: bool = True
+) -> Batch | None:
+    """Take a batch of `count` complete groups; None if there are not enough yet, or groups are due that are not.
+
+    A closed feed ends with one smaller batch. Not `windowed`: none is waited for.
 
     Raises:
         EndOfDataError: the feed is closed and nothing is left to take.
@@ -221,6 +285,9 @@ def take(run: Run, *, epoch: int, step: int, count: int, batch_id: str) -> Batch
             raise EndOfDataError(
                 f"run {run.name}: the feed is closed and every group is taken or has left"
             )
+    elif windowed and due_groups(run, step, count) > 0:
+        return None
+    groups = _with_due(run, groups, step)
     for group in groups:
         run.withdraw(group)
         if unfinished := group.unfinished:

@@ -106,12 +106,17 @@ def _failing(run: Run, now: float) -> Iterator[Waiting]:
             )
 
 
+DUE = "would be too old at the next step"
+
+
 def take_reason(run: Run, count: int, step: int) -> str:
     """What a take waits for, with the numbers."""
     open_groups = len(run.groups) - run.in_batches
     reason = (
         f"{count} complete groups for step {step}: {len(run.complete)} are, of {open_groups} open"
     )
+    if (due := lifecycle.due_groups(run, step, count)) > 0 and len(run.complete) >= count:
+        reason += f"; {due} that are not {DUE}"
     if open_groups < count:
         closed = "closed" if run.record.feed_closed else "open"
         reason += (

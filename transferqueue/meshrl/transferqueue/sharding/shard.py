@@ -286,7 +286,7 @@ class ShardQueue(TransferQueue):
             )
         state.skip_positions(plan.round << ROUND_BITS)
         try:
-            return await self._take(run, epoch, step, groups, batch_id, wait_s)
+            return await self._take(run, epoch, step, groups, batch_id, wait_s, windowed=False)
         except EndOfDataError:  # the share was damaged: the other shards give theirs
             return await self._take(run, epoch, step, 0, batch_id, wait_s)
 
@@ -384,8 +384,13 @@ def _plan(run: Run, batch_id: str) -> str:
 
 
 def _groups(run: Run, step: int, count: int, plan: str, members: str) -> GroupCounts:
-    """Look at the next groups of a take; those that grew too old leave on the way, as in `take`."""
+    """Look at the next groups of a take; those that grew too old leave on the way, as in `take`.
+
+    While the shard waits for groups that are due, it has none to give.
+    """
     found = [] if plan else lifecycle.fresh_enough(run, step, count)
+    if lifecycle.due_groups(run, step, count) > 0:
+        found = []
     replays = Counter(group.position >> ROUND_BITS for group in found if group.position >= 0)
     return GroupCounts(
         plan=plan,
