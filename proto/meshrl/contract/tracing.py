@@ -27,6 +27,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -75,6 +76,13 @@ def step_trace(run: str, epoch: int, step: int) -> tuple[str, str]:
     return _ids(f"{run} step {epoch}.{step}")
 
 
+@lru_cache(4096)
+def _place(run: str, task: str) -> float:
+    """Of a group among all groups: in [0, 1)."""
+    digest = hashlib.blake2b(f"{run}/{task}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2**64
+
+
 def _ids(name: str) -> tuple[str, str]:
     digest = hashlib.blake2b(name.encode(), digest_size=24).hexdigest()
     return digest[:32], digest[32:]
@@ -115,10 +123,7 @@ class Tracer:
 
     def samples(self, uid: Uid) -> bool:
         """The same for the rows of a group, in every process."""
-        if self._share >= 1.0:
-            return True
-        digest = hashlib.blake2b(f"{uid.run}/{uid.task}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") < self._share * 2**64
+        return self._share >= 1.0 or _place(uid.run, uid.task) < self._share
 
     def new_id(self) -> str:
         """Of a span."""

@@ -109,6 +109,8 @@ class LiveStatus:
             for k, v in metrics.items()
             if isinstance(v, int | float) and math.isfinite(v)
         }
+        infinite = (v for v in metrics.values() if isinstance(v, float) and not math.isfinite(v))
+        self._metrics["not_finite"] = sum(1.0 for _ in infinite)
         self._announce()
         return metrics
 
@@ -202,6 +204,10 @@ class RunControl:
 
     async def status(self) -> TrainerStatus:
         """How training does now."""
+        return self._status.status()
+
+    def snapshot(self) -> TrainerStatus:
+        """The same, for another thread too."""
         return self._status.status()
 
     def watch(self, *, every_s: float = 10.0) -> AsyncIterator[TrainerStatus]:

@@ -37,6 +37,7 @@ from meshrl.rpc.queue_connection import connect_mesh_queue
 from meshrl.rpc.runtime import GrpcServer, Servicer
 from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.trainer import TrainerServicer
+from meshrl.rpc.trainer_metrics import TrainerCollector
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.resume import resume
 from meshrl.trainer.compute import Compute
@@ -146,6 +147,7 @@ async def _lead(
     async with AsyncExitStack() as stack, GrpcServer(context.settings, servicers) as server, plane:
         if judge is not None:
             stack.push_async_callback(judge.close)
+        server.registry.register(TrainerCollector(setting.run, trainer.control.snapshot))
         await server.ready()
         await work_until_stopped(server, _to_the_end(trainer, disk_full), drain)
         await asyncio.sleep(LAST_WORD_S)
