@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from meshrl.contract.types import (
     Batch,
@@ -111,8 +112,17 @@ def train(model: Path, target: Path, world: World, rows_given: int, steps: int) 
 def main(model: Path, target: Path, rows_given: int, steps: int, sharers: int) -> None:
     torch.set_num_threads(1)
     world = World.start("cpu", sequence_parallel=sharers)
+    reductions: list[object] = []
+    add_up = DefaultReduceScatter.__call__
+
+    def counted(self: DefaultReduceScatter, *args: Any, **options: Any) -> Any:
+        reductions.append(self)
+        return add_up(self, *args, **options)
+
+    DefaultReduceScatter.__call__ = counted  # type: ignore[method-assign]
     numbers = train(model, target, world, rows_given, steps)
     if world.is_main:
+        (target / "reductions").write_text(str(len(reductions)))
         (target / "numbers").write_text(" ".join(map(repr, numbers)))
     world.close()
 

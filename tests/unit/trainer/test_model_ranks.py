@@ -12,6 +12,7 @@ from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.distributed import World
+from meshrl.trainer.learner.micro_batcher import allows_whole_gradients
 from meshrl.trainer.model.sequence_parallel import repeats
 
 from . import rank_work
@@ -47,6 +48,8 @@ def test_two_ranks_give_the_loss_and_the_gradient_of_one(
     start = AutoModelForCausalLM.from_pretrained(tiny_path).state_dict()
     for name in weights[0]:
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=1e-6)
+    # The two layers and the rest, once: not for each of the micro-batches.
+    assert (tmp_path / "two" / "reductions").read_text() == "3"
     if rows > 1:
         assert max((weights[0][n] - start[n]).abs().max() for n in start) > 1e-2
 
@@ -57,6 +60,11 @@ def test_two_ranks_give_the_loss_and_the_gradient_of_one(
     checkpoint.load(found[0], learner.policy, learner.optimizers)
     for name, parameter in learner.policy.named_tensors():
         assert torch.equal(parameter.full_tensor(), weights[1][name])  # type: ignore[attr-defined]
+
+
+def test_gradients_are_added_up_once_where_they_take_little_of_the_memory() -> None:
+    assert allows_whole_gradients(600_000_000, 80 << 30)
+    assert not allows_whole_gradients(7_600_000_000, 80 << 30)
 
 
 def test_the_split_into_micro_batches_changes_no_gradient(tiny_path: Path, world: World) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.sockets import is_loopback, listen_fd, loopback_interface
 from meshrl.trainer.model.sequence_parallel import SequenceGroup
@@ -101,6 +102,16 @@ class World:
     def is_main(self) -> bool:
         """Rank 0 calls the queue, writes metrics and the state of checkpoints."""
         return self.rank == 0
+
+    @property
+    def memory(self) -> int:
+        """Bytes of this rank's device; of a CPU's, its share beside the other ranks of this machine."""
+        if self.device.type == "cuda":
+            total: int = torch.cuda.get_device_properties(self.device).total_memory
+            share = DeviceShare.of()
+            return int(total * (1.0 if share is None else share.memory))
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return pages // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     @property
     def data_rank(self) -> int:

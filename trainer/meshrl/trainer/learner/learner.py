@@ -261,7 +261,9 @@ class Learner:
         # Loss terms sum up over micro-batches; over ranks and updates they are averaged.
         share = 1.0 / (self.world.size * updates)
         tau = self._temperature
-        for chosen, outputs in work.rows.micro_batches(mini, lambda pack: self.policy(pack, tau)):
+        for chosen, outputs in work.rows.micro_batches(
+            mini, self.policy, lambda pack: self.policy(pack, tau)
+        ):
             logprobs, entropies = outputs
             for row, part in zip(chosen, work.rows.split(logprobs, chosen), strict=True):
                 work.first_logprobs.setdefault(row, part)

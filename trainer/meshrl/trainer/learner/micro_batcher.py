@@ -14,6 +14,9 @@ from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.experience import MiniBatch, Schedule, gather_tokens
 from meshrl.trainer.model.packing import Pack, pack, share_out
 
+WHOLE_GRADIENTS_SHARE = 8
+"""Gradients of the whole model may take this part of a device: 10 GB of 80, those of 2.5 billion weights."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatcher:
@@ -41,13 +44,21 @@ class MicroBatcher:
         return packed if among is None else share_out(packed, among)
 
     def micro_batches(
-        self, mini: MiniBatch, forward: Callable[[Pack], tuple[torch.Tensor, ...]]
+        self,
+        mini: MiniBatch,
+        model: nn.Module,
+        forward: Callable[[Pack], tuple[torch.Tensor, ...]],
     ) -> Iterator[tuple[Sequence[int], tuple[torch.Tensor, ...]]]:
         """This rank's micro-batches that have rows, each with the result of `forward`: a backward pass must follow.
 
-        Every rank calls this; a rank's backward passes are as many as its peers'.
+        Every rank calls this; a rank's backward passes are as many as its peers'. Where memory allows, the gradients
+        of `model`, which `forward` calls, meet those of the peers in the last one only.
         """
-        for chosen in mini.ranks[self.world.data_rank]:
+        parts = mini.ranks[self.world.data_rank]
+        once = isinstance(model, FSDPModule) and reduces_once(model, self.world)
+        for index, chosen in enumerate(parts):
+            if once and isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(index == len(parts) - 1)
             outputs = forward(self.pack(chosen))
             if chosen:
                 yield chosen, outputs
@@ -73,3 +84,16 @@ class MicroBatcher:
             # of the parameters would get them in the compute type.
             model.reshard()
         return gather_tokens(self.schedule, [of_row[row] for row in self.rows], self.world)
+
+
+def reduces_once(model: nn.Module, world: World) -> bool:
+    """Whether ranks add up their gradients once for an optimizer step, and not for each micro-batch."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    offloaded = any(parameter.device.type != world.device.type for parameter in trained)
+    numbers = sum(parameter.numel() for parameter in trained)
+    return world.size > 1 and not offloaded and allows_whole_gradients(numbers, world.memory)
+
+
+def allows_whole_gradients(numbers: int, memory: int) -> bool:
+    """Whether each rank has room for the gradients of the whole model in float32, beside what it needs anyway."""
+    return 4 * numbers <= memory // WHOLE_GRADIENTS_SHARE

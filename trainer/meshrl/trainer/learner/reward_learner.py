@@ -80,7 +80,9 @@ class RewardLearner:
         norms = []
         rate = learning_rate(self._config.optim, step, self._total_steps or step + 1)
         for mini in own.schedule.mini_batches:
-            for chosen, (logprobs,) in own.micro_batches(mini, lambda p: (self._logprobs(p),)):
+            for chosen, (logprobs,) in own.micro_batches(
+                mini, self.model, lambda p: (self._logprobs(p),)
+            ):
                 places = experience.tokens_of(chosen)
                 ragged = experience.layout_of(chosen, experience.ragged.mask[places].to(device))
                 q, truth = logprobs - reference[places].to(device), acc[list(chosen)].to(device)

@@ -101,7 +101,9 @@ class ValueLearner:
         norms = []
         for mini in updates:
             aggregate = self._aggregator(ragged, mini)
-            for chosen, (found,) in own.micro_batches(mini, lambda pack: (self.model(pack),)):
+            for chosen, (found,) in own.micro_batches(
+                mini, self.model, lambda pack: (self.model(pack),)
+            ):
                 places, device = experience.tokens_of(chosen), self._world.device
                 part = experience.layout_of(chosen, targets.mask[places].to(device))
                 loss = value_loss(
