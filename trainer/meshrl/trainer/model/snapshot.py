@@ -100,13 +100,24 @@ def _packed(
     for _, group in itertools.groupby(placed, key=lambda pair: pair[0].bucket):
         members = list(group)
         last = members[-1][0]
-        bucket = np.empty(last.offset + last.nbytes if world.is_main else 0, dtype=np.uint8)
+        # Pinned, the GPU writes into it by itself: one copy, and this thread gathers the next tensor meanwhile.
+        cuda = world.device.type == "cuda"
+        memory = torch.empty(
+            last.offset + last.nbytes if world.is_main else 0, dtype=torch.uint8, pin_memory=cuda
+        )
         for spec, weight in members:
             full = weight.whole(kind)
             if world.is_main:
-                place = bucket[spec.offset : spec.offset + spec.nbytes]
-                place[:] = full.cpu().contiguous().view(-1).view(torch.uint8).numpy()
-                tensor_hashes.append(xxhash.xxh3_64_intdigest(place.data))
+                flat = full.contiguous().view(-1).view(torch.uint8)
+                memory[spec.offset : spec.offset + spec.nbytes].copy_(flat, non_blocking=cuda)
+        if cuda:
+            torch.cuda.current_stream(world.device).synchronize()
+        bucket = memory.numpy()
+        if world.is_main:
+            tensor_hashes += [
+                xxhash.xxh3_64_intdigest(bucket[spec.offset : spec.offset + spec.nbytes].data)
+                for spec, _ in members
+            ]
         bucket.flags.writeable = False
         sizes.append(bucket.nbytes)
         hashes.append(xxhash.xxh3_128_hexdigest(bucket.data))
