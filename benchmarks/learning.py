@@ -135,7 +135,7 @@ async def train(recipe: Recipe, world: World, directory: Path) -> list[dict[str,
         program=recipe.rollout.program,
         deadline_s=recipe.rollout.deadline_s,
     )
-    prompts = read_prompts(recipe, recipe.data.train_files)
+    prompts = read_prompts(recipe)
     feeder = Feeder(queue, run, prompts, make_task, epochs=None, shuffle=True, seed=0)
     settings = TrainerSettings(
         run=run,

@@ -10,12 +10,16 @@ from pathlib import Path
 from meshrl.config.explain import Loc
 from meshrl.config.machine import ThisMachine
 from meshrl.config.recipe import Recipe
+from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError, MeshError, UserError
 from meshrl.rewardd.config import RewardFunctionConfig
-from meshrl.rewardd.pool.rule import SIGNATURE, check_call, find_function
+from meshrl.rewardd.pool.rule import REWARDS, SIGNATURE, check_call, find_function
 from meshrl.rewardd.pool.signatures import Kind
+from meshrl.rewardd.sandbox.sandbox import Isolation
+from meshrl.trainer.config import ReasoningGymConfig
 from meshrl.trainer.data.files import FileRow, has_reader, readable_files
 from meshrl.trainer.data.prompts import read_prompt_row
+from meshrl.trainer.data.reasoning_gym import PACKAGE
 
 Problem = tuple[Loc, str]
 CHECKPOINT = "a Hugging Face checkpoint (config.json, *.safetensors, tokenizer)"
@@ -85,8 +89,13 @@ def file_checks(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
 
 
 def _data(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
-    if not recipe.data.train_files:
-        yield ("data", "train_files"), "data.train_files is empty; want parquet or jsonl files"
+    if recipe.data.reasoning_gym is not None:
+        yield from _gym(recipe, recipe.data.reasoning_gym, machine)
+    elif not recipe.data.train_files:
+        yield (
+            ("data", "train_files"),
+            "data.train_files is empty; want parquet or jsonl files, or data.reasoning_gym",
+        )
     for name in ("train_files", "val_files"):
         for index, path in enumerate(getattr(recipe.data, name)):
             at: Loc = ("data", name, index)
@@ -97,6 +106,28 @@ def _data(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
                 yield at, f"{_key(at)}: {path}: want {readable_files()} (data.reader)"
             elif "." not in (recipe.data.reader or ""):
                 yield from _rows(at, path, recipe, machine)
+
+
+def _gym(recipe: Recipe, gym: ReasoningGymConfig, machine: ThisMachine) -> Iterator[Problem]:
+    """Names and options of the tasks, and the isolation of a reward that evaluates what the policy wrote."""
+    at: Loc = ("data", "reasoning_gym")
+    if gym.chat and not _has_chat_template(recipe.tokenizer_dir, machine):
+        yield (*at, "chat"), f"{_key(at)}.chat: the tokenizer has no chat template; set it to false"
+    if not machine.installed(PACKAGE):
+        yield at, f"{_key(at)} needs the package reasoning-gym, which is not installed"
+    try:
+        machine.check_gym(gym)
+    except UserError as error:
+        yield at, str(error)
+    evaluated = sorted(
+        gym.tasks.keys() & plugins.constant(REWARDS, "reasoning_gym", "EVALUATED", ())
+    )
+    scored = any(function.name == "reasoning_gym" for function in recipe.reward.functions)
+    if evaluated and scored and recipe.reward.recipe_sandbox is not Isolation.STRICT:
+        yield (
+            ("reward", "recipe_sandbox"),
+            f"reward.recipe_sandbox: want strict, since answers to {', '.join(evaluated)} are evaluated as Python",
+        )
 
 
 def _rows(at: Loc, path: Path, recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:

@@ -22,7 +22,9 @@ from meshrl.contract.config import Config
 from meshrl.contract.errors import UserError
 from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
 from meshrl.rollout.server_engine.checkpoint import read_header
+from meshrl.trainer.config import ReasoningGymConfig
 from meshrl.trainer.data.files import FileRow, file_rows
+from meshrl.trainer.data.reasoning_gym import PACKAGE, check
 
 FIRST_ROWS = 8
 """Rows that are read of each data file: a wrong column or schema shows in the first one."""
@@ -88,6 +90,11 @@ class ThisMachine:
     def first_rows(self, path: Path, reader: str | None) -> list[FileRow]:
         """The first rows of a data file. Raises UserError."""
         return list(itertools.islice(file_rows([path], reader), FIRST_ROWS))
+
+    def check_gym(self, gym: ReasoningGymConfig) -> None:
+        """Try the names and options of its tasks, where the package is installed. Raises ConfigError."""
+        if ThisMachine.installed(self, PACKAGE):
+            check(gym)
 
     def modules(self, model: Path) -> frozenset[str] | None:
         """Full names of the modules of a checkpoint that have a weight; None where they cannot be told.

@@ -236,4 +236,5 @@ def uses_gateway(recipe: Recipe) -> bool:
 
 def has_evaluation(recipe: Recipe) -> bool:
     """True when held-out prompts are given."""
-    return bool(recipe.data.val_files)
+    gym = recipe.data.reasoning_gym
+    return bool(recipe.data.val_files) or (gym is not None and gym.val_size > 0)

@@ -51,7 +51,7 @@ def training_steps(recipe: Recipe) -> int:
     """Steps of a run: given, or what the data give; the last one may be smaller. The learning rate ends there."""
     if recipe.trainer.total_training_steps is not None:
         return recipe.trainer.total_training_steps
-    prompts = read_prompts(recipe, recipe.data.train_files).prompts
+    prompts = read_prompts(recipe).prompts
     return math.ceil(len(prompts) * recipe.trainer.total_epochs / recipe.data.train_batch_size)
 
 

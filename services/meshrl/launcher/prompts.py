@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-
 from meshrl.config.recipe import Recipe
 from meshrl.config.stages import eval_spec
 from meshrl.contract.types import Task
 from meshrl.launcher.prompt_tokenizer import load_prompt_tokenizer
 from meshrl.trainer.data.prompts import PromptSet, load_prompts, task_maker
+from meshrl.trainer.data.reasoning_gym import gym_rows
 
 
-def read_prompts(recipe: Recipe, files: Sequence[Path]) -> PromptSet:
-    """Prompts of `files` in the policy's tokens.
+def read_prompts(recipe: Recipe, *, held_out: bool = False) -> PromptSet:
+    """The prompts for training, or those held out, in the policy's tokens.
 
     Raises:
         UserError: there is no tokenizer, or a row is malformed (names file and row).
     """
-    return load_prompts(files, recipe.data, load_prompt_tokenizer(recipe.tokenizer_dir))
+    data = recipe.data
+    made = gym_rows(data.reasoning_gym, held_out=held_out) if data.reasoning_gym else ()
+    files = data.val_files if held_out else data.train_files
+    return load_prompts(files, data, load_prompt_tokenizer(recipe.tokenizer_dir), made)
 
 
 def eval_tasks(recipe: Recipe) -> list[Task]:
     """The held-out prompts, `data.val_max_samples` of them at most, sampled as `rollout.val_kwargs` says."""
     spec = eval_spec(recipe)
-    prompts = read_prompts(recipe, recipe.data.val_files).prompts
+    prompts = read_prompts(recipe, held_out=True).prompts
     if recipe.data.val_max_samples >= 0:
         prompts = prompts[: recipe.data.val_max_samples]
     make = task_maker(

@@ -33,7 +33,9 @@ MACHINE = {
     "gpus": 2,
     "packages": {
         **dict.fromkeys(PACKAGES, True),
-        **dict.fromkeys(("vllm", "sglang", "cupy", "redis", "wandb", "tensorboard"), False),
+        **dict.fromkeys(
+            ("vllm", "sglang", "cupy", "redis", "wandb", "tensorboard", "reasoning_gym"), False
+        ),
     },
     "programs": {"/venv/bin/python": True, "/gone/python": False, "serve-it": False},
     "models": {"model": QWEN, "moe": {"architectures": ["Qwen3MoeForCausalLM"]}},
@@ -124,7 +126,18 @@ WRONG: list[tuple[str, str]] = [
         "data.train_files=[trian.jsonl]",
         "data.train_files.0: no such file: trian.jsonl (did you mean train.jsonl?)",
     ),
-    ("data.train_files=[]", "data.train_files is empty; want parquet or jsonl files"),
+    (
+        "data.train_files=[]",
+        "data.train_files is empty; want parquet or jsonl files, or data.reasoning_gym",
+    ),
+    (
+        "data.reasoning_gym={tasks: {boxnet: {}}}",
+        "data.reasoning_gym.tasks: rows of boxnet have no answer to score: leave it out",
+    ),
+    (
+        "data.reasoning_gym={tasks: {gcd: {}}}",
+        "data.reasoning_gym needs the package reasoning-gym, which is not installed",
+    ),
     (
         "data.train_files=[reward.py]",
         "data.train_files.0: reward.py: want .json, .jsonl or .parquet, or name a reader of your own (data.reader)",

@@ -72,6 +72,49 @@ class ModelConfig(Config):
     """Which modules get an adapter: a list of names, `all-linear`, or as in peft a pattern of full names."""
 
 
+class ReasoningGymTaskConfig(Config):
+    """One task of reasoning-gym."""
+
+    weight: PositiveFloat = 1.0
+    """Its share of the rows, beside the other tasks' weights."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Options of the task, as reasoning-gym names them."""
+
+
+UNSCORABLE = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+"""Tasks of reasoning-gym 0.1.25 whose rows have no answer."""
+
+
+def _scorable(
+    tasks: dict[str, ReasoningGymTaskConfig],
+) -> dict[str, ReasoningGymTaskConfig]:
+    if unscorable := sorted(tasks.keys() & UNSCORABLE):
+        raise ValueError(f"rows of {', '.join(unscorable)} have no answer to score: leave it out")
+    return tasks
+
+
+class ReasoningGymConfig(Config):
+    """Prompts that reasoning-gym makes; the reward `reasoning_gym` scores the answers."""
+
+    tasks: Annotated[dict[str, ReasoningGymTaskConfig], AfterValidator(_scorable)] = Field(
+        min_length=1
+    )
+    """By the names of reasoning-gym: `chain_sum: {}`."""
+    size: PositiveInt = 1000
+    """Training prompts of all tasks together."""
+    val_size: NonNegativeInt = 100
+    """Held-out prompts of all tasks together; their questions are not asked in training."""
+    seed: int = 0
+    """Of the tasks and of their order."""
+    levels: PositiveInt = 1
+    """More than one: that many levels of each task's curriculum, in equal parts; a row's level is
+    `extra_info.difficulty`, which `data.curriculum: difficulty` sorts by. Options of a task outrank its level's."""
+    system_prompt: str = "Give your final answer between <answer> and </answer>."
+    """Goes before each question; the reward looks for those marks. Empty: nothing."""
+    chat: bool = True
+    """Prompts are chats, for a tokenizer with a chat template; False: plain text."""
+
+
 class DataConfig(Config):
     """Prompts to train and evaluate on, in verl's schema or plain `prompt`/`answer` rows."""
 
@@ -79,6 +122,8 @@ class DataConfig(Config):
     """Parquet or jsonl files, or what `reader` reads."""
     val_files: list[Path] = Field(default_factory=list)
     """Held-out prompts; none switches evaluation off."""
+    reasoning_gym: ReasoningGymConfig | None = None
+    """Prompts of reasoning-gym, beside those of the files."""
     reader: str | None = None
     """A module of `meshrl.trainer.data.readers` that reads the files, or a dotted path; None: the one named like a
     file's suffix."""

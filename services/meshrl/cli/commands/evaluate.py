@@ -26,6 +26,7 @@ from rich.text import Text
 from meshrl.cli.options import PATH, json_option, recipe_argument
 from meshrl.cli.plain_text import one_line
 from meshrl.config import Recipe, load_recipe
+from meshrl.config.recipe import has_evaluation
 from meshrl.contract.errors import UserError
 from meshrl.contract.files import replace_file
 from meshrl.rewardd.estimates import Estimate
@@ -70,8 +71,10 @@ def evaluate(
 ) -> None:
     """Answer RECIPE's data.val_files with a checkpoint and score the answers with its reward."""
     loaded = load_recipe(recipe, overrides, sections=("model", "rollout", "reward"))
-    if not loaded.data.val_files:
-        raise UserError(f"{recipe}: data.val_files is empty; want held-out parquet or jsonl files")
+    if not has_evaluation(loaded):
+        raise UserError(
+            f"{recipe}: data.val_files is empty; want held-out parquet or jsonl files, or data.reasoning_gym"
+        )
     source = checkpoint if checkpoint is not None else loaded.model.path
     if out is not None:
         _check_target(out, force)

@@ -24,7 +24,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     from meshrl.trainer.data.feeder import Feeder
     from meshrl.trainer.data.prompts import task_maker
 
-    prompts = await asyncio.to_thread(read_prompts, recipe, recipe.data.train_files)
+    prompts = await asyncio.to_thread(read_prompts, recipe)
     spec = train_spec(recipe)
     make_task = task_maker(
         spec.run,

@@ -7,7 +7,8 @@ Plain row: `prompt` (text or messages), `answer`, optionally `data_source`, `ext
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -66,9 +67,12 @@ class PromptSet:
 
 
 def load_prompts(
-    files: Sequence[Path], config: DataConfig, tokenizer: PromptTokenizer
+    files: Sequence[Path],
+    config: DataConfig,
+    tokenizer: PromptTokenizer,
+    made: Iterable[FileRow] = (),
 ) -> PromptSet:
-    """Read, template and tokenise every row of `files`.
+    """Read, template and tokenise every row of `files`, then those that code has `made`.
 
     Raises:
         UserError: a malformed row or one that is too long and not to be skipped (names file and row), or no
@@ -77,7 +81,7 @@ def load_prompts(
     prompts: list[Prompt] = []
     skipped = 0
     digest = hashlib.blake2b(digest_size=8)
-    for index, row in enumerate(file_rows(files, config.reader)):
+    for index, row in enumerate(itertools.chain(file_rows(files, config.reader), made)):
         prompt = _prompt(index, row, config, tokenizer)
         if len(prompt.prompt_ids) > config.max_prompt_length and config.filter_overlong_prompts:
             skipped += 1
@@ -86,7 +90,7 @@ def load_prompts(
         digest.update(prompt.prompt_ids.tobytes() + b"|")
         prompts.append(prompt)
     if not prompts:
-        names = ", ".join(map(str, files))
+        names = ", ".join(map(str, files)) or "data.reasoning_gym"
         raise UserError(f"no prompts in {names} ({skipped} longer than {config.max_prompt_length})")
     return PromptSet(prompts=tuple(prompts), skipped=skipped, fingerprint=digest.hexdigest())
 
