@@ -22,7 +22,7 @@ CRUMB_LINES = 60
 LINES: Mapping[str, int] = {
     "meshrl.trainer": 15250,
     "meshrl.rollout": 10000,
-    "meshrl.transferqueue": 10550,
+    "meshrl.transferqueue": 10600,
     "meshrl.rewardd": 7560,
     "meshrl.weights": 6400,
     "meshrl.contract": 5950,

@@ -45,6 +45,14 @@ class QueueCollector(Collector):
         expired = CounterMetricFamily(
             "meshrl_queue_lease_expiries", "Rows whose holder fell silent.", labels=["run", "stage"]
         )
+        letters = GaugeMetricFamily(
+            "meshrl_queue_dead_letters", "Dead letters that are kept.", labels=["run"]
+        )
+        dropped = CounterMetricFamily(
+            "meshrl_queue_dead_letters_dropped",
+            "Dead letters that were dropped because the run had too many.",
+            labels=["run"],
+        )
         ready = HistogramMetricFamily(
             "meshrl_queue_ready_to_taken_seconds",
             "Per row, from the last column of its group to the batch that takes it.",
@@ -65,6 +73,8 @@ class QueueCollector(Collector):
             ):
                 left.add_metric([ledger.run, exit_], count)
             payload.add_metric([ledger.run], run.open_bytes)
+            letters.add_metric([ledger.run], len(run.dead_letters))
+            dropped.add_metric([ledger.run], run.record.dropped_letters)
             for stage in run.stages:
                 expired.add_metric([ledger.run, stage.name], run.lease_expiries[stage.name])
             _add(ready, [ledger.run], run.ready_to_taken)
@@ -72,7 +82,8 @@ class QueueCollector(Collector):
             "meshrl_queue_commit_seconds", "From the start of a commit to its acknowledgement."
         )
         _add(commits, [], self._queue.commit_s)
-        yield from (resident, admitted, left, payload, expired, ready, commits, *fleet.families)
+        yield from (resident, admitted, left, payload, letters, dropped)
+        yield from (expired, ready, commits, *fleet.families)
         yield GaugeMetricFamily(
             "meshrl_queue_store_bytes",
             "What the store takes on disk or in memory.",

@@ -9,7 +9,7 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
-from meshrl.contract.errors import CorruptError, EndOfDataError
+from meshrl.contract.errors import CorruptError, EndOfDataError, WaitTimeoutError
 from meshrl.contract.types import GroupPolicy
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding import ShardedQueue, ShardQueue
@@ -149,6 +149,10 @@ async def test_a_damaged_row_is_replaced_where_the_run_replaces_dead_siblings(
     assert batch_uids(await actors.take(0)) == ["t1.0.0", "t1.1.0"]
     await actors.settle(0)
     await actors.publish(1)
+    await actors.queue.close()
+    actors.queue = await TransferQueue.open(store)
+    with pytest.raises(WaitTimeoutError):
+        await actors.take(1, groups=1)
     await actors.work()
     assert batch_uids(await actors.take(1, groups=1)) == ["t0.0.0", "t0.1.1"]
     assert list(await reasons(actors)) == ["run/t0/1.0"]

@@ -50,6 +50,10 @@ class QuotaConfig(Config):
     """Rows that the run's admission bound may let in: groups of a batch, times batches, times `group_size`."""
     resident_bytes: PositiveInt = 1 << 40
     """The largest `resident_bytes`."""
+    dead_letters: PositiveInt = 100_000
+    """Dead letters that are kept of a run for `dead-letters replay`; beyond it the oldest are dropped and counted."""
+    dead_letter_bytes: PositiveInt = 1 << 30
+    """The same in bytes: reasons, and the tasks that are kept for them."""
 
     @property
     def bounds(self) -> Quota:

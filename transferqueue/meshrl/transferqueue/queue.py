@@ -511,6 +511,7 @@ class TransferQueue(RowMethods):
             commit_log=self._commit_log,
             expiry=self._expiry,
             clock=clock,
+            quota=self._quota,
         )
 
     def _deadline(self, wait_s: float) -> float:

@@ -63,6 +63,8 @@ class RunRecord:
     """The position of the next group that is taken for the first time."""
     next_batch: int = 0
     next_dead: int = 0
+    dropped_letters: int = 0
+    """Dead letters that were dropped because there were too many; stored once there are any."""
 
     def encode(self) -> Json:
         """As JSON."""
@@ -78,6 +80,7 @@ class RunRecord:
             "next_position": self.next_position,
             "next_batch": self.next_batch,
             "next_dead": self.next_dead,
+            **({"dropped_letters": self.dropped_letters} if self.dropped_letters else {}),
         }
 
     @classmethod
@@ -382,16 +385,23 @@ class DeadLetters:
         self.by_uid: dict[Uid, DeadRow] = {}
         self.by_group: dict[int, list[DeadRow]] = {}
         """By number of the group: while there are any, the task's payload stays stored."""
+        self.nbytes = 0
+        """Of their reasons, and of their tasks, each once."""
 
     def add(self, row: DeadRow) -> None:
         """A row died."""
+        self.nbytes += len(row.letter.reason) + (
+            0 if row.group in self.by_group else row.task_bytes
+        )
         self.by_uid[row.letter.uid] = row
         self.by_group.setdefault(row.group, []).append(row)
 
     def remove(self, row: DeadRow) -> None:
-        """The row was replayed."""
+        """The row was replayed, or is dropped."""
         del self.by_uid[row.letter.uid]
+        self.nbytes -= len(row.letter.reason)
         rows = self.by_group[row.group]
         rows.remove(row)
         if not rows:
             del self.by_group[row.group]
+            self.nbytes -= row.task_bytes

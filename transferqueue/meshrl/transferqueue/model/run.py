@@ -12,7 +12,7 @@ from typing import Final
 from meshrl.contract.errors import FencedError
 from meshrl.contract.frames import with_checksum
 from meshrl.contract.types import DeadLetter, Json, Outcome, RunSpec, RunState, Uid, Version
-from meshrl.transferqueue.model.group import Group
+from meshrl.transferqueue.model.group import Group, task_key
 from meshrl.transferqueue.model.records import (
     DeadLetters,
     DeadRow,
@@ -24,6 +24,7 @@ from meshrl.transferqueue.model.records import (
     TaskMetadata,
 )
 from meshrl.transferqueue.model.rows import Rows
+from meshrl.transferqueue.model.specs import Quota
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.model.waiting import Expiry
 from meshrl.transferqueue.sampling import Sampler
@@ -55,10 +56,12 @@ class Run(Rows):
         commit_log: CommitLog,
         expiry: Expiry,
         clock: Callable[[], float],
+        quota: Quota | None = None,
     ) -> None:
         super().__init__(
             spec, number, sampler=sampler, commit_log=commit_log, expiry=expiry, clock=clock
         )
+        self._quota = quota or Quota()
         self.key: Final = b"s" + number.to_bytes(4, "big")
         """The key of the record that every transition rewrites."""
         self.spec_key: Final = b"r" + number.to_bytes(4, "big")
@@ -359,9 +362,27 @@ class Run(Rows):
         self.remove_rows(group, 1 << index, Exit.DEAD, reason)
 
     def remove_dead_letter(self, row: DeadRow) -> None:
-        """A dead letter is answered."""
+        """A dead letter is answered, or dropped."""
         self._dead.remove(row)
         self._commit_log.delete(Table.META, row.key)
+
+    def drop_dead_letters(self) -> int:
+        """Drop the oldest letters beyond what a run may keep, with the tasks that nothing else needs; how many.
+
+        The ledger goes on counting their rows as dead-lettered.
+        """
+        before, quota = self.record.dropped_letters, self._quota
+        while len(self.dead_letters) > 1 and (
+            len(self.dead_letters) > quota.dead_letters
+            or self._dead.nbytes > quota.dead_letter_bytes
+        ):
+            row = next(iter(self.dead_letters.values()))
+            self.remove_dead_letter(row)
+            self.record.dropped_letters += 1
+            if row.group not in self._dead.by_group and row.group not in self._groups:
+                self._commit_log.delete(Table.PAYLOAD, task_key(self.number, row.group))
+                self.known_tasks.mark_departed(row.letter.uid.task)
+        return self.record.dropped_letters - before
 
     def readmit(self, row: DeadRow) -> Group:
         """The task of a dead row whose group left comes in again, with a new attempt at each index."""

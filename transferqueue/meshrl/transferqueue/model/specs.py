@@ -21,6 +21,8 @@ class Quota:
     lease_rows: int = 65_536
     resident_rows: int = 4_000_000
     resident_bytes: int = 1 << 40
+    dead_letters: int = 100_000
+    dead_letter_bytes: int = 1 << 30
 
 
 def check_spec(spec: RunSpec, quota: Quota) -> None:

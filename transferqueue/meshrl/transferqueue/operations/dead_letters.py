@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 
 from meshrl.contract.types import GroupRows, Outcome, Uid
@@ -11,6 +12,8 @@ from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.operations import lifecycle
 from meshrl.transferqueue.operations.payload import Damage
+
+log = logging.getLogger(__name__)
 
 DAMAGED = "damaged in the store"
 """How the reason of a row begins whose payload cannot be read any more: nobody could do anything with it."""
@@ -22,6 +25,12 @@ def dead_letter(
     """The row leaves as a dead letter, and its group does what the policy says."""
     run.dead_letter(group, index, stage, outcome, reason)
     lifecycle.after_dead_letter(run, group, index)
+    dropped, total = run.drop_dead_letters(), run.record.dropped_letters
+    if dropped and (total == dropped or total // 1000 > (total - dropped) // 1000):
+        log.warning(
+            "run %s: the oldest dead letters are dropped, %d so far (queue.quota.dead_letters, dead_letter_bytes)",
+            *(run.name, total),
+        )
     run.save([group])
 
 

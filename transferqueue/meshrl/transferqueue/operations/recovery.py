@@ -64,7 +64,7 @@ def _restore_run(number: int, records: Sorted, make_run: MakeRun) -> Run:
         if group.key != key:
             raise ValueError(f"record {key.hex()} is that of group {group.number}")
         run.restore_group(group, batches[batch_number] if batch_number >= 0 else None)
-        taken_before = group.position >= 0
+        taken_before = group.position >= 0 and not group.unfinished
         if group.batch is None and (taken_before or lifecycle.is_complete(run, group)):
             run.offer(group)
     run.restore_departed()
