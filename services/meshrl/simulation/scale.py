@@ -180,7 +180,8 @@ class _Worker:
             for group in lease.groups:
                 task = int(group.task)
                 for position, index in enumerate(group.indices):
-                    tokens = setting.lengths.draw(setting.seed, task, index)
+                    attempt = group.attempts[position]
+                    tokens = setting.lengths.draw(setting.seed, task, index, attempt)
                     row = _Row(group, position, tokens, setting.tool_calls, self.version)
                     if self._updating:
                         self._waiting.append(row)

@@ -33,11 +33,15 @@ class Lengths:
         ratio = math.log(self.p99 / self.mean)
         return 0.0 if ratio <= 0 else P99 - math.sqrt(max(0.0, P99**2 - 2 * ratio))
 
-    def draw(self, seed: int, task: int, index: int) -> int:
-        """Tokens of row `index` of a task: the same whenever and wherever it is sampled."""
+    def draw(self, seed: int, task: int, index: int, attempt: int = 0) -> int:
+        """Tokens of row `index` of a task: the same wherever it is sampled, and others when it is issued again.
+
+        Without that, a prompt whose long response was too old to be trained would be sampled as long again for ever.
+        """
         sigma = self.sigma
         prompt = random.Random(seed << 40 | task << 1).gauss(0, 1)
-        row = random.Random((seed << 40 | task << 1 | 1) * 65537 + index).gauss(0, 1)
+        own = (seed << 40 | task << 1 | 1) * 65537 + index
+        row = random.Random(attempt << 128 | own).gauss(0, 1)
         z = math.sqrt(self.alike) * prompt + math.sqrt(1 - self.alike) * row
         tokens = math.exp(math.log(self.mean) - sigma**2 / 2 + sigma * z)
         return max(1, min(self.most, round(tokens)))
