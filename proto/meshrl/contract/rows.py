@@ -82,14 +82,17 @@ def reward_write(score: Score, *, loss_mask: Uint8 | None = None) -> RowWrite:
         UserError: the judge gave another number of token rewards than the response has tokens, or a component a
             name that is none.
     """
-    for name in score.components:
+    for name in (*score.components, *score.texts):
         if fault := name_fault(name):
             raise UserError(
                 f"row {score.uid}: reward component {name[:80]!r}: {fault}", uid=score.uid
             )
     columns: Columns = {
         "reward": np.array([score.score], dtype=np.float32),
-        "reward_components": text_column(json.dumps(dict(score.components), sort_keys=True)),
+        # Texts stand among the numbers: a store of before has no column of their own.
+        "reward_components": text_column(
+            json.dumps({**score.texts, **score.components}, sort_keys=True)
+        ),
         "reward_hash": text_column(score.reward_hash),
     }
     if loss_mask is not None:
@@ -159,6 +162,11 @@ def trajectory(uid: Uid, columns: Columns) -> Trajectory:
             raise CorruptError(
                 f"row {uid}: column {name} has {len(columns[name])} entries, tokens {len(tokens)}"
             )
+    said = (
+        json.loads(column_text(columns["reward_components"]))
+        if "reward_components" in columns
+        else {}
+    )
     return Trajectory(
         uid=uid,
         tokens=tokens,
@@ -170,9 +178,8 @@ def trajectory(uid: Uid, columns: Columns) -> Trajectory:
         ),
         response_text=column_text(columns["response_text"]) if "response_text" in columns else "",
         reward=float(columns["reward"][0]) if "reward" in columns else None,
-        reward_components=json.loads(column_text(columns["reward_components"]))
-        if "reward_components" in columns
-        else {},
+        reward_components={name: n for name, n in said.items() if not isinstance(n, str)},
+        reward_texts={name: text for name, text in said.items() if isinstance(text, str)},
         reward_hash=column_text(columns["reward_hash"]) if "reward_hash" in columns else "",
         token_rewards=columns.get(TOKEN_REWARDS),
         ref_logprobs=columns.get("ref_logprobs"),

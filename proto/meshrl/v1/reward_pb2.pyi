@@ -131,6 +131,26 @@ class Score(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class TextsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     UID_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
@@ -138,6 +158,7 @@ class Score(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     REWARD_HASH_FIELD_NUMBER: _builtins.int
     TOKEN_REWARDS_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
     outcome: _trajectory_pb2.Outcome.ValueType
     """The score counts only for OK, TRUNCATED and POLICY_FAULT."""
     score: _builtins.float
@@ -155,6 +176,10 @@ class Score(_message.Message):
     def token_rewards(self) -> _trajectory_pb2.Array:
         """float64, one per response token, where the judge gives them; they are the reward then, and score is what reports show."""
 
+    @_builtins.property
+    def texts(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """What the judge says in words, by name."""
+
     def __init__(
         self,
         *,
@@ -165,10 +190,11 @@ class Score(_message.Message):
         reason: _builtins.str = ...,
         reward_hash: _builtins.str = ...,
         token_rewards: _trajectory_pb2.Array | None = ...,
+        texts: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_token_rewards", b"_token_rewards", "token_rewards", b"token_rewards", "uid", b"uid"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_token_rewards", b"_token_rewards", "components", b"components", "outcome", b"outcome", "reason", b"reason", "reward_hash", b"reward_hash", "score", b"score", "token_rewards", b"token_rewards", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_token_rewards", b"_token_rewards", "components", b"components", "outcome", b"outcome", "reason", b"reason", "reward_hash", b"reward_hash", "score", b"score", "texts", b"texts", "token_rewards", b"token_rewards", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__token_rewards: _TypeAlias = _typing.Literal["token_rewards"]  # noqa: Y015
     _WhichOneofArgType__token_rewards: _TypeAlias = _typing.Literal["_token_rewards", b"_token_rewards"]  # noqa: Y015

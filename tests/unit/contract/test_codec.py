@@ -212,6 +212,8 @@ def test_a_big_endian_or_strided_array_travels_as_little_endian_and_contiguous()
 def test_free_text_travels_even_where_it_is_no_unicode() -> None:
     score = Score(uid=Uid("r", "t", 0), outcome=Outcome.INFRA_FAULT, reason="bad \ud83d text")
     assert codec.decode_score(codec.encode_score(score)).reason == "bad ? text"
+    said = Score(uid=score.uid, outcome=Outcome.OK, texts={"why": "half \ud83d", "how": "42"})
+    assert codec.decode_score(codec.encode_score(said)).texts == {"why": "half ?", "how": "42"}
 
 
 def test_json_travels_as_python_writes_it() -> None:

@@ -215,6 +215,7 @@ async def test_a_language_model_grades_and_its_last_score_counts(server: Server)
         config("generative", server.url + "/v1", model="m"), sample("{prompt} 7")
     )
     assert (score.outcome, score.score) == (Outcome.OK, 0.8)
+    assert score.texts == {"generative.answer": "Score: 2? No.\n**Score: 8**"}
     path, body, _ = server.requests[0]
     assert path == "/v1/chat/completions"
     text = body["messages"][0]["content"]

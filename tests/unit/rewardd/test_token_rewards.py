@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Outcome, Sample, Score, Uid
 from meshrl.rewardd.judges._composite import CompositeJudge, Part
 from meshrl.rewardd.pool.functions import Scorer, combine
+from meshrl.rewardd.pool.messages import MAX_TEXT, MAX_TEXTS
+from meshrl.rewardd.pool.pool import _Item, _score
 from meshrl.rewardd.pool.rule import FunctionSpec
 from meshrl.rewardd.pool.signatures import BadShapeError, Kind, as_compute_score
 from meshrl.rewardd.reward_stage import token_ends
@@ -76,6 +79,29 @@ def test_a_function_without_token_rewards_joins_the_others_at_the_last_token() -
     assert (found["score"], found["token_rewards"]) == (48.0, [3, 6, 39])
     gated = combine((scorer("gate", 1, gate=0.5), *scorers), [0.0, tokens, tokens, 10.0], 3)
     assert gated["score"] == 0.0 and "token_rewards" not in gated
+
+
+def test_texts_of_functions_and_judges_are_kept_and_bounded() -> None:
+    said = {"score": 1.0, "pred": "42", "outcome": "ok", "why": "x" * 9999, "bad\nname": "y"}
+    alone = combine((scorer("a", 1),), [said])["texts"]
+    assert {name: len(text) for name, text in alone.items()} == {"pred": 2, "why": MAX_TEXT}
+    both = combine((scorer("a", 1), scorer("b", 1)), [said, 2.0])
+    assert set(both["texts"]) == {"a.pred", "a.why"}
+    many = {"score": 0.0, **{f"t{n}": "z" for n in range(99)}}
+    assert len(combine((scorer("a", 1),), [many])["texts"]) == MAX_TEXTS
+    assert "texts" not in combine((scorer("a", 1),), [1.0])
+
+
+@pytest.mark.parametrize(
+    "texts", [["a"], {"a": 1}, {"a": "x" * (MAX_TEXT + 1)}, {"bad\nname": "x"}]
+)
+async def test_texts_that_our_code_does_not_send_are_no_score(texts: object) -> None:
+    row = Sample(
+        uid=Uid("r", "t", 0), data_source="", solution="", ground_truth=None, extra_info={}
+    )
+    message = {"score": 1.0, "components": {}, "texts": texts}
+    item = _Item(number=0, uid=row.uid, done=asyncio.Future())
+    assert _score(message, item, "h") is None
 
 
 class Fixed:

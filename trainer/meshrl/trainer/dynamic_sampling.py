@@ -199,7 +199,8 @@ class DynamicSampling:
         name = self._config.metric
         if name == "reward":
             return float(columns["reward"][0])
-        components = json.loads(column_text(columns["reward_components"]))
+        said = json.loads(column_text(columns["reward_components"]))
+        components = {name: value for name, value in said.items() if not isinstance(value, str)}
         if name not in components:
             known = ", ".join(sorted(components)) or "none"
             raise UserError(

@@ -156,6 +156,7 @@ def encode_score(score: Score) -> reward_pb2.Score:
         reason=printable(score.reason),
         reward_hash=score.reward_hash,
         token_rewards=None if tokens is None else encode_array(np.array(tokens, np.float64)),
+        texts={name: printable(text) for name, text in score.texts.items()},
     )
 
 
@@ -174,6 +175,7 @@ def decode_score(message: reward_pb2.Score) -> Score:
         reason=message.reason,
         reward_hash=message.reward_hash,
         token_rewards=tokens,
+        texts=dict(message.texts),
     )
 
 

@@ -45,3 +45,5 @@ class Score:
     reward_hash: str = ""
     token_rewards: tuple[float, ...] | None = None
     """One per response token, in order, where the judge gives them: the reward then; `score` is what reports show."""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """What the judge says in words, by name: kept with the row for people, and no metric."""

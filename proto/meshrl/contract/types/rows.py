@@ -222,6 +222,8 @@ class Trajectory:
     """The response decoded without special tokens: what a reward function reads."""
     reward: float | None = None
     reward_components: Mapping[str, float] = field(default_factory=dict)
+    reward_texts: Mapping[str, str] = field(default_factory=dict)
+    """What the judge said in words."""
     reward_hash: str = ""
     token_rewards: Float32 | None = None
     """float32[T]: each token's reward, where the run has the column; 0 outside the response."""

@@ -74,6 +74,7 @@ class CompositeJudge:
                 named = f"{part.label}: {score.reason}" if part.label else score.reason
                 return self._fault(sample, score.outcome, named)
         total, outcome, components = 0.0, Outcome.OK, dict[str, float]()
+        texts: dict[str, str] = {}
         gated: float | None = None
         tokens, plain = list[float](), 0.0
         for part, score in zip(self._parts, scores, strict=True):
@@ -94,6 +95,7 @@ class CompositeJudge:
                 outcome = score.outcome
             prefix = f"{part.label}." if part.label else ""
             components |= {prefix + key: value for key, value in score.components.items()}
+            texts |= {prefix + key: text for key, text in score.texts.items()}
             if part.label:
                 components[part.label] = score.score
         if tokens:
@@ -105,6 +107,7 @@ class CompositeJudge:
             components=components,
             reward_hash=self._hash,
             token_rewards=tuple(tokens) if tokens and gated is None else None,
+            texts=texts,
         )
 
     def _fault(self, sample: Sample, outcome: Outcome, reason: str) -> Score:

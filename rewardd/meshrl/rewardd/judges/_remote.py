@@ -18,7 +18,7 @@ from meshrl.contract.config import Config, Machine
 from meshrl.contract.errors import ConfigError, CorruptError, MeshError, UnavailableError, UserError
 from meshrl.contract.types import Json, Outcome, Sample, Score
 from meshrl.rewardd.judges._retrying import Retrier, RetryConfig
-from meshrl.rewardd.pool.functions import numbers_of, token_rewards_of
+from meshrl.rewardd.pool.functions import numbers_of, texts_of, token_rewards_of
 
 RETRYABLE = {408, 425, 429, 500, 502, 503, 504}
 MAX_ANSWER_BYTES = 16 << 20
@@ -111,6 +111,7 @@ class RemoteJudge(ABC):
             components=components,
             reward_hash=self._hash,
             token_rewards=None if tokens is None else tuple(tokens),
+            texts=texts_of(result),
         )
 
     def _fault(self, sample: Sample, outcome: Outcome, why: str) -> Score:

@@ -84,7 +84,7 @@ class GenerativeJudge(RemoteJudge):
             }
             answer = _content(await self.post("/chat/completions", body))
             if (score := self._parsed(answer)) is not None:
-                return score
+                return {"score": score, "answer": answer}
         raise InfraError(
             f"the generative judge gave no score in {config.attempts} answers; the last ends with {answer[-120:]!r}"
         )

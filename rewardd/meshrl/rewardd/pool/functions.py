@@ -20,7 +20,13 @@ import pydantic
 
 from meshrl.contract.errors import ConfigError, MeshError
 from meshrl.contract.types import Json, Outcome, name_fault
-from meshrl.rewardd.pool.messages import MAX_COMPONENTS, MAX_FLOAT32, MAX_REASON
+from meshrl.rewardd.pool.messages import (
+    MAX_COMPONENTS,
+    MAX_FLOAT32,
+    MAX_REASON,
+    MAX_TEXT,
+    MAX_TEXTS,
+)
 from meshrl.rewardd.pool.rule import SIGNATURE, FunctionSpec
 from meshrl.rewardd.pool.signatures import ARGUMENTS, Kind, as_compute_score
 
@@ -223,6 +229,19 @@ def numbers_of(result: Any, function: str) -> tuple[float, dict[str, float]]:
     return score, others
 
 
+def texts_of(result: Any) -> dict[str, str]:
+    """The texts of a dict, cut to what is kept; those without a fit name, or beyond the number, are left out."""
+    if not isinstance(result, Mapping):
+        return {}
+    found = {
+        key: value[:MAX_TEXT]
+        for key, value in result.items()
+        if isinstance(key, str) and isinstance(value, str) and key not in RESERVED
+    }
+    fit = [key for key in found if not name_fault(key)]
+    return {key: found[key] for key in fit[:MAX_TEXTS]}
+
+
 def token_rewards_of(result: Any, function: str, length: int | None) -> list[float] | None:
     """The `token_rewards` of a dict: one number per response token; None when there are none.
 
@@ -293,6 +312,7 @@ def combine(scorers: tuple[Scorer, ...], results: list[Any], length: int | None 
         BadScoreError: a function did not return a score.
     """
     total, components, plain = 0.0, {}, 0.0
+    texts: dict[str, Json] = {}
     tokens: list[float] | None = None
     gated: float | None = None
     answer: dict[str, Json] = {}
@@ -305,6 +325,7 @@ def combine(scorers: tuple[Scorer, ...], results: list[Any], length: int | None 
         components[name] = score
         prefix = "" if len(scorers) == 1 else f"{name}."
         components |= {prefix + key: value for key, value in others.items()}
+        texts |= {prefix + key: value for key, value in texts_of(result).items()}
         if (rewards := token_rewards_of(result, name, length)) is not None:
             if tokens is not None and len(tokens) != len(rewards):
                 raise BadScoreError(f"{name}: {len(rewards)} token_rewards, others {len(tokens)}")
@@ -318,5 +339,7 @@ def combine(scorers: tuple[Scorer, ...], results: list[Any], length: int | None 
         if tokens:
             tokens[-1] += plain
         answer["token_rewards"] = tokens
+    if texts:
+        answer["texts"] = dict(list(texts.items())[:MAX_TEXTS])
     total = total if gated is None else gated
     return {**answer, "score": _number(total, "the weighted sum"), "components": components}

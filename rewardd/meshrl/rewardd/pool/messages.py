@@ -12,6 +12,8 @@ from typing import BinaryIO
 from meshrl.contract.types import Json
 
 MAX_COMPONENTS = 64
+MAX_TEXTS, MAX_TEXT = 16, 2000
+"""Texts of a score, and characters of each."""
 MAX_FLOAT32 = 3.4028234663852886e38
 MAX_REASON = 2000
 """Characters of a reason."""

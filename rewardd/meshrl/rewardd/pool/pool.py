@@ -28,7 +28,13 @@ from pathlib import Path
 from meshrl.contract.errors import MeshError, UnavailableError
 from meshrl.contract.types import Json, Outcome, Sample, Score, Uid, name_fault
 from meshrl.rewardd.config import RewardConfig
-from meshrl.rewardd.pool.messages import MAX_COMPONENTS, MAX_FLOAT32, printable
+from meshrl.rewardd.pool.messages import (
+    MAX_COMPONENTS,
+    MAX_FLOAT32,
+    MAX_TEXT,
+    MAX_TEXTS,
+    printable,
+)
 from meshrl.rewardd.pool.rule import Rule
 from meshrl.rewardd.pool.worker import Worker
 from meshrl.rewardd.sandbox.sandbox import Sandbox, open_sandbox
@@ -416,6 +422,11 @@ def _score(message: Json, item: _Item, reward_hash: str) -> Score | None:
         return None
     if not all(isinstance(n, int | float) and abs(n) <= MAX_FLOAT32 for n in numbers):
         return None
+    texts = message.get("texts", {})
+    if not isinstance(texts, dict) or len(texts) > MAX_TEXTS or any(map(name_fault, texts)):
+        return None
+    if not all(isinstance(text, str) and len(text) <= MAX_TEXT for text in texts.values()):
+        return None
     if tokens is not None and item.tokens not in (None, len(tokens)):
         return None
     return Score(
@@ -425,6 +436,7 @@ def _score(message: Json, item: _Item, reward_hash: str) -> Score | None:
         components={name: float(value) for name, value in components.items()},
         reward_hash=reward_hash,
         token_rewards=None if tokens is None else tuple(map(float, tokens)),
+        texts={name: printable(text) for name, text in texts.items()},
     )
 
 

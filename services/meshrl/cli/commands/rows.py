@@ -129,6 +129,7 @@ def _print_whole(console: Console, row: Row) -> None:
             "split"
         ]: f"step {row['step']}, {row['outcome'] or 'scored'}, by {row['worker'] or '?'}",
         "reward": ", ".join(reward),
+        **{f"{printable(name)}:": text for name, text in row["reward_texts"].items()},
         "advantage": f"{_number(row['advantage'], 4)}, mismatch {_number(row['mismatch'], 4)}",
         "tokens": f"{row['prompt_length']} + {row['length']}, {row['turns']} turns of the policy",
         "versions": f"{', '.join(spans)}; staleness {row['staleness']}",

@@ -151,6 +151,10 @@ def _sample(row: Row) -> str:
         f'<p class="dim">{"policy" if part["sampled"] else "observed"}</p><pre>{escape(part["text"] or "")}</pre>'
         for part in parts
     )
+    said += "".join(
+        f'<p class="dim">{escape(name)}, by the judge</p><pre>{escape(text)}</pre>'
+        for name, text in row["reward_texts"].items()
+    )
     return (
         f"<details open><summary>{escape(' · '.join(filter(None, facts)))}</summary>"
         f'<p class="dim">prompt</p><pre>{escape(prompt)}</pre>{said}</details>'

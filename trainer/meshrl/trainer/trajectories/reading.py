@@ -57,7 +57,8 @@ def read_rows(
 
 def make_plain(row: dict[str, Any]) -> None:
     """Turn the values of one row, as pyarrow gives it, into those that people and conditions compare."""
-    row["reward_components"] = dict(row.get("reward_components") or ())
+    for name in ("reward_components", "reward_texts"):  # an earlier file has no texts
+        row[name] = dict(row.get(name) or ())
     for name in ("reward", "advantage", "mismatch"):
         if row.get(name) is not None:  # 0.4 of 32 bits is 0.4, not 0.4000000059604645
             row[name] = float(str(np.float32(row[name])))
