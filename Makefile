@@ -189,6 +189,13 @@ sync: venv
 bench: venv
 	@ls benchmarks/*.py
 
+# What a GPU machine without a network needs, in build/gpu-kit.tar (at most 64 MiB); `bash benchmarks/gpu/day.sh` runs there.
+.PHONY: gpu-kit gpu-rehearsal
+gpu-kit: venv
+	bash benchmarks/gpu/kit.sh
+gpu-rehearsal: venv
+	bash benchmarks/gpu/day.sh --rehearse
+
 # An environment of its own for the queue benchmark's peer, which wants Ray and tensordict. torch comes first: its CPU build.
 PEER_QUEUE_VENV := .venv-peer-queue
 PEER_QUEUE_READY := $(PEER_QUEUE_VENV)/.ready-0.1.11

@@ -33,6 +33,7 @@ from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
+from meshrl.trainer.model import logprob
 from meshrl.trainer.model.policy import build_policy, random_hf
 from meshrl.trainer.utilisation import peak_tflops
 
@@ -40,6 +41,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": dict(
         vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
         num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=131_072,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-4b": dict(
+        vocab_size=151_936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=131_072,
         tie_word_embeddings=True,
     ),
     "tiny": dict(
@@ -53,10 +59,13 @@ GROUP = 4
 NOW = Version(1, 0)
 
 
-def learner_of(config: Qwen3Config, world: World, pack: int) -> Learner:
+def learner_of(config: Qwen3Config, world: World, given: argparse.Namespace, pack: int) -> Learner:
     """GRPO on a model with random weights."""
     model = ModelConfig(
-        path=Path("random"), param_dtype="bfloat16", enable_gradient_checkpointing=True
+        path=Path("random"),
+        param_dtype="bfloat16",
+        enable_gradient_checkpointing=not given.no_checkpointing,
+        use_torch_compile=given.compile,
     )
     actor = ActorConfig(
         optim=OptimConfig(lr=1e-6), ppo_max_token_len_per_gpu=pack, recompute_old_log_probs=False
@@ -105,7 +114,7 @@ def batch_of(rows: list[Trajectory]) -> Batch:
 def measure(given: argparse.Namespace, pack: int, world: World) -> dict[str, Any]:
     """One length of packs."""
     config = Qwen3Config(**SHAPES[given.shape])
-    learner = learner_of(config, world, pack)
+    learner = learner_of(config, world, given, pack)
     rows = rows_of(given.rows * given.packs, pack // given.rows, config.vocab_size)
     by_uid, batch, count = {row.uid: row for row in rows}, batch_of(rows), itertools.count()
     cuda = world.device.type == "cuda"
@@ -149,7 +158,12 @@ def main() -> None:
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal"
     )
+    parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
+    parser.add_argument("--compile", action="store_true", help="compile the layers")
+    parser.add_argument("--chunk", type=int, help="logits at once, as a power of 2")
     given = parser.parse_args()
+    if given.chunk:
+        logprob.CHUNK_ELEMENTS[given.device] = 1 << given.chunk
     if given.steps < 3:
         parser.error("--steps: want at least 3, since two warm up")
     if given.device == "cuda" and not torch.cuda.is_available():
@@ -163,7 +177,11 @@ def main() -> None:
     finally:
         world.close()
     name = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
-    summary = {"benchmark": "trainer_mfu", "shape": given.shape, "device": name}
+    summary = {
+        **{"benchmark": "trainer_mfu", "shape": given.shape, "device": name},
+        **{"checkpointing": not given.no_checkpointing, "compile": given.compile},
+        **{"chunk": given.chunk, "rows": given.rows},
+    }
     print(json.dumps({**summary, "results": results}))
 
 

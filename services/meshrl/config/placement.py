@@ -118,7 +118,8 @@ class Placement:
         sharing = [
             p.service for p in workers if p.host == trainer.host and trainer.gpus[0] in p.gpus
         ]
-        if carrier == "nccl" and sharing:
+        permitted = self.recipe.weights.nccl.env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        if carrier == "nccl" and sharing and not permitted:
             yield (
                 f"weights.carrier: nccl, and {sharing[0]} is on the GPU of the trainer's first rank,"
                 " which NCCL refuses; want cuda_ipc, shm or auto"

@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# A GPU's first hour: every part in under 30 minutes together, each ending in one line of JSON; one that fails stops none.
+#   bash benchmarks/gpu/day.sh [--rehearse] [--parts a,b] [--list]
+# --rehearse runs the same parts on a CPU, with tiny shapes and stand-ins for NCCL and CUDA IPC: their seconds mean
+# nothing. PYTHON is the interpreter (.venv/bin/python), OUT the folder of the logs (build/gpu-day).
+# Not run on a GPU yet.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-.venv/bin/python} out=${OUT:-build/gpu-day} rehearse='' wanted=''
+all='machine unit parity mfu matrix nccl mesh_shm mesh_cuda_ipc mesh_nccl ranks engine'
+while [ $# -gt 0 ]; do
+  case $1 in
+    --rehearse) rehearse=1 ;;
+    --parts) wanted=${2:-}; shift ;;
+    --list) echo "$all"; exit 0 ;;
+    *) echo "error: $1: want --rehearse, --parts a,b or --list" >&2; exit 2 ;;
+  esac
+  shift
+done
+wanted=${wanted:-${all// /,}}
+for name in ${wanted//,/ }; do
+  case " $all " in *" $name "*) ;; *) echo "error: --parts: no part $name (there are $all)" >&2; exit 2 ;; esac
+done
+mkdir -p "$out"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+[ -n "$rehearse" ] && export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
+
+# part NAME SECONDS COMMAND...: the objects that it printed, or else its last line, are the result.
+part() {
+  local name=$1 limit=$2 began=$SECONDS code
+  shift 2
+  case ",$wanted," in *",$name,"*) ;; *) return ;; esac
+  timeout -k 10 "$limit" "$@" > "$out/$name.log" 2>&1
+  code=$?
+  "$python" - "$name" "$code" "$((SECONDS - began))" "$out/$name.log" <<'PYTHON'
+import json, sys
+from pathlib import Path
+name, code, seconds, log = sys.argv[1:]
+lines = [line for line in Path(log).read_text(errors="replace").splitlines() if line.strip()]
+found = []
+for line in lines:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        continue
+    if isinstance(value, dict) and (line == lines[-1] or "benchmark" in value):
+        found.append(value)
+result = found[0] if len(found) == 1 else found or "".join(lines[-1:])[-300:]
+print(json.dumps({"part": name, "ok": code == "0", "code": int(code), "seconds": int(seconds), "result": result}))
+PYTHON
+}
+
+device=${rehearse:+--device cpu --shape tiny --steps 3 --packs 2}
+tests="$python -m pytest -q -x -p no:cacheprovider"
+mfu="$python benchmarks/gpu/trainer_mfu.py $device"
+part machine 60 $python benchmarks/gpu/machine.py
+units='tests/unit/trainer/test_logprob.py tests/unit/trainer/test_model_options.py'
+[ -n "$rehearse" ] && units='tests/unit/trainer/test_logprob.py'
+part unit 240 $tests $units
+part parity 120 $python benchmarks/gpu/parity.py
+if [ -n "$rehearse" ]; then
+  part mfu 120 $mfu --pack 128
+  part matrix 120 $mfu --pack 128 --no-checkpointing --chunk 20
+  part nccl 120 $python benchmarks/gpu/nccl_channels.py --library stub --mib 1 --rounds 1 --deadline 3
+else
+  part mfu 300 bash -c "$mfu --pack 16384 && $mfu --pack 16384 --rows 8 && $mfu --pack 65536"
+  part matrix 420 bash -c "for c in 25 28; do for n in '' --no-checkpointing; do for t in '' --compile; do
+    $mfu --pack 16384 --chunk \$c \$n \$t || true; done; done; done; $mfu --pack 16384 --shape qwen3-4b --packs 2"
+  part nccl 120 $python benchmarks/gpu/nccl_channels.py
+fi
+limit=150
+[ -n "$rehearse" ] && limit=400  # a CPU warms the demo's model up first
+for carrier in shm cuda_ipc nccl; do
+  part mesh_$carrier $limit $python benchmarks/gpu/mesh.py $carrier ${rehearse:+--rehearse}
+done
+part ranks 120 $tests tests/unit/trainer/test_model_ranks.py -k two_ranks_give
+part engine 120 $python benchmarks/gpu/engine_rate.py ${rehearse:+--rehearse}
