@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -19,6 +20,28 @@ def recipe_argument(function: F) -> F:
     """`RECIPE [KEY=VALUE ...]`."""
     recipe = click.argument("recipe", type=PATH, envvar="MESHRL_RECIPE")
     return recipe(overrides_argument(function))
+
+
+class OptionsAnywhere(click.Group):
+    """Takes its options behind the name of a command as well: a person does not know whose they are."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Bring the group's options that have a value to the front."""
+        own = {
+            name
+            for parameter in self.params
+            if isinstance(parameter, click.Option) and not parameter.is_flag
+            for name in parameter.opts
+        }
+        front, rest, words = list[str](), list[str](), iter(args)
+        for word in words:
+            if word == "--":
+                rest += [word, *words]
+            elif word.partition("=")[0] not in own:
+                rest.append(word)
+            else:
+                front += [word] if "=" in word else [word, *islice(words, 1)]
+        return super().parse_args(ctx, front + rest)
 
 
 def overrides_argument(function: F) -> F:

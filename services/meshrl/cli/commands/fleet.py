@@ -18,7 +18,7 @@ from rich.table import Table
 
 from meshrl.cli.find_mesh import find_mesh
 from meshrl.cli.membership import Member, Membership, MeshAddress, read_membership
-from meshrl.cli.options import PATH, json_option
+from meshrl.cli.options import PATH, OptionsAnywhere, json_option
 from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
 from meshrl.launcher.control import ask_up
@@ -40,7 +40,7 @@ REASON_WIDTH = 12
 """What is kept for the reason, which is broken into lines."""
 
 
-@click.group(invoke_without_command=True)
+@click.group(cls=OptionsAnywhere, invoke_without_command=True)
 @click.option(
     "--run-dir",
     type=PATH,

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshrl.cli.commands._reward_rescore import rescore_run
-from meshrl.cli.options import PATH, json_option
+from meshrl.cli.options import PATH, OptionsAnywhere, json_option
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, Sample, Uid
 from meshrl.rewardd.pool.signatures import Kind
@@ -27,7 +27,7 @@ RESCORE_ROWS = 2048
 """Rows of a file in one request."""
 
 
-@click.group()
+@click.group(cls=OptionsAnywhere)
 @click.option(
     "--run-dir",
     type=PATH,
