@@ -14,8 +14,9 @@ from meshrl.config.explain import Loc
 from meshrl.config.file_checks import Problem, checkpoint_checks, file_checks, model_checks
 from meshrl.config.machine import ThisMachine
 from meshrl.config.placement import place
-from meshrl.config.plugin_checks import plugin_checks
+from meshrl.config.plugin_checks import LOGGERS, plugin_checks
 from meshrl.config.recipe import Recipe, algorithm_needs
+from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms import needs as algorithm_rules
 
@@ -194,9 +195,11 @@ def _providers(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
             ("trainer", "device"),
             f"trainer.device: cuda, {trainer.nproc} ranks (trainer.nproc), and this machine has {has}",
         )
-    for package in sorted({*trainer.logger} - {"console"}):
-        if not machine.installed(package):
+    for name in sorted({*trainer.logger} - {"console"}):
+        # A logger's module is named as its package; one with a dotted path says itself what it lacks.
+        if "." not in name and name in plugins.known(LOGGERS) and not machine.installed(name):
+            extra = "logging" if name in ("tensorboard", "wandb") else name
             yield (
                 ("trainer", "logger"),
-                f"trainer.logger: {package} is not installed; pip install 'meshrl[logging]'",
+                f"trainer.logger: {name} is not installed; pip install 'meshrl[{extra}]'",
             )

@@ -28,6 +28,7 @@ from meshrl.trainer.data.files import READERS
 PROGRAMS = "meshrl.rollout.programs"
 ENGINES = "meshrl.rollout.engines"
 STORES = "meshrl.transferqueue.stores"
+LOGGERS = "meshrl.trainer.loggers"
 LIBRARIES: Mapping[str, str] = {
     "nccl": "meshrl.weights.nccl.libraries",
     "cuda_ipc": "meshrl.weights.ipc.devices",
@@ -178,6 +179,8 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
         name: str | None = attrgetter(key)(recipe)
         if name is not None:
             yield from _name(tuple(key.split(".")), package, name)
+    for index, logger in enumerate(recipe.trainer.logger):
+        yield from _name(("trainer", "logger", index), LOGGERS, logger)
     for index, carrier in enumerate(recipe.weights.among):
         yield from _name(("weights", "among", index), CARRIERS, carrier)
     for index, function in enumerate(recipe.reward.functions):
@@ -193,6 +196,7 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
 def names_at(key: str) -> tuple[str, ...]:
     """The modules that may be named at a key of a recipe; empty where the key names none."""
     others = {"algorithm.name": "meshrl.trainer.algorithms.recipes", "weights.among": CARRIERS}
+    others["trainer.logger"] = LOGGERS
     package = {**NAMES, **others}.get(key)
     return tuple(sorted(plugins.known(package))) if package else ()
 

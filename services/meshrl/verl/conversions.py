@@ -280,7 +280,11 @@ def sampled_temperature(value: Any, given: Given) -> Answer:
 def logger(value: Any, given: Given) -> Answer:
     """The ones that there are."""
     names = as_list(value)
-    ours = [name for name in names if name in ("console", "tensorboard", "wandb")]
+    ours = [
+        name
+        for name in names
+        if name in ("console", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
+    ]
     left = [str(name) for name in names if name not in ours]
     note = f"there is no {', '.join(left)}; metrics.jsonl holds every number" if left else ""
     return Answer(settings={"trainer.logger": ours or ["console"]}, note=note)

@@ -22,7 +22,9 @@ from meshrl.trainer.learner.experience import batch_from_json, batch_to_json, sc
 from meshrl.trainer.learner.optimizer import learning_rate, norms_of
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
-from meshrl.trainer.metrics import LearningCheck, MetricsLog, TensorBoardSink
+from meshrl.trainer.loggers._types import LoggedRun
+from meshrl.trainer.loggers.tensorboard import open_logger as tensorboard
+from meshrl.trainer.metrics import LearningCheck, MetricsLog
 from meshrl.trainer.model.logprob import linear_argmax, linear_sum_pi_squared
 from meshrl.trainer.model.policy import random_hf
 from meshrl.trainer.status import LiveStatus
@@ -161,10 +163,13 @@ def test_a_run_without_a_gradient_says_so_and_one_good_step_ends_the_count(
 
 
 def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl", [TensorBoardSink(tmp_path / "tb")])
+    log = MetricsLog(
+        tmp_path / "metrics.jsonl",
+        [tensorboard(LoggedRun(directory=tmp_path, project="p", name="n"))],
+    )
     log.write(0, {"loss": 1.0, "version": "1.0"})
     log.close()
-    assert any(file.stat().st_size > 0 for file in (tmp_path / "tb").iterdir())
+    assert any(file.stat().st_size > 0 for file in (tmp_path / "tensorboard").iterdir())
 
 
 class BreaksAt:
@@ -186,7 +191,10 @@ def test_a_logger_that_fails_does_not_end_training_and_is_told_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad, good = BreaksAt("a"), BreaksAt("b")
-    log = MetricsLog(tmp_path / "metrics.jsonl", [bad, TensorBoardSink(tmp_path / "tb"), good])
+    log = MetricsLog(
+        tmp_path / "metrics.jsonl",
+        [bad, tensorboard(LoggedRun(directory=tmp_path, project="p", name="n")), good],
+    )
     for step in range(3):
         log.write(step, {"loss": 1.0} | ({"reward/\ud800": 2.0} if step < 2 else {}))
     log.close()

@@ -154,7 +154,7 @@ MOST_WRITTEN = [
         {"trainer.total_epochs": 3, "trainer.total_training_steps": 40},
     ),
     (
-        "trainer.project_name=p trainer.experiment_name='e 1' trainer.logger=[console,wandb,swanlab]",
+        "trainer.project_name=p trainer.experiment_name='e 1' trainer.logger=[console,wandb,clearml]",
         {"trainer.project_name": "p", "run.name": "e-1", "trainer.logger": ("console", "wandb")},
     ),
     ("trainer.nnodes=1 trainer.n_gpus_per_node=4", {"trainer.nproc": 4}),

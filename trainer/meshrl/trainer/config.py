@@ -367,8 +367,9 @@ class TrainerConfig(Config):
     test_freq: int = -1
     """Steps between evaluations; -1 evaluates at the end only."""
     val_before_train: bool = True
-    logger: tuple[Literal["console", "tensorboard", "wandb"], ...] = ("console",)
-    """JSONL metrics are always written to `<run.dir>/metrics.jsonl`."""
+    logger: tuple[str, ...] = ("console",)
+    """Of console, mlflow, swanlab, tensorboard, trackio, wandb, or dotted paths (docs/how-to/loggers.md). Metrics are
+    always written to `<run.dir>/metrics.jsonl`."""
     metrics_max_bytes: PositiveInt = 64 << 20
     """Of metrics.jsonl (some 25,000 steps): whenever it is longer, every second line of its first half goes."""
     project_name: str = "meshrl"

@@ -1,4 +1,4 @@
-"""Where a run's metrics are written: metrics.jsonl always; console, TensorBoard and Weights & Biases by option."""
+"""Where a run's metrics are written: metrics.jsonl always, and what `trainer.logger` names (`loggers/`)."""
 
 from __future__ import annotations
 
@@ -6,32 +6,26 @@ import json
 import logging
 import math
 import os
+import threading
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.line_file import LineFile
+from meshrl.contract.plugins import load
 from meshrl.contract.types import Json
 from meshrl.trainer.learning_signs import WATCHED, WINDOW, warnings_of
+from meshrl.trainer.loggers._types import LoggedRun, Sink, rows_of
 
 log = logging.getLogger(__name__)
 
+LOGGERS = "meshrl.trainer.loggers"
+STATM = Path("/proc/self/statm")
 MAX_BYTES = 64 << 20
 """Of metrics.jsonl: some 25,000 steps."""
-
-
-class Sink(Protocol):
-    """Another destination for metrics."""
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the metrics of one step."""
-        ...
-
-    def close(self) -> None:
-        """Flush."""
-        ...
 
 
 class MetricsLog:
@@ -50,6 +44,8 @@ class MetricsLog:
         self._path = path
         self._sinks = tuple(sinks)
         self._failed: list[Sink] = []
+        self._turn = threading.Lock()
+        """Of the sinks: metrics come from the event loop, rows from the thread that writes them."""
         self._max_bytes = self._thin_at = max_bytes
         self._refused = False
         self._file = LineFile(path)
@@ -68,9 +64,24 @@ class MetricsLog:
         clean = {k: _clean(v) for k, v in values.items()}
         self._save(json.dumps({"step": step, **clean}))
         numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float)}
-        for sink in self._sinks:
+        if "time/step_s" in numbers and self._sinks:
+            numbers |= system_metrics()
+        self._tell(step, lambda sink: sink.write(step, numbers))
+
+    def rows(self, step: int, split: str, table: Any) -> None:
+        """Hand the logged rows of a step, a `pyarrow.Table`, to the sinks that show samples."""
+        takers = [sink for sink in self._sinks if hasattr(sink, "rows")]
+        if takers and table.num_rows:
+            made = rows_of(table, split)
+            self._tell(step, lambda sink: sink.rows(step, made), takers)
+
+    def _tell(
+        self, step: int, tell: Callable[[Any], None], sinks: Sequence[Sink] | None = None
+    ) -> None:
+        for sink in self._sinks if sinks is None else sinks:
             try:
-                sink.write(step, numbers)
+                with self._turn:
+                    tell(sink)
             except Exception as error:  # the packages of loggers raise anything, and training does not depend on them
                 if sink not in self._failed:
                     self._failed.append(sink)
@@ -83,7 +94,8 @@ class MetricsLog:
         """Flush and end every sink."""
         self._file.close()
         for sink in self._sinks:
-            sink.close()
+            with self._turn:
+                sink.close()
 
     def _save(self, line: str) -> None:
         error = self._file.write_or_keep(line)
@@ -149,31 +161,19 @@ def _clean(value: Json) -> Json:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class ConsoleSink:
-    """One log line per step with the most important metrics."""
+def system_metrics() -> dict[str, float]:
+    """What this process uses, for loggers: memory in GiB, of the GPU too, and processor seconds since its start."""
+    import torch
 
-    SHOWN = (
-        ("reward/mean", "reward", "{:.3f}"),
-        ("val/score/mean", "val score", "{:.3f}"),
-        ("actor/loss", "loss", "{:.4f}"),
-        ("actor/grad_norm", "grad", "{:.2f}"),
-        ("actor/entropy", "entropy", "{:.3f}"),
-        ("staleness/mean", "stale", "{:.2f}"),
-        ("response/length_mean", "length", "{:.0f}"),
-        ("throughput/tokens_per_s", "tok/s", "{:.0f}"),
-        ("time/step_s", "step s", "{:.2f}"),
-        ("time/waiting_s", "wait s", "{:.2f}"),
-    )
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the line."""
-        shown = [
-            f"{name} {form.format(values[key])}" for key, name, form in self.SHOWN if key in values
-        ]
-        log.info("step %d  %s", step, "  ".join(shown))
-
-    def close(self) -> None:
-        """Do nothing."""
+    pages = int(STATM.read_text().split()[1]) if STATM.exists() else 0
+    found = {
+        "system/trainer_memory_gib": pages * os.sysconf("SC_PAGE_SIZE") / 2**30,
+        "system/trainer_cpu_s": time.process_time(),
+        "system/load": os.getloadavg()[0],
+    }
+    if torch.cuda.is_available():
+        found["system/trainer_gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return found
 
 
 class LearningCheck:
@@ -201,62 +201,18 @@ class LearningCheck:
         """Do nothing."""
 
 
-class TensorBoardSink:
-    """Event files for TensorBoard."""
-
-    def __init__(self, directory: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise UserError(
-                "trainer.logger: tensorboard is not installed; pip install 'meshrl[logging]'"
-            ) from error
-        self._writer: Any = SummaryWriter(str(directory))
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One scalar per metric."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Flush the event file."""
-        self._writer.close()
-
-
-class WandbSink:
-    """A Weights & Biases run, offline unless WANDB_MODE says otherwise: `wandb sync` uploads it."""
-
-    def __init__(self, directory: Path, project: str, name: str) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError(
-                "trainer.logger: wandb is not installed; pip install 'meshrl[logging]'"
-            ) from error
-        mode = os.environ.get("WANDB_MODE", "offline")
-        self._run: Any = wandb.init(project=project, name=name, dir=str(directory), mode=mode)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One history row; an evaluation that ended late is kept under its own axis."""
-        self._run.log({**values, "training_step": step})
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
-
-
-def build_sinks(names: Sequence[str], directory: Path, project: str, experiment: str) -> list[Sink]:
-    """The check that something is learned, and the sinks that `trainer.logger` names.
+def open_loggers(names: Sequence[str], run: LoggedRun) -> list[Sink]:
+    """The check that something is learned, and the loggers that `trainer.logger` names.
 
     Raises:
-        UserError: a sink's package is not installed.
+        UserError: the package of one is not installed. ConfigError: there is no such logger.
     """
     sinks: list[Sink] = [LearningCheck()]
     for name in names:
-        if name == "console":
-            sinks.append(ConsoleSink())
-        elif name == "tensorboard":
-            sinks.append(TensorBoardSink(directory / "tensorboard"))
-        elif name == "wandb":
-            sinks.append(WandbSink(directory, project, experiment))
+        try:
+            sinks.append(load(LOGGERS, name, "open_logger")(run))
+        except ImportError as error:
+            raise UserError(
+                f"trainer.logger: {name} cannot be used: {error} (docs/how-to/loggers.md)"
+            ) from error
     return sinks

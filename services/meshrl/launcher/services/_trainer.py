@@ -44,8 +44,9 @@ from meshrl.trainer.compute import Compute
 from meshrl.trainer.distributed import World
 from meshrl.trainer.evaluator import Evaluator
 from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.loggers._types import LoggedRun, flat
 from meshrl.trainer.loop import Trainer
-from meshrl.trainer.metrics import MetricsLog, build_sinks
+from meshrl.trainer.metrics import MetricsLog, open_loggers
 from meshrl.trainer.reward_version_guard import RewardVersionGuard
 from meshrl.trainer.settings import TrainerSettings
 from meshrl.trainer.trajectories.files import FOLDER
@@ -112,11 +113,17 @@ async def _lead(
         paths=RunPaths(directory=recipe.run.path, model_path=recipe.model.path),
         on_committed=partial(queue.publish, setting.run),
     )
-    sinks = build_sinks(
-        recipe.trainer.logger,
-        recipe.run.path,
-        recipe.trainer.project_name,
-        recipe.trainer.experiment_name or recipe.run.name,
+    logged = LoggedRun(
+        directory=recipe.run.path,
+        project=recipe.trainer.project_name,
+        name=recipe.trainer.experiment_name or recipe.run.name,
+        settings=flat(recipe.model_dump(mode="json")),
+        step=state.step,
+    )
+    metrics = MetricsLog(
+        recipe.metrics_path,
+        open_loggers(recipe.trainer.logger, logged),
+        max_bytes=recipe.trainer.metrics_max_bytes,
     )
     judge = JudgeClient(context.addresses["reward"]) if "reward" in context.addresses else None
     trajectories = TrajectoryLog(
@@ -125,6 +132,7 @@ async def _lead(
         max_bytes=recipe.trainer.log_bytes,
         tokenizer=recipe.tokenizer_dir,
         keeps_inputs=recipe.reward.mixed_versions == "rescore",
+        on_rows=metrics.rows,
     )
     trainer = Trainer(
         setting,
@@ -134,7 +142,7 @@ async def _lead(
         queue,
         plane,
         evaluator=await _evaluator(recipe, setting, queue, trajectories),
-        metrics=MetricsLog(recipe.metrics_path, sinks, max_bytes=recipe.trainer.metrics_max_bytes),
+        metrics=metrics,
         trajectories=trajectories,
         rewards=_rewards(recipe, queue, judge),
     )

@@ -44,6 +44,7 @@ from meshrl.trainer.learner.learner import Learned
 from meshrl.trainer.reward_version_guard import BatchQueue
 from meshrl.trainer.trajectories.files import (
     LoggedFile,
+    Split,
     beyond,
     draft_of,
     file_of,
@@ -70,6 +71,7 @@ class TrajectoryLog:
         max_bytes: int = 10 << 30,
         tokenizer: Path | None = None,
         keeps_inputs: bool = False,
+        on_rows: Callable[[int, Split, Any], None] | None = None,
     ) -> None:
         """Nothing is written before the first rows.
 
@@ -79,11 +81,13 @@ class TrajectoryLog:
             max_bytes: What the folder may hold; beyond it the oldest files go, down to nine tenths of it.
             tokenizer: Its directory, for the texts of prompts and tokens.
             keeps_inputs: Whether rows of training have what their judge saw.
+            on_rows: Gets step, split and `pyarrow.Table` of what is written, in the writer's thread.
         """
         self._folder = folder
         self._share = share
         self._max_bytes = max_bytes
         self._tokenizer = tokenizer
+        self._on_rows = on_rows
         self._columns = (*ROLLOUT_COLUMNS, *REWARD_COLUMNS, *(REWARD_INPUTS,) * keeps_inputs)
         self._jobs: queue.Queue[Callable[[], LoggedStep] | None] = queue.Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None
@@ -216,6 +220,8 @@ class TrajectoryLog:
         if self._builder is None:
             self._builder = TableBuilder(open_decoder(self._tokenizer) if self._tokenizer else None)
         table = self._builder.build(step)
+        if self._on_rows is not None:
+            self._on_rows(step.step, step.split, table)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = file_of(self._folder, step.split, step.step)
         draft = draft_of(path)

@@ -1,0 +1,140 @@
+"""Each logger gets metrics, settings, samples and histograms, goes on after a restart, and breaks nothing."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as arrow
+import pytest
+
+from meshrl.contract.errors import ConfigError, UserError
+from meshrl.trainer.loggers._types import COLUMNS, LoggedRun, rows_of
+from meshrl.trainer.metrics import LearningCheck, MetricsLog, open_loggers
+from meshrl.trainer.trajectories.table import schema
+
+from . import recorded_loggers
+
+PACKAGES = ("mlflow", "swanlab", "trackio", "wandb")
+SETTINGS = {"actor.optim.lr": 0.1, "run.name": "my", "data.train_files": ["a"]}
+
+
+def table(rows: int = 40) -> Any:
+    made = [
+        {"uid": f"my/t/{at}.0", "prompt": "p", "response": f"<b>says {at}</b>\nmore", "reward": float(at),
+         "advantage": at - 20.0, "staleness": at % 3, "length": at, "mismatch": None}
+        for at in range(rows)
+    ]  # fmt: skip
+    return arrow.Table.from_pylist(made, schema=schema())
+
+
+def run_in(directory: Path, step: int = 0) -> LoggedRun:
+    return LoggedRun(directory=directory, project="p", name="my", settings=SETTINGS, step=step)
+
+
+def log_two_steps(directory: Path, logger: str, first: int = 0) -> None:
+    sinks = open_loggers([logger], run_in(directory, first))
+    log = MetricsLog(directory / "metrics.jsonl", sinks)
+    for step in (first, first + 1):
+        log.write(step, {"reward/mean": 0.5 + step, "actor/loss": math.nan, "time/step_s": 1.0})
+        log.rows(step, "train", table())
+    log.close()
+
+
+def test_samples_are_the_best_and_the_worst_and_histograms_have_all_rows() -> None:
+    made = rows_of(table(), "train")
+    rewards = [row[COLUMNS.index("reward")] for row in made.samples]
+    assert rewards == [39, 38, 37, 36, 35, 34, 33, 32, 7, 6, 5, 4, 3, 2, 1, 0]
+    assert len(made.histograms["reward"]) == 40 and "mismatch" not in made.histograms
+    assert len(rows_of(table(3), "train").samples) == 3
+
+
+def test_tensorboard_gets_scalars_samples_histograms_settings_and_hides_repeated_steps(
+    tmp_path: Path,
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log_two_steps(tmp_path, "tensorboard")
+    log_two_steps(tmp_path, "tensorboard", first=1)
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    tags = events.Tags()
+    assert {"reward/mean", "system/trainer_memory_gib"} <= set(tags["scalars"])
+    assert set(tags["histograms"]) >= {"histogram/train/reward", "histogram/train/staleness"}
+    assert "samples/train/text_summary" in tags["tensors"]
+    assert [event.step for event in events.Scalars("reward/mean")] == [0, 1, 2]
+    text = events.Tensors("samples/train/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "    response: <b>says 39</b>\n      more" in text
+    assert "_hparams_/experiment" in events.summary_metadata
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_logger_calls_its_package_as_that_is_called(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: recorded_loggers.Calls = []
+    monkeypatch.setitem(sys.modules, package, getattr(recorded_loggers, package)(calls))
+    log_two_steps(tmp_path, package)
+    log_two_steps(tmp_path, package, first=1)
+    assert "does not take" not in caplog.text
+    logged = [call["data"] for name, call in calls if name == "log"]
+    metrics = [data for data in logged if "reward/mean" in data]
+    assert [data["reward/mean"] for data in metrics] == [0.5, 1.5, 1.5, 2.5]
+    assert all("system/trainer_cpu_s" in data for data in metrics)
+    shown = [data for data in logged if "reward/mean" not in data]
+    assert len(shown) == 4
+    if package == "mlflow":
+        told = shown[0]["rows/train-0.json"]
+        assert len(told["samples"]) == 16 and sum(told["histograms"]["reward"]["counts"]) == 40
+        params = [call["params"] for name, call in calls if name == "log_params"]
+        assert params == [{name: str(value) for name, value in SETTINGS.items()}]
+    else:
+        assert "samples/train" in shown[0]
+        assert any(name.startswith("histogram/train/reward") for name in shown[0])
+    first, again = (call for name, call in calls if name == "init")
+    if package != "mlflow":
+        assert first["config"] == SETTINGS and first["project"] == "p" and first["name"] == "my"
+    assert [name for name, _ in calls].count("finish") == 2
+    if package == "wandb":
+        assert first["id"] == again["id"] != "" and first["mode"] == "offline"
+    if package == "trackio":
+        assert first["resume"] == "allow"
+    if package == "mlflow":
+        assert (first["run_id"], again["run_id"]) == (None, "made-by-mlflow")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_real_package_takes_what_it_is_given(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed here")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    log_two_steps(tmp_path, package)
+    log_two_steps(tmp_path, package, first=1)
+    assert "does not take" not in caplog.text
+    assert any(path.stat().st_size for path in (tmp_path / package).rglob("*") if path.is_file())
+
+
+def test_an_unknown_logger_and_one_that_is_not_installed_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="no loggers named 'wandbb'; did you mean 'wandb'"):
+        open_loggers(["wandbb"], run_in(tmp_path))
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(UserError, match=r"trainer\.logger: trackio cannot be used"):
+        open_loggers(["trackio"], run_in(tmp_path))
+
+
+def test_metrics_are_written_whatever_a_logger_does(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl", [LearningCheck()])
+    log.rows(0, "train", table())  # nobody takes rows
+    log.write(0, {"reward/mean": 1.0})
+    log.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["reward/mean"] == 1.0
