@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from meshrl.contract.errors import InfraError
 from meshrl.contract.types import Batch, Json, Outcome, Sample, Score, Trajectory, Uid, Version
@@ -116,6 +117,8 @@ class Collectives:
 
 class StandInWorld:
     """As much of `World` as the loop uses. Work that was `Blocked` runs again: what it had exchanged is known."""
+
+    device = torch.device("cpu")
 
     def __init__(self, collectives: Collectives, rank: int) -> None:
         self.rank = self.data_rank = rank
