@@ -40,7 +40,7 @@ def main() -> None:
         f"run.name={name}",
         f"weights.carrier={given.carrier}",
         f"trainer.total_training_steps={3 if given.rehearse else given.steps}",
-        *("trainer.test_freq=-1", "trainer.val_before_train=false", "placement.colocate=true"),
+        *("trainer.test_freq=-1", "placement.colocate=true"),
         *(STUBS[given.carrier] if given.rehearse else ONE_GPU if given.carrier == "nccl" else ()),
     ]
     command = [sys.executable, "-m", "meshrl.cli", "demo", "--plain", *overrides]
