@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from meshrl.contract import tracing
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Outcome, Uid
 from meshrl.rollout.ports import Rollout
@@ -68,6 +71,20 @@ async def test_the_policy_calls_reads_and_answers() -> None:
     assert covered == row.loss_mask.nonzero()[0].tolist()
     assert (rollout.outcome, rollout.finish_reason) == (Outcome.OK, "stop")
     assert len({request.request_id for request in policy.requests}) == 2
+
+
+async def test_the_trace_of_a_row_has_its_turns_and_its_tool_calls(tmp_path: Path) -> None:
+    tracing.start(tmp_path, "rollout-0", 1.0)
+    with tracing.row_span("rollout", UID):
+        await run([ADD, ANSWER])
+    tracing.stop()
+    lines = (tmp_path / "rollout-0.jsonl").read_text().splitlines()
+    *inner, row = map(json.loads, lines)
+    assert [one["name"] for one in inner] == ["generate", "tool", "generate"]
+    assert {one["parent"] for one in inner} == {row["span"]}
+    first, tool, last = (one["attributes"] for one in inner)
+    assert (first["turn"], last["turn"], last["finish_reason"]) == (0, 1, "stop")
+    assert tool["tool"].endswith("add") and last["tokens"] > 0
 
 
 async def test_an_answer_without_a_call_is_a_row_of_one_turn() -> None:
