@@ -127,6 +127,11 @@ def _sizes(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
             ("model", "ulysses_sequence_parallel_size"),
             f"model.ulysses_sequence_parallel_size: {shared} does not divide trainer.nproc, {ranks}",
         )
+    if recipe.trainer.profile == "nsys" and not machine.gpus:
+        yield (
+            ("trainer", "profile"),
+            "trainer.profile: nsys reads ranges on a GPU, and this machine has none; want torch or memory",
+        )
     config = machine.json(recipe.model.path / "config.json")
     positions = config.get("max_position_embeddings")
     if isinstance(positions, int) and positions < longest:

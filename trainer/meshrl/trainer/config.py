@@ -341,6 +341,10 @@ def _log_rows(value: object) -> object:
     return {False: "off", True: "all"}[value] if isinstance(value, bool) else value
 
 
+Profile = Annotated[
+    Literal["off", "torch", "memory", "nsys"],
+    BeforeValidator(lambda value: "off" if value is False else value),
+]
 LogRows = Annotated[
     Literal["all", "off"] | Annotated[float, Field(gt=0, lt=1)], BeforeValidator(_log_rows)
 ]
@@ -380,6 +384,12 @@ class TrainerConfig(Config):
     `off`, or a share between 0 and 1 of the groups."""
     log_bytes: PositiveInt = 10 << 30
     """Most bytes of these files; beyond it the oldest steps go. The newest file always stays."""
+    profile: Profile = "off"
+    """What is recorded of the training of `profile_steps`, in `<run.dir>/profile`: `torch`, a trace of operators for
+    Perfetto; `memory`, allocations (on a GPU a snapshot for pytorch.org/memory_viz); `nsys`, NVTX ranges for
+    `nsys profile --capture-range=cudaProfilerApi`, which needs a GPU."""
+    profile_steps: tuple[NonNegativeInt, ...] = (2,)
+    """Steps, from 0."""
     take_wait_s: PositiveFloat = 30.0
     """Length of one wait for a batch, in seconds; then the trainer logs what blocks and waits again."""
 

@@ -34,7 +34,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from meshrl.contract import tracing
 from meshrl.contract.ports import Publisher, Queue, WeightSource
 from meshrl.contract.rows import trajectory
-from meshrl.contract.types import Batch, TrainerPhase, Version
+from meshrl.contract.types import Batch, Json, TrainerPhase, Version
 from meshrl.trainer.batch_source import BatchSource, Command
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.async_checkpointer import AsyncCheckpointer
@@ -47,6 +47,7 @@ from meshrl.trainer.learner.experience import Schedule
 from meshrl.trainer.learner.learner import Learned, Learner
 from meshrl.trainer.metrics import MetricsLog
 from meshrl.trainer.model.snapshot import take_snapshot
+from meshrl.trainer.profiling import FOLDER, profiled
 from meshrl.trainer.reward_version_guard import BatchQueue, RewardVersionGuard
 from meshrl.trainer.settings import TrainerSettings
 from meshrl.trainer.status import LiveStatus, RunControl
@@ -182,7 +183,10 @@ class Trainer:
         with self._status.phase(TrainerPhase.TRAINING):
             async with self._log_rows(schedule) as observe:
                 metrics = await self._compute.run(
-                    lambda: self._learner.learn(schedule, rows, batch.step, baselines, observe)
+                    self._profiled(
+                        batch.step,
+                        lambda: self._learner.learn(schedule, rows, batch.step, baselines, observe),
+                    )
                 )
         if self._world.is_main:
             await self._source.settle(batch, self._state.epoch)
@@ -206,6 +210,16 @@ class Trainer:
         metrics = self._status.stepped(metrics, staleness, tokens)
         if self._metrics:
             self._metrics.write(batch.step, metrics)
+
+    def _profiled(
+        self, step: int, learn: Callable[[], dict[str, Json]]
+    ) -> Callable[[], dict[str, Json]]:
+        """`learn`, recorded in the steps that are to be."""
+        trainer = self._settings.trainer
+        if trainer.profile == "off" or step not in trainer.profile_steps:
+            return learn
+        file = self._settings.directory / FOLDER / f"step-{step}-rank-{self._world.rank}"
+        return profiled(learn, trainer.profile, file, self._world.device)
 
     def _log_rows(
         self, schedule: Schedule

@@ -1,0 +1,41 @@
+"""What a step did is in a file of its own, and training goes on where it cannot be written."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshrl.trainer.profiling import profiled
+
+CPU = torch.device("cpu")
+
+
+def product() -> float:
+    return float((torch.ones(8, 8) @ torch.ones(8, 8)).sum())
+
+
+@pytest.mark.parametrize("kind", ["torch", "memory"])
+def test_a_step_is_recorded_and_its_result_kept(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "profile" / "step-2-rank-0"
+    assert profiled(product, kind, file, CPU)() == 512.0  # type: ignore[arg-type]
+    with gzip.open(f"{file}.trace.json.gz") as trace:
+        names = {event.get("name") for event in json.load(trace)["traceEvents"]}
+    assert "aten::mm" in names
+    assert ("[memory]" in names) == (kind == "memory")
+
+
+def test_a_profile_that_cannot_be_written_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "profile").write_text("a file is in the way")
+    assert profiled(product, "torch", tmp_path / "profile" / "step-2-rank-0", CPU)() == 512.0
+    assert "this step's profile is not written" in caplog.text
+
+
+def test_a_step_that_fails_fails_as_it_does_alone(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        profiled(lambda: 1 / 0, "torch", tmp_path / "profile" / "step", CPU)()
