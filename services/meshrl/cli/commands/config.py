@@ -11,6 +11,7 @@ import yaml
 
 from meshrl.cli.commands.from_verl import from_verl
 from meshrl.cli.options import completed, json_option, recipe_argument
+from meshrl.cli.root import uncollected
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.explain import Key, config_of, defined_at, nearest, walk
 from meshrl.config.loading import Written
@@ -47,7 +48,8 @@ def check(recipe: Path, overrides: tuple[str, ...], assume: Path | None) -> None
         for line in assumed.lines():
             click.echo(f"assumed: {line}")
         machine = AssumedMachine(assumed)
-    loaded = load_recipe(recipe, overrides, machine=machine)
+    with uncollected():
+        loaded = load_recipe(recipe, overrides, machine=machine)
     for line in place(loaded, machine).lines():
         click.echo(line)
     click.echo(f"{recipe} is good: run {loaded.run.name!r}, files under {loaded.run.path}")
