@@ -172,3 +172,16 @@ def test_a_version_for_which_there_is_no_room_does_not_leave_the_trainer_waiting
     report = simulate(119, shape=shape, faults=full)
     assert report.problems == []
     assert any("trainer ended: CapacityError" in line for line in report.log)
+
+
+def test_a_shard_that_is_added_while_queue_processes_die_loses_nothing() -> None:
+    faults = [
+        Fault(at_s=4.0, kind=Kind.KILL, target="queue"),
+        Fault(at_s=9.0, kind=Kind.KILL, target="queue-1"),
+        Fault(at_s=14.0, kind=Kind.KILL, target="queue-2"),
+    ]
+    shape = Shape(prompts=24, shards=2, added=1, references=1, train_s=2.0)
+    report = simulate(5, shape=shape, faults=faults)
+    assert report.problems == []
+    assert any("queue-2 is added" in line for line in report.log)
+    assert report.trained == 48

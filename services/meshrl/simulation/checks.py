@@ -18,6 +18,7 @@ from meshrl.contract.types import (
     Ledger,
     PackedGroup,
     RunSpec,
+    RunState,
     StalePolicy,
     Uid,
     Waiting,
@@ -61,6 +62,10 @@ class RowHistory:
         """A trainer has the run."""
         if epoch <= self._epoch:
             self._problem(f"epoch {epoch} was given out after epoch {self._epoch}")
+        self._epoch = max(epoch, self._epoch)
+
+    def followed(self, epoch: int) -> None:
+        """Shard 0 has given a trainer the run, and this one knows."""
         self._epoch = max(epoch, self._epoch)
 
     def leased(self, stage: str, worker: str, lease: Lease) -> None:
@@ -140,6 +145,11 @@ class WatchedQueue:
         self._history.acquired(state.epoch)
         return state
 
+    async def follow(self, state: RunState, owner: str) -> None:
+        """See Shard."""
+        await self._queue.follow(state, owner)
+        self._history.followed(state.epoch)
+
     async def lease(self, runs: Sequence[str], stage: str, *, worker: str, **rest: Any) -> Lease:
         """See Queue."""
         lease: Lease = await self._queue.lease(runs, stage, worker=worker, **rest)
@@ -165,6 +175,16 @@ class WatchedQueue:
     async def commit(self, run: str, *, epoch: int, **rest: Any) -> None:
         """See Queue."""
         await self._fenced("commit", epoch, self._queue.commit(run, epoch=epoch, **rest))
+
+    async def commit_and_tell(self, run: str, *, epoch: int, step: int) -> str:
+        """See Shard."""
+        told: list[str] = []
+
+        async def commit() -> None:
+            told.append(await self._queue.commit_and_tell(run, epoch=epoch, step=step))
+
+        await self._fenced("commit", epoch, commit())
+        return told[0]
 
     async def filter(self, run: str, *, epoch: int, **rest: Any) -> None:
         """See Queue."""

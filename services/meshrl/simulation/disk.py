@@ -33,7 +33,7 @@ TABLES: Final = tuple(Table)
 class Disk:
     """What one queue has stored. A `Store` is one process's handle of it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int | str) -> None:
         self.random = random.Random(f"disk {seed}")
         self.tables: dict[Table, dict[bytes, bytes]] = {table: {} for table in Table}
         self.tail = b""

@@ -60,7 +60,7 @@ class Fault:
     """Virtual seconds from the start."""
     kind: Kind
     target: str
-    """A service: `queue`, `feeder`, `trainer`, `trainer-1` (a rank), `rollout-0`, `reward-0`."""
+    """A service: `queue`, `queue-1` (a shard), `feeder`, `trainer`, `trainer-1` (a rank), `rollout-0`, `reward-0`."""
     seconds: float = 0.0
     """How long, where it has a length."""
 
@@ -113,16 +113,18 @@ AIMED: Final = 0.3
 
 def kinds_of(target: str) -> Sequence[Kind]:
     """What can happen to a service."""
-    if target == "queue":
+    role = target.partition("-")[0]
+    if role == "queue":
         disk = (Kind.DISK_FULL, Kind.COMMITS_FAIL)
         return (Kind.KILL, Kind.STOP, *disk, Kind.CUT, Kind.FLAPS, Kind.SLOW)
     own = {
         "rollout": (Kind.KILL, Kind.STOP, Kind.ENGINE_FAILS, *WEIGHTS),
         "reward": (Kind.KILL, Kind.STOP, Kind.JUDGE_FAILS),
+        "reference": (Kind.KILL, Kind.STOP),
         "trainer": (Kind.KILL, Kind.KILL, Kind.STOP, Kind.ZOMBIE, Kind.ISOLATED, Kind.MEMORY_FULL),
         "feeder": (Kind.KILL, Kind.STOP),
     }
-    return own[target.partition("-")[0]] + NETWORK
+    return own[role] + NETWORK
 
 
 def draw_faults(seed: int, targets: Sequence[str], *, until_s: float, most: int) -> list[Fault]:

@@ -39,6 +39,7 @@ from meshrl.simulation.services import Incarnation, Main, Parts, Services
 from meshrl.simulation.shape import RUN, Shape, draw_shape
 from meshrl.simulation.stand_ins import Collectives
 from meshrl.transferqueue.operations.audit import audit
+from meshrl.transferqueue.sharding import total_ledger
 
 CHECK_EVERY_S: Final = 2.0
 DRAIN_S: Final = 120.0
@@ -47,6 +48,8 @@ PATIENCE_S: Final = 3000.0
 """After the last fault everything must be trained within so many seconds."""
 FLAP_S: Final = (0.5, 5.0)
 """The shortest and the longest time between two breaks of a link that flaps."""
+ADD_S: Final = (2.0, 20.0)
+"""When a shard is added."""
 EXPECTED: Final = (UnavailableError, FencedError, InfraError, WaitTimeoutError, CapacityError)
 """Errors with which a service may end: the supervisor starts it again."""
 
@@ -119,7 +122,9 @@ class Mesh:
                 calls=self._services.network.made,
                 virtual_s=self.loop.time() - START_S,
                 trace_hash=self.loop.trace_hash,
-                samplings=self._services.history.sampled,
+                samplings=sum(
+                    (each.sampled for each in self._services.histories.values()), Counter[str]()
+                ),
                 trained=len(self._services.trained_on or ()),
             )
             self.loop.close()
@@ -141,12 +146,15 @@ class Mesh:
 
     async def _main(self) -> None:
         supervise, services = self._supervise, self._services
+        queues = self.shape.queues[: self.shape.shards]
         watching = [
-            supervise("queue", services.serve_queue),
+            *(supervise(name, services.serve_queue) for name in queues),
             supervise("feeder", services.feed, finite=True),
             *(supervise(f"rollout-{n}", services.roll_out) for n in range(self.shape.workers)),
             *(supervise(f"reward-{n}", services.score) for n in range(self.shape.rewards)),
+            *(supervise(f"reference-{n}", services.refer) for n in range(self.shape.references)),
             self._supervise_trainer(),
+            *(self._add_shard(name) for name in self.shape.queues[self.shape.shards :]),
             self._check_often(),
             self._do_faults(),
         ]
@@ -206,6 +214,18 @@ class Mesh:
             if finished and finite and incarnation.drain is None:
                 return
             await asyncio.sleep(self._random.uniform(0.1, 2.0))
+
+    async def _add_shard(self, name: str) -> None:
+        """Start one more queue process, and add it to the run."""
+        await asyncio.sleep(self._random.uniform(*ADD_S))
+        if not self._services.done.is_set():
+            serving = asyncio.create_task(self._supervise(name, self._services.serve_queue))
+            try:
+                adding = partial(self._services.add_shard, name)
+                await self._supervise("adder", adding, finite=True)
+                await serving
+            finally:
+                serving.cancel()
 
     def _judge_end(self, name: str, incarnation: Incarnation) -> None:
         error = incarnation.error
@@ -301,9 +321,9 @@ class Mesh:
             case Kind.SLOW:
                 weather.slow_until = until
             case Kind.DISK_FULL:
-                services.disk.full_until = until
+                services.disks[target].full_until = until
             case Kind.COMMITS_FAIL:
-                services.disk.failing_until = until
+                services.disks[target].failing_until = until
             case Kind.ENGINE_FAILS:
                 for engine in engines:
                     engine.failing_until = until
@@ -341,24 +361,23 @@ class Mesh:
     # --- checks
 
     async def _check_often(self) -> None:
-        liveness = Liveness(self.problem)
+        liveness = {name: Liveness(self.problem) for name in self.shape.queues}
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
-            queue = self._services.queue
-            if queue is None:
-                continue
-            for run in queue.open_runs:
-                check_resident(run, self.problem)
-                with suppress(MeshError):
-                    liveness.look(run, await queue.why_waiting(run.name))
+            for name, queue in list(self._services.queues.items()):
+                for run in queue.open_runs:
+                    check_resident(run, self.problem)
+                    if run.name == RUN:
+                        with suppress(MeshError):
+                            liveness[name].look(run, await queue.why_waiting(run.name))
 
     async def _name_the_culprit(self, since: float) -> None:
         """The run has not ended although nothing fails: `why_waiting` must say who blocks."""
-        waits: Sequence[str] = []
-        if self._services.queue is not None:
+        waits: list[str] = []
+        for queue in self._services.queues.values():
             with suppress(MeshError):
-                found = await self._services.queue.why_waiting(RUN)
-                waits = [f"{w.who}: {w.what}, {w.since_s:.0f} s, {w.owners}" for w in found]
+                found = await queue.why_waiting(RUN)
+                waits += [f"{w.who}: {w.what}, {w.since_s:.0f} s, {w.owners}" for w in found]
         self.problem(f"not trained {PATIENCE_S:.0f} s after the last fault at {since:.0f} s")
         for wait in waits[:8]:
             self.note(f"why_waiting: {wait}")
@@ -370,7 +389,7 @@ class Mesh:
         self._ending = True
         self._clear_weather()
         names = [name for name in self._lives if not name.startswith(("queue", "trainer"))]
-        for part in (names, ["queue"]):
+        for part in (names, [name for name in self._lives if name.startswith("queue")]):
             living = [self._lives[n] for n in part if not self._lives[n].over.is_set()]
             for incarnation in living:
                 self._drain(incarnation)
@@ -382,9 +401,9 @@ class Mesh:
                 late = [i.process.name for i in living if not i.over.is_set()]
                 self.problem(f"did not drain within {DRAIN_S:.0f} s: {', '.join(late)}")
             await asyncio.sleep(1.0)
-            queue = self._services.queue
-            for run in queue.open_runs if queue is not None else ():
-                check_idle(run, self.problem)
+            for queue in self._services.queues.values():
+                for run in queue.open_runs:
+                    check_idle(run, self.problem)
 
     def _clear_weather(self) -> None:
         """Nothing goes wrong any more."""
@@ -392,29 +411,32 @@ class Mesh:
             weather = self._services.network.weather(name)
             weather.break_requests_until = weather.break_answers_until = 0.0
             weather.late_requests_until = weather.slow_until = 0.0
-        disk = self._services.disk
-        disk.full_until = disk.failing_until = 0.0
+        for disk in self._services.disks.values():
+            disk.full_until = disk.failing_until = 0.0
 
     async def _check_the_end(self) -> None:
         """What the disk says, against what the weights say."""
         for incarnation in self._lives.values():
             incarnation.process.kill()
         self._services.weights.check_end()
-        store = self._services.disk.open()
-        await store.load()
-        found = await audit(store.export())
-        for problem in found.problems:
-            self.problem(f"audit: {problem}")
-        ledger = found.ledgers.get(RUN)
+        ledgers = []
+        for disk in self._services.disks.values():
+            store = disk.open()
+            await store.load()
+            found = await audit(store.export())
+            for problem in found.problems:
+                self.problem(f"audit: {problem}")
+            if RUN in found.ledgers:
+                ledgers.append(found.ledgers[RUN])
         weights = self._services.trained_on
         if weights is None:
             return
-        if ledger is None:
+        if not ledgers:
             self.problem("the store has no run")
             return
         shape = self.shape
         fed = shape.prompts * shape.epochs * shape.group
-        check_history(shape.spec, fed, ledger, weights, self.problem)
+        check_history(shape.spec, fed, total_ledger(ledgers), weights, self.problem)
 
 
 def _first(error: BaseException) -> BaseException:

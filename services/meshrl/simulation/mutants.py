@@ -37,7 +37,7 @@ from meshrl.transferqueue.model.group import Grant, Group
 from meshrl.transferqueue.model.records import Exit, TakenBatch
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.stages import Stage
-from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.sharding import ShardQueue
 from meshrl.transferqueue.store import CommitLog, Store
 from meshrl.weights.carriers import shm
 from meshrl.weights.coordinator import WeightCoordinator
@@ -56,7 +56,7 @@ class Mutant:
 def _with_run(kind: type[Run]) -> Parts:
     """The queue with another class of runs."""
 
-    class Planted(TransferQueue):
+    class Planted(ShardQueue):
         def _make_run(self, spec: RunSpec, number: int) -> Run:
             clock = asyncio.get_running_loop().time
             return kind(
@@ -76,13 +76,13 @@ class _ImpatientLog(CommitLog):
         return
 
 
-class _AcknowledgesEarly(TransferQueue):
+class _AcknowledgesEarly(ShardQueue):
     def __init__(self, store: Store) -> None:
         super().__init__(store)
         self._commit_log = _ImpatientLog(store, self._recover)
 
 
-class _SettlesInMemory(TransferQueue):
+class _SettlesInMemory(ShardQueue):
     async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
         settling = asyncio.ensure_future(
             super().settle(run, epoch=epoch, step=step, batch_id=batch_id)
@@ -90,7 +90,7 @@ class _SettlesInMemory(TransferQueue):
         settling.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
-class _TakesAnew(TransferQueue):
+class _TakesAnew(ShardQueue):
     _takes = 0
 
     async def take(
@@ -108,7 +108,7 @@ class _TakesAnew(TransferQueue):
         await super().settle(run, epoch=epoch, step=step, batch_id=newest)
 
 
-class _WritesUnderAnyToken(TransferQueue):
+class _WritesUnderAnyToken(ShardQueue):
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         await super().write_packed(run, stage, [self._held(run, stage, g) for g in groups])
 
@@ -123,7 +123,7 @@ class _WritesUnderAnyToken(TransferQueue):
         return write
 
 
-class _MovesTheCursorEarly(TransferQueue):
+class _MovesTheCursorEarly(ShardQueue):
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
         count = await super().admit(run, tasks, cursor=cursor, wait_s=wait_s)
         state = self._run(run)
@@ -132,7 +132,7 @@ class _MovesTheCursorEarly(TransferQueue):
         return count
 
 
-class _ForgetsExpiredRows(TransferQueue):
+class _ForgetsExpiredRows(ShardQueue):
     def _expired(self, grant: Grant) -> None:
         return
 

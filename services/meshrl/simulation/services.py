@@ -23,14 +23,17 @@ from typing import Any, Final, cast
 import numpy as np
 import torch
 
-from meshrl.contract.ports import HeartbeatQueue
+from meshrl.contract.ports import Queue
 from meshrl.contract.types import SamplingParams, Task, Uid, Version
 from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.disk_full import DiskFullPolicy
-from meshrl.rpc.clients.queue import QueueClient
+from meshrl.rpc.clients.queue import ClientOptions, QueueClient
+from meshrl.rpc.clients.shard import ShardClient
+from meshrl.rpc.runtime import Servicer
 from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.simulation.call import connect
 from meshrl.simulation.checks import RowHistory, WatchedQueue
 from meshrl.simulation.disk import CheckpointDisk, Disk, SimulatedCheckpoints
@@ -44,6 +47,7 @@ from meshrl.simulation.stand_ins import (
     Collectives,
     StandInJudge,
     StandInLearner,
+    StandInReference,
     StandInWorld,
     Tokenizer,
     TrainedRow,
@@ -56,14 +60,14 @@ from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.data.prompts import Prompt, PromptSet
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.loop import Trainer
+from meshrl.trainer.reference import ReferenceStage
 from meshrl.trainer.settings import TrainerSettings
-from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.sharding import ShardedQueue, ShardQueue
 from meshrl.weights.carriers import shm
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.replica_controller import ReplicaController
 from meshrl.weights.servicer import WeightsServicer
 
-QUEUE: Final = "queue:7001"
 TRAINER: Final = "trainer:7002"
 NOWHERE: Final = Path("simulated")
 
@@ -72,10 +76,12 @@ NOWHERE: Final = Path("simulated")
 class Parts:
     """The product's classes. A planted bug is a subclass in one of these places."""
 
-    queue: type[TransferQueue] = TransferQueue
+    queue: type[ShardQueue] = ShardQueue
     client: type[QueueClient] = QueueClient
+    shard_client: type[ShardClient] = ShardClient
     worker: type[RolloutWorker] = RolloutWorker
     reward: type[RewardStage] = RewardStage
+    reference: type[ReferenceStage] = ReferenceStage
     feeder: type[Feeder] = Feeder
     trainer: type[Trainer] = Trainer
     servicer: type[QueueServicer] = QueueServicer
@@ -119,12 +125,17 @@ class Services:
         self.shape = shape
         self.network = Network(loop, seed, shape.delays)
         self._connect = partial(connect, self.network)
-        self.disk = Disk(seed)
+        self.disks = {
+            name: Disk(f"{seed} {name}" if number else seed)
+            for number, name in enumerate(shape.queues)
+        }
+        """By queue process."""
         self.weights = WeightSurroundings(loop, shape, self._takes, problem, shm=parts.shm)
-        self.history = RowHistory(problem)
+        self.histories = {name: RowHistory(problem) for name in shape.queues}
+        """By queue process: a row is on one of them."""
         self.random = random.Random(f"mesh {seed}")
-        self.queue: TransferQueue | None = None
-        """The one that listens."""
+        self.queues: dict[str, ShardQueue] = {}
+        """Those that listen, by process."""
         self.judges: dict[str, StandInJudge] = {}
         self.trained_on: list[TrainedRow] | None = None
         """The weights of a trainer that has trained to the end."""
@@ -139,28 +150,41 @@ class Services:
         self._trainers = 0
 
     @asynccontextmanager
-    async def _client(self) -> AsyncIterator[QueueClient]:
-        client = self._parts.client(
-            QUEUE,
-            connect=self._connect,
-            renewer=partial(self._parts.renewer, self._connect),
-            disk_full=DiskFullPolicy(),
-        )
-        async with client:
-            yield client
+    async def _client(self) -> AsyncIterator[Queue]:
+        options: ClientOptions = {
+            "connect": self._connect,
+            "renewer": partial(self._parts.renewer, self._connect),
+            "disk_full": DiskFullPolicy(),
+        }
+        if self.shape.shards == 1:
+            async with self._parts.client(_address("queue"), **options) as queue:
+                yield queue
+            return
+        async with AsyncExitStack() as stack:
+
+            async def dial(address: str) -> ShardClient:
+                client = self._parts.shard_client(address, **options)
+                return await stack.enter_async_context(client)
+
+            addresses = [_address(name) for name in self.shape.queues[: self.shape.shards]]
+            router = ShardedQueue([await dial(each) for each in addresses], addresses, dial)
+            stack.push_async_callback(router.close)
+            yield router
 
     async def serve_queue(self, incarnation: Incarnation) -> None:
-        """The queue."""
-        queue = await self._parts.queue.open(self.disk.open())
+        """The queue, or one of its shards."""
+        name = incarnation.process.name
+        queue = await self._parts.queue.open(self.disks[name].open())
         stopping = asyncio.Event()
         incarnation.drain = stopping.set
-        watched = cast(HeartbeatQueue, WatchedQueue(queue, self.history))
-        endpoint = self.network.listen(QUEUE, [self._parts.servicer(watched)])
-        self.queue = queue
+        watched: Any = WatchedQueue(queue, self.histories[name])
+        servicers: list[Servicer] = [self._parts.servicer(watched), ShardServicer(watched)]
+        endpoint = self.network.listen(_address(name), servicers)
+        self.queues[name] = queue
 
         def gone() -> None:
-            if self.queue is queue:
-                self.queue = None
+            if self.queues.get(name) is queue:
+                del self.queues[name]
 
         incarnation.process.on_death[gone] = None
         await stopping.wait()
@@ -168,6 +192,14 @@ class Services:
         await self.network.stop(endpoint)
         await queue.close()
         gone()
+
+    async def add_shard(self, name: str, incarnation: Incarnation) -> None:
+        """Make the queue process `name` one more shard; whoever is killed at it begins again."""
+        async with self._client() as queue:
+            assert isinstance(queue, ShardedQueue)
+            if _address(name) not in await queue.addresses():
+                await queue.add_shard(_address(name))
+        self._note(f"{name} is added")
 
     async def feed(self, incarnation: Incarnation) -> None:
         """The feeder."""
@@ -271,6 +303,15 @@ class Services:
             incarnation.drain = stage.drain
             await stage.run(grace_s=10.0)
 
+    async def refer(self, incarnation: Incarnation) -> None:
+        """A reference stage."""
+        model = StandInReference(self._takes(self.shape.reward_s))
+        async with self._client() as queue:
+            await queue.open_run(self.shape.spec)
+            stage = self._parts.reference(queue, [RUN], model, worker=incarnation.process.name)
+            incarnation.drain = stage.drain
+            await stage.run(grace_s=10.0)
+
     async def train(self, collectives: Collectives, rank: int, incarnation: Incarnation) -> None:
         """One rank of the trainer; rank 0 has the weight coordinator."""
         shape = self.shape
@@ -289,7 +330,11 @@ class Services:
             total_steps=None,
         )
         learner = StandInLearner(
-            world, self._takes(shape.train_s), self._problem, max_staleness=shape.max_staleness
+            world,
+            self._takes(shape.train_s),
+            self._problem,
+            max_staleness=shape.max_staleness,
+            reference=shape.references > 0,
         )
         checkpoints = self._parts.checkpoints(self._checkpoints, self._takes(shape.checkpoint_s))
         real = cast(Learner, learner)
@@ -336,7 +381,7 @@ class Services:
         self._note(f"trained to the end: {steps} steps, {len(trained_on)} rows")
         self.done.set()
 
-    def _coordinator(self, queue: QueueClient, epoch: int) -> WeightCoordinator:
+    def _coordinator(self, queue: Queue, epoch: int) -> WeightCoordinator:
         async def publish(version: Version) -> None:
             self.weights.committed(version)
             await queue.publish(RUN, version)
@@ -369,6 +414,11 @@ class Services:
             return shape.slow_prompt_s
         draw = random.Random(f"{self._seed} {request_id}")
         return min(shape.response_s * draw.paretovariate(1.5) / 3.0, 20 * shape.response_s)
+
+
+def _address(name: str) -> str:
+    """Where a queue process listens."""
+    return f"{name}:7001"
 
 
 def _snapshot(policy: object, world: Any, *, version: Version, **_: object) -> Any:

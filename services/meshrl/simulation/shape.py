@@ -7,7 +7,15 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from meshrl.contract.types import GroupPolicy, OnUpdate, RunSpec, StalePolicy
+from meshrl.contract.types import (
+    REFERENCE_STAGE,
+    REWARD_STAGE,
+    ROLLOUT_STAGE,
+    GroupPolicy,
+    OnUpdate,
+    RunSpec,
+    StalePolicy,
+)
 from meshrl.simulation.network import Delays
 
 RUN: Final = "run"
@@ -22,6 +30,12 @@ class Shape:
     workers: int = 2
     slots: int = 2
     rewards: int = 1
+    references: int = 0
+    """Reference stages; 0: the run has no KL term."""
+    shards: int = 1
+    """Queue processes."""
+    added: int = 0
+    """Queue processes that are added while the run goes on."""
     ranks: int = 1
     prompts: int = 8
     epochs: int = 1
@@ -60,19 +74,27 @@ class Shape:
     def services(self) -> tuple[str, ...]:
         """The names of everything that can fail."""
         return (
-            "queue",
+            *self.queues,
             "feeder",
             "trainer",
             *(f"trainer-{rank}" for rank in range(1, self.ranks)),
             *(f"rollout-{number}" for number in range(self.workers)),
             *(f"reward-{number}" for number in range(self.rewards)),
+            *(f"reference-{number}" for number in range(self.references)),
         )
+
+    @property
+    def queues(self) -> tuple[str, ...]:
+        """The queue processes, also those that are added."""
+        more = range(1, self.shards + self.added)
+        return ("queue", *(f"queue-{number}" for number in more))
 
     @property
     def spec(self) -> RunSpec:
         """What the run asks of the queue."""
         return RunSpec(
             run=RUN,
+            stages=(ROLLOUT_STAGE, *(REFERENCE_STAGE,) * bool(self.references), REWARD_STAGE),
             group_size=self.group,
             batch_groups=self.batch,
             max_staleness=self.max_staleness,
@@ -91,6 +113,8 @@ def draw_shape(seed: int) -> Shape:
     policies = list(GroupPolicy) if group > 1 else [GroupPolicy.ALL]
     plane = random.Random(f"weights {seed}")
     pace = random.Random(f"pace {seed}")
+    more = random.Random(f"more {seed}")
+    shards = more.choice((1, 1, 1, 1, 1, 1, 2, 3))
     shape = Shape(
         workers=draw.randint(1, 4),
         slots=draw.randint(1, 4),
@@ -118,6 +142,9 @@ def draw_shape(seed: int) -> Shape:
         quorum=plane.choice((1.0, 1.0, 0.5)),
         on_update=plane.choice((OnUpdate.IN_FLIGHT, OnUpdate.IN_FLIGHT, OnUpdate.DRAIN)),
         faults_until_s=pace.choice((20.0, 60.0)),
+        shards=shards,
+        added=more.randint(0, 1) if shards > 1 else 0,
+        references=more.choice((0, 0, 0, 1, 2)),
     )
     if pace.random() >= FAST:
         return shape

@@ -10,19 +10,32 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from meshrl.contract.errors import InfraError
-from meshrl.contract.types import Batch, Json, Outcome, Sample, Score, Trajectory, Uid, Version
+from meshrl.contract.types import (
+    Batch,
+    Float32,
+    Int32,
+    Json,
+    Outcome,
+    Sample,
+    Score,
+    Trajectory,
+    Uid,
+    Version,
+)
 from meshrl.simulation.engine import STEP_BITS, token_of
 from meshrl.simulation.loop import Blocked, SimulatedLoop
 from meshrl.trainer.learner.experience import Schedule, schedule
 
 Item = TypeVar("Item", bound=np.generic)
+COLUMNS: Final[tuple[str, ...]] = ("tokens", "loss_mask", "rollout_logprobs", "spans", "reward")
+"""What the learner reads of every row."""
 
 
 class Tokenizer:
@@ -63,6 +76,20 @@ class StandInJudge:
 
     async def close(self) -> None:
         """Nothing to end."""
+
+
+class StandInReference:
+    """Satisfies `LogProbs`: each log-prob says its token, and takes a while."""
+
+    def __init__(self, takes: Callable[[], asyncio.Future[None]]) -> None:
+        self._takes = takes
+
+    async def logprobs(
+        self, rows: Sequence[Int32], *, temperature: float = 1.0
+    ) -> Sequence[Float32]:
+        """See LogProbs."""
+        await self._takes()
+        return [-row.astype(np.float32) for row in rows]
 
 
 class _Collective:
@@ -191,7 +218,6 @@ class StandInPolicy:
 class StandInLearner:
     """As much of `Learner` as the loop uses."""
 
-    columns = ("tokens", "loss_mask", "rollout_logprobs", "spans", "reward")
     optimizers = None
 
     def __init__(
@@ -201,6 +227,7 @@ class StandInLearner:
         problem: Callable[[str], None],
         *,
         max_staleness: float,
+        reference: bool,
     ) -> None:
         """`takes` is the time of one step, as a future that begins now; `problem` hears of wrong rows."""
         self.world = world
@@ -210,6 +237,8 @@ class StandInLearner:
         self._takes = takes
         self._problem = problem
         self._max_staleness = max_staleness
+        self._reference = reference
+        self.columns = (*COLUMNS, "ref_logprobs") if reference else COLUMNS
         self._running: tuple[int, asyncio.Future[None]] | None = None
 
     def schedule(self, batch: Batch) -> Schedule:
@@ -243,6 +272,11 @@ class StandInLearner:
         for span in row.spans:
             labels[span.start : span.end] = token_of(span.version)
         sampled = row.loss_mask.astype(bool)
+        if self._reference and not np.array_equal(
+            row.ref_logprobs if row.ref_logprobs is not None else (),
+            -row.tokens.astype(np.float32),
+        ):
+            self._problem(f"{row.uid} is trained with log-probs of other tokens")
         wrong = int(np.count_nonzero(labels[sampled] != row.tokens[sampled]))
         if wrong:
             self._problem(f"{row.uid}: {wrong} tokens carry another version than sampled them")
