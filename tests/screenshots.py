@@ -41,8 +41,8 @@ VIEWS = {
     "config": ("config?other=gsm8k-fast", "document.querySelector('td')"),
 }
 """Name to address and to what is there once the view is drawn."""
-OF_THE_DOCS = ("overview", "rollouts", "row")
-HEIGHTS = {"overview": 600, "rollouts": 640, "row": 670}
+OF_THE_DOCS = ("overview", "rollouts", "row", "timeline")
+HEIGHTS = {"overview": 600, "rollouts": 640, "row": 670, "timeline": 560}
 
 
 @asynccontextmanager
