@@ -92,7 +92,7 @@ def test_a_file_of_somebody_is_not_overwritten(init: Command) -> None:
     ("arguments", "said"),
     [
         ((), "want --model DIRECTORY and --train FILE, or a template that comes with meshrl: alg"),
-        (("nosuch",), "no recipe 'nosuch' comes with meshrl; there are: algorithms, demo, gsm8k"),
+        (("nosuch",), "no recipe 'nosuch' comes with meshrl; there are: algorithms, demo, "),
         (("gsm8k", "rollout.n=2"), "a template is copied as it is"),
         ((*MINE, "--reward", "nosuch"), "--reward nosuch: want a Python file (.py) or one of code"),
     ],
