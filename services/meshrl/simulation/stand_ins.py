@@ -150,7 +150,6 @@ class StandInWorld:
     def __init__(self, collectives: Collectives, rank: int) -> None:
         self.rank = self.data_rank = rank
         self.size = self.data_size = collectives.size
-        self.device = torch.device("cpu")
         self._collectives = collectives
         self._groups = 0
         self._work = (0, 0)
