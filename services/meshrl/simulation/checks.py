@@ -214,8 +214,10 @@ def check_resident(run: Run, problem: Problem) -> None:
 class Liveness:
     """Nobody waits for what is there."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, *, alone: bool) -> None:
+        """`alone`: the queue has no other shard, for which a take may have to wait."""
         self._problem = problem
+        self._alone = alone
         self._overdue: Counter[str] = Counter()
         """Looks in a row at which something was overdue."""
 
@@ -226,7 +228,7 @@ class Liveness:
             wait.what.startswith("take") and " waits for " in wait.what and DUE not in wait.what
             for wait in waits
         )
-        if taking and len(run.complete) >= run.spec.batch_groups:
+        if self._alone and taking and len(run.complete) >= run.spec.batch_groups:
             found.add("a take waits although enough groups are complete: nobody woke it")
         now = run.clock()
         for grant in _leases(run):

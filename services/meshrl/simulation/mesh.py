@@ -361,7 +361,8 @@ class Mesh:
     # --- checks
 
     async def _check_often(self) -> None:
-        liveness = {name: Liveness(self.problem) for name in self.shape.queues}
+        names = self.shape.queues
+        liveness = {name: Liveness(self.problem, alone=len(names) == 1) for name in names}
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
             for name, queue in list(self._services.queues.items()):
