@@ -49,7 +49,7 @@ function summary(answer) {
     [...new Set(spans.map((span) => span.name))].map((name) => {
       const own = spans.filter((span) => span.name === name);
       const took = busy(own, answer.seconds);
-      return [el("b", {}, service), [el("i", { class: `key ${name.split("/")[0].toLowerCase()}` }), ` ${name}`], figure(own.length),
+      return [el("b", {}, service), el("span", {}, el("i", { class: `key ${name.split("/")[0].toLowerCase()}` }), ` ${name}`), figure(own.length),
         `${figure(took)} s`, `${figure(Math.round((100 * took) / answer.seconds))} %`];
     }));
   return table(["service", "work", "spans", "busy", "of the step"], rows, "Work of the step");
