@@ -321,7 +321,10 @@ reward: {custom_reward_function: {path: mine.py}}
                 "data.train_files=[trian.jsonl]",
                 "data.train_files.0: no such file: trian.jsonl (did you mean train.jsonl?)",
             ),
-            ("data.train_files=[]", "data.train_files is empty; want parquet or jsonl files"),
+            (
+                "data.train_files=[]",
+                "data.train_files is empty; want parquet or jsonl files, or data.reasoning_gym",
+            ),
             (
                 "data.val_files=[mine.py]",
                 "data.val_files.0: mine.py: want .json, .jsonl or .parquet, or name a reader of your own"
