@@ -31,8 +31,8 @@ class Watched(Mesh):
 
     async def _check_often(self) -> None:
         await asyncio.sleep(60)
-        assert self._services.queue is not None
-        self.asked = await self._services.queue.why_waiting(RUN)
+        (queue,) = self._services.queues.values()
+        self.asked = await queue.why_waiting(RUN)
         self._services.done.set()
 
 
