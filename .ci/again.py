@@ -1,7 +1,7 @@
 """After red tests: run once more, one after the other, what failed beside others.
 
-Only up to MOST tests of real processes, whose deadlines a busy machine can miss. Both outcomes are in CI's output: a
-test that is named here again and again is a defect, of itself or of the product.
+Only up to MOST tests over sockets or with real processes, whose deadlines a busy machine can miss. Both outcomes are
+in CI's output: a test that is named here again and again is a defect, of itself or of the product.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 MOST = 3
-REAL = ("tests/chaos/", "tests/e2e/", "tests/integration/")
+REAL = ("tests/chaos/", "tests/contract/", "tests/e2e/", "tests/integration/")
 
 
 def main() -> int:

@@ -220,7 +220,7 @@ async def test_everybody_waits_while_the_queues_disk_is_full_and_goes_on_or_drai
 ) -> None:
     changes = {
         "queue": SMALL_QUEUE,
-        "trainer": {"total_training_steps": 8, "save_freq": 2, "test_freq": -1},
+        "trainer": {"total_training_steps": 40, "save_freq": 10, "test_freq": -1},
         "data": {"val_files": []},
     }
     mesh = make_mesh(tmp_path, changes)
@@ -243,7 +243,7 @@ async def test_everybody_waits_while_the_queues_disk_is_full_and_goes_on_or_drai
         ballast.unlink()
         assert (await mesh.ledger()).balanced
         mesh.run()
-        await balanced(mesh, 8)
+        await balanced(mesh, 40)
 
 
 @needs_mounts

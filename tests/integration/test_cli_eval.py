@@ -131,7 +131,7 @@ def test_a_judge_reads_the_prompt(
         ),
         (
             ["data.val_files=[]"],
-            "error: my.yaml: data.val_files is empty; want held-out parquet or jsonl files",
+            "error: my.yaml: data.val_files is empty; want held-out parquet or jsonl files, or data.reasoning_gym",
         ),
         (
             ["rollout.name=echo"],
