@@ -8,6 +8,7 @@ Only the modules of `model/` change a group.
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -493,3 +494,12 @@ def _restored_facts(stored: Json) -> RowFacts:
         newest=Version(newest_epoch, newest_step),
         finish_reason=reason,
     )
+
+
+def count_sampled(counts: Counter[int], group: Group, sign: int) -> None:
+    """The group counts (1), or does not any more (-1), under the step from which it was sampled, if it was."""
+    step = group.sampled_from
+    if step is not None:
+        counts[step] += sign
+        if not counts[step]:
+            del counts[step]

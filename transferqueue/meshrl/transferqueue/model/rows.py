@@ -15,7 +15,7 @@ from meshrl.contract.errors import NotFoundError
 from meshrl.contract.types import GroupRows, RowFacts, RunSpec, Uid
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.model.fair_share import FairShare, Holder
-from meshrl.transferqueue.model.group import Counts, Grant, Group, StoredFrame, bits
+from meshrl.transferqueue.model.group import Counts, Grant, Group, StoredFrame, bits, count_sampled
 from meshrl.transferqueue.model.records import (
     ADMITTED,
     AuditLog,
@@ -353,10 +353,7 @@ class Rows:
 
     def _count_sampled(self, group: Group, sign: int) -> None:
         """The group is in no batch (1), or it is not here any more, or in one (-1)."""
-        if group.sampled_from is not None:
-            self.sampled_from[group.sampled_from] += sign
-            if not self.sampled_from[group.sampled_from]:
-                del self.sampled_from[group.sampled_from]
+        count_sampled(self.sampled_from, group, sign)
 
     def _count_open(self, group: Group, sign: int) -> None:
         """The group's bytes and tokens count for admission (1) or do not any more (-1)."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from meshrl.transferqueue.model.group import Grant, Group, lowest
+from meshrl.transferqueue.model.group import Grant, Group, count_sampled, lowest
 from meshrl.transferqueue.sampling import CompleteGroup, OrderedNumbers, Sampler
 
 CLAIM_S = 2.0
@@ -112,8 +112,7 @@ class CompleteGroups:
         """The group, which is in no batch, became complete."""
         group.complete = True
         self._count += 1
-        if group.sampled_from is not None:
-            self.sampled_from[group.sampled_from] += 1
+        count_sampled(self.sampled_from, group, 1)
         if group.position >= 0:
             self._taken_before.put(group.number, (group.position,))
             return
@@ -137,10 +136,7 @@ class CompleteGroups:
         if group.complete:
             group.complete = False
             self._count -= 1
-            if group.sampled_from is not None:
-                self.sampled_from[group.sampled_from] -= 1
-                if not self.sampled_from[group.sampled_from]:
-                    del self.sampled_from[group.sampled_from]
+            count_sampled(self.sampled_from, group, -1)
             self._sampler.discard(group.number)
             self._taken_before.discard(group.number)
 
