@@ -1,4 +1,4 @@
-"""What a logger is given, and what it may take. A module of this package has `PACKAGE` and `open_logger`."""
+"""What a logger is given, and what it may take. Its module has `open_logger` and the name of the package it needs."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from meshrl.trainer.loggers._types import LoggedRun, Sink
 
-PACKAGE = None
 log = logging.getLogger("meshrl.trainer.metrics")
 
 

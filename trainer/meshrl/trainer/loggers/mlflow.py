@@ -11,7 +11,6 @@ import numpy as np
 
 from meshrl.trainer.loggers._types import COLUMNS, LoggedRows, LoggedRun, Sink
 
-PACKAGE = "mlflow"
 LONGEST = 500
 """Characters of a parameter."""
 

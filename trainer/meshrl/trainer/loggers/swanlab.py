@@ -15,8 +15,6 @@ import numpy as np
 
 from meshrl.trainer.loggers._types import COLUMNS, LoggedRows, LoggedRun, Sink
 
-PACKAGE = "swanlab"
-
 
 class SwanlabLogger:
     """One run; online, a trainer that starts again goes on in it."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from meshrl.trainer.loggers._types import COLUMNS, LoggedRows, LoggedRun, Sink
 
-PACKAGE = "tensorboard"
-
 
 class TensorBoardLogger:
     """A trainer that starts again hides what the files have of the steps that it repeats."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from meshrl.trainer.loggers._types import COLUMNS, LoggedRows, LoggedRun, Sink
 
-PACKAGE = "trackio"
-
 
 class TrackioLogger:
     """One run, named as the experiment; a trainer that starts again goes on in it."""

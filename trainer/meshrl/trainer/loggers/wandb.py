@@ -12,7 +12,6 @@ from uuid import uuid4
 
 from meshrl.trainer.loggers._types import COLUMNS, LoggedRows, LoggedRun, Sink
 
-PACKAGE = "wandb"
 STEP = "training_step"
 """The axis: an evaluation that ended late, and steps that are made again, keep their own."""
 
