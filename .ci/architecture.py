@@ -24,7 +24,7 @@ LINES: Mapping[str, int] = {
     "meshrl.rollout": 10000,
     "meshrl.transferqueue": 10600,
     "meshrl.rewardd": 7560,
-    "meshrl.weights": 6400,
+    "meshrl.weights": 7000,
     "meshrl.contract": 5950,
     "meshrl.simulation": 5600,
     "meshrl.rpc": 6000,

@@ -89,7 +89,7 @@ class SignalPoint:
             return message
 
         async def opened_(session: Any, proposed: Any) -> Any:
-            self.reach("opening", session._manifest.version.step)
+            self.reach("opening", session._incoming.version.step)
             return await opened(session, proposed)
 
         MessageStream.send = send_  # type: ignore[method-assign]

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17meshrl/v1/weights.proto\x12\tmeshrl.v1\"K\n\x0bWeightStamp\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0c\n\x04step\x18\x04 \x01(\x03\"j\n\x0cWeightTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x0e\n\x06\x62ucket\x18\x04 \x01(\x05\x12\x0e\n\x06offset\x18\x05 \x01(\x03\x12\x0e\n\x06nbytes\x18\x06 \x01(\x03\"\xa9\x01\n\x0eWeightManifest\x12(\n\x07tensors\x18\x01 \x03(\x0b\x32\x17.meshrl.v1.WeightTensor\x12\x14\n\x0c\x62ucket_bytes\x18\x02 \x03(\x03\x12\x15\n\rbucket_hashes\x18\x03 \x03(\t\x12)\n\x07\x61\x64\x61pter\x18\x04 \x01(\x0b\x32\x18.meshrl.v1.WeightAdapter\x12\x15\n\rtensor_hashes\x18\x05 \x03(\x06\"v\n\rWeightAdapter\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\r\n\x05\x61lpha\x18\x03 \x01(\x05\x12\x0f\n\x07targets\x18\x04 \x03(\t\x12)\n\x06merged\x18\x05 \x01(\x0b\x32\x19.meshrl.v1.WeightManifest\"\xf2\x02\n\x0eReplicaMessage\x12%\n\x05stamp\x18\x01 \x01(\x0b\x32\x16.meshrl.v1.WeightStamp\x12(\n\x05hello\x18\x02 \x01(\x0b\x32\x17.meshrl.v1.ReplicaHelloH\x00\x12(\n\x05ready\x18\x03 \x01(\x0b\x32\x17.meshrl.v1.ReplicaReadyH\x00\x12.\n\x08received\x18\x04 \x01(\x0b\x32\x1a.meshrl.v1.ReplicaReceivedH\x00\x12.\n\x08prepared\x18\x05 \x01(\x0b\x32\x1a.meshrl.v1.ReplicaPreparedH\x00\x12\x30\n\tcommitted\x18\x06 \x01(\x0b\x32\x1b.meshrl.v1.ReplicaCommittedH\x00\x12*\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x18.meshrl.v1.ReplicaFailedH\x00\x12\x1f\n\x04\x62\x65\x61t\x18\x08 \x01(\x0b\x32\x0f.meshrl.v1.BeatH\x00\x42\x06\n\x04\x62ody\"\x93\x01\n\x0cReplicaHello\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x15\n\rhighest_epoch\x18\x02 \x01(\x03\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x12\x19\n\x11\x63ommit_deadline_s\x18\x04 \x01(\x01\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x10\n\x08\x63\x61rriers\x18\x06 \x03(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x07 \x01(\t\"\x0e\n\x0cReplicaReady\"/\n\x0fReplicaReceived\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\x05\x12\x0c\n\x04hash\x18\x02 \x01(\t\"!\n\x0fReplicaPrepared\x12\x0e\n\x06hashes\x18\x01 \x03(\t\"#\n\x10ReplicaCommitted\x12\x0f\n\x07pause_s\x18\x01 \x01(\x01\".\n\rReplicaFailed\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x06\n\x04\x42\x65\x61t\"\xb6\x02\n\x0cPlaneMessage\x12%\n\x05stamp\x18\x01 \x01(\x0b\x32\x16.meshrl.v1.WeightStamp\x12*\n\x07welcome\x18\x02 \x01(\x0b\x32\x17.meshrl.v1.PlaneWelcomeH\x00\x12*\n\x07propose\x18\x03 \x01(\x0b\x32\x17.meshrl.v1.PlaneProposeH\x00\x12,\n\x08transfer\x18\x04 \x01(\x0b\x32\x18.meshrl.v1.PlaneTransferH\x00\x12(\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x16.meshrl.v1.PlaneCommitH\x00\x12&\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x15.meshrl.v1.PlaneAbortH\x00\x12\x1f\n\x04\x62\x65\x61t\x18\x07 \x01(\x0b\x32\x0f.meshrl.v1.BeatH\x00\x42\x06\n\x04\x62ody\"1\n\x0cPlaneWelcome\x12\x0e\n\x06\x62\x65\x61t_s\x18\x01 \x01(\x01\x12\x11\n\tsilence_s\x18\x02 \x01(\x01\"^\n\x0cPlanePropose\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.meshrl.v1.WeightManifest\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x0f\n\x07\x63\x61rrier\x18\x03 \x01(\t\" \n\rPlaneTransfer\x12\x0f\n\x07\x62uckets\x18\x01 \x03(\x05\"\r\n\x0bPlaneCommit\":\n\nPlaneAbort\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66inal\x18\x03 \x01(\x08\"\x0e\n\x0c\x46leetRequest\"z\n\rFleetResponse\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x11\n\tcommitted\x18\x03 \x01(\t\x12\x10\n\x08proposed\x18\x04 \x01(\t\x12(\n\x08replicas\x18\x05 \x03(\x0b\x32\x16.meshrl.v1.ReplicaInfo\"\xc3\x01\n\x0bReplicaInfo\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.meshrl.v1.ReplicaState\x12\x12\n\ngeneration\x18\x03 \x01(\x03\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x13\n\x0blast_sync_s\x18\x05 \x01(\x01\x12\x0f\n\x07pause_s\x18\x06 \x01(\x01\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x0f\n\x07\x63\x61rrier\x18\x08 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\t \x01(\t*\xaf\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15REPLICA_STATE_JOINING\x10\x01\x12\x18\n\x14REPLICA_STATE_SYNCED\x10\x02\x12\x19\n\x15REPLICA_STATE_SERVING\x10\x03\x12\x19\n\x15REPLICA_STATE_SUSPECT\x10\x04\x12\x15\n\x11REPLICA_STATE_OUT\x10\x05\x32\x85\x01\n\x07Weights\x12>\n\x04Join\x12\x19.meshrl.v1.ReplicaMessage\x1a\x17.meshrl.v1.PlaneMessage(\x01\x30\x01\x12:\n\x05\x46leet\x12\x17.meshrl.v1.FleetRequest\x1a\x18.meshrl.v1.FleetResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17meshrl/v1/weights.proto\x12\tmeshrl.v1\"K\n\x0bWeightStamp\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0c\n\x04step\x18\x04 \x01(\x03\"j\n\x0cWeightTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x0e\n\x06\x62ucket\x18\x04 \x01(\x05\x12\x0e\n\x06offset\x18\x05 \x01(\x03\x12\x0e\n\x06nbytes\x18\x06 \x01(\x03\"\xa9\x01\n\x0eWeightManifest\x12(\n\x07tensors\x18\x01 \x03(\x0b\x32\x17.meshrl.v1.WeightTensor\x12\x14\n\x0c\x62ucket_bytes\x18\x02 \x03(\x03\x12\x15\n\rbucket_hashes\x18\x03 \x03(\t\x12)\n\x07\x61\x64\x61pter\x18\x04 \x01(\x0b\x32\x18.meshrl.v1.WeightAdapter\x12\x15\n\rtensor_hashes\x18\x05 \x03(\x06\"v\n\rWeightAdapter\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\x05\x12\r\n\x05\x61lpha\x18\x03 \x01(\x05\x12\x0f\n\x07targets\x18\x04 \x03(\t\x12)\n\x06merged\x18\x05 \x01(\x0b\x32\x19.meshrl.v1.WeightManifest\"\xf2\x02\n\x0eReplicaMessage\x12%\n\x05stamp\x18\x01 \x01(\x0b\x32\x16.meshrl.v1.WeightStamp\x12(\n\x05hello\x18\x02 \x01(\x0b\x32\x17.meshrl.v1.ReplicaHelloH\x00\x12(\n\x05ready\x18\x03 \x01(\x0b\x32\x17.meshrl.v1.ReplicaReadyH\x00\x12.\n\x08received\x18\x04 \x01(\x0b\x32\x1a.meshrl.v1.ReplicaReceivedH\x00\x12.\n\x08prepared\x18\x05 \x01(\x0b\x32\x1a.meshrl.v1.ReplicaPreparedH\x00\x12\x30\n\tcommitted\x18\x06 \x01(\x0b\x32\x1b.meshrl.v1.ReplicaCommittedH\x00\x12*\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x18.meshrl.v1.ReplicaFailedH\x00\x12\x1f\n\x04\x62\x65\x61t\x18\x08 \x01(\x0b\x32\x0f.meshrl.v1.BeatH\x00\x42\x06\n\x04\x62ody\"\x93\x01\n\x0cReplicaHello\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x15\n\rhighest_epoch\x18\x02 \x01(\x03\x12\x0f\n\x07serving\x18\x03 \x01(\x08\x12\x19\n\x11\x63ommit_deadline_s\x18\x04 \x01(\x01\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x10\n\x08\x63\x61rriers\x18\x06 \x03(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x07 \x01(\t\"8\n\x0cReplicaReady\x12\x0b\n\x03hop\x18\x01 \x01(\x05\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x0c\n\x04held\x18\x03 \x03(\x05\"K\n\x0fReplicaReceived\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\x05\x12\x0c\n\x04hash\x18\x02 \x01(\t\x12\x0b\n\x03hop\x18\x03 \x01(\x05\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"!\n\x0fReplicaPrepared\x12\x0e\n\x06hashes\x18\x01 \x03(\t\"#\n\x10ReplicaCommitted\x12\x0f\n\x07pause_s\x18\x01 \x01(\x01\".\n\rReplicaFailed\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x06\n\x04\x42\x65\x61t\"\xde\x02\n\x0cPlaneMessage\x12%\n\x05stamp\x18\x01 \x01(\x0b\x32\x16.meshrl.v1.WeightStamp\x12*\n\x07welcome\x18\x02 \x01(\x0b\x32\x17.meshrl.v1.PlaneWelcomeH\x00\x12*\n\x07propose\x18\x03 \x01(\x0b\x32\x17.meshrl.v1.PlaneProposeH\x00\x12,\n\x08transfer\x18\x04 \x01(\x0b\x32\x18.meshrl.v1.PlaneTransferH\x00\x12(\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x16.meshrl.v1.PlaneCommitH\x00\x12&\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x15.meshrl.v1.PlaneAbortH\x00\x12\x1f\n\x04\x62\x65\x61t\x18\x07 \x01(\x0b\x32\x0f.meshrl.v1.BeatH\x00\x12&\n\x05relay\x18\x08 \x01(\x0b\x32\x15.meshrl.v1.PlaneRelayH\x00\x42\x06\n\x04\x62ody\"1\n\x0cPlaneWelcome\x12\x0e\n\x06\x62\x65\x61t_s\x18\x01 \x01(\x01\x12\x11\n\tsilence_s\x18\x02 \x01(\x01\"k\n\x0cPlanePropose\x12+\n\x08manifest\x18\x01 \x01(\x0b\x32\x19.meshrl.v1.WeightManifest\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x0f\n\x07\x63\x61rrier\x18\x03 \x01(\t\x12\x0b\n\x03hop\x18\x04 \x01(\x05\" \n\rPlaneTransfer\x12\x0f\n\x07\x62uckets\x18\x01 \x03(\x05\"~\n\nPlaneRelay\x12\x12\n\ngeneration\x18\x01 \x01(\x03\x12\x0b\n\x03hop\x18\x02 \x01(\x05\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x0f\n\x07\x63\x61rrier\x18\x04 \x01(\t\x12\x0f\n\x07\x62uckets\x18\x05 \x03(\x05\x12\x0c\n\x04\x64one\x18\x06 \x01(\x08\x12\r\n\x05\x63lose\x18\x07 \x01(\x08\"\r\n\x0bPlaneCommit\":\n\nPlaneAbort\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66inal\x18\x03 \x01(\x08\"\x0e\n\x0c\x46leetRequest\"z\n\rFleetResponse\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\x11\n\tcommitted\x18\x03 \x01(\t\x12\x10\n\x08proposed\x18\x04 \x01(\t\x12(\n\x08replicas\x18\x05 \x03(\x0b\x32\x16.meshrl.v1.ReplicaInfo\"\xc3\x01\n\x0bReplicaInfo\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.meshrl.v1.ReplicaState\x12\x12\n\ngeneration\x18\x03 \x01(\x03\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x13\n\x0blast_sync_s\x18\x05 \x01(\x01\x12\x0f\n\x07pause_s\x18\x06 \x01(\x01\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x0f\n\x07\x63\x61rrier\x18\x08 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\t \x01(\t*\xaf\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15REPLICA_STATE_JOINING\x10\x01\x12\x18\n\x14REPLICA_STATE_SYNCED\x10\x02\x12\x19\n\x15REPLICA_STATE_SERVING\x10\x03\x12\x19\n\x15REPLICA_STATE_SUSPECT\x10\x04\x12\x15\n\x11REPLICA_STATE_OUT\x10\x05\x32\x85\x01\n\x07Weights\x12>\n\x04Join\x12\x19.meshrl.v1.ReplicaMessage\x1a\x17.meshrl.v1.PlaneMessage(\x01\x30\x01\x12:\n\x05\x46leet\x12\x17.meshrl.v1.FleetRequest\x1a\x18.meshrl.v1.FleetResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'meshrl.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REPLICASTATE']._serialized_start=2139
-  _globals['_REPLICASTATE']._serialized_end=2314
+  _globals['_REPLICASTATE']._serialized_start=2390
+  _globals['_REPLICASTATE']._serialized_end=2565
   _globals['_WEIGHTSTAMP']._serialized_start=38
   _globals['_WEIGHTSTAMP']._serialized_end=113
   _globals['_WEIGHTTENSOR']._serialized_start=115
@@ -46,35 +46,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPLICAHELLO']._serialized_start=889
   _globals['_REPLICAHELLO']._serialized_end=1036
   _globals['_REPLICAREADY']._serialized_start=1038
-  _globals['_REPLICAREADY']._serialized_end=1052
-  _globals['_REPLICARECEIVED']._serialized_start=1054
-  _globals['_REPLICARECEIVED']._serialized_end=1101
-  _globals['_REPLICAPREPARED']._serialized_start=1103
-  _globals['_REPLICAPREPARED']._serialized_end=1136
-  _globals['_REPLICACOMMITTED']._serialized_start=1138
-  _globals['_REPLICACOMMITTED']._serialized_end=1173
-  _globals['_REPLICAFAILED']._serialized_start=1175
-  _globals['_REPLICAFAILED']._serialized_end=1221
-  _globals['_BEAT']._serialized_start=1223
-  _globals['_BEAT']._serialized_end=1229
-  _globals['_PLANEMESSAGE']._serialized_start=1232
-  _globals['_PLANEMESSAGE']._serialized_end=1542
-  _globals['_PLANEWELCOME']._serialized_start=1544
-  _globals['_PLANEWELCOME']._serialized_end=1593
-  _globals['_PLANEPROPOSE']._serialized_start=1595
-  _globals['_PLANEPROPOSE']._serialized_end=1689
-  _globals['_PLANETRANSFER']._serialized_start=1691
-  _globals['_PLANETRANSFER']._serialized_end=1723
-  _globals['_PLANECOMMIT']._serialized_start=1725
-  _globals['_PLANECOMMIT']._serialized_end=1738
-  _globals['_PLANEABORT']._serialized_start=1740
-  _globals['_PLANEABORT']._serialized_end=1798
-  _globals['_FLEETREQUEST']._serialized_start=1800
-  _globals['_FLEETREQUEST']._serialized_end=1814
-  _globals['_FLEETRESPONSE']._serialized_start=1816
-  _globals['_FLEETRESPONSE']._serialized_end=1938
-  _globals['_REPLICAINFO']._serialized_start=1941
-  _globals['_REPLICAINFO']._serialized_end=2136
-  _globals['_WEIGHTS']._serialized_start=2317
-  _globals['_WEIGHTS']._serialized_end=2450
+  _globals['_REPLICAREADY']._serialized_end=1094
+  _globals['_REPLICARECEIVED']._serialized_start=1096
+  _globals['_REPLICARECEIVED']._serialized_end=1171
+  _globals['_REPLICAPREPARED']._serialized_start=1173
+  _globals['_REPLICAPREPARED']._serialized_end=1206
+  _globals['_REPLICACOMMITTED']._serialized_start=1208
+  _globals['_REPLICACOMMITTED']._serialized_end=1243
+  _globals['_REPLICAFAILED']._serialized_start=1245
+  _globals['_REPLICAFAILED']._serialized_end=1291
+  _globals['_BEAT']._serialized_start=1293
+  _globals['_BEAT']._serialized_end=1299
+  _globals['_PLANEMESSAGE']._serialized_start=1302
+  _globals['_PLANEMESSAGE']._serialized_end=1652
+  _globals['_PLANEWELCOME']._serialized_start=1654
+  _globals['_PLANEWELCOME']._serialized_end=1703
+  _globals['_PLANEPROPOSE']._serialized_start=1705
+  _globals['_PLANEPROPOSE']._serialized_end=1812
+  _globals['_PLANETRANSFER']._serialized_start=1814
+  _globals['_PLANETRANSFER']._serialized_end=1846
+  _globals['_PLANERELAY']._serialized_start=1848
+  _globals['_PLANERELAY']._serialized_end=1974
+  _globals['_PLANECOMMIT']._serialized_start=1976
+  _globals['_PLANECOMMIT']._serialized_end=1989
+  _globals['_PLANEABORT']._serialized_start=1991
+  _globals['_PLANEABORT']._serialized_end=2049
+  _globals['_FLEETREQUEST']._serialized_start=2051
+  _globals['_FLEETREQUEST']._serialized_end=2065
+  _globals['_FLEETRESPONSE']._serialized_start=2067
+  _globals['_FLEETRESPONSE']._serialized_end=2189
+  _globals['_REPLICAINFO']._serialized_start=2192
+  _globals['_REPLICAINFO']._serialized_end=2387
+  _globals['_WEIGHTS']._serialized_start=2568
+  _globals['_WEIGHTS']._serialized_end=2701
 # @@protoc_insertion_point(module_scope)

@@ -13,6 +13,7 @@ The weight plane: how a version of the weights reaches every rollout engine as o
        Prepared(hashes) ─────────────────────▶
               ◀───────────────────────────────  Commit                 once the fleet holds the version
        Committed ────────────────────────────▶
+              ◀───────────────────────────────  Relay(buckets)         pass on what you hold, to another replica
 
 Every message carries the stamp (run, generation, version); one of another generation is dropped.
 """
@@ -314,12 +315,27 @@ Global___ReplicaHello: _TypeAlias = ReplicaHello  # noqa: Y015
 class ReplicaReady(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    HOP_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    hop: _builtins.int
+    """Of the PROPOSE that this answers."""
+    error: _builtins.str
+    """Not ready: why its end of the channel from another replica did not open."""
+    @_builtins.property
+    def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Buckets that it holds already, verified: they came before the sender changed."""
+
     def __init__(
         self,
+        *,
+        hop: _builtins.int = ...,
+        error: _builtins.str = ...,
+        held: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "held", b"held", "hop", b"hop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -331,18 +347,26 @@ class ReplicaReceived(_message.Message):
 
     BUCKET_FIELD_NUMBER: _builtins.int
     HASH_FIELD_NUMBER: _builtins.int
+    HOP_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     bucket: _builtins.int
     hash: _builtins.str
     """xxh3-128 of what arrived; empty when nothing readable did."""
+    hop: _builtins.int
+    """Of the PROPOSE that named the sender."""
+    error: _builtins.str
+    """The channel from another replica failed: why."""
     def __init__(
         self,
         *,
         bucket: _builtins.int = ...,
         hash: _builtins.str = ...,
+        hop: _builtins.int = ...,
+        error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "hash", b"hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "error", b"error", "hash", b"hash", "hop", b"hop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -438,6 +462,7 @@ class PlaneMessage(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
+    RELAY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def stamp(self) -> Global___WeightStamp: ...
     @_builtins.property
@@ -452,6 +477,8 @@ class PlaneMessage(_message.Message):
     def abort(self) -> Global___PlaneAbort: ...
     @_builtins.property
     def beat(self) -> Global___Beat: ...
+    @_builtins.property
+    def relay(self) -> Global___PlaneRelay: ...
     def __init__(
         self,
         *,
@@ -462,12 +489,13 @@ class PlaneMessage(_message.Message):
         commit: Global___PlaneCommit | None = ...,
         abort: Global___PlaneAbort | None = ...,
         beat: Global___Beat | None = ...,
+        relay: Global___PlaneRelay | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "beat", b"beat", "body", b"body", "commit", b"commit", "propose", b"propose", "stamp", b"stamp", "transfer", b"transfer", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "beat", b"beat", "body", b"body", "commit", b"commit", "propose", b"propose", "relay", b"relay", "stamp", b"stamp", "transfer", b"transfer", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "beat", b"beat", "body", b"body", "commit", b"commit", "propose", b"propose", "stamp", b"stamp", "transfer", b"transfer", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "beat", b"beat", "body", b"body", "commit", b"commit", "propose", b"propose", "relay", b"relay", "stamp", b"stamp", "transfer", b"transfer", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "propose", "transfer", "commit", "abort", "beat"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "propose", "transfer", "commit", "abort", "beat", "relay"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -503,10 +531,15 @@ class PlanePropose(_message.Message):
     MANIFEST_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     CARRIER_FIELD_NUMBER: _builtins.int
+    HOP_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Where the carrier is met: an address for gloo, a directory relative to the run's for disk."""
     carrier: _builtins.str
     """Which carrier is met there: one that the HELLO named."""
+    hop: _builtins.int
+    """Who sends: 0 the trainer, else another replica, by the channel of this number. A second PROPOSE of one version
+    names another sender, and what was verified stays.
+    """
     @_builtins.property
     def manifest(self) -> Global___WeightManifest: ...
     def __init__(
@@ -515,10 +548,11 @@ class PlanePropose(_message.Message):
         manifest: Global___WeightManifest | None = ...,
         endpoint: _builtins.str = ...,
         carrier: _builtins.str = ...,
+        hop: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["carrier", b"carrier", "endpoint", b"endpoint", "manifest", b"manifest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carrier", b"carrier", "endpoint", b"endpoint", "hop", b"hop", "manifest", b"manifest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -543,6 +577,51 @@ class PlaneTransfer(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PlaneTransfer: _TypeAlias = PlaneTransfer  # noqa: Y015
+
+@_typing.final
+class PlaneRelay(_message.Message):
+    """To a replica: be the sender of another one. The first about a channel also opens it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    HOP_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    CARRIER_FIELD_NUMBER: _builtins.int
+    BUCKETS_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    CLOSE_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """The generation of the receiver."""
+    hop: _builtins.int
+    endpoint: _builtins.str
+    carrier: _builtins.str
+    done: _builtins.bool
+    """The receiver has all of the version."""
+    close: _builtins.bool
+    """The channel is of no further use."""
+    @_builtins.property
+    def buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """To be sent in this order; this replica has acknowledged each."""
+
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+        hop: _builtins.int = ...,
+        endpoint: _builtins.str = ...,
+        carrier: _builtins.str = ...,
+        buckets: _abc.Iterable[_builtins.int] | None = ...,
+        done: _builtins.bool = ...,
+        close: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "carrier", b"carrier", "close", b"close", "done", b"done", "endpoint", b"endpoint", "generation", b"generation", "hop", b"hop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlaneRelay: _TypeAlias = PlaneRelay  # noqa: Y015
 
 @_typing.final
 class PlaneCommit(_message.Message):

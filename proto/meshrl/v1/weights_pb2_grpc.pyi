@@ -13,6 +13,7 @@ The weight plane: how a version of the weights reaches every rollout engine as o
        Prepared(hashes) ─────────────────────▶
               ◀───────────────────────────────  Commit                 once the fleet holds the version
        Committed ────────────────────────────▶
+              ◀───────────────────────────────  Relay(buckets)         pass on what you hold, to another replica
 
 Every message carries the stamp (run, generation, version); one of another generation is dropped.
 """

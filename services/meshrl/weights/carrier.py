@@ -6,6 +6,9 @@ A carrier's module may assign these literals, which are read without importing i
     NEEDS = ("torch", "cuda")                    modules that both ends must be able to import; cuda: a GPU driver
     RATE = 1e9                                   bytes/s to one replica, before anything is measured
     SPARSE = False                               whether it sends what changed, so that its time follows the density
+    RELAYS = False                               whether a replica can be the sender of another one: its end of a
+                                                 channel of rank 0 opens by the same endpoint. The trainer then sends
+                                                 a version once, into a chain of replicas
 """
 
 from __future__ import annotations
@@ -47,17 +50,20 @@ class Link:
     generation: int
     endpoint: str
     rank: int
-    """0 is the trainer's end."""
+    """0 is the sender's end."""
+    hop: int = 0
+    """Numbers the channels to one replica in one generation: 0 comes from the trainer, others from replicas."""
     size: int = 2
 
     @property
     def prefix(self) -> str:
         """Names the channel among all channels that ever use the endpoint."""
-        return f"{self.run}/e{self.epoch}/g{self.generation}"
+        hop = f"h{self.hop}" if self.hop else ""
+        return f"{self.run}/e{self.epoch}/g{self.generation}{hop}"
 
 
 class Channel(Protocol):
-    """One end of the connection between the trainer and one replica, for one generation.
+    """One end of the connection between a sender and one replica, for one generation.
 
     Buckets are sent and received in the same order. A channel that failed once is of no further use.
     """
@@ -126,6 +132,7 @@ class CarrierFacts:
     needs: tuple[str, ...]
     rate: float
     sparse: bool
+    relays: bool
 
     @property
     def met(self) -> bool:
@@ -149,6 +156,7 @@ def carrier_facts(name: str) -> CarrierFacts:
         needs=needs,
         rate=float(str(constant("RATE", 1e9))),
         sparse=bool(constant("SPARSE", False)),
+        relays=bool(constant("RELAYS", False)),
     )
 
 

@@ -183,7 +183,7 @@ class WeightCoordinator:
             await self._notify()
             await self._welcome(replica)
             await first_ends(
-                stream.read_loop(generation, replica.raise_if_failed),
+                stream.read_loop(generation, replica.inspect),
                 stream.heartbeat_loop(beat, self._config.beat_s),
                 self._keep_updated(replica),
                 removal,
@@ -201,6 +201,7 @@ class WeightCoordinator:
                 transaction.leave(generation)
             await self._notify()
             logger.warning("replica %s is out: %s", replica.name, failure)
+            await replica.release()
         await self._send_reason(stream, generation, failure)
 
     def _admit(self, hello: pb.ReplicaMessage, stream: ReplicaStream) -> Replica:
@@ -273,7 +274,7 @@ class WeightCoordinator:
         began_ns = time.time_ns()
         transaction.enter(replica.generation)
         try:
-            await replica.propose(transaction.source)
+            await replica.propose(transaction.source, self._before(transaction, replica))
             if may_skip and self._is_superseded(transaction):
                 transaction.leave(replica.generation)
                 return False
@@ -310,6 +311,22 @@ class WeightCoordinator:
             )  # fmt: skip
         await self._notify()
         return True
+
+    def _before(self, transaction: Transaction, replica: Replica) -> Replica | None:
+        """Who may send the version on to `replica`: of those that joined before it, the last that takes it too."""
+        return max(
+            (
+                other
+                for other in self._replicas.values()
+                if other.generation < replica.generation
+                and other.state is not ReplicaState.OUT
+                and transaction.takes_part(other.generation)
+                and other.progress.may_hold(transaction.version)
+                and not replica.shuns(other)
+            ),
+            key=lambda other: other.generation,
+            default=None,
+        )
 
     def _is_superseded(self, transaction: Transaction) -> bool:
         """A newer version is committed: a replica that joins while versions follow fast takes that one."""

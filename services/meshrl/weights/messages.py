@@ -139,6 +139,13 @@ class MessageStream(Generic[_Received, _Sent]):
         self.silence_s = silence_s
         self._writing = asyncio.Lock()
         self._inbox: asyncio.Queue[_Received] = asyncio.Queue()
+        self._clock = asyncio.get_running_loop().time
+        self._heard = self._clock()
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the last message, or heartbeat, of the other side."""
+        return self._clock() - self._heard
 
     async def send(self, message: _Sent) -> None:
         """Send one message. Raises UnavailableError, WaitTimeoutError."""
@@ -159,17 +166,19 @@ class MessageStream(Generic[_Received, _Sent]):
         message = await within(self._read(), self.silence_s, "a sign of life of the other side")
         if message is None:
             raise UnavailableError("the other side closed the stream")
+        self._heard = self._clock()
         return message
 
-    async def read_loop(self, generation: int, inspect: Callable[[_Received], None]) -> None:
+    async def read_loop(self, generation: int, inspect: Callable[[_Received], bool]) -> None:
         """Read until the other side closes the stream or falls silent. Drops messages of other generations.
 
-        `inspect` is called with each message as it arrives, and may raise to end the loop.
+        `inspect` is called with each message as it arrives, and may raise to end the loop; `receive` gives only those
+        for which it returns False.
         """
         while True:
             message = await self.read()
-            if message.WhichOneof("body") != "beat" and message.stamp.generation == generation:
-                inspect(message)
+            mine = message.WhichOneof("body") != "beat" and message.stamp.generation == generation
+            if mine and not inspect(message):
                 self._inbox.put_nowait(message)
 
     async def heartbeat_loop(self, message: _Sent, every_s: float) -> None:

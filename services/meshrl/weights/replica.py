@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import itertools
+import logging
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import TypeVar
 
 from meshrl.config.weights import WeightsConfig
-from meshrl.contract.errors import CorruptError, InfraError, MeshError, from_detail
+from meshrl.contract.errors import (
+    CorruptError,
+    InfraError,
+    MeshError,
+    WaitTimeoutError,
+    from_detail,
+)
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Version, WeightManifest
 from meshrl.v1 import weights_pb2 as pb
@@ -16,7 +25,13 @@ from meshrl.weights.carrier import Channel, Link
 from meshrl.weights.fleet import ReplicaState, ReplicaView
 from meshrl.weights.messages import ReplicaStream, digest, manifest_to_message, stamp, wrong_tensors
 from meshrl.weights.routes import Peer, Route, Routes
+from meshrl.weights.senders import FromReplica, FromTrainer, Progress, RelayError
 from meshrl.weights.waiting import together, within
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_MOST_FAILED = 2
+"""Replicas that could not send to this one, though they live: after so many the trainer always does."""
 
 
 class SourceError(CorruptError):
@@ -55,7 +70,17 @@ class Replica:
         self._routes = routes
         self._config = config
         self._channels: dict[str, Channel] = {}
-        """By carrier; open, except the one that `_open_channel` is opening."""
+        """From the trainer, by carrier; open, except the one that `_propose` is opening."""
+        self.progress = Progress()
+        self._hops = itertools.count(1)
+        self._sender: FromReplica | None = None
+        """The replica that sends to this one, if one does; kept from version to version."""
+        self._hop = 0
+        """Of the channel that is used."""
+        self._shunned: set[int] = set()
+        """Generations of replicas that lived and did not send."""
+        self._missing: Sequence[int] = ()
+        """Buckets of the version in transfer that it has not acknowledged."""
         self._route: Route | None = None
         """Of the last version, or of the one in transfer."""
         self._moving = False
@@ -81,29 +106,34 @@ class Replica:
             address=self.address,
         )
 
-    async def propose(self, source: WeightSource) -> None:
+    async def propose(self, source: WeightSource, before: Replica | None = None) -> None:
         """PROPOSE … READY: the replica has the manifest, and both ends of the channel are open.
 
         Another version may be proposed next: the replica forgets this one.
 
+        Args:
+            source: the version.
+            before: takes the same version, and may send it on to this one.
+
         Raises:
             MeshError: the replica failed or hung.
         """
-        manifest = source.manifest
         self._began = self._clock()
-        route = self._route = await self._routes.choose(self.peer, source)
-        message = pb.PlanePropose(
-            manifest=manifest_to_message(manifest), endpoint=route.endpoint, carrier=route.carrier
-        )
-        await self._send(manifest.version, propose=message)
+        version = source.manifest.version
+        self.progress.begin(version)
+        self._route = await self._routes.choose(self.peer, source)
         proposed_at = self._clock()
         with self._carrying():
-            await within(
-                self._open_channel(route),
-                self._config.ready_s,
-                f"{self.name}: READY",
-                self._mark_suspect,
-            )
+            if not await self._choose_sender(source, before):
+                await self._propose(source)
+            else:
+                assert self._sender is not None
+                try:
+                    await self._sender.open(version)
+                    await self._propose(source, self._sender)
+                except RelayError as error:
+                    await self._leave_sender(version, error)
+                    await self._propose(source)
         self._opening_s = self._clock() - proposed_at
 
     async def prepare(self, source: WeightSource) -> None:
@@ -126,6 +156,7 @@ class Replica:
 
     async def commit(self, version: Version) -> None:
         """COMMIT … COMMITTED: the engine serves the version."""
+        self.progress.end()
         await self._send(version, commit=pb.PlaneCommit())
         deadline_s = self._commit_s + self._config.switch_s(self._served_bytes)
         committed = await self._expect("committed", deadline_s)
@@ -138,19 +169,29 @@ class Replica:
 
     async def drop(self, version: Version, reason: str) -> None:
         """Withdraw the prepared version; the replica stays in the fleet."""
+        self.progress.end()
         await self._send(version, abort=pb.PlaneAbort(code="corrupt", message=reason))
 
     def give_up(self, reason: str) -> None:
         """Mark the replica as out, and abort what is still being sent to it."""
         self.state, self.suspect, self.reason = ReplicaState.OUT, False, reason
+        self.progress.leave()
         for channel in self._channels.values():
             channel.abort()
 
-    def raise_if_failed(self, message: pb.ReplicaMessage) -> None:
-        """Raise the failure that the replica reports, whatever this side waits for."""
+    async def release(self) -> None:
+        """It is out: the one before it need keep nothing for it."""
+        if self._sender is not None and self.progress.version is not None:
+            with suppress(RelayError):
+                await self._sender.close(self.progress.version)
+            self._sender = None
+
+    def inspect(self, message: pb.ReplicaMessage) -> bool:
+        """Raise the failure that the replica reports, whatever this side waits for; answers no message."""
         if message.WhichOneof("body") == "failed":
             self._report_route_failure()
             raise from_detail(message.failed.code, f"{self.name}: {message.failed.message}", {})
+        return False
 
     @contextmanager
     def _carrying(self) -> Iterator[None]:
@@ -166,72 +207,174 @@ class Replica:
         finally:
             self._moving = False
 
+    async def _choose_sender(self, source: WeightSource, before: Replica | None) -> bool:
+        """Whether another replica sends; then `_sender` is the one."""
+        version, route = source.manifest.version, self._route
+        assert route is not None
+        chosen: Replica | None = None
+        if before is not None and len(self._shunned) < _MOST_FAILED:
+            chosen = before if self._routes.relays(route, self.peer, before.peer) else None
+        sender = self._sender
+        if sender is not None and (
+            chosen is None
+            or sender.generation != chosen.generation
+            or sender.carrier != route.carrier
+        ):
+            self._sender = None
+            with suppress(RelayError):
+                await sender.close(version)
+        if chosen is not None and self._sender is None:
+            link = replace(self._link, endpoint=route.endpoint, hop=next(self._hops))
+            self._sender = FromReplica(
+                *(chosen.generation, chosen.progress, chosen.relay, link), carrier=route.carrier
+            )
+        return self._sender is not None
+
+    async def relay(self, version: Version, order: pb.PlaneRelay) -> None:
+        """Have this replica send to another one. Raises MeshError."""
+        await self._send(version, relay=order)
+
+    def shuns(self, other: Replica) -> bool:
+        """Whether `other` has failed to send to this one."""
+        return other.generation in self._shunned
+
+    async def _leave_sender(self, version: Version, error: RelayError) -> None:
+        """From now on the trainer sends."""
+        assert self._sender is not None
+        sender, self._sender = self._sender, None
+        if not sender.is_out:
+            self._shunned.add(sender.generation)
+        logger.info("%s gets weights %s from the trainer: %s", self.name, version, error)
+        with suppress(RelayError):
+            await sender.close(version)
+
     async def _send_version(self, source: WeightSource) -> None:
         """TRANSFER … RECEIVED of the last bucket, with the right hash."""
         version, route = source.manifest.version, self._route
         assert route is not None
         began = self._clock()
-        channel = self._channels[route.carrier]
-        wanted: Sequence[int] = range(len(source.manifest.bucket_bytes))
-        for _ in range(1 + self._config.resends):
-            wanted = await self._transfer(channel, source, wanted)
-            if not wanted:
-                break
-        else:
-            raise CorruptError(
-                f"{self.name}: buckets {list(wanted)} of weights {version} arrived corrupted "
-                f"{1 + self._config.resends} times"
-            )
+        sender = self._sender
+        if sender is not None:
+            try:
+                await self._send_missing(sender, source)
+            except RelayError as error:
+                await self._leave_sender(version, error)
+                await self._propose(source)
+            else:
+                with suppress(RelayError):
+                    await sender.done(version)
+        if self._sender is None:
+            await self._send_missing(FromTrainer(self._channels[route.carrier]), source)
         self._routes.observe(route, version, self._clock() - began, self._opening_s)
 
-    async def _open_channel(self, route: Route) -> None:
-        """Open both ends of the channel; the replica is ready when its end is."""
-        if route.carrier in self._channels:
-            await self._receive("ready")
-        else:
+    async def _send_missing(self, sender: FromTrainer | FromReplica, source: WeightSource) -> None:
+        """Until every bucket has arrived with the right hash."""
+        for _ in range(1 + self._config.resends):
+            await self._transfer(sender, source)
+            if not self._missing:
+                return
+        what = f"buckets {list(self._missing)} of weights {source.manifest.version}"
+        problem = f"{self.name}: {what} arrived corrupted {1 + self._config.resends} times"
+        raise RelayError(problem) if sender.hop else CorruptError(problem)
+
+    async def _propose(self, source: WeightSource, sender: FromReplica | None = None) -> None:
+        """Open both ends of the channel from `sender`, or else from the trainer; the replica says what it holds."""
+        manifest, route = source.manifest, self._route
+        assert route is not None
+        message = pb.PlanePropose(
+            manifest=manifest_to_message(manifest),
+            endpoint=route.endpoint,
+            carrier=route.carrier,
+            hop=sender.hop if sender else 0,
+        )
+        self._hop = message.hop
+        await self._send(manifest.version, propose=message)
+        opening = self._ready(source)
+        if sender is None and route.carrier not in self._channels:
             channel = self._routes.channel(route, replace(self._link, endpoint=route.endpoint))
             self._channels[route.carrier] = channel
-            await together(channel.open(self._config.ready_s), self._receive("ready"))
-        self.suspect = False
+            opening = together(channel.open(self._config.ready_s), opening)
+        await self._progressing(opening, self._config.ready_s, "READY", sender)
 
-    async def _transfer(
-        self, channel: Channel, source: WeightSource, wanted: Sequence[int]
-    ) -> list[int]:
-        """Send `wanted` buckets; returns those that arrived corrupted."""
-        manifest = source.manifest
+    async def _ready(self, source: WeightSource) -> None:
+        ready = (await self._receive("ready")).ready
+        if ready.error:
+            raise RelayError(ready.error)
+        every, held = range(len(source.manifest.bucket_bytes)), set(ready.held)
+        self._missing = [index for index in every if index not in held]
+
+    async def _transfer(self, sender: FromTrainer | FromReplica, source: WeightSource) -> None:
+        """Send the missing buckets; then those are missing that arrived corrupted."""
+        manifest, wanted = source.manifest, self._missing
+        version = manifest.version
         corrupted: list[int] = []
 
         async def send() -> None:
             for index in wanted:
-                await channel.send(manifest, index, source.bucket(index))
+                await sender.until_held(version, index)
+                if sender.hop:
+                    await self._send(version, transfer=pb.PlaneTransfer(buckets=[index]))
+                await sender.send(source, index)
 
         async def acknowledge() -> None:
-            for index in wanted:
-                deadline_s = self._config.deadline_s(manifest.bucket_bytes[index])
-                received = (await self._expect("received", deadline_s)).received
+            for place, index in enumerate(wanted):
+                await sender.until_held(version, index)
+                received = await self._received(manifest.bucket_bytes[index], sender)
                 if received.bucket != index:
                     raise InfraError(
                         f"{self.name}: acknowledged bucket {received.bucket}, not {index}"
                     )
                 if received.hash != manifest.bucket_hashes[index]:
                     corrupted.append(index)
+                else:
+                    self.progress.holds(index)
+                self._missing = [*corrupted, *wanted[place + 1 :]]
 
-        await self._send(manifest.version, transfer=pb.PlaneTransfer(buckets=wanted))
+        if not sender.hop or not wanted:
+            await self._send(version, transfer=pb.PlaneTransfer(buckets=wanted))
         await together(send(), acknowledge())
-        for index in corrupted:
+        for index in corrupted if not sender.hop else ():
             _check_source(manifest, index, source)
-        return corrupted
+
+    async def _received(self, nbytes: int, sender: FromTrainer | FromReplica) -> pb.ReplicaReceived:
+        """The next RECEIVED of what `sender` sends."""
+        relay = sender if isinstance(sender, FromReplica) else None
+        deadline_s = self._config.deadline_s(nbytes)
+        message = self._receive("received")
+        received = (await self._progressing(message, deadline_s, "RECEIVED", relay)).received
+        if received.error:
+            raise RelayError(received.error)
+        return received
+
+    async def _progressing(
+        self, work: Awaitable[_T], deadline_s: float, what: str, sender: FromReplica | None
+    ) -> _T:
+        """The result of `work` within the deadline.
+
+        Raises:
+            RelayError: another replica sends, and it may be the cause that nothing came.
+            WaitTimeoutError: nothing came, by this replica's fault.
+        """
+        waiting = within(work, deadline_s, f"{self.name}: {what}", self._mark_suspect)
+        try:
+            result = await (sender.while_in(waiting) if sender else waiting)
+        except WaitTimeoutError as error:
+            if sender is None or self.stream.quiet_s > deadline_s / 2:
+                raise
+            raise RelayError(str(error)) from error
+        self.suspect = False
+        return result
 
     async def _expect(self, kind: str, deadline_s: float) -> pb.ReplicaMessage:
-        message = await within(
-            self._receive(kind), deadline_s, f"{self.name}: {kind.upper()}", self._mark_suspect
-        )
-        self.suspect = False
-        return message
+        return await self._progressing(self._receive(kind), deadline_s, kind.upper(), None)
 
     async def _receive(self, kind: str) -> pb.ReplicaMessage:
-        message = await self.stream.receive()
-        body = message.WhichOneof("body")
+        while True:
+            message = await self.stream.receive()
+            body = message.WhichOneof("body")
+            late = body in ("ready", "received") and getattr(message, body).hop != self._hop
+            if not late:  # of a sender that was left
+                break
         if body != kind:
             raise InfraError(f"{self.name}: sent {body}, not {kind}")
         return message

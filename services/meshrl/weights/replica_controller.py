@@ -171,7 +171,7 @@ class ReplicaController:
             try:
                 await first_ends(
                     session.run(),
-                    stream.read_loop(generation, session.raise_if_dismissed),
+                    stream.read_loop(generation, session.inspect),
                     stream.heartbeat_loop(beat, welcome.welcome.beat_s),
                 )
             except MeshError as error:

@@ -111,7 +111,7 @@ class Routes:
     async def choose(self, peer: Peer, source: WeightSource) -> Route:
         """The route of a version to a replica, ready to be used. Raises MeshError when no carrier can be."""
         reaching = self._reaching(peer)
-        receivers = f"{'here' if peer.host == self._host else 'elsewhere'}: {_listed(reaching)}"
+        receivers = self._receivers(peer)
         version = source.manifest.version
         chosen = self._chosen.get(receivers)
         if chosen is not None and chosen[0] == version:
@@ -149,6 +149,11 @@ class Routes:
                 self._chosen[receivers] = (version, route)
                 return route
 
+    def relays(self, route: Route, receiver: Peer, sender: Peer) -> bool:
+        """Whether a replica that takes `route` can get from another one what that has received."""
+        same = not self._choosing or self._receivers(receiver) == self._receivers(sender)
+        return same and self._facts[route.carrier].relays
+
     def channel(self, route: Route, link: Link) -> Channel:
         """This end of a channel."""
         return self._carriers[route.carrier].channel(link)
@@ -184,6 +189,11 @@ class Routes:
             for name, each in self._facts.items()
             if name in peer.carriers and (here or each.reach != "host")
         ]
+
+    def _receivers(self, peer: Peer) -> str:
+        """Its class: replicas of one class get a version by the same route."""
+        where = "here" if peer.host == self._host else "elsewhere"
+        return f"{where}: {_listed(self._reaching(peer))}"
 
     def _has_base(self, name: str, last: str) -> bool:
         """Whether the carrier can send changes only: a version that came by another carrier is no base."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from meshrl.contract.errors import (
     from_detail,
 )
 from meshrl.contract.ports import WeightSink
-from meshrl.contract.types import Uint8, Version, WeightManifest
+from meshrl.contract.types import Version
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Carriers, Channel, Link
 from meshrl.weights.lora_merging import Merger
@@ -32,10 +33,13 @@ from meshrl.weights.messages import (
     stamped_version,
     wrong_tensors,
 )
+from meshrl.weights.relays import Received, Relays
+from meshrl.weights.waiting import unless
 
 logger = logging.getLogger(__name__)
 
 _CLOSING_S = 2.0
+_T = TypeVar("_T")
 
 
 class Session:
@@ -64,21 +68,49 @@ class Session:
         self._switch_engine = commit
         self._merger = merger
         self._channels: dict[str, Channel] = {}
+        """From the trainer, by carrier."""
+        self._hop_channel: Channel | None = None
+        """From another replica."""
         self._channel: Channel | None = None
         """The one that carries the proposed version."""
-        self._manifest: WeightManifest | None = None
-        self._buckets: list[Uint8] = []
-        self._missing: set[int] = set()
+        self._hop = 0
+        """Its number."""
+        self._proposals = 0
+        """That have arrived, and wait for what is done now."""
+        self._proposed = asyncio.Event()
+        """One waits."""
+        self._incoming: Received | None = None
+        """Of the proposed version, until it is staged."""
+        self._received: Received | None = None
+        """What can be passed on."""
+        self._relays = Relays(
+            carriers,
+            run=self._run,
+            epoch=self._epoch,
+            open_s=config.ready_s,
+            received=lambda: self._received,
+        )
         self._staged: Version | None = None
         self._staged_bytes = 0
         self.failure: MeshError | None = None
         """The error on this side, if one ended the session."""
 
-    @staticmethod
-    def raise_if_dismissed(message: pb.PlaneMessage) -> None:
-        """Raise the reason when the coordinator removes this replica."""
-        if message.WhichOneof("body") == "abort" and message.abort.final:
+    def inspect(self, message: pb.PlaneMessage) -> bool:
+        """See a message as it arrives, whatever this session waits for; True if it is answered.
+
+        Raises the reason when the coordinator removes this replica.
+        """
+        body = message.WhichOneof("body")
+        if body == "abort" and message.abort.final:
             raise from_detail(message.abort.code, message.abort.message, {})
+        if body == "relay":
+            self._relays.order(stamped_version(message.stamp), message.relay)
+            self._forget_committed()
+            return True
+        if body == "propose":
+            self._proposals += 1
+            self._proposed.set()
+        return False
 
     async def run(self) -> None:
         """Answer the coordinator's messages, in order, for as long as the stream lasts.
@@ -103,7 +135,8 @@ class Session:
 
     async def close(self) -> None:
         """Discard what is not committed; idempotent."""
-        for channel in self._channels.values():
+        self._relays.close()
+        for channel in filter(None, (*self._channels.values(), self._hop_channel)):
             await channel.close()
         await self._discard()
 
@@ -124,63 +157,98 @@ class Session:
         serving = self._version()
         if manifest.version.epoch != self._epoch or (serving and manifest.version < serving):
             raise FencedError(f"version {manifest.version} was proposed to an engine at {serving}")
-        await self._discard()
-        self._manifest = manifest
-        # Fresh memory for each version: an engine may keep these very arrays until, and after, the commit.
-        self._buckets = [np.empty(nbytes, dtype=np.uint8) for nbytes in manifest.bucket_bytes]
-        self._missing = set(range(len(self._buckets)))
-        self._channel = await self._open_channel(message.propose)
-        await self._send(manifest.version, ready=pb.ReplicaReady())
+        self._proposals -= 1
+        if not self._proposals:
+            self._proposed.clear()
+        if self._incoming is None or self._incoming.manifest != manifest:
+            await self._discard()
+            every = range(len(manifest.bucket_bytes))
+            self._incoming = Received(manifest, [np.empty(0, np.uint8) for _ in every], set(every))
+        # Fresh memory for each version: an engine may keep these very arrays until, and after, the commit. And for
+        # each sender: the one before may still write into what it has not finished.
+        incoming = self._received = self._incoming
+        for index in incoming.missing:
+            incoming.buckets[index] = np.empty(manifest.bucket_bytes[index], dtype=np.uint8)
+        held = set(range(len(incoming.buckets))) - incoming.missing
+        ready = pb.ReplicaReady(hop=message.propose.hop, held=sorted(held))
+        try:
+            self._channel = await self._open_channel(message.propose)
+        except UnavailableError as error:
+            if not message.propose.hop:
+                raise
+            ready.error = str(error)
+        await self._send(manifest.version, ready=ready)
 
     async def _open_channel(self, proposed: pb.PlanePropose) -> Channel:
-        """This end of the channel, open, by the carrier that the coordinator chose."""
-        channel = self._channels.get(proposed.carrier)
-        if channel is not None:
-            return channel
+        """This end of the channel, open, by the carrier and from the sender that the coordinator chose."""
+        if proposed.hop and self._hop == proposed.hop and self._hop_channel is not None:
+            return self._hop_channel
+        if self._hop_channel is not None:
+            self._hop_channel.abort()
+            self._hop_channel = None
+        self._hop = proposed.hop
+        if not proposed.hop and proposed.carrier in self._channels:
+            return self._channels[proposed.carrier]
         link = Link(
             run=self._run,
             epoch=self._epoch,
             generation=self._generation,
+            hop=proposed.hop,
             endpoint=proposed.endpoint,
             rank=1,
         )
-        channel = self._channels[proposed.carrier] = self._carriers[proposed.carrier].channel(link)
+        channel = self._carriers[proposed.carrier].channel(link)
+        if proposed.hop:
+            self._hop_channel = channel
+        else:
+            self._channels[proposed.carrier] = channel
         try:
-            await channel.open(self._config.ready_s)
+            await self._from_sender(channel.open(self._config.ready_s))
         except UserError as error:
             if len(self._carriers.names) == 1:
                 raise
             raise UnavailableError(str(error)) from error  # another carrier can be tried
         return channel
 
+    async def _from_sender(self, work: Awaitable[_T]) -> _T:
+        """What the channel does, until the coordinator names another sender."""
+        return await unless(self._proposed, work, "another sender is named")
+
     async def _transfer(self, version: Version, indices: Sequence[int]) -> None:
-        manifest = self._manifest
-        if manifest is None or manifest.version != version or self._channel is None:
+        incoming = self._incoming
+        if incoming is None or incoming.version != version or self._channel is None:
             raise ConflictError(f"buckets of version {version}, which was not proposed")
         for index in indices:
-            received_hash = ""
-            try:
-                mapped = await self._channel.receive(manifest, index, self._buckets[index])
-                if mapped is not None:
-                    self._buckets[index] = mapped
-                received_hash = await asyncio.to_thread(digest, self._buckets[index])
-            except CorruptError:
-                received_hash = ""  # no bucket has this hash: the coordinator sends it again
-            if received_hash == manifest.bucket_hashes[index]:
-                self._missing.discard(index)
-            elif received_hash:
-                wrong = await asyncio.to_thread(
-                    wrong_tensors, manifest, index, self._buckets[index]
-                )
-                logger.warning("weights %s arrived wrong: %s", version, wrong)
-            received = pb.ReplicaReceived(bucket=index, hash=received_hash)
-            await self._send(version, received=received)
-        if not self._missing:
-            await self._stage(manifest)
+            await self._receive(incoming, index, self._channel)
+        if not incoming.missing:
+            await self._stage(incoming)
 
-    async def _stage(self, manifest: WeightManifest) -> None:
+    async def _receive(self, incoming: Received, index: int, channel: Channel) -> None:
+        """One bucket; RECEIVED says what came."""
+        manifest, buckets = incoming.manifest, incoming.buckets
+        received = pb.ReplicaReceived(bucket=index, hop=self._hop)
+        try:
+            mapped = await self._from_sender(channel.receive(manifest, index, buckets[index]))
+            if mapped is not None:
+                buckets[index] = mapped
+            received.hash = await asyncio.to_thread(digest, buckets[index])
+        except CorruptError:
+            received.hash = ""  # no bucket has this hash: the coordinator sends it again
+        except UnavailableError as error:
+            if not self._hop:
+                raise
+            received.error = str(error)
+        if received.hash == manifest.bucket_hashes[index]:
+            incoming.missing.discard(index)
+        elif received.hash:
+            wrong = await asyncio.to_thread(wrong_tensors, manifest, index, buckets[index])
+            logger.warning("weights %s arrived wrong: %s", manifest.version, wrong)
+        await self._send(manifest.version, received=received)
+
+    async def _stage(self, incoming: Received) -> None:
+        manifest, buckets = incoming.manifest, incoming.buckets
         self._staged = manifest.version
-        served, buckets = manifest.served, self._buckets
+        served = manifest.served
         if manifest.adapter is not None:
             buckets = await asyncio.to_thread(self._merger.merge, manifest, buckets)
         try:
@@ -189,7 +257,7 @@ class Session:
             raise
         except Exception as error:  # an engine's library may raise anything
             raise InfraError(f"staging weights {manifest.version}: {error!r}") from error
-        self._manifest, self._buckets = None, []
+        self._incoming = None
         self._staged_bytes = served.total_bytes
         prepared = pb.ReplicaPrepared(hashes=served.bucket_hashes)
         await self._send(manifest.version, prepared=prepared)
@@ -203,12 +271,19 @@ class Session:
                 )
             self._staged = None
             pause_s = await self._switch_engine(version, self._staged_bytes)
-        for channel in self._channels.values():
+        for channel in filter(None, (*self._channels.values(), self._hop_channel)):
             channel.committed(version)
+        self._forget_committed()
         await self._send(version, committed=pb.ReplicaCommitted(pause_s=pause_s))
 
+    def _forget_committed(self) -> None:
+        """Free what the engine serves, unless it is still passed on."""
+        received = self._received
+        if received and received.version == self._version():
+            self._received = received if self._relays.needs(received.version) else None
+
     async def _discard(self) -> None:
-        self._manifest, self._buckets = None, []
+        self._incoming = self._received = None
         if self._staged is not None:
             staged, self._staged = self._staged, None
             await self._engine.discard_weights(staged)

@@ -65,6 +65,19 @@ async def first_ends(*work: Awaitable[Any]) -> None:
         task.result()
 
 
+async def unless(event: asyncio.Event, work: Awaitable[_T], why: str) -> _T:
+    """The result of `work`; once `event` is set, UnavailableError with the reason `why`, and `work` is cancelled."""
+    task, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise UnavailableError(why)
+        return task.result()
+    finally:
+        await _end(task)
+        await _end(waiting)
+
+
 class WorkerThread:
     """Runs calls one after the other in one daemon thread: a stuck call blocks neither the event loop nor the exit.
 

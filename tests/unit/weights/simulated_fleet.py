@@ -1,0 +1,262 @@
+"""A weight plane of simulated processes in virtual time, whose carrier counts bytes and can be struck at any bucket.
+
+Coordinator, replica controllers, sessions and relays are the product's. A process that is killed runs nothing more,
+and its channels break; one that is stopped is silent, and its channels hang until their own deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from meshrl.config.weights import WeightsConfig
+from meshrl.contract.errors import UnavailableError
+from meshrl.contract.ports import WeightSource
+from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
+from meshrl.simulation.call import connect
+from meshrl.simulation.host import this_process
+from meshrl.simulation.loop import Process, SimulatedLoop, quiet, spawn
+from meshrl.simulation.network import Delays, Network
+from meshrl.testing.weights import HashSink, StubSource
+from meshrl.weights.carrier import Link, RunPaths
+from meshrl.weights.coordinator import WeightCoordinator
+from meshrl.weights.fleet import ReplicaState
+from meshrl.weights.replica_controller import ReplicaController
+from meshrl.weights.servicer import WeightsServicer
+
+RUN = "simulated"
+TRAINER = "trainer:1"
+BUCKETS, BUCKET_BYTES = 4, 1 << 10
+WHOLE = BUCKETS * BUCKET_BYTES
+BUCKET_S, STEP_S = 0.2, 0.1
+FOR_EVER_S = 1e6
+Strike = Callable[[str, str, int], object]
+"""Called with sender, receiver and bucket when a bucket is about to cross a channel."""
+
+
+class Wires:
+    """All channels of a fleet."""
+
+    def __init__(self) -> None:
+        self.sent: Counter[str] = Counter()
+        """Bytes that left each process."""
+        self.opened: list[tuple[str, str]] = []
+        self.stopped: set[Process] = set()
+        self.cut: Callable[[str, str], bool] = lambda sender, receiver: False
+        """Whether no channel between two processes opens."""
+        self.on_bucket: Strike = lambda sender, receiver, index: None
+        self.spoil: Callable[[str, str, int], bool] = lambda sender, receiver, index: False
+        self.edges: dict[str, _Edge] = {}
+
+
+class _Edge:
+    def __init__(self) -> None:
+        self.ends: dict[int, Process] = {}
+        self.closed = False
+        self.offered: tuple[int, Uint8] | None = None
+
+
+class WireCarrier:
+    """Of one process."""
+
+    def __init__(self, config: WeightsConfig, wires: Wires) -> None:
+        self._config, self._wires = config, wires
+
+    async def listen(self) -> str:
+        return "wires"
+
+    async def stage(self, source: WeightSource) -> None:
+        pass
+
+    def channel(self, link: Link) -> WireChannel:
+        return WireChannel(self._config, self._wires, link)
+
+    async def close(self) -> None:
+        pass
+
+
+class WireChannel:
+    """One end."""
+
+    def __init__(self, config: WeightsConfig, wires: Wires, link: Link) -> None:
+        self._config, self._wires, self._link = config, wires, link
+        self._edge = wires.edges.setdefault(link.prefix, _Edge())
+        self._edge.ends[link.rank] = this_process()
+
+    async def open(self, deadline_s: float) -> None:
+        await self._until(lambda: len(self._edge.ends) == 2 and not self._is_cut, deadline_s)
+        if self._link.rank == 0:
+            self._wires.opened.append(self._names)
+
+    async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
+        self._wires.on_bucket(*self._names, index)
+        await asyncio.sleep(BUCKET_S)
+        if self._wires.spoil(*self._names, index):
+            bucket = bucket.copy()
+            bucket[3] ^= 1
+        self._edge.offered = index, bucket
+        await self._until(lambda: self._edge.offered is None, self._config.deadline_s(len(bucket)))
+        self._wires.sent[self._names[0]] += bucket.nbytes
+
+    async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
+        await self._until(
+            lambda: self._edge.offered is not None, self._config.deadline_s(into.nbytes)
+        )
+        assert self._edge.offered is not None
+        found, bucket = self._edge.offered
+        assert found == index
+        into[:] = bucket
+        self._edge.offered = None
+
+    def committed(self, version: Version) -> None:
+        pass
+
+    def abort(self) -> None:
+        self._edge.closed = True
+
+    async def close(self) -> None:
+        self.abort()
+
+    @property
+    def _names(self) -> tuple[str, str]:
+        return self._edge.ends[0].name, self._edge.ends[1].name
+
+    @property
+    def _is_cut(self) -> bool:
+        return self._wires.cut(*self._names)
+
+    async def _until(self, condition: Callable[[], bool], deadline_s: float) -> None:
+        ends = self._edge.ends
+        for _ in range(round(deadline_s / STEP_S)):
+            if self._edge.closed or any(end.dead for end in ends.values()):
+                break
+            if not self._wires.stopped & set(ends.values()) and condition():
+                return
+            await asyncio.sleep(STEP_S)
+        raise UnavailableError(f"channel {self._link.prefix}, rank {self._link.rank}")
+
+
+class SimulatedFleet:
+    """A trainer and replicas, each a simulated process."""
+
+    def __init__(self, loop: SimulatedLoop, **options: object) -> None:
+        self.wires = Wires()
+        self.network = Network(loop, 0, Delays(slow_share=0.0))
+        self.config = WeightsConfig.model_validate({"carrier": f"{__name__}", **options})
+        self.published: list[Version] = []
+        self.processes: dict[str, Process] = {}
+        self.engines: dict[str, HashSink] = {}
+        self.steps = 0
+        self.longest_publish_s = 0.0
+        self._loop = loop
+
+    def load(self, config: WeightsConfig, paths: RunPaths) -> WireCarrier:
+        return WireCarrier(config, self.wires)
+
+    async def start(self, *names: str) -> None:
+        """A trainer, then these replicas, in this order."""
+        process = self.processes["trainer"] = Process("trainer")
+        await spawn(self._loop, process, self._trainer(), "trainer")
+        for name in names:
+            self.join(name)
+            await self.until(lambda each=name: self.state(each) is not None)
+
+    async def _trainer(self) -> None:
+        async def on_committed(version: Version) -> None:
+            self.published.append(version)
+
+        paths = RunPaths(directory=Path())
+        self.coordinator = WeightCoordinator(
+            *(self.config,),
+            run=RUN,
+            epoch=1,
+            paths=paths,
+            on_committed=on_committed,
+            load=self.load,
+        )
+        await self.coordinator.start()
+        self.network.listen(TRAINER, [WeightsServicer(self.coordinator)])
+
+    def join(self, name: str) -> None:
+        process = self.processes[name] = Process(name)
+        self.engines[name] = HashSink()
+        spawn(self._loop, process, self._replica(name), name)
+
+    async def _replica(self, name: str) -> None:
+        controller = ReplicaController(
+            self.config,
+            run=RUN,
+            replica=name,
+            engine=self.engines[name],
+            on_update=OnUpdate.IN_FLIGHT,
+            paths=RunPaths(directory=Path()),
+            connect=partial(connect, self.network, TRAINER),  # type: ignore[arg-type]
+            load=self.load,
+        )
+        await controller.run()
+
+    def kill(self, name: str) -> None:
+        self.processes[name].kill()
+        self.network.reset(name)
+
+    def stop(self, name: str) -> None:
+        self.wires.stopped.add(self.processes[name])
+        self.network.hide(self.processes[name], FOR_EVER_S)
+
+    def resume(self, name: str) -> None:
+        self.wires.stopped.discard(self.processes[name])
+        self.network._hidden.clear()
+        self.network._silent_until = 0.0
+
+    async def publish(self) -> StubSource:
+        """The next version, handed over: what the trainer waits for is noted."""
+        source = StubSource(RUN, Version(1, self.steps), buckets=BUCKETS, bucket_bytes=BUCKET_BYTES)
+        self.steps += 1
+        began = self._loop.time()
+        await spawn(
+            self._loop, self.processes["trainer"], self.coordinator.publish(source), "publish"
+        )
+        self.longest_publish_s = max(self.longest_publish_s, self._loop.time() - began)
+        return source
+
+    async def carry(self, *names: str) -> StubSource:
+        """The next version, until it is committed and these serve it."""
+        source = await self.publish()
+        version = source.manifest.version
+        await self.until(lambda: version in self.published)
+        for name in names:
+            await self.until(lambda each=name: self.engines[each].version == version)
+            assert self.engines[name].hashes == source.manifest.bucket_hashes
+        return source
+
+    def state(self, name: str) -> ReplicaState | None:
+        return next((v.state for v in self.coordinator.fleet().replicas if v.name == name), None)
+
+    async def until(self, condition: Callable[[], bool], within_s: float = 200.0) -> None:
+        for _ in range(round(within_s / STEP_S)):
+            if condition():
+                return
+            await asyncio.sleep(STEP_S)
+        raise AssertionError(f"not within {within_s} s: {self.coordinator.fleet()}")
+
+
+RELAYS = True
+"""This very module is what `weights.carrier` names."""
+
+
+def in_simulation(
+    test: Callable[[SimulatedFleet], Coroutine[Any, Any, None]], **options: object
+) -> None:
+    """Run `test` with a fleet in virtual time."""
+    with quiet():
+        loop = SimulatedLoop(0)
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_until_complete(loop.create_task(test(SimulatedFleet(loop, **options))))
+        finally:
+            asyncio.set_event_loop(None)
+            loop.close()
