@@ -250,6 +250,8 @@ class GroupsRequest(_message.Message):
     DONE_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
+    DUE_BY_FIELD_NUMBER: _builtins.int
+    UNFINISHED_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     epoch: _builtins.int
     step: _builtins.int
@@ -265,6 +267,9 @@ class GroupsRequest(_message.Message):
     """What why_waiting says meanwhile."""
     wait_s: _builtins.float
     """Seconds."""
+    due_by: _builtins.int
+    """... or until others than `unfinished` groups that are sampled from this step or earlier on are not complete."""
+    unfinished: _builtins.int
     def __init__(
         self,
         *,
@@ -277,12 +282,16 @@ class GroupsRequest(_message.Message):
         done: _builtins.bool = ...,
         why: _builtins.str = ...,
         wait_s: _builtins.float = ...,
+        due_by: _builtins.int | None = ...,
+        unfinished: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_due_by", b"_due_by", "due_by", b"due_by"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "done", b"done", "epoch", b"epoch", "groups", b"groups", "more_than", b"more_than", "run", b"run", "step", b"step", "wait_s", b"wait_s", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_due_by", b"_due_by", "batch_id", b"batch_id", "done", b"done", "due_by", b"due_by", "epoch", b"epoch", "groups", b"groups", "more_than", b"more_than", "run", b"run", "step", b"step", "unfinished", b"unfinished", "wait_s", b"wait_s", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__due_by: _TypeAlias = _typing.Literal["due_by"]  # noqa: Y015
+    _WhichOneofArgType__due_by: _TypeAlias = _typing.Literal["_due_by", b"_due_by"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__due_by) -> _WhichOneofReturnType__due_by | None: ...
 
 Global___GroupsRequest: _TypeAlias = GroupsRequest  # noqa: Y015
 
@@ -313,6 +322,37 @@ class GroupsResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class Sampled(_message.Message):
+        """Groups in no batch that are sampled from one version on."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        FIRST_FIELD_NUMBER: _builtins.int
+        LATER_FIELD_NUMBER: _builtins.int
+        GROUPS_FIELD_NUMBER: _builtins.int
+        COMPLETE_FIELD_NUMBER: _builtins.int
+        first: _builtins.int
+        """The version's step."""
+        later: _builtins.int
+        """Groups that fit into the later batches which still come in time for them."""
+        groups: _builtins.int
+        complete: _builtins.int
+        """How many of them are complete."""
+        def __init__(
+            self,
+            *,
+            first: _builtins.int = ...,
+            later: _builtins.int = ...,
+            groups: _builtins.int = ...,
+            complete: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "first", b"first", "groups", b"groups", "later", b"later"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     PLAN_FIELD_NUMBER: _builtins.int
     REPLAYS_FIELD_NUMBER: _builtins.int
     FRESH_FIELD_NUMBER: _builtins.int
@@ -320,8 +360,10 @@ class GroupsResponse(_message.Message):
     FEED_CLOSED_FIELD_NUMBER: _builtins.int
     NEXT_ROUND_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    SAMPLED_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_DUE_FIELD_NUMBER: _builtins.int
     plan: _builtins.str
-    """"round/shard:groups.shard:groups"; empty when nothing of the batch was taken here."""
+    """"round/shard:groups.shard:groups!step"; empty when nothing of the batch was taken here."""
     fresh: _builtins.int
     """Complete groups that were never taken."""
     unfinished: _builtins.int
@@ -331,9 +373,15 @@ class GroupsResponse(_message.Message):
     """Later than any round of the run here."""
     members: _builtins.str
     """As in RoomResponse."""
+    waits_for_due: _builtins.bool
+    """Whether the run waits for groups that the next batch would get too late."""
     @_builtins.property
     def replays(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupsResponse.Replay]:
         """By round."""
+
+    @_builtins.property
+    def sampled(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupsResponse.Sampled]:
+        """By step, without those that are too old."""
 
     def __init__(
         self,
@@ -345,10 +393,12 @@ class GroupsResponse(_message.Message):
         feed_closed: _builtins.bool = ...,
         next_round: _builtins.int = ...,
         members: _builtins.str = ...,
+        sampled: _abc.Iterable[Global___GroupsResponse.Sampled] | None = ...,
+        waits_for_due: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["feed_closed", b"feed_closed", "fresh", b"fresh", "members", b"members", "next_round", b"next_round", "plan", b"plan", "replays", b"replays", "unfinished", b"unfinished"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["feed_closed", b"feed_closed", "fresh", b"fresh", "members", b"members", "next_round", b"next_round", "plan", b"plan", "replays", b"replays", "sampled", b"sampled", "unfinished", b"unfinished", "waits_for_due", b"waits_for_due"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

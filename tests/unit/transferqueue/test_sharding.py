@@ -13,7 +13,7 @@ import pytest
 
 from meshrl.contract.errors import FencedError, UnavailableError, UserError, WaitTimeoutError
 from meshrl.contract.types import Lease, RunSpec
-from meshrl.transferqueue.sharding import GroupCounts, ShardedQueue, ShardQueue
+from meshrl.transferqueue.sharding import GroupCounts, Sampled, ShardedQueue, ShardQueue
 from meshrl.transferqueue.sharding.batches import plan_batch
 from meshrl.transferqueue.sharding.run_shards import RunShards, owner
 from meshrl.transferqueue.sharding.shard import BatchPlan, parse_batch_name
@@ -120,9 +120,32 @@ def test_replays_come_first_by_round_then_even_shares(
     assert str(plan_batch(shards, count, step=1)) == expected
 
 
+@pytest.mark.parametrize(
+    ("complete", "expected"),
+    [
+        ((0, 9), "1/0:3.1:5!2"),
+        ((1, 10), "1/0:2.1:6!2"),
+        ((0, 14), "1/1:8!2"),
+        ((2, 2), "1/0:4.1:4"),
+    ],
+)
+def test_a_shard_gives_at_least_what_the_next_batch_would_get_too_late(
+    complete: tuple[int, int], expected: str
+) -> None:
+    """Of the groups from step 2 on, a later batch holds 4: the others are due, wherever they are."""
+    shards = [
+        replace(group_counts(9), sampled=(Sampled(2, 4, n, n), Sampled(3, 30, 2, 2)))
+        for n in complete
+    ]
+    plan = str(plan_batch(shards, 8, step=2))
+    assert plan == expected
+
+
 def test_a_plan_is_read_back_from_the_id_of_its_batch() -> None:
     plan = BatchPlan(7, ((1, 3), (0, 2), (1, 1)))
     assert parse_batch_name(plan.name("run/1.2#x")) == ("run/1.2#x", plan)
+    due = replace(plan, due_by=4)
+    assert parse_batch_name(due.name("run/1.2")) == ("run/1.2", due)
     assert plan.shares == {1: 4, 0: 2}
     assert plan.in_order({0: "ab", 1: "uvwx"}) == tuple("uvwabx")
     assert parse_batch_name("run/1.2#x") == ("run/1.2#x", None)

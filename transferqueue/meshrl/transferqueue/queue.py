@@ -386,9 +386,9 @@ class TransferQueue(RowMethods):
         batch_id: str,
         wait_s: float,
         *,
-        windowed: bool = True,
+        due_by: int | None = None,
     ) -> Batch:
-        """`take`, also of 0 groups; `windowed` as in `lifecycle.take`."""
+        """`take`, also of 0 groups; `due_by` as in `lifecycle.take`."""
         deadline = self._deadline(wait_s)
 
         def reason() -> str:
@@ -407,7 +407,7 @@ class TransferQueue(RowMethods):
                         step=step,
                         count=groups,
                         batch_id=batch_id,
-                        windowed=windowed,
+                        due_by=due_by,
                     )
                 taken = state.batches.get(batch_id)
                 if taken is None:

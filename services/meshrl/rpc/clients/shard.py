@@ -9,7 +9,13 @@ from meshrl.contract import codec
 from meshrl.contract.types import RunState, Task, Version
 from meshrl.rpc.clients.base import discard
 from meshrl.rpc.clients.queue import ClientOptions, QueueClient
-from meshrl.transferqueue.sharding import GroupCounts, RowCounts, ShardCapacity, ShardNote
+from meshrl.transferqueue.sharding import (
+    GroupCounts,
+    RowCounts,
+    Sampled,
+    ShardCapacity,
+    ShardNote,
+)
 from meshrl.v1 import queue_pb2
 from meshrl.v1 import shard_pb2 as pb
 from meshrl.v1 import shard_pb2_grpc as rpc
@@ -86,6 +92,8 @@ class ShardClient(QueueClient):
         groups: int,
         more_than: int = -1,
         done: bool = False,
+        due_by: int = -1,
+        unfinished: int = 0,
         why: str = "",
         wait_s: float = 0.0,
     ) -> GroupCounts:
@@ -100,6 +108,8 @@ class ShardClient(QueueClient):
                 groups=groups,
                 more_than=more_than,
                 done=done,
+                due_by=None if due_by < 0 else due_by,
+                unfinished=unfinished,
                 why=why,
                 wait_s=seconds,
             )
@@ -201,6 +211,10 @@ def _groups(answer: pb.GroupsResponse) -> GroupCounts:
         unfinished=answer.unfinished,
         feed_closed=answer.feed_closed,
         next_round=answer.next_round,
+        sampled=tuple(
+            Sampled(one.first, one.later, one.groups, one.complete) for one in answer.sampled
+        ),
+        waits_for_due=answer.waits_for_due,
         members=answer.members,
     )
 

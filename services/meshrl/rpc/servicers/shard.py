@@ -86,6 +86,8 @@ class ShardServicer(rpc.ShardServicer):
             groups=request.groups,
             more_than=request.more_than,
             done=request.done,
+            due_by=request.due_by if request.HasField("due_by") else -1,
+            unfinished=request.unfinished,
             why=request.why,
             wait_s=bounded(request.wait_s),
         )
@@ -98,6 +100,8 @@ class ShardServicer(rpc.ShardServicer):
             unfinished=groups.unfinished,
             feed_closed=groups.feed_closed,
             next_round=groups.next_round,
+            sampled=[pb.GroupsResponse.Sampled(**one._asdict()) for one in groups.sampled],
+            waits_for_due=groups.waits_for_due,
             members=groups.members,
         )
 

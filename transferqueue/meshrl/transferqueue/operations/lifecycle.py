@@ -17,7 +17,7 @@ A run that is not gated (evaluation) follows no versions: there every settled gr
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -39,6 +39,8 @@ from meshrl.contract.types import (
 from meshrl.transferqueue.model.group import Group, bits
 from meshrl.transferqueue.model.records import Exit, State, TakenBatch, TaskMetadata
 from meshrl.transferqueue.model.run import Run
+from meshrl.transferqueue.operations import window
+from meshrl.transferqueue.operations.window import Sampled
 from meshrl.transferqueue.store import decode_record, encode_record
 
 TASK_ID_BYTES = 400
@@ -204,50 +206,46 @@ def retire(run: Run, group: Group) -> None:
     run.save()
 
 
-def _due(run: Run, step: int, count: int) -> Iterator[tuple[int, int]]:
-    """How many of the groups that were sampled from `first` or earlier on must be in the batch of `step`, by `first`.
-
-    The others would grow too old: `batch_groups` groups fit into each step that is left to them. What is too old
-    already counts no more.
-    """
+def sampled(run: Run, step: int) -> tuple[Sampled, ...]:
+    """The groups in no batch by the version from which they are sampled, without what is too old for `step`."""
     spec = run.spec
     if math.isinf(spec.max_staleness) or not spec.gated:
-        return
-    groups = 0
-    for first in sorted(run.sampled_from):
-        steps_left = first + spec.max_staleness - step
-        if steps_left >= 0:
-            groups += run.sampled_from[first]
-            if (wanted := math.ceil(groups - steps_left * spec.batch_groups)) > 0:
-                yield first, min(wanted, count)
+        return ()
+    last = math.floor(spec.max_staleness) - step
+    complete = run.complete.sampled_from
+    return tuple(
+        Sampled(first, (first + last) * spec.batch_groups, run.sampled_from[first], complete[first])
+        for first in sorted(run.sampled_from)
+        if first + last >= 0
+    )
+
+
+def waits_for_due(run: Run) -> bool:
+    """False for a run that drops what is too old: it is as fast as its short responses."""
+    return run.spec.stale_policy is not StalePolicy.DROP
 
 
 def due_groups(run: Run, step: int, count: int) -> int:
     """Groups that `take` waits for although enough others are complete: any later step would be too late for them.
 
     Without this, tasks that sample for longer than the staleness window were overtaken each time, and only short ones
-    were trained. A run that drops what is too old waits for none, and a repeated batch is as it was.
+    were trained. A repeated batch is as it was.
     """
-    if run.spec.stale_policy is StalePolicy.DROP or run.complete.taken_before >= count:
+    if not waits_for_due(run) or run.complete.taken_before >= count:
         return 0
-    complete = run.complete.sampled_from
-    return max(
-        [
-            wanted - sum([number for at, number in complete.items() if at <= first])
-            for first, wanted in _due(run, step, count)
-        ],
-        default=0,
-    )
+    return max([lacking for *_, lacking in window.due(sampled(run, step), count)], default=0)
 
 
-def _with_due(run: Run, groups: list[Group], step: int) -> list[Group]:
+def _with_due(
+    run: Run, groups: list[Group], step: int, wanted_by: Iterable[tuple[int, int]]
+) -> list[Group]:
     """`groups`, which the sampler has chosen, with those that must be in the batch in the place of its last ones."""
-    for first, wanted in _due(run, step, len(groups)):
+    for first, wanted in wanted_by:
         missing = wanted - sum(_from(group) <= first for group in groups)
         if missing <= 0:
             continue
         chosen = {group.number for group in groups}
-        due = [
+        swaps = [
             group
             for group in run.groups.values()
             if group.complete
@@ -256,9 +254,9 @@ def _with_due(run: Run, groups: list[Group], step: int) -> list[Group]:
             and not too_old(run, group, step)
         ]
         later = [group for group in groups if _from(group) > first and group.position < 0]
-        swapped = min(missing, len(due), len(later))
+        swapped = min(missing, len(swaps), len(later))
         leaving = {group.number for group in later[len(later) - swapped :]}
-        groups = [group for group in groups if group.number not in leaving] + due[:swapped]
+        groups = [group for group in groups if group.number not in leaving] + swaps[:swapped]
     return groups
 
 
@@ -267,11 +265,19 @@ def _from(group: Group) -> float:
 
 
 def take(
-    run: Run, *, epoch: int, step: int, count: int, batch_id: str, windowed: bool = True
+    run: Run,
+    *,
+    epoch: int,
+    step: int,
+    count: int,
+    batch_id: str,
+    due_by: int | None = None,
 ) -> Batch | None:
     """Take a batch of `count` complete groups; None if there are not enough yet, or groups are due that are not.
 
-    A closed feed ends with one smaller batch. Not `windowed`: none is waited for.
+    A closed feed ends with one smaller batch. With `due_by` the batch is one shard's share of a batch, and what is
+    due is known of all shards together: none is waited for, and groups sampled from that step or earlier on come
+    first.
 
     Raises:
         EndOfDataError: the feed is closed and nothing is left to take.
@@ -285,9 +291,15 @@ def take(
             raise EndOfDataError(
                 f"run {run.name}: the feed is closed and every group is taken or has left"
             )
-    elif windowed and due_groups(run, step, count) > 0:
+    elif due_by is None and due_groups(run, step, count) > 0:
         return None
-    groups = _with_due(run, groups, step)
+    known = sampled(run, step)
+    wanted_by = (
+        [(first, wanted) for first, wanted, _ in window.due(known, len(groups))]
+        if due_by is None
+        else window.earliest(known, len(groups), due_by)
+    )
+    groups = _with_due(run, groups, step, wanted_by)
     for group in groups:
         run.withdraw(group)
         if unfinished := group.unfinished:

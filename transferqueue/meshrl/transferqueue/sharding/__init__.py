@@ -5,6 +5,7 @@ ShardQueue      a TransferQueue that can be one of them (shard.py)
 Shard           the port between the two (port.py), and the figures that it answers with
 """
 
+from meshrl.transferqueue.operations.window import Sampled
 from meshrl.transferqueue.sharding.merge import total_ledger
 from meshrl.transferqueue.sharding.port import (
     GroupCounts,
@@ -20,6 +21,7 @@ from meshrl.transferqueue.sharding.shard import ShardQueue
 __all__ = [
     "GroupCounts",
     "RowCounts",
+    "Sampled",
     "Shard",
     "ShardCapacity",
     "ShardNote",

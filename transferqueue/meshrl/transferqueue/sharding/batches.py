@@ -13,6 +13,9 @@ which shards the run is on, so that no plan, and no end of data, misses shards t
 their old order there. That is the order in which they stood, so a rewound trainer gets the same batches. New groups
 are taken in even shares, each shard's in its sampler's order; where one shard has fewer, the others give more. So
 batches are in order of admission (or of the sampler) on each shard, and approximately so over all.
+
+**Slow tasks.** Groups that the next batch would get too late are counted over all shards (operations/window.py). They
+are waited for, the shares are large enough for them, and they come first in each.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from typing import Any, NamedTuple
 
 from meshrl.contract.errors import ConflictError, EndOfDataError, UserError, WaitTimeoutError
 from meshrl.contract.types import Batch, BatchGroup
+from meshrl.transferqueue.operations import window
+from meshrl.transferqueue.operations.why_waiting import DUE
 from meshrl.transferqueue.sharding.fan_out import all_of, any_of
 from meshrl.transferqueue.sharding.port import GroupCounts, Shard
 from meshrl.transferqueue.sharding.run_shards import RunShards, ShardsAdded
@@ -38,6 +43,7 @@ PLANS = 64
 
 def plan_batch(counts: Sequence[GroupCounts], count: int, step: int) -> BatchPlan:
     """`count` groups, or all if there are fewer. Which shard gives one new group more changes with `step`."""
+    due_by, least = _due_by_shard(counts, count, step)
     runs: list[tuple[int, int]] = []
     left = count
     for round_ in sorted({at for one in counts for at, _ in one.replays}):
@@ -46,13 +52,48 @@ def plan_batch(counts: Sequence[GroupCounts], count: int, step: int) -> BatchPla
             runs.append((shard, groups))
             left -= groups
     fresh = [0] * len(counts)
-    turns = [(step + turn) % len(counts) for turn in range(len(counts))]
+    turns = _turns(counts, step)
+    for shard in turns:
+        replays = sum(groups for at, groups in runs if at == shard)
+        fresh[shard] = max(0, min(least[shard] - replays, counts[shard].fresh, left))
+        left -= fresh[shard]
     while left and any(one.fresh > given for one, given in zip(counts, fresh, strict=True)):
-        for shard in turns:
-            if left and fresh[shard] < counts[shard].fresh:
-                fresh[shard] += 1
-                left -= 1
-    return BatchPlan.of(max(one.next_round for one in counts), [*runs, *enumerate(fresh)])
+        more = [shard for shard in turns if fresh[shard] < counts[shard].fresh]
+        fresh[min(more, key=fresh.__getitem__)] += 1
+        left -= 1
+    return BatchPlan.of(max(one.next_round for one in counts), [*runs, *enumerate(fresh)], due_by)
+
+
+def _turns(counts: Sequence[GroupCounts], step: int) -> list[int]:
+    return [(step + turn) % len(counts) for turn in range(len(counts))]
+
+
+def _due_by_shard(counts: Sequence[GroupCounts], count: int, step: int) -> tuple[int, list[int]]:
+    """The step by which groups are due (negative: none are), and how many of them each shard gives at least."""
+    due_by, least = -1, [0] * len(counts)
+    for due_by, wanted, _ in window.due(_together(counts), count):
+        complete = [
+            sum(each.complete for each in one.sampled if each.first <= due_by) for one in counts
+        ]
+        while sum(least) < wanted:
+            more = [shard for shard in _turns(counts, step) if least[shard] < complete[shard]]
+            if not more:
+                break
+            least[min(more, key=least.__getitem__)] += 1
+    return due_by, least
+
+
+def _together(counts: Sequence[GroupCounts]) -> list[window.Sampled]:
+    return window.together(one.sampled for one in counts)
+
+
+def _lacking(counts: Sequence[GroupCounts], count: int) -> tuple[int, int]:
+    """The step by which the most groups are due that are not complete, and how many they are; see `due_groups`."""
+    replays = sum(groups for one in counts for _, groups in one.replays)
+    if replays >= count or not any(one.waits_for_due for one in counts):
+        return -1, 0
+    lacking = [(first, groups) for first, _, groups in window.due(_together(counts), count)]
+    return max(lacking, key=lambda each: each[1], default=(-1, 0))
 
 
 class BatchRequest(NamedTuple):
@@ -87,7 +128,7 @@ class ShardedBatches:
         """See Queue; also which shard gave which groups. Raises ShardsAdded.
 
         A shard answers again when it has its share of the missing groups: when enough groups are complete, one
-        shard does.
+        shard does. Where enough are and some that are due are not, the shard answers that gets one of these.
         """
         if groups < 1 or not batch_id:
             raise UserError(f"take wants at least one group and a batch_id, not {groups} groups")
@@ -113,13 +154,17 @@ class ShardedBatches:
             why = self._why(counts, request)
             if left <= 0:
                 raise WaitTimeoutError(f"timed out waiting for {why}")
-            share = -(-(groups - sum(one.complete for one in counts)) // len(counts))
+            lacking = groups - sum(one.complete for one in counts)
+            share = -(-lacking // len(counts))
+            due_by = _lacking(counts, groups)[0] if lacking <= 0 else -1
             questions = (
                 shard.groups(
                     self.run,
                     **asked,
-                    more_than=one.complete + share - 1,
+                    more_than=one.complete + share - 1 if lacking > 0 else groups,
                     done=one.done,
+                    due_by=due_by,
+                    unfinished=window.unfinished(one.sampled, due_by),
                     why=why,
                     wait_s=left,
                 )
@@ -139,6 +184,8 @@ class ShardedBatches:
             return BatchPlan.parse(recorded)
         complete = sum(one.complete for one in counts)
         done = all(one.done for one in counts)
+        if complete >= request.groups and not done and _lacking(counts, request.groups)[1]:
+            return None
         if complete >= request.groups or (done and complete):
             return plan_batch(counts, request.groups, request.step)
         if done:
@@ -213,7 +260,9 @@ class ShardedBatches:
         open_groups = complete + sum(one.unfinished for one in counts)
         feeds = "closed" if all(one.feed_closed for one in counts) else "open"
         shards = ", ".join(str(one.complete) for one in counts)
+        lacking = _lacking(counts, request.groups)[1] if complete >= request.groups else 0
+        due = f"; {lacking} that are not {DUE}" if lacking else ""
         return (
             f"{request.groups} complete groups for step {request.step}: {complete} are (by shard: {shards}),"
-            f" of {open_groups} open; the feed is {feeds}"
+            f" of {open_groups} open{due}; the feed is {feeds}"
         )

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import RunState, Task, Version
+from meshrl.transferqueue.operations.window import Sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,10 @@ class GroupCounts:
     feed_closed: bool
     next_round: int
     """Later than any round of the run here."""
+    sampled: tuple[Sampled, ...] = ()
+    """The groups in no batch by the version from which they are sampled, where staleness is bounded."""
+    waits_for_due: bool = False
+    """Whether the run waits for a group that the next batch would get too late."""
     members: str = ""
     """As in ShardCapacity."""
 
@@ -147,12 +152,15 @@ class Shard(Queue, Protocol):
         groups: int,
         more_than: int = -1,
         done: bool = False,
+        due_by: int = -1,
+        unfinished: int = 0,
         why: str = "",
         wait_s: float = 0.0,
     ) -> GroupCounts:
-        """Which of the next `groups` groups a take for `step` would get. GroupCounts grown too old leave as stale.
+        """Which of the next `groups` groups a take for `step` would get. Groups grown too old leave as stale.
 
-        Waits until more than `more_than` are complete, or `Groups.done` is no longer `done`.
+        Waits until more than `more_than` are complete, or `GroupCounts.done` is no longer `done`, or, with `due_by`,
+        until others than `unfinished` groups that are sampled from that step or earlier on are not complete.
         Raises FencedError, WaitTimeoutError.
         """
         ...

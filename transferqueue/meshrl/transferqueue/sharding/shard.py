@@ -1,11 +1,13 @@
 """A transfer queue that can be one of several: it says what it could hand out, and takes groups by plan.
 
-    batch id on a shard:  <batch id>#<round>/<shard>:<groups>.<shard>:<groups>. ...
+    batch id on a shard:  <batch id>#<round>/<shard>:<groups>.<shard>:<groups>. ... !<step>
 
-The plan of a batch says how many groups each shard gives, and in which order they stand. It is part of the id under
-which a shard records its groups of a batch, in the same transaction and under the trainer's epoch. Shard 0 records it
-before any other shard, even where it gives no group, and records one plan for a batch. So all callers that ask for a
-batch at the same time follow the same plan, and a caller that asks again finds it, whatever died in between.
+The plan of a batch says how many groups each shard gives, and in which order they stand. A step behind `!` says that
+groups which are sampled from it or earlier on come first, since the next batch would get some of them too late. The
+plan is part of the id under which a shard records its groups of a batch, in the same transaction and under the
+trainer's epoch. Shard 0 records it before any other shard, even where it gives no group, and records one plan for a
+batch. So all callers that ask for a batch at the same time follow the same plan, and a caller that asks again finds
+it, whatever died in between.
 
 A round is a number that grows from batch to batch, the same on all shards. A group keeps the round in which it was
 first taken in its position, so that shards agree on the order in which groups come again after a rewind.
@@ -32,7 +34,7 @@ from meshrl.contract.types import Batch, RunSpec, RunState, Task, Version
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.signals import Signal, any_signal
 from meshrl.transferqueue.model.stages import Stage
-from meshrl.transferqueue.operations import leases, lifecycle
+from meshrl.transferqueue.operations import leases, lifecycle, window
 from meshrl.transferqueue.queue import QueueOptions, TransferQueue
 from meshrl.transferqueue.sharding.port import GroupCounts, RowCounts, ShardCapacity, ShardNote
 from meshrl.transferqueue.sharding.run_shards import SUFFIX
@@ -51,12 +53,15 @@ class BatchPlan:
     round: int
     runs: tuple[tuple[int, int], ...]
     """(shard, groups): that many groups of that shard are next. A shard may stand here several times."""
+    due_by: int = -1
+    """Groups that are sampled from this step or earlier on come first; negative: none do."""
 
     @classmethod
-    def of(cls, round_: int, runs: Sequence[tuple[int, int]]) -> Self:
+    def of(cls, round_: int, runs: Sequence[tuple[int, int]], due_by: int = -1) -> Self:
         """Joins neighbouring runs of one shard and leaves out empty ones."""
         joined = groupby((run for run in runs if run[1]), key=lambda run: run[0])
-        return cls(round_, tuple((shard, sum(n for _, n in part)) for shard, part in joined))
+        parts = tuple((shard, sum(n for _, n in part)) for shard, part in joined)
+        return cls(round_, parts, due_by)
 
     @property
     def shares(self) -> dict[int, int]:
@@ -78,14 +83,17 @@ class BatchPlan:
         return f"{batch_id}#{self}"
 
     def __str__(self) -> str:
-        return f"{self.round}/" + ".".join(f"{shard}:{groups}" for shard, groups in self.runs)
+        text = f"{self.round}/" + ".".join(f"{shard}:{groups}" for shard, groups in self.runs)
+        return text if self.due_by < 0 else f"{text}!{self.due_by}"
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """The inverse of `str`. Raises ValueError."""
-        round_, _, runs = text.partition("/")
+        round_, _, rest = text.partition("/")
+        runs, mark, due_by = rest.partition("!")
         pairs = [run.split(":") for run in runs.split(".")]
-        return cls(int(round_), tuple((int(shard), int(groups)) for shard, groups in pairs))
+        parts = tuple((int(shard), int(groups)) for shard, groups in pairs)
+        return cls(int(round_), parts, int(due_by) if mark else -1)
 
 
 def parse_batch_name(name: str) -> tuple[str, BatchPlan | None]:
@@ -239,6 +247,8 @@ class ShardQueue(TransferQueue):
         groups: int,
         more_than: int = -1,
         done: bool = False,
+        due_by: int = -1,
+        unfinished: int = 0,
         why: str = "",
         wait_s: float = 0.0,
     ) -> GroupCounts:
@@ -250,7 +260,11 @@ class ShardQueue(TransferQueue):
             state.check_epoch(epoch)
             now = _groups(state, step, groups, _plan(state, batch_id), self._text(run + SUFFIX))
             found[:] = [now]
-            return now.complete > more_than or now.done is not done
+            return (
+                now.complete > more_than
+                or now.done is not done
+                or (due_by >= 0 and window.unfinished(now.sampled, due_by) != unfinished)
+            )
 
         who = f"trainer of epoch {epoch}, batch {batch_id}"
         await self._until(
@@ -286,7 +300,7 @@ class ShardQueue(TransferQueue):
             )
         state.skip_positions(plan.round << ROUND_BITS)
         try:
-            return await self._take(run, epoch, step, groups, batch_id, wait_s, windowed=False)
+            return await self._take(run, epoch, step, groups, batch_id, wait_s, due_by=plan.due_by)
         except EndOfDataError:  # the share was damaged: the other shards give theirs
             return await self._take(run, epoch, step, 0, batch_id, wait_s)
 
@@ -384,13 +398,8 @@ def _plan(run: Run, batch_id: str) -> str:
 
 
 def _groups(run: Run, step: int, count: int, plan: str, members: str) -> GroupCounts:
-    """Look at the next groups of a take; those that grew too old leave on the way, as in `take`.
-
-    While the shard waits for groups that are due, it has none to give.
-    """
+    """Look at the next groups of a take; those that grew too old leave on the way, as in `take`."""
     found = [] if plan else lifecycle.fresh_enough(run, step, count)
-    if lifecycle.due_groups(run, step, count) > 0:
-        found = []
     replays = Counter(group.position >> ROUND_BITS for group in found if group.position >= 0)
     return GroupCounts(
         plan=plan,
@@ -399,6 +408,8 @@ def _groups(run: Run, step: int, count: int, plan: str, members: str) -> GroupCo
         unfinished=len(run.groups) - run.in_batches - len(run.complete),
         feed_closed=run.record.feed_closed,
         next_round=(run.record.next_position >> ROUND_BITS) + 1,
+        sampled=lifecycle.sampled(run, step),
+        waits_for_due=lifecycle.waits_for_due(run),
         members=members,
     )
 
