@@ -20,9 +20,9 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 LINES: Mapping[str, int] = {
-    "meshrl.trainer": 15700,
+    "meshrl.trainer": 15810,
     "meshrl.rollout": 10000,
-    "meshrl.transferqueue": 10600,
+    "meshrl.transferqueue": 10720,
     "meshrl.rewardd": 7560,
     "meshrl.weights": 7000,
     "meshrl.contract": 5950,

@@ -7,16 +7,19 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
-from meshrl.contract.types import StalePolicy
+from meshrl.contract.types import GroupRows, PayloadGroup, StalePolicy
 from meshrl.simulation.campaign import kind_of, minimise, story
 from meshrl.simulation.faults import Fault, Kind
 from meshrl.simulation.mesh import simulate
 from meshrl.simulation.mutants import MUTANTS, hunt
+from meshrl.simulation.services import Parts
 from meshrl.simulation.shape import Shape
+from meshrl.transferqueue.sharding import ShardQueue
+from meshrl.transferqueue.store import Operation, Table
 
 SEEDS = 200
 """In so many seeds each planted bug is found; most in one of the first five."""
@@ -185,3 +188,40 @@ def test_a_shard_that_is_added_while_queue_processes_die_loses_nothing() -> None
     assert report.problems == []
     assert any("queue-2 is added" in line for line in report.log)
     assert report.trained == 48
+
+
+class _DamagesWhatIsTaken(ShardQueue):
+    """The store damages the first group of every fifth fetch of a trainer, just before it is read."""
+
+    _fetches = 0
+
+    async def fetch_packed(
+        self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
+    ) -> Sequence[PayloadGroup]:
+        self._fetches += bool(groups) and "reward" in columns
+        group = self._run(run).by_task.get(groups[0].task) if groups else None
+        if "reward" in columns and self._fetches % 5 == 1 and group is not None:
+            frame = group.frames[0 if "tokens" in columns else -1]
+            key = group.frame_key(frame.number)
+            [value] = await self._store.read([key])
+            assert value is not None
+            damaged = bytes(len(value))
+            await self._store.apply([Operation(Table.PAYLOAD, key, damaged)])
+        return await super().fetch_packed(run, groups, columns)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(prompts=20, batch=2),
+        Shape(prompts=20, batch=2, ranks=2, shards=2),
+        Shape(prompts=20, batch=1, filter_groups=True),
+    ],
+)
+def test_rows_that_are_damaged_between_take_and_fetch_cost_their_group_and_no_training(
+    shape: Shape,
+) -> None:
+    report = simulate(5, shape=shape, faults=(), parts=Parts(queue=_DamagesWhatIsTaken))
+    assert report.problems == []
+    assert sum("trainer begins at" in line for line in report.log) == 1
+    assert 0 < report.trained < 20 * shape.group

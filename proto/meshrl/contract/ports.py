@@ -170,7 +170,11 @@ class Queue(Protocol):
         ...
 
     async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:
-        """Taken rows leave the run untrained, counted under `reason`."""
+        """Taken rows leave the run untrained, counted under `reason`.
+
+        Where the reason begins with `contract.rows.DAMAGED` they are rows that the trainer could not read: they leave
+        as dead letters, and their groups leave the batch, too, and do what the run's policy says.
+        """
         ...
 
     async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:

@@ -187,6 +187,10 @@ def trajectory(uid: Uid, columns: Columns) -> Trajectory:
     )
 
 
+DAMAGED = "damaged in the store"
+"""How the reason of a row begins whose payload cannot be read any more: nobody could do anything with it."""
+
+
 class RowMethods(ABC):
     """`write` and `fetch` of the Queue port for whoever has `write_packed` and `fetch_packed`: queues and clients."""
 

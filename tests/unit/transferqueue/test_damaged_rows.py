@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from meshrl.contract.errors import CorruptError, EndOfDataError, WaitTimeoutError
+from meshrl.contract.rows import DAMAGED
 from meshrl.contract.types import GroupPolicy
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding import ShardedQueue, ShardQueue
@@ -133,6 +134,41 @@ async def test_what_is_damaged_after_a_trainer_saw_it_leaves_when_it_is_taken_ag
     assert batch_uids(await actors.take(0)) == ["t1.0.0", "t1.1.0"]
     assert await reasons(actors)
     await actors.ledger()
+    await actors.queue.close()
+
+
+@pytest.mark.parametrize("policy", [GroupPolicy.ALL, GroupPolicy.REPLACE_SIBLING])
+async def test_rows_that_their_trainer_could_not_read_are_dead_letters_and_the_batch_goes_on(
+    store: MemoryStore, policy: GroupPolicy
+) -> None:
+    actors = await opened(store, group_policy=policy)
+    await actors.feed(tasks(2))
+    await actors.work()
+    unread, *others = (await actors.take(0)).rows
+    for _ in range(2):  # the answer was lost, and the call is repeated
+        await actors.queue.filter(
+            "run", epoch=actors.epoch, uids=[unread.uid], reason=f"{DAMAGED}: frame 7"
+        )
+    assert await reasons(actors) == {str(unread.uid): "damaged in the store: frame 7"}
+    kept = [str(row.uid) for row in others if row.uid.task != unread.uid.task]
+    assert [str(row.uid) for row in (await actors.take(0)).rows] == kept
+    await actors.settle(0)
+    await actors.commit(1)
+    ledger = await actors.ledger()
+    assert (ledger.trained, sum(ledger.dead_lettered.values())) == (len(kept), 1)
+    await actors.queue.close()
+
+
+async def test_a_batch_of_which_nothing_could_be_read_can_be_settled(store: MemoryStore) -> None:
+    actors = await opened(store)
+    await actors.feed(tasks(2))
+    await actors.work()
+    uids = [row.uid for row in (await actors.take(0)).rows]
+    await actors.queue.filter("run", epoch=actors.epoch, uids=uids, reason=f"{DAMAGED}: all")
+    assert not (await actors.take(0)).rows
+    await actors.settle(0)
+    await actors.commit(1)
+    assert await actors.resident() == {}
     await actors.queue.close()
 
 

@@ -12,14 +12,16 @@ from enum import Enum
 from typing import Any, TypeAlias
 
 from meshrl.contract.errors import (
+    CorruptError,
     EndOfDataError,
     UnavailableError,
     UserError,
     WaitTimeoutError,
 )
 from meshrl.contract.ports import Publisher, Queue
-from meshrl.contract.types import Batch, Json
+from meshrl.contract.types import Batch, Json, Uid
 from meshrl.trainer.compute import Compute
+from meshrl.trainer.damaged_rows import dead_letter, unreadable
 from meshrl.trainer.distributed import World
 from meshrl.trainer.dynamic_sampling import DynamicSampling
 from meshrl.trainer.learner.experience import batch_from_json, batch_to_json
@@ -134,6 +136,11 @@ class BatchSource:
         """Tell the queue that the batch of `next` is in the weights. On rank 0."""
         await self._sampling.settle(batch, epoch)
 
+    async def drop(self, damaged: Mapping[Uid, str], epoch: int) -> None:
+        """Rows of the batch of `next` cannot be read: their groups are in no batch of the step. On rank 0."""
+        await dead_letter(self._queue, self._settings.run, epoch, damaged)
+        self._sampling.drop(damaged)
+
     @property
     def metrics(self) -> dict[str, Json]:
         """How the last batch was put together."""
@@ -187,18 +194,37 @@ class BatchSource:
                 if await self._done_before_interrupt(taking):
                     taken = taking.result()
                     self._dead_at_first_timeout = None
-                    if await sampling.add(taken):
+                    if await sampling.add(taken) and sampling.batch.rows:
                         return sampling.batch
             except WaitTimeoutError:
                 await self._check_delivery()
                 await self._refuse_hopeless()
                 await self._report_waits()
                 await self._broadcast({"command": "waiting"})
+            except CorruptError:
+                if not await self._drop_unjudged(epoch, step):
+                    raise
             except EndOfDataError as error:
                 if sampling.batch.rows:
                     return sampling.batch
                 log.info("run %s: the data end before step %d: %s", run, step, error)
                 return Command.END
+
+    async def _drop_unjudged(self, epoch: int, step: int) -> bool:
+        """Drop what cannot be read of the last take, which nobody has judged yet; False where there is nothing."""
+        run, sampling = self._settings.run, self._sampling
+        taken = await self._queue.take(
+            run,
+            epoch=epoch,
+            step=step,
+            groups=sampling.wanted,
+            batch_id=sampling.batch_id,
+            wait_s=self._settings.trainer.take_wait_s,
+        )
+        uids = [row.uid for row in taken.rows]
+        damaged = await unreadable(self._queue, run, uids, ("response_text", "reward"))
+        await dead_letter(self._queue, run, epoch, damaged)
+        return bool(damaged)
 
     async def _done_before_interrupt(self, taking: asyncio.Future[Batch]) -> bool:
         """False when an interrupt came first. A batch that a cancelled take got is given again: same batch_id."""

@@ -16,13 +16,14 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.rows import column_text
-from meshrl.contract.types import Batch, BatchRow, Columns, Json
+from meshrl.contract.types import Batch, BatchRow, Columns, Json, Uid
 from meshrl.trainer.config import FilterGroupsConfig
+from meshrl.trainer.damaged_rows import without
 from meshrl.trainer.learner.experience import is_baseline
 from meshrl.trainer.reward_version_guard import BatchQueue
 
@@ -69,6 +70,10 @@ class DynamicSampling:
             self._parts = []
             self._dropped = Counter()
             self._values = []
+
+    def drop(self, damaged: Iterable[Uid]) -> None:
+        """The groups of rows that cannot be read have left; another take gives others where none are left."""
+        self._parts = [without(part, damaged) for part in self._parts]
 
     @property
     def batch_id(self) -> str:

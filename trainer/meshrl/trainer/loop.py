@@ -28,19 +28,22 @@ import asyncio
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import NamedTuple
 
 from meshrl.contract import tracing
+from meshrl.contract.errors import CorruptError
 from meshrl.contract.ports import Publisher, Queue, WeightSource
 from meshrl.contract.rows import trajectory
-from meshrl.contract.types import Batch, Json, TrainerPhase, Version
+from meshrl.contract.types import Batch, Json, TrainerPhase, Trajectory, Uid, Version
 from meshrl.trainer.batch_source import BatchSource, Command
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.async_checkpointer import AsyncCheckpointer
 from meshrl.trainer.checkpoint.checkpoint import Checkpoints, TrainerState
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.compute import Compute
+from meshrl.trainer.damaged_rows import of_all_ranks, unreadable, without
 from meshrl.trainer.evaluation_schedule import EvaluationSchedule
 from meshrl.trainer.evaluator import Evaluator
 from meshrl.trainer.learner.experience import Schedule
@@ -53,6 +56,15 @@ from meshrl.trainer.settings import TrainerSettings
 from meshrl.trainer.status import LiveStatus, RunControl
 from meshrl.trainer.trajectories.log import TrajectoryLog
 from meshrl.trainer.utilisation import peak_memory, peak_tflops
+
+
+class Fetched(NamedTuple):
+    """A batch and what one rank needs of it."""
+
+    batch: Batch
+    schedule: Schedule
+    rows: Sequence[Trajectory]
+    baselines: Mapping[str, float] | None
 
 
 class Trainer:
@@ -151,11 +163,13 @@ class Trainer:
     async def _train_to_the_end(self) -> None:
         await self._begin()
         while (work := await self._next()) not in (Command.END, Command.DRAIN):
-            if isinstance(work, Batch):
-                await self._train(work)
             if work is Command.SAVE:
                 await self._save_now()
-            elif self._due(self._settings.trainer.save_freq):
+            elif (
+                isinstance(work, Batch)
+                and await self._train(work)
+                and self._due(self._settings.trainer.save_freq)
+            ):
                 await self._save()
         await self._save_now()
         if work is Command.END:
@@ -171,15 +185,17 @@ class Trainer:
         with self._status.phase(TrainerPhase.WAITING):
             return await self._source.next(self._state.epoch, self.step)
 
-    async def _train(self, batch: Batch) -> None:
-        """One step. Then the batch is in the weights, the queue knows, and the version is on its way to the fleet."""
+    async def _train(self, batch: Batch) -> bool:
+        """One step. Then the batch is in the weights, the queue knows, and the version is on its way to the fleet.
+
+        False: nothing of the batch could be read, and another one is taken for the step.
+        """
         began_ns = time.time_ns()
-        schedule = self._learner.schedule(batch)
-        uids = schedule.uids(self._world.data_rank)
         with self._status.phase(TrainerPhase.TRAINING, "fetching"):
-            columns = await self._batches.fetch(self._settings.run, uids, self._learner.columns)
-            rows = [trajectory(uid, column) for uid, column in zip(uids, columns, strict=True)]
-            baselines = await self._baselines(schedule)
+            fetched = await self._fetched(batch)
+        if fetched is None:
+            return False
+        batch, schedule, rows, baselines = fetched
         with self._status.phase(TrainerPhase.TRAINING):
             async with self._log_rows(schedule) as observe:
                 metrics = await self._compute.run(
@@ -210,6 +226,32 @@ class Trainer:
         metrics = self._status.stepped(metrics, staleness, tokens)
         if self._metrics:
             self._metrics.write(batch.step, metrics)
+        return True
+
+    async def _fetched(self, batch: Batch) -> Fetched | None:
+        """What this rank needs of the batch, from which groups with damaged rows leave; None where none is left."""
+        run = self._settings.run
+        while batch.rows:
+            schedule = self._learner.schedule(batch)
+            uids = schedule.uids(self._world.data_rank)
+            damaged: dict[Uid, str] = {}
+            try:
+                columns = await self._batches.fetch(run, uids, self._learner.columns)
+                rows = [trajectory(uid, column) for uid, column in zip(uids, columns, strict=True)]
+                baselines = await self._baselines(schedule)
+            except CorruptError:
+                damaged = await unreadable(self._batches, run, uids, self._learner.columns)
+                others = (row.uid for row in schedule.baselines)
+                damaged |= await unreadable(self._batches, run, others, ("reward",))
+                if not damaged:
+                    raise
+            damaged = await of_all_ranks(self._world, self._compute, damaged)
+            if not damaged:
+                return Fetched(batch, schedule, rows, baselines)
+            batch = without(batch, damaged)
+            if self._world.is_main:
+                await self._source.drop(damaged, self._state.epoch)
+        return None
 
     def _profiled(
         self, step: int, learn: Callable[[], dict[str, Json]]

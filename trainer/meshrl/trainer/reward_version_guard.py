@@ -168,6 +168,8 @@ class RewardVersionGuard:
 
     async def _unified(self, batch: Batch, epoch: int) -> Batch:
         uids = [row.uid for row in batch.rows]
+        if not uids:  # all of it was damaged
+            return batch
         rows = await self._queue.fetch(batch.run, uids, ("reward_hash",))
         hashes = [column_text(row["reward_hash"]) for row in rows]
         current = self._hash_of_step = self._hash_of_step or await self._version_of(hashes)

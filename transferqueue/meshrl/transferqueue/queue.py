@@ -28,7 +28,7 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.contract.held_rows import HeldLeases, renewing
-from meshrl.contract.rows import RowMethods
+from meshrl.contract.rows import DAMAGED, RowMethods
 from meshrl.contract.types import (
     Batch,
     DeadLetter,
@@ -438,7 +438,11 @@ class TransferQueue(RowMethods):
         """See the port."""
         state = self._run(run)
         state.check_epoch(epoch)
-        lifecycle.filter_rows(state, uids, reason)
+        if reason.startswith(DAMAGED):
+            log.error("run %s: rows become dead letters: %s", run, reason)
+            dead_letters.quarantine_unread(state, uids, reason)
+        else:
+            lifecycle.filter_rows(state, uids, reason)
         await self._commit_log.flush()
 
     async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:

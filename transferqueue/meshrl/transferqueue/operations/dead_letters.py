@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
+from meshrl.contract.rows import DAMAGED
 from meshrl.contract.types import GroupRows, Outcome, Uid
 from meshrl.transferqueue.model.group import Group, bits
 from meshrl.transferqueue.model.records import TakenBatch
@@ -14,9 +16,6 @@ from meshrl.transferqueue.operations import lifecycle
 from meshrl.transferqueue.operations.payload import Damage
 
 log = logging.getLogger(__name__)
-
-DAMAGED = "damaged in the store"
-"""How the reason of a row begins whose payload cannot be read any more: nobody could do anything with it."""
 
 
 def dead_letter(
@@ -58,6 +57,22 @@ def quarantine_taken(run: Run, batch: TakenBatch, damaged: Mapping[int, Damage])
                 _quarantine(run, group, index, damage.stage, damage.fault)
         if run.groups.get(group.number) is group:
             lifecycle.offer_if_complete(run, group)
+
+
+def quarantine_unread(run: Run, uids: Sequence[Uid], reason: str) -> None:
+    """Taken rows that their trainer could not read leave as dead letters, as in `quarantine_taken`.
+
+    Their batches are answered without them from now on. Raises NotFoundError, ConflictError; see `lifecycle.taken`.
+    """
+    damaged: defaultdict[str, dict[int, Damage]] = defaultdict(dict)
+    for group, mask in lifecycle.taken(run, uids):
+        assert group.batch is not None
+        fault = reason.removeprefix(f"{DAMAGED}: ")
+        stage = next(iter(run.stages))
+        damaged[group.batch.batch_id][group.number] = Damage(mask, stage, fault)
+    for batch_id, groups in damaged.items():
+        quarantine_taken(run, run.batches[batch_id], groups)
+        lifecycle.rewrite_manifest(run, run.batches[batch_id])
 
 
 def _quarantine(run: Run, group: Group, index: int, stage: Stage, fault: str) -> None:

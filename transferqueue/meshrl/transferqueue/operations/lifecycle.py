@@ -356,10 +356,14 @@ def shrink(run: Run, batch: TakenBatch) -> None:
     A batch without groups is closed, so that it can be taken again.
     """
     if batch.groups:
-        left = [_manifest(group) for group in run.groups_of(batch)]
-        run.rewrite_manifest(batch, _encoded(left))
+        rewrite_manifest(run, batch)
     else:
         run.give_back([batch])
+
+
+def rewrite_manifest(run: Run, batch: TakenBatch) -> None:
+    """The batch is answered with the groups that it has now."""
+    run.rewrite_manifest(batch, _encoded([_manifest(group) for group in run.groups_of(batch)]))
 
 
 def read_manifest(run: str, batch: TakenBatch, value: bytes) -> Batch:
@@ -385,6 +389,19 @@ def read_manifest(run: str, batch: TakenBatch, value: bytes) -> Batch:
 def filter_rows(run: Run, uids: Sequence[Uid], reason: str) -> None:
     """Taken rows leave as filtered. Rows that left before are skipped, so filtering twice is filtering once.
 
+    Raises NotFoundError, ConflictError; see `taken`.
+    """
+    groups = taken(run, uids)
+    for group, mask in groups:
+        run.remove_rows(group, mask, Exit.FILTERED, reason)
+        if not group.present:
+            run.remove_group(group, Exit.FILTERED, reason)
+    run.save([group for group, _ in groups])
+
+
+def taken(run: Run, uids: Sequence[Uid]) -> list[tuple[Group, int]]:
+    """Rows of batches that are not settled, by group; those that have left are skipped.
+
     Raises:
         NotFoundError: with `uid`; the task was never admitted.
         ConflictError: with `uid`; the row is resident and not taken.
@@ -401,11 +418,7 @@ def filter_rows(run: Run, uids: Sequence[Uid], reason: str) -> None:
             raise ConflictError(f"row {uid} is {state}, only taken rows are filtered", uid=uid)
         _, mask = rows.get(group.number, (group, 0))
         rows[group.number] = (group, mask | 1 << uid.index)
-    for group, mask in rows.values():
-        run.remove_rows(group, mask, Exit.FILTERED, reason)
-        if not group.present:
-            run.remove_group(group, Exit.FILTERED, reason)
-    run.save([group for group, _ in rows.values()])
+    return list(rows.values())
 
 
 def settle(run: Run, *, step: int, batch_id: str) -> None:

@@ -1,0 +1,55 @@
+"""Rows of a batch that the store has damaged since they were taken: they become dead letters, the rest is trained."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from meshrl.contract.errors import CorruptError
+from meshrl.contract.ports import Queue
+from meshrl.contract.rows import DAMAGED
+from meshrl.contract.types import Batch, Uid
+from meshrl.trainer.compute import Compute
+from meshrl.trainer.distributed import World
+from meshrl.trainer.reward_version_guard import BatchQueue
+
+
+async def unreadable(
+    queue: BatchQueue, run: str, uids: Iterable[Uid], columns: Sequence[str]
+) -> dict[Uid, str]:
+    """Those of the rows that cannot be read, with what is wrong; each is fetched by itself."""
+    found: dict[Uid, str] = {}
+    for uid in uids:
+        try:
+            await queue.fetch(run, [uid], columns)
+        except CorruptError as error:
+            found[uid] = error.message
+    return found
+
+
+async def of_all_ranks(world: World, compute: Compute, own: Mapping[Uid, str]) -> dict[Uid, str]:
+    """What any rank could not read, on every rank."""
+    text = json.dumps({str(uid): fault for uid, fault in own.items()}).encode()
+    parts = await compute.run(lambda: world.all_gather(np.frombuffer(text, np.uint8)))
+    return {
+        Uid.parse(uid): fault for part in parts for uid, fault in json.loads(bytes(part)).items()
+    }
+
+
+async def dead_letter(queue: Queue, run: str, epoch: int, damaged: Mapping[Uid, str]) -> None:
+    """Tell the queue which rows of its batches cannot be read."""
+    by_fault: defaultdict[str, list[Uid]] = defaultdict(list)
+    for uid, fault in damaged.items():
+        by_fault[fault].append(uid)
+    for fault, uids in by_fault.items():
+        await queue.filter(run, epoch=epoch, uids=uids, reason=f"{DAMAGED}: {fault}")
+
+
+def without(batch: Batch, damaged: Iterable[Uid]) -> Batch:
+    """The batch without the groups of `damaged` rows."""
+    tasks = {uid.task for uid in damaged}
+    rows = [row for row in batch.rows if row.uid.task not in tasks]
+    return Batch.of_rows(rows, batch_id=batch.batch_id, run=batch.run, step=batch.step)
