@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import contextmanager
@@ -13,22 +14,24 @@ from typing import Any, cast
 import pytest
 
 from meshrl.config.weights import WeightsConfig
-from meshrl.contract.errors import WaitTimeoutError
-from meshrl.contract.types import ROLLOUT_STAGE, OnUpdate
+from meshrl.contract.errors import ConfigError, WaitTimeoutError
+from meshrl.contract.types import ROLLOUT_STAGE, OnUpdate, Version
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.rollout.sessions.session import Session
 from meshrl.rpc.interceptors import Context
 from meshrl.simulation.call import connect
 from meshrl.simulation.loop import START_S, SimulatedLoop, quiet
 from meshrl.simulation.network import Delays, Network
-from meshrl.testing.weights import HashSink
+from meshrl.testing.weights import HashSink, StubSource
 from meshrl.transferqueue.model.waiting import CLAIM_S
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import RunPaths
+from meshrl.weights.messages import manifest_to_message, stamp
 from meshrl.weights.replica_controller import ReplicaController
 from meshrl.weights.servicer import WeightsServicer
+from meshrl.weights.shared_memory import boot_id
 
 from ..contract.queue_actors import Actors, spec, tasks
 
@@ -120,6 +123,70 @@ def test_a_first_message_that_is_no_welcome_is_refused_and_the_joining_tried_aga
         assert loop.time() - START_S >= 60
         assert 2 < hasty.joins < 200  # again and again, with pauses
         assert hasty.messages <= hasty.joins  # a HELLO each, and no beat
+
+
+class Proposing(WeightsServicer):
+    """A coordinator that proposes a version over shared memory which nobody can open here."""
+
+    def __init__(self, ending: str) -> None:
+        self.silence_s = 10.0
+        self.joins = 0
+        self._ending = ending
+
+    async def Join(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[pb.ReplicaMessage], context: Context
+    ) -> None:
+        self.joins += 1
+        about = stamp("run", self.joins, Version(1, 0))
+        await context.write(pb.PlaneMessage(stamp=about, welcome=pb.PlaneWelcome(beat_s=1.0)))
+        gone = {"boot": boot_id(), "probe": "meshrl-0123456789abcdef.arena", "nonce": "0" * 16}
+        propose = pb.PlanePropose(
+            manifest=manifest_to_message(StubSource("run", Version(1, 0)).manifest),
+            endpoint=json.dumps(gone),
+            carrier="shm",
+        )
+        await context.write(pb.PlaneMessage(stamp=about, propose=propose))
+        async for message in request_iterator:
+            if message.WhichOneof("body") == "failed":
+                break
+        if self._ending == "is silent":
+            await asyncio.sleep(60)
+        elif self._ending == "answers":
+            abort = pb.PlaneAbort(code="config", message="it failed", final=True)
+            await context.write(pb.PlaneMessage(stamp=about, abort=abort))
+
+
+@pytest.mark.parametrize("ending", ["answers", "dies", "is silent"])
+def test_only_a_trainer_that_answers_ends_a_replica_which_cannot_open_its_shared_memory(
+    ending: str,
+) -> None:
+    with virtual_time(0) as loop:
+        network = Network(loop, 0, Delays())
+        trainer = Proposing(ending)
+        network.listen("trainer:1", [trainer])
+        controller = ReplicaController(
+            WeightsConfig(carrier="shm"),
+            run="run",
+            replica="rollout-0",
+            engine=HashSink(),
+            on_update=OnUpdate.IN_FLIGHT,
+            paths=RunPaths(directory=Path("simulated")),
+            connect=lambda: connect(network, "trainer:1"),
+        )
+
+        async def a_minute() -> None:
+            async with asyncio.timeout(60):
+                await controller.run()
+
+        task = loop.create_task(a_minute())
+        if ending == "answers":
+            with pytest.raises(ConfigError, match="another container or another user"):
+                loop.run_until_complete(task)
+            assert trainer.joins == 1
+        else:
+            with pytest.raises(TimeoutError):
+                loop.run_until_complete(task)
+            assert trainer.joins > 1
 
 
 @pytest.mark.parametrize(("after_s", "given"), [(0.9 * CLAIM_S, ("t1", 0)), (CLAIM_S, ("t0", 1))])

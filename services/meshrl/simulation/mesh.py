@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import traceback
 from collections import Counter
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from meshrl.contract.errors import (
     InfraError,
     MeshError,
     UnavailableError,
+    UserError,
     WaitTimeoutError,
 )
 from meshrl.simulation.checks import Liveness, check_history, check_idle, check_resident
@@ -52,6 +54,8 @@ ADD_S: Final = (2.0, 20.0)
 """When a shard is added."""
 EXPECTED: Final = (UnavailableError, FencedError, InfraError, WaitTimeoutError, CapacityError)
 """Errors with which a service may end: the supervisor starts it again."""
+GAVE_UP: Final = r"(\d+) rows were dead-lettered while the trainer waited"
+"""With this a trainer may end if as many were; the next one is the user's second attempt."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,6 +104,8 @@ class Mesh:
         self._lives: dict[str, Incarnation] = {}
         """By service: the newest."""
         self._ending = False
+        self._given_up: list[int] = []
+        """The dead letters for which trainers have given up."""
 
     def run(self) -> Report:
         """The whole run, to its end or to its deadline."""
@@ -229,7 +235,9 @@ class Mesh:
 
     def _judge_end(self, name: str, incarnation: Incarnation) -> None:
         error = incarnation.error
-        if error is not None and not isinstance(error, EXPECTED):
+        if isinstance(error, UserError) and (lost := re.search(GAVE_UP, str(error))):
+            self._given_up.append(int(lost[1]))
+        elif error is not None and not isinstance(error, EXPECTED):
             self.problem(f"{name} ended with {type(error).__name__}: {error}")
         if incarnation.ended:
             if error is None:
@@ -437,7 +445,12 @@ class Mesh:
             return
         shape = self.shape
         fed = shape.prompts * shape.epochs * shape.group
-        check_history(shape.spec, fed, total_ledger(ledgers), weights, self.problem)
+        ledger = total_ledger(ledgers)
+        check_history(shape.spec, fed, ledger, weights, self.problem)
+        dead = sum(ledger.dead_lettered.values())
+        for lost in self._given_up:
+            if not shape.batch * shape.group <= lost <= dead:
+                self.problem(f"a trainer gave up for {lost} dead letters; there are {dead}")
 
 
 def _first(error: BaseException) -> BaseException:

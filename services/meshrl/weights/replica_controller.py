@@ -21,6 +21,7 @@ from meshrl.contract.errors import (
     FencedError,
     InfraError,
     MeshError,
+    UnavailableError,
     UserError,
     from_detail,
 )
@@ -175,9 +176,9 @@ class ReplicaController:
                     stream.heartbeat_loop(beat, welcome.welcome.beat_s),
                 )
             except MeshError as error:
-                if session.failure is None or session.failure is error:
+                if session.failure is None:
                     raise
-                raise session.failure from error  # more precise than the coordinator's answer to it
+                raise _reason(error, session.failure) from error
             finally:
                 await session.close()
         finally:
@@ -236,3 +237,14 @@ class ReplicaController:
         self._retry_s = _FIRST_RETRY_S
         self._last_kind = ""
         self._first_commit.set()
+
+
+def _reason(ended: MeshError, failure: MeshError) -> MeshError:
+    """Why a joining is over in which this side failed: `failure`, which is more precise than the answer `ended`.
+
+    Only a trainer that answers can refuse this process for good: what a dead one had proposed may be gone with it.
+    """
+    answered = ended is not failure and isinstance(ended, UserError)
+    if isinstance(failure, UserError) and not answered:
+        return UnavailableError(f"the trainer is gone, or does not answer this: {failure}")
+    return failure
