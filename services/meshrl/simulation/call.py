@@ -131,7 +131,7 @@ class Call:
         """Of the deadline."""
         self._given_up = False
         self._late = False
-        self.on_over: Callable[[], object] = lambda: None
+        self.on_over: Callable[[], object] = _nothing
 
     # --- the client's end
 
@@ -331,6 +331,7 @@ class Call:
         self._answers.end()
         self._network.over(self)
         self.on_over()
+        self.on_over = _nothing  # it refers to this call
         if self.client is not None:
             self.client.on_death.pop(self._client_died, None)
         if error is not None and not self._late:
@@ -418,3 +419,7 @@ class Call:
     def answer(self, data: bytes) -> None:
         """Send one message to the client."""
         self._transmit(1, self._answers.put, data)
+
+
+def _nothing() -> None:
+    """Does nothing."""

@@ -23,7 +23,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar
 from typing import Any, Final, TypeAlias, TypeVar, TypeVarTuple, Unpack
 
@@ -164,6 +164,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """The work in an executor that runs: its number, and one that rises with each time that any work runs."""
         self.over = False
         """The run has ended: nothing has an effect any more."""
+        self._late: list[asyncio.Task[Any]] = []
+        """Tasks that clean-up has started, of a run that is over."""
         self._hash = hashlib.blake2b(digest_size=8) if trace else None
         self.set_task_factory(self._make_task)
 
@@ -266,11 +268,13 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     ) -> asyncio.Task[Any]:
         assert not isinstance(coroutine, Generator)
         task: asyncio.Task[Any] = _Task(coroutine, number=next(self._number), loop=loop, **options)
+        if self.over:
+            self._late.append(task)
         context: Context | None = options.get("context")
         process = PROCESS.get() if context is None else context.get(PROCESS)
         if process is not None:
             process.tasks[task] = None
-            if len(process.tasks) & 1023 == 0:
+            if len(process.tasks) & 63 == 0:
                 process.tasks = dict.fromkeys(process.running())
         return task
 
@@ -344,26 +348,25 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._timers.clear()
         asyncio.events._set_running_loop(self)
         try:
+            pending = list(asyncio.all_tasks(self))
             for _ in range(CLOSING_ROUNDS):
-                pending = asyncio.all_tasks(self)
                 if not pending:
                     break
-                for task in pending:
-                    _close(task)
+                self._late = []
+                pending = [task for task in pending if not _closed(task)] + self._late
         finally:
             asyncio.events._set_running_loop(None)
         self._dropped.clear()
         super().close()
 
 
-def _close(task: asyncio.Task[Any]) -> None:
-    """End a coroutine that waits for ever, however often its clean-up waits again."""
+def _closed(task: asyncio.Task[Any]) -> bool:
+    """Close a coroutine that waits for ever; False if its clean-up waits again."""
     task._log_destroy_pending = False  # type: ignore[attr-defined]
     coroutine = task.get_coro()
-    try:
+    with suppress(BaseException):
         coroutine.close()
-    except BaseException:
-        return
+    return getattr(coroutine, "cr_frame", None) is None
 
 
 @contextmanager
