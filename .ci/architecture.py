@@ -23,7 +23,7 @@ LINES: Mapping[str, int] = {
     "meshrl.trainer": 15810,
     "meshrl.rollout": 10000,
     "meshrl.transferqueue": 10720,
-    "meshrl.rewardd": 7560,
+    "meshrl.rewardd": 7780,
     "meshrl.weights": 7000,
     "meshrl.contract": 5950,
     "meshrl.simulation": 5600,

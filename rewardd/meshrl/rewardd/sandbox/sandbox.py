@@ -11,6 +11,7 @@ off      a process with a deadline: protects against accidents, not against atta
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
@@ -27,7 +28,10 @@ from typing import Protocol
 import meshrl
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Json
+from meshrl.rewardd.sandbox import cgroup
 from meshrl.rewardd.sandbox.limits import Limits
+
+log = logging.getLogger(__name__)
 
 NOBODY = 65534
 """User that a function runs as when the service runs as root."""
@@ -53,11 +57,25 @@ class Launch:
     """Argument of `confinement.confine`."""
     folder: Path | None = None
     """Its working directory, removed by `discard`."""
+    leave: Callable[[], None] = lambda: None
+    """Called by `discard`."""
 
     def discard(self) -> None:
-        """Remove the working directory; idempotent."""
+        """Remove the working directory and the cgroup; idempotent."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+        self.leave()
+
+    def in_cgroup(self, limits: Limits) -> Launch:
+        """This launch in a cgroup of its own, where this process can make one."""
+        if (own := cgroup.cgroups()) is None:
+            return self
+        try:
+            made = own.make(limits)
+        except OSError as error:
+            log.warning("a reward sandbox starts without a cgroup: %s", error)
+            return self
+        return replace(self, argv=made.entered(self.argv), leave=lambda: own.remove(made))
 
 
 class Sandbox(Protocol):
@@ -134,7 +152,7 @@ class WeakSandbox:
                 "writable": [str(folder), "/dev/null", "/dev/urandom"],
             },
             folder=folder,
-        )
+        ).in_cgroup(self.limits)
 
     def process(self, pid: int) -> int | None:
         """The process itself."""
@@ -171,7 +189,7 @@ class StrictSandbox:
             confinement=_confinement(
                 Isolation.STRICT, NOBODY if os.geteuid() == 0 else None, self.search
             ),
-        )
+        ).in_cgroup(self.limits)
 
     def process(self, pid: int) -> int | None:
         """Bubblewrap's child is process 1 of the sandbox, and the first child of process 1 scores."""
