@@ -1,16 +1,17 @@
 """What it costs training to keep its rows: the same steps with `trainer.log_rows` all and off, in turn.
 
-    python benchmarks/row_log.py [--blocks 8] [--steps 4] [--work demo,wide]
+    python benchmarks/row_log.py [--pairs 40] [--work demo,wide] [--groups 32]
 
 A step here is what the trainer does between `take` and `settle`: it fetches its rows from a queue in this process,
 computes on the compute thread, and with the log on also fetches texts and what judges saw, and hands the rows to the
-thread that writes them. Batches are those of `trainer_step.py`, with 2,000 characters of text a row. Blocks of steps
-with the log on and off follow one another, beginning with either in turn; a block ends when its files are written, so
-the writer's time is all in it.
+thread that writes them. Batches are those of `trainer_step.py`, with 4 characters of text a token. Steps with the log
+on and off follow one another, beginning with either in turn; a step ends when its file is written, so the writer's
+time is all in it.
 
-What is reported, as medians over pairs of neighbouring blocks: the cost by the clock; and, which others on the
-machine disturb less, the log's own processor time (of the writer's thread, and of the event loop beyond what it takes
-without) as a share of a step's. The larger the model, the smaller the share: the log's time grows with tokens, a
+What is reported is processor time, which others on the machine disturb less than the clock: the log's own (of the
+writer's thread, and of the event loop beyond what it takes without) as a share of a step, as medians of pairs, with
+the interval that holds 95 % of 2,000 resamples of the pairs; and the whole process with the log beside the process
+without, as the median of pairs. The larger the model, the smaller the share: the log's time grows with tokens, a
 step's with tokens times parameters. The last line is one JSON object.
 """
 
@@ -22,12 +23,13 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from trainer_step import write_model
 
@@ -55,10 +57,13 @@ from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.trajectories.files import logged_files
 from meshrl.trainer.trajectories.log import TrajectoryLog
+from meshrl.trainer.trajectories.table import LoggedStep
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-TEXT = "so it follows that x is 42. " * 72
+TEXT = "so it follows that x is 42. " * 1000
+TOKEN_CHARS = 4
+PERCENTILES = (2.5, 97.5)
 NOW = Version(1, 0)
 
 
@@ -103,28 +108,40 @@ def _write(stage: str, row: Trajectory) -> RowWrite:
         solution=row.response_text,
         ground_truth="42",
         extra_info={"index": row.uid.index},
-        messages=(Message(role="user", content=TEXT),),
+        messages=(Message(role="user", content=TEXT[: TOKEN_CHARS * row.prompt_length]),),
     )
     written = reward_write(score)
     return RowWrite(uid=row.uid, columns={**written.columns, REWARD_INPUTS: reward_inputs(sample)})
 
 
 class TimedLog(TrajectoryLog):
-    """Counts the processor time of its writer."""
+    """Counts the processor time of its writer, whose thread stays."""
 
     writer_s = 0.0
+    _handed = _done = 0
 
-    def _write_all(self) -> None:
-        begin = time.thread_time()
-        super()._write_all()
-        self.writer_s += time.thread_time() - begin
+    def _hand_over(self, made: Callable[[], LoggedStep], what: str) -> None:
+        def timed() -> LoggedStep:
+            self._began = time.thread_time()
+            return made()
+
+        self._handed += 1
+        super()._hand_over(timed, what)
+
+    def _write(self, step: LoggedStep) -> None:
+        super()._write(step)
+        self.writer_s += time.thread_time() - self._began
+        self._done += 1
+
+    def wait_written(self) -> None:
+        while self._done < self._handed:
+            time.sleep(0.002)
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of one block."""
+    """Seconds of one step."""
 
-    clock: float
     cpu: float
     """Of the whole process."""
     log: float
@@ -133,68 +150,76 @@ class Spent:
     """Of the processor, by the event loop."""
 
 
-async def block(
+async def step(
     queue: TransferQueue,
     learner: Learner,
     compute: Compute,
     log: TimedLog,
-    steps: range,
+    number: int,
     rows: list[Trajectory],
 ) -> Spent:
-    """Some steps, their files included."""
-    clocks = (time.perf_counter, time.process_time, lambda: log.writer_s, time.thread_time)
-    begin = [clock() for clock in clocks]
-    for step in steps:
-        made = learner.schedule(replace(batch_of(rows), step=step))
-        uids = made.uids(0)
-        columns = await queue.fetch(made.batch.run, uids, learner.columns)
-        own = [trajectory(*pair) for pair in zip(uids, columns, strict=True)]
-        async with log.step(made, 1, queue) as observe:
-            await compute.run(partial(learner.learn, made, own, step, None, observe))
-    log.close()
-    return Spent(*(clock() - start for clock, start in zip(clocks, begin, strict=True)))
+    """One step, its file included."""
+    clocks = (time.process_time, lambda: log.writer_s)
+    begin, loop = [clock() for clock in clocks], time.thread_time()
+    made = learner.schedule(replace(batch_of(rows), step=number))
+    uids = made.uids(0)
+    columns = await queue.fetch(made.batch.run, uids, learner.columns)
+    own = [trajectory(*pair) for pair in zip(uids, columns, strict=True)]
+    async with log.step(made, 1, queue) as observe:
+        await compute.run(partial(learner.learn, made, own, number, None, observe))
+    loop = time.thread_time() - loop
+    log.wait_written()
+    return Spent(*(clock() - start for clock, start in zip(clocks, begin, strict=True)), loop=loop)
 
 
-async def measure(work: Work, blocks: int, steps: int, directory: Path) -> dict[str, Any]:
+def share(on: Sequence[Spent], off: Sequence[Spent]) -> float:
+    """The log's processor time by a step's: medians, for neighbours on the machine disturb single steps."""
+    loop = statistics.median(one.loop - other.loop for one, other in zip(on, off, strict=True))
+    own = statistics.median(each.log for each in on) + max(0.0, loop)
+    return own / statistics.median(each.cpu for each in off)
+
+
+async def measure(work: Work, pairs: int, directory: Path) -> dict[str, Any]:
     """One batch."""
     write_model(work, directory / "model")
     world, queue = World.start("cpu"), await TransferQueue.open(MemoryStore())
     compute, learner = Compute(world.device), learner_of(directory / "model", work, world)
-    rows = [replace(row, response_text=TEXT) for row in rows_of(work)]
+    rows = [
+        replace(row, response_text=TEXT[: TOKEN_CHARS * (len(row.tokens) - row.prompt_length)])
+        for row in rows_of(work)
+    ]
     await fill(queue, rows)
     logs = {
         True: TimedLog(directory / "rows", tokenizer=directory / "model", keeps_inputs=True),
         False: TimedLog(directory / "none", share=0.0),
     }
-    count = 0
     spent: dict[bool, list[Spent]] = {True: [], False: []}
-    for number in range(blocks + 1):
-        for on in (True, False) if number % 2 else (False, True):
-            found = await block(
-                queue, learner, compute, logs[on], range(count, count + steps), rows
-            )
-            count += steps
-            if number:  # the first pair warms up
+    for pair in range(pairs + 2):
+        for on in (True, False) if pair % 2 else (False, True):
+            found = await step(queue, learner, compute, logs[on], 2 * pair + on, rows)
+            if pair > 1:  # the first two warm up
                 spent[on].append(found)
+    for log in logs.values():
+        log.close()
     compute.close()
     await queue.close()
     world.close()
     files = logged_files(directory / "rows")
-    pairs = list(zip(spent[True], spent[False], strict=True))
+    on, off = spent[True], spent[False]
     tokens = sum(len(row.tokens) for row in rows)
-
+    draws = np.random.default_rng(0).integers(0, pairs, (2000, pairs))
+    shares = [share([on[i] for i in draw], [off[i] for i in draw]) for draw in draws.tolist()]
+    ratios = [one.cpu / other.cpu - 1 for one, other in zip(on, off, strict=True)]
     return {
         "work": work.name,
         "rows": len(rows),
         "tokens": tokens,
-        "step_s": round(statistics.median(off.cpu for _, off in pairs) / steps, 4),
-        "cost_by_the_clock": round(
-            statistics.median(on.clock / off.clock - 1 for on, off in pairs), 5
-        ),
-        "share_of_processor_time": round(
-            statistics.median((on.log + on.loop - off.loop) / off.cpu for on, off in pairs), 5
-        ),
-        "log_s": round(statistics.median(on.log for on, _ in pairs) / steps, 5),
+        "pairs": pairs,
+        "step_cpu_s": round(statistics.median(each.cpu for each in off), 4),
+        "log_cpu_s": round(statistics.median(each.log for each in on), 5),
+        "log_share": round(share(on, off), 5),
+        "log_share_95": [round(float(p), 5) for p in np.percentile(shares, PERCENTILES)],
+        "process_cpu_cost": round(statistics.median(ratios), 5),
         "bytes_per_row": round(files[-1].size / len(rows)),
         "bytes_per_token": round(files[-1].size / tokens, 2),
         "files": len(files),
@@ -204,9 +229,9 @@ async def measure(work: Work, blocks: int, steps: int, directory: Path) -> dict[
 def main() -> None:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--work", default="demo,wide")
+    parser.add_argument("--groups", type=int, help="of 8 rows in a step")
     given = parser.parse_args()
     torch.set_num_threads(1)
     known = {"demo": DEMO, "wide": WIDE}
@@ -214,7 +239,8 @@ def main() -> None:
     for name in given.work.split(","):
         with tempfile.TemporaryDirectory() as directory:
             work = known[name]
-            results.append(asyncio.run(measure(work, given.blocks, given.steps, Path(directory))))
+            work = replace(work, groups=given.groups or work.groups)
+            results.append(asyncio.run(measure(work, given.pairs, Path(directory))))
         print(json.dumps(results[-1]), flush=True)
     print(json.dumps({"benchmark": "row_log", "results": results}))
 

@@ -18,10 +18,14 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.held_rows import Held, HeldLeases
 from meshrl.contract.ports import Queue
+from meshrl.contract.rows import times_column
 from meshrl.contract.types import (
+    CONVERSATION,
     REFERENCE_STAGE,
     REWARD_STAGE,
+    REWARD_TIMES,
     ROLLOUT_STAGE,
+    ROLLOUT_TIMES,
     Outcome,
     RowWrite,
     StageSpec,
@@ -262,6 +266,38 @@ class WritePromises:
         assert await actors.resident() == {"pending": 2}
         await actors.write(compared)
         assert await actors.resident() == {"ready": 2}
+
+    async def test_a_stage_may_leave_notes_that_its_spec_does_not_name(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        await actors.feed(tasks(1))
+        lease = await actors.lease()
+        noted = [rollout_of(row, actors.version) for row in lease.rows]
+        times = {ROLLOUT_TIMES: times_column(1.0, 2.5)}
+        noted[0] = replace(noted[0], columns={**noted[0].columns, **times})
+        await queue.write(actors.run, lease.stage, tokens_of(lease), noted)
+        await actors.write(await actors.lease("reward"))
+        wanted = ("tokens", ROLLOUT_TIMES, CONVERSATION, REWARD_TIMES)
+        first, second = await queue.fetch(actors.run, [row.uid for row in noted], wanted)
+        assert first[ROLLOUT_TIMES].tolist() == [1.0, 2.5] and set(second) == {"tokens"}
+
+    async def test_notes_have_their_stage_and_their_type(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        await actors.feed(tasks(1))
+        lease = await actors.lease()
+        for name, column, said in (
+            (
+                REWARD_TIMES,
+                times_column(1.0, 2.0),
+                "column reward_times is not in what stage rollout",
+            ),
+            (ROLLOUT_TIMES, np.zeros(2, np.float32), "column rollout_times is float32"),
+        ):
+            row = rollout_of(lease.rows[0], actors.version)
+            wrong = replace(row, columns={**row.columns, name: column})
+            with pytest.raises(UserError, match=said):
+                await queue.write(actors.run, lease.stage, tokens_of(lease), [wrong])
 
     async def test_writing_twice_is_writing_once(self, queue: Queue) -> None:
         actors = Actors(queue)

@@ -6,6 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +14,15 @@ import numpy.typing as npt
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.precision import Precision, with_rounded_logprobs
 from meshrl.contract.types import (
+    CONVERSATION,
     REWARD_INPUTS,
+    REWARD_TIMES,
+    ROLLOUT_TIMES,
     TOKEN_REWARDS,
     Columns,
     Float32,
     GroupRows,
+    Json,
     Message,
     Outcome,
     PackedGroup,
@@ -183,12 +188,52 @@ def trajectory(uid: Uid, columns: Columns) -> Trajectory:
         reward_hash=column_text(columns["reward_hash"]) if "reward_hash" in columns else "",
         token_rewards=columns.get(TOKEN_REWARDS),
         ref_logprobs=columns.get("ref_logprobs"),
+        rollout_times=_times(columns.get(ROLLOUT_TIMES)),
+        reward_times=_times(columns.get(REWARD_TIMES)),
+        conversation=tuple(json.loads(column_text(columns[CONVERSATION])))
+        if CONVERSATION in columns
+        else (),
         replica=column_text(columns["replica"]) if "replica" in columns else "",
     )
 
 
 DAMAGED = "damaged in the store"
 """How the reason of a row begins whose payload cannot be read any more: nobody could do anything with it."""
+
+
+def times_column(began: float, ended: float) -> npt.NDArray[np.float64]:
+    """float64[2], for `rollout_times` and `reward_times`."""
+    return np.array([began, ended])
+
+
+def _times(column: npt.NDArray[Any] | None) -> tuple[float, float] | None:
+    return None if column is None or len(column) != 2 else (float(column[0]), float(column[1]))
+
+
+def conversation_column(messages: Sequence[Mapping[str, Any]]) -> Uint8:
+    """Messages in the form of OpenAI's API, as JSON in uint8[n]: texts, and names and arguments of tool calls."""
+    return text_column(json.dumps([_message(message) for message in messages]))
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Json]:
+    content = message.get("content") or ""
+    kept: dict[str, Json] = {
+        "role": str(message.get("role", "")),
+        "content": content if isinstance(content, str) else json.dumps(content),
+    }
+    if message.get("name"):
+        kept["name"] = str(message["name"])
+    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    if calls:
+        kept["tool_calls"] = [
+            {"name": str(call.get("name", "")), "arguments": _arguments(call.get("arguments"))}
+            for call in calls
+        ]
+    return kept
+
+
+def _arguments(given: Any) -> str:
+    return given if isinstance(given, str) else json.dumps(given)
 
 
 class RowMethods(ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -11,12 +12,19 @@ import numpy as np
 
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.ports import Judge, Queue
-from meshrl.contract.rows import column_posted, column_text, reward_inputs, reward_write
+from meshrl.contract.rows import (
+    column_posted,
+    column_text,
+    reward_inputs,
+    reward_write,
+    times_column,
+)
 from meshrl.contract.stage_worker import Failure, StageResult, StageStats, StageWorker
 from meshrl.contract.types import (
     POSTED_REWARD,
     REWARD_INPUTS,
     REWARD_STAGE,
+    REWARD_TIMES,
     Int32,
     LeasedRow,
     Outcome,
@@ -91,7 +99,9 @@ class RewardStage:
 
     async def _handle(self, rows: Sequence[LeasedRow]) -> Sequence[StageResult]:
         samples = [sample_of(row, self._token_ends) for row in rows]
+        began = time.time()
         scores = await self._judge.score(samples)
+        times = times_column(began, time.time())
         results: list[StageResult] = []
         for row, sample, score in zip(rows, samples, scores, strict=True):
             if not score.outcome.trainable:
@@ -105,10 +115,10 @@ class RewardStage:
                 reason = error.message
                 results.append(Failure(uid=row.uid, outcome=Outcome.INFRA_FAULT, reason=reason))
                 continue
+            columns = {**written.columns, REWARD_TIMES: times}
             if row.uid.run in self._keep_inputs:
-                columns = {**written.columns, REWARD_INPUTS: reward_inputs(sample)}
-                written = replace(written, columns=columns)
-            results.append(written)
+                columns[REWARD_INPUTS] = reward_inputs(sample)
+            results.append(replace(written, columns=columns))
         return results
 
 

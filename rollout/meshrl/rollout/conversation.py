@@ -30,6 +30,7 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import (
     GenerateRequest,
     Int32,
+    Json,
     Outcome,
     SamplingParams,
     Task,
@@ -89,6 +90,8 @@ class Conversation:
         """Start with a prompt, int32[P]; to observe messages, `tokenizer` must be a ChatTokenizer."""
         self.uid = uid
         self.turns: list[Turn] = []
+        self.messages: list[chat.ChatMessage] = []
+        """What follows the prompt: the policy's turns, and the messages that it observed."""
         self._tokenizer = tokenizer
         self._budget = budget
         self._prompt = len(prompt_ids)
@@ -154,6 +157,7 @@ class Conversation:
                 finish_reason=response.finish_reason,
             )
         )
+        self.messages.append({"role": "assistant", "content": self.turns[-1].text})
         return self.turns[-1]
 
     def rendered(self, messages: Sequence[chat.ChatMessage]) -> list[int]:
@@ -171,7 +175,10 @@ class Conversation:
 
     def observe(self, messages: Sequence[chat.ChatMessage]) -> bool:
         """Append messages of the environment; see `observe_tokens` for False, `rendered` for errors."""
-        return self.observe_tokens(self.rendered(messages))
+        if not self.observe_tokens(self.rendered(messages)):
+            return False
+        self.messages += messages
+        return True
 
     def observe_tokens(self, ids: Sequence[int]) -> bool:
         """Append tokens that the policy did not sample: loss mask 0.
@@ -189,8 +196,15 @@ class Conversation:
         """Append the recorded observation, if the row continues after another worker; False: there is none."""
         if not isinstance(engine, Replaying):
             return False
-        ids = engine.observed(self.tokens)
-        return len(ids) > 0 and self.observe_tokens(ids.tolist())
+        ids = engine.observed(self.tokens).tolist()
+        if not ids or not self.observe_tokens(ids):
+            return False
+        self.messages.append({"role": "tool", "content": self._tokenizer.decode(ids)})
+        return True
+
+    def called(self, calls: Sequence[Json]) -> None:
+        """Note the tool calls of the last turn, `name` and `arguments` each, for people who read the row."""
+        self.messages[-1] = {**self.messages[-1], "tool_calls": list(calls)}
 
     def rollout(
         self, finish_reason: str | None = None, *, outcome: Outcome | None = None
@@ -214,7 +228,13 @@ class Conversation:
             response_text=text,
         )
         ended = OUTCOMES.get(reason, Outcome.CANCELLED) if outcome is None else outcome
-        return Rollout(trajectory=trajectory, outcome=ended, finish_reason=reason)
+        several = len(self.messages) > 1 or any("tool_calls" in each for each in self.messages)
+        return Rollout(
+            trajectory=trajectory,
+            outcome=ended,
+            finish_reason=reason,
+            messages=tuple(self.messages) if several else (),
+        )
 
     def _add(self, tokens: Int32, logprobs: np.ndarray, *, sampled: bool) -> None:
         if not len(tokens):

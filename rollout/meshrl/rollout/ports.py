@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from meshrl.contract.stage_worker import StageStats
 from meshrl.contract.types import (
@@ -68,6 +68,8 @@ class Rollout:
     finish_reason: str
     columns: Columns = field(default_factory=dict)
     """Additional columns, where the run's rollout stage has them."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """What follows the prompt, in the form of OpenAI's API, for people who read the row: of rows of several turns."""
 
 
 class GiveBackError(Exception):

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol, Self
@@ -27,9 +28,16 @@ from typing import Any, NoReturn, Protocol, Self
 from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError, EngineGoneError, InfraError
 from meshrl.contract.ports import Engine, Queue
-from meshrl.contract.rows import rollout_write
+from meshrl.contract.rows import conversation_column, rollout_write, times_column
 from meshrl.contract.stage_worker import Failure, Returned, StageResult, StageStats, StageWorker
-from meshrl.contract.types import ROLLOUT_STAGE, LeasedRow, Outcome
+from meshrl.contract.types import (
+    CONVERSATION,
+    ROLLOUT_STAGE,
+    ROLLOUT_TIMES,
+    Columns,
+    LeasedRow,
+    Outcome,
+)
 from meshrl.rollout.circuit_breaker import CircuitBreaker, WatchedGenerator
 from meshrl.rollout.config import CheckpointIntervals, CircuitBreakerConfig
 from meshrl.rollout.generation_checkpoint import GenerationCheckpointer, ResumableGenerator
@@ -342,6 +350,7 @@ class RolloutWorker:
 
     async def _rollout(self, row: LeasedRow, engine: Generator) -> StageResult:
         """One row to its end: its columns, or how it failed."""
+        began = time.time()
         deadline = asyncio.timeout(row.task.deadline_s)
         sampling = row.task.sampling.of_row(row.uid.index, row.task.group_size)
         try:
@@ -370,7 +379,10 @@ class RolloutWorker:
         written = rollout_write(
             trajectory, rollout.outcome, rollout.finish_reason, self._engine.version
         )
-        return replace(written, columns={**written.columns, **rollout.columns})
+        notes: Columns = {ROLLOUT_TIMES: times_column(began, time.time())}
+        if rollout.messages:
+            notes = {**notes, CONVERSATION: conversation_column(rollout.messages)}
+        return replace(written, columns={**written.columns, **notes, **rollout.columns})
 
     async def _park(self, row: LeasedRow, error: EngineGoneError) -> NoReturn:
         """The engine has stopped, which is no attempt of this row: hold it until `run` releases it."""

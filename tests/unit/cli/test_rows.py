@@ -117,14 +117,30 @@ def test_one_row_is_shown_whole(run_dir: Path, meshrl: Command) -> None:
         {"sampled": False, "start": 1, "end": 2, "text": "12"},
         {"sampled": True, "start": 2, "end": 3, "text": "it is\n12\x07"},
     ]
-    save(file_of(run_dir / FOLDER, "train", 8), [row(8, "t", 0, 0.75, parts=parts, turns=2)])
+    call = {"name": "add", "arguments": '{"a": 5}'}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    times = {"sample_s": 1.5, "score_wait_s": 0.25, "score_s": 0.5, "train_wait_s": 2.0}
+    whole = row(8, "t", 0, 0.75, parts=parts, turns=2, conversation=[said], **times)
+    save(file_of(run_dir / FOLDER, "train", 8), [whole])
     code, out, _ = meshrl(str(run_dir), "--uid", "r/t/0.0")
     assert code == 0
     for line in (
         "reward     0.7500, acc 0.75", "versions   1.8 [0, 3); staleness 2", 'answer     "12"',
-        "task t?", "policy", "<tool_call>add", "observed", "it is", "12\\x07",
+        "times      sampled 1.50 s, waited for its judge 0.25 s, scored 0.50 s, waited to be trained 2.00 s",
+        'calls      add({"a": 5})', "task t?", "policy", "<tool_call>add", "observed", "it is", "12\\x07",
     ):  # fmt: skip
         assert line in out.splitlines(), out
+
+
+def test_files_without_times_and_conversations_are_read(run_dir: Path, meshrl: Command) -> None:
+    path = file_of(run_dir / FOLDER, "train", 3)
+    later = [name for name in schema().names if name.endswith("_s") and name != "time_unix_s"]
+    parquet.write_table(parquet.read_table(path).drop_columns([*later, "conversation"]), path)
+    assert meshrl(str(run_dir), "--uid", "r/3-0/0.0")[0] == 0
+    code, out, _ = meshrl(str(run_dir), "--where", "sample_s > 1")
+    assert code == 0 and "answer 0" not in out
+    code, out, _ = meshrl(str(run_dir), "--where", "sample_s == None")
+    assert code == 0 and "answer 0" in out
 
 
 @pytest.mark.parametrize(

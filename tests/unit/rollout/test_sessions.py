@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from meshrl.contract.errors import CapacityError, InfraError, UserError
-from meshrl.contract.rows import column_posted
+from meshrl.contract.rows import column_posted, conversation_column
 from meshrl.contract.types import (
     POSTED_REWARD,
     Outcome,
@@ -163,6 +163,12 @@ async def test_tool_calls_are_recognised_by_their_ids_however_the_client_formats
     assert tokenizer.decode_all(found.tokens.tolist()) == (
         f"[add]U:1+2?<eos>A:hm {CALL}<eos>T:3<eos>A:3<eos>"
     )
+    called = {"name": "add", "arguments": call.arguments}
+    assert json.loads(conversation_column(session.rollout().messages).tobytes()) == [
+        {"role": "assistant", "content": "hm ", "tool_calls": [called]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "3"},
+    ]
 
 
 @pytest.mark.parametrize(

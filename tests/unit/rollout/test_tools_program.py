@@ -71,6 +71,10 @@ async def test_the_policy_calls_reads_and_answers() -> None:
     assert covered == row.loss_mask.nonzero()[0].tolist()
     assert (rollout.outcome, rollout.finish_reason) == (Outcome.OK, "stop")
     assert len({request.request_id for request in policy.requests}) == 2
+    asked, observation, answer = rollout.messages
+    assert (asked["role"], asked["tool_calls"][0]["name"]) == ("assistant", "add")
+    assert observation == {"role": "tool", "name": "add", "content": "3"}
+    assert answer == {"role": "assistant", "content": "It is 3."}
 
 
 async def test_the_trace_of_a_row_has_its_turns_and_its_tool_calls(tmp_path: Path) -> None:

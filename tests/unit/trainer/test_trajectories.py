@@ -15,9 +15,18 @@ import pytest
 from tokenizers import Tokenizer
 
 from meshrl.contract.errors import UnavailableError
-from meshrl.contract.rows import reward_inputs, reward_write, rollout_write
+from meshrl.contract.rows import (
+    conversation_column,
+    reward_inputs,
+    reward_write,
+    rollout_write,
+    times_column,
+)
 from meshrl.contract.types import (
+    CONVERSATION,
     REWARD_INPUTS,
+    REWARD_TIMES,
+    ROLLOUT_TIMES,
     Batch,
     Columns,
     Json,
@@ -40,6 +49,18 @@ from . import rank_work
 
 ROWS = rank_work.trajectories()
 GROUPS = [f"t{number}" for number in range(rank_work.GROUPS)]
+
+
+CALL = {"name": "add", "arguments": {"a": 1}}
+SAID = [
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "3"},
+]
+NOTED = {
+    ROLLOUT_TIMES: times_column(100.0, 102.5),
+    REWARD_TIMES: times_column(103.0, 103.5),
+    CONVERSATION: conversation_column(SAID),
+}
 
 
 def sample_of(row: Trajectory) -> Sample:
@@ -70,6 +91,7 @@ class Stored:
             self.rows[row.uid] = {
                 **rollout_write(made, Outcome.OK, "stop", Version(1, 0)).columns,
                 **reward_write(score).columns,
+                **NOTED,
                 REWARD_INPUTS: reward_inputs(sample_of(row)),
             }
 
@@ -79,7 +101,10 @@ class Stored:
     async def fetch(
         self, run: str, uids: Sequence[Uid], columns: Sequence[str]
     ) -> Sequence[Columns]:
-        return [{name: self.rows[uid][name] for name in columns} for uid in uids]
+        return [
+            {name: self.rows[uid][name] for name in columns if name in self.rows[uid]}
+            for uid in uids
+        ]
 
 
 class Gone(Stored):
@@ -155,6 +180,14 @@ async def test_a_step_is_one_file_with_all_that_its_learner_knew(
             "data_source": "sums", "response": "says", "worker": "rollout-0", "outcome": "ok"
         }  # fmt: skip
         assert (row["step"], row["epoch"], row["split"], row["staleness"]) == (1, 1, "train", 1)
+        assert row["conversation"] == [
+            {"role": "assistant", "content": "", "name": None}
+            | {"tool_calls": [{"name": "add", "arguments": '{"a": 1}'}]},
+            {"role": "tool", "content": "3", "name": None, "tool_calls": None},
+        ]
+        spent = [row[f"{name}_s"] for name in ("sampled_unix", "sample", "score_wait", "score")]
+        assert spent == [100.0, 2.5, 0.5, 0.5]
+        assert row["train_wait_s"] == pytest.approx(row["time_unix_s"] - 103.5)
         assert row["advantage"] == pytest.approx(
             np.mean(np.array(row["advantages"])[row["trained_mask"]]), abs=1e-6
         )

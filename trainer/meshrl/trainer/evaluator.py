@@ -14,11 +14,13 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from meshrl.contract.errors import WaitTimeoutError
 from meshrl.contract.ports import Queue
 from meshrl.contract.rows import trajectory
 from meshrl.contract.types import (
+    NOTES,
     Batch,
     RunSpec,
     Task,
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 COLUMNS = (
     *("tokens", "loss_mask", "rollout_logprobs", "spans", "response_text", "replica"),
     *("reward", "reward_components", "reward_hash"),
+    *chain(*NOTES.values()),
 )
 
 

@@ -51,6 +51,8 @@ from meshrl.contract.types.rows import (
     name_fault,
 )
 from meshrl.contract.types.runs import (
+    CONVERSATION,
+    NOTES,
     POSTED_REWARD,
     REFERENCE_COLUMNS,
     REFERENCE_STAGE,
@@ -58,8 +60,10 @@ from meshrl.contract.types.runs import (
     REWARD_COLUMNS,
     REWARD_INPUTS,
     REWARD_STAGE,
+    REWARD_TIMES,
     ROLLOUT_COLUMNS,
     ROLLOUT_STAGE,
+    ROLLOUT_TIMES,
     TOKEN_REWARDS,
     UNBOUNDED,
     DeadLetter,
@@ -84,6 +88,8 @@ from meshrl.contract.types.weights import (
 )
 
 __all__ = [
+    "CONVERSATION",
+    "NOTES",
     "POSTED_REWARD",
     "REFERENCE_COLUMNS",
     "REFERENCE_STAGE",
@@ -91,8 +97,10 @@ __all__ = [
     "REWARD_COLUMNS",
     "REWARD_INPUTS",
     "REWARD_STAGE",
+    "REWARD_TIMES",
     "ROLLOUT_COLUMNS",
     "ROLLOUT_STAGE",
+    "ROLLOUT_TIMES",
     "TOKEN_REWARDS",
     "UNBOUNDED",
     "Adapter",

@@ -229,6 +229,12 @@ class Trajectory:
     """float32[T]: each token's reward, where the run has the column; 0 outside the response."""
     ref_logprobs: Float32 | None = None
     """float32[T]: log-probabilities under the frozen reference; 0 on the first token."""
+    rollout_times: tuple[float, float] | None = None
+    """When its sampling began and ended, seconds since 1970; None where nobody noted it."""
+    reward_times: tuple[float, float] | None = None
+    """As `rollout_times`, of its score."""
+    conversation: tuple[Mapping[str, Json], ...] = ()
+    """What follows the prompt, of rows of several turns: messages with `role`, `content`, `name`, `tool_calls`."""
     replica: str = ""
     """Who sampled it: the rollout worker's name. Where several did, one going on from another, the last of them."""
 

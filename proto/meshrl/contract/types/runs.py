@@ -30,6 +30,17 @@ TOKEN_REWARDS = "token_rewards"
 """float32[T]: what each token is rewarded with, where the run asks for that."""
 POSTED_REWARD = "posted_reward"
 """uint8[n]: what the agent that made a row says it is worth, as JSON; empty for nothing. In runs of agents."""
+ROLLOUT_TIMES = "rollout_times"
+"""float64[2]: when work on the row began and ended, in seconds since 1970 by the worker's clock."""
+CONVERSATION = "conversation"
+"""uint8[n]: the messages that follow the prompt, with tool calls, as JSON; of rows of several turns."""
+REWARD_TIMES = "reward_times"
+"""As `rollout_times`, of the score."""
+NOTES: Mapping[str, tuple[str, ...]] = {
+    "rollout": (ROLLOUT_TIMES, CONVERSATION),
+    "reward": (REWARD_TIMES,),
+}
+"""By stage: columns that it may write beside those of its spec. Nothing waits for them or is trained on them."""
 REFERENCE_COLUMNS = ("ref_logprobs",)
 ROLLOUT_STAGE = StageSpec(name="rollout", reads=(), writes=ROLLOUT_COLUMNS)
 REWARD_STAGE = StageSpec(name="reward", reads=("response_text", "loss_mask"), writes=REWARD_COLUMNS)

@@ -97,6 +97,7 @@ class ToolProgram:
             calls = self._parse(tokenizer.decode_all(turn.tokens.tolist()))
             if not calls:
                 return conversation.rollout()
+            conversation.called([{"name": c.name, "arguments": dict(c.arguments)} for c in calls])
             if conversation.full:
                 return conversation.rollout("max_turns" if conversation.left else "length")
             if not tools.stateful and conversation.replay(engine):

@@ -38,6 +38,8 @@ class Turn:
     observed: tuple[int, ...]
     """Tokens between the parent's response and this one, not sampled; of a first turn: the prompt."""
     response: Response
+    messages: tuple[ChatMessage, ...] = ()
+    """What the request added to the conversation, and the answer; empty for completions of text."""
 
     def path(self) -> list[Turn]:
         """From the first turn to this one."""

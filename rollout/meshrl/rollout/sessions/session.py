@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -26,6 +27,7 @@ from meshrl.contract.types import (
     POSTED_REWARD,
     GenerateRequest,
     Int32,
+    Json,
     Outcome,
     PostedReward,
     SamplingParams,
@@ -77,6 +79,14 @@ class SessionRules:
     """Requests of one session in total."""
     prompt_tokens: int | None = None
     """The longest prompt of a conversation's first request; None: the engine's limit."""
+
+
+def _said(answer: Answer) -> chat.ChatMessage:
+    calls: list[Json] = [
+        {"name": call.name, "arguments": call.arguments} for call in answer.tool_calls
+    ]
+    message: dict[str, Json] = {"role": "assistant", "content": answer.text}
+    return {**message, "tool_calls": calls} if calls else message
 
 
 class Session:
@@ -158,7 +168,12 @@ class Session:
         if chosen is None:
             raise InfraError("the session gave no answer, so there is nothing to train on")
         rollout = self._conversation(chosen).rollout(outcome=outcome)
-        return replace(rollout, columns={POSTED_REWARD: posted_column(self.reward)})
+        path = chosen.path()
+        # What the first request said is the prompt.
+        said = (path[0].messages[-1:], *(turn.messages for turn in path[1:]))
+        messages = tuple(chain(*said)) if len(path) > 1 else ()
+        columns = {POSTED_REWARD: posted_column(self.reward)}
+        return replace(rollout, columns=columns, messages=messages)
 
     @property
     def left_out(self) -> int:
@@ -247,7 +262,11 @@ class Session:
         self.asked += 1
 
         def complete(response: Response, answer: Answer) -> None:
-            ended(Turn(parent=place.turn, observed=tuple(observed), response=response), answer)
+            said = (*asked.messages[place.known :], _said(answer)) if asked.messages else ()
+            turn = Turn(
+                parent=place.turn, observed=tuple(observed), response=response, messages=said
+            )
+            ended(turn, answer)
 
         stream = AnswerStream(self._engine, request, visible, ended=complete, fault=self._failed)
         self._streams = [*self._running, stream]

@@ -133,6 +133,7 @@ def _print_whole(console: Console, row: Row) -> None:
         "advantage": f"{_number(row['advantage'], 4)}, mismatch {_number(row['mismatch'], 4)}",
         "tokens": f"{row['prompt_length']} + {row['length']}, {row['turns']} turns of the policy",
         "versions": f"{', '.join(spans)}; staleness {row['staleness']}",
+        "times": _times(row),
         "source": row["data_source"],
         "answer": row["ground_truth"],
         "extra": row["extra_info"],
@@ -142,6 +143,12 @@ def _print_whole(console: Console, row: Row) -> None:
             console.print(Text(f"{name:10} ", style="dim") + Text(printable(value)), soft_wrap=True)
     console.print(Text("prompt", style="bold"))
     console.print(Text(printable(_prompt(row))), soft_wrap=True)
+    for message in row.get("conversation") or ():
+        for call in message["tool_calls"] or ():
+            called = f"{call['name']}({call['arguments']})"
+            console.print(
+                Text("calls      ", style="dim") + Text(printable(called)), soft_wrap=True
+            )
     parts = row["parts"] or [{"sampled": True, "text": row["response"]}]
     for part in parts:
         console.print(Text("policy" if part["sampled"] else "observed", style="bold"))
@@ -153,6 +160,14 @@ def _prompt(row: Row) -> str:
     if row["prompt"] is not None:
         return str(row["prompt"])
     return "\n".join(f"{m['role']}: {m['content']}" for m in row["messages"] or ())
+
+
+def _times(row: Row) -> str:
+    """Where its time went; empty for rows whose workers noted none."""
+    names = {"sample_s": "sampled", "score_wait_s": "waited for its judge", "score_s": "scored"}
+    names |= {"train_wait_s": "waited to be trained"}
+    known = {said: row.get(name) for name, said in names.items() if row.get(name) is not None}
+    return ", ".join(f"{said} {seconds:.2f} s" for said, seconds in known.items())
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import numpy.typing as npt
 from meshrl.contract.errors import MeshError
 from meshrl.contract.rows import sample_again, trajectory
 from meshrl.contract.types import (
+    NOTES,
     REWARD_COLUMNS,
     REWARD_INPUTS,
     ROLLOUT_COLUMNS,
@@ -50,12 +52,35 @@ from meshrl.trainer.trajectories.files import (
     file_of,
     logged_files,
 )
-from meshrl.trainer.trajectories.table import LoggedRow, LoggedStep, TableBuilder, open_decoder
+from meshrl.trainer.trajectories.table import (
+    FLOATS,
+    LoggedRow,
+    LoggedStep,
+    TableBuilder,
+    open_decoder,
+)
 
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 4
 """Steps that wait for the writer; their rows are in memory."""
+LARGE = (
+    *(
+        "prompt",
+        "response",
+        "extra_info",
+        "messages.list.element.content",
+        "prompt_ids.list.element",
+    ),
+    *("response_ids.list.element", "token_texts.list.element", "loss_mask.list.element"),
+    *(f"{name}.list.element" for name in FLOATS),
+)
+# A column costs a writer more than its bytes: dictionaries, statistics and compression only where they pay.
+ENCODING: dict[str, Any] = {
+    "compression": {name: "zstd" for name in LARGE},
+    "use_dictionary": ["token_texts.list.element", "prompt", "messages.list.element.content"],
+    "write_statistics": ["step", "reward", "advantage", "staleness"],
+}
 CLOSE_S = 30.0
 """How long the end of training waits for the last files."""
 
@@ -88,7 +113,10 @@ class TrajectoryLog:
         self._max_bytes = max_bytes
         self._tokenizer = tokenizer
         self._on_rows = on_rows
-        self._columns = (*ROLLOUT_COLUMNS, *REWARD_COLUMNS, *(REWARD_INPUTS,) * keeps_inputs)
+        self._columns = (
+            *(*ROLLOUT_COLUMNS, *REWARD_COLUMNS, *chain(*NOTES.values())),
+            *(REWARD_INPUTS,) * keeps_inputs,
+        )
         self._jobs: queue.Queue[Callable[[], LoggedStep] | None] = queue.Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._builder: TableBuilder | None = None
@@ -227,7 +255,7 @@ class TrajectoryLog:
         draft = draft_of(path)
         try:
             with open(draft, "wb", opener=_private) as stream:
-                parquet.write_table(table, stream, compression="zstd")
+                parquet.write_table(table, stream, **ENCODING)
             draft.replace(path)
         except BaseException:
             draft.unlink(missing_ok=True)

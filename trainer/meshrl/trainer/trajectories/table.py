@@ -72,6 +72,8 @@ def schema() -> Any:
     import pyarrow as arrow
 
     message = arrow.struct([("role", arrow.string()), ("content", arrow.string())])
+    call = arrow.struct([("name", arrow.string()), ("arguments", arrow.string())])
+    said = arrow.struct([*message, ("name", arrow.string()), ("tool_calls", arrow.list_(call))])
     place = [("start", arrow.int32()), ("end", arrow.int32())]
     part = arrow.struct([("sampled", arrow.bool_()), *place, ("text", arrow.string())])
     span = arrow.struct([("epoch", arrow.int32()), ("step", arrow.int64()), *place])
@@ -92,6 +94,7 @@ def schema() -> Any:
             ("extra_info", arrow.string()),
             ("response", arrow.string()),
             ("parts", arrow.list_(part)),
+            ("conversation", arrow.list_(said)),
             ("turns", arrow.int32()),
             ("prompt_length", arrow.int32()),
             ("length", arrow.int32()),
@@ -104,6 +107,11 @@ def schema() -> Any:
             ("staleness", arrow.int32()),
             ("outcome", arrow.string()),
             ("worker", arrow.string()),
+            ("sampled_unix_s", arrow.float64()),
+            ("sample_s", arrow.float32()),
+            ("score_wait_s", arrow.float32()),
+            ("score_s", arrow.float32()),
+            ("train_wait_s", arrow.float32()),
             ("time_unix_s", arrow.float64()),
             ("spans", arrow.list_(span)),
             ("prompt_ids", arrow.list_(arrow.int32())),
@@ -117,80 +125,135 @@ def schema() -> Any:
 
 
 class TableBuilder:
-    """Makes tables; keeps the texts of tokens that it has decoded."""
+    """Makes tables; keeps the texts of tokens that it has decoded.
+
+    Columns are made whole: what rows share (constants, prompts, messages of a task) once, arrays by numpy.
+    """
 
     def __init__(self, decoder: Decoder | None) -> None:
         """`decoder` None: tables have no texts but those that rows bring."""
         self._decoder = decoder
         self._texts: dict[int, str] = {}
-        self._prompt = lru_cache(maxsize=1024)(self._decoded)
+        self._schema = schema()
+        self._prompt = lru_cache(maxsize=1024)(self._decoded_bytes)
 
     def build(self, step: LoggedStep) -> Any:
         """A `pyarrow.Table` with a row for each of `step.rows`, in order."""
         import pyarrow as arrow
 
-        kinds = schema()
+        kinds, count = self._schema, len(step.rows)
         columns: dict[str, Any] = {}
-        rows = [self._plain(step, row) for row in step.rows]
-        for name in rows[0] if rows else ():
-            columns[name] = arrow.array([row[name] for row in rows], kinds.field(name).type)
-        lengths = np.array([row.response_length for row in step.rows], dtype=np.int64)
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        constant = {"split": step.split, "step": step.step, "epoch": step.epoch}
+        for name, value in {**constant, "time_unix_s": step.time_unix_s}.items():
+            columns[name] = arrow.repeat(arrow.scalar(value, kinds.field(name).type), count)
+        for name, values in self._plain(step).items():
+            columns[name] = arrow.array(values, kinds.field(name).type, from_pandas=True)
+        lengths = np.array([row.response_length for row in step.rows], dtype=np.int32)
+        row_of = np.repeat(np.arange(count), lengths)
         arrays = self._flat(step)
-        for name, values in arrays.items():
-            kind = kinds.field(name).type
-            nulls = np.isnan(values) if values.dtype == np.float32 else None
-            flat = arrow.array(values, kind.value_type, mask=nulls)
-            columns[name] = arrow.ListArray.from_arrays(arrow.array(offsets, arrow.int32()), flat)
-        row_of = np.repeat(np.arange(len(lengths)), lengths)
+        columns |= self._turns(step, arrays["loss_mask"], row_of)
+        columns["messages"] = self._messages(step.rows)
+        columns["spans"] = self._spans(step.rows)
+        prompts = [row.trajectory.tokens[: row.start] for row in step.rows]
+        columns["prompt_ids"] = _lists(
+            _joined(prompts, np.int32), _offsets([len(prompt) for prompt in prompts])
+        )
+        offsets = _offsets(lengths)
+        for name, column in arrays.items():
+            columns[name] = _lists(column, offsets)
+        if self._decoder is not None:
+            columns["token_texts"] = _lists(self._token_texts(arrays["response_ids"]), offsets)
         for name, means in self._means(step, arrays, row_of).items():
-            columns[name] = arrow.array(means, arrow.float32(), mask=np.isnan(means))
+            columns[name] = arrow.array(means, arrow.float32(), from_pandas=True)
         absent = (name for name in kinds.names if name not in columns)
-        columns |= {name: arrow.nulls(len(rows), kinds.field(name).type) for name in absent}
+        columns |= {name: arrow.nulls(count, kinds.field(name).type) for name in absent}
         return arrow.table([columns[name] for name in kinds.names], schema=kinds)
 
-    def _plain(self, step: LoggedStep, row: LoggedRow) -> dict[str, Any]:
-        """The columns that are made row by row."""
-        made, sample = row.trajectory, row.sample
-        uid, start = made.uid, row.start
-        parts = list(_parts(made.loss_mask[start:]))
-        oldest = min((span.version.step for span in made.spans), default=step.step)
-        prompt = made.tokens[:start].tolist()
+    def _plain(self, step: LoggedStep) -> dict[str, Sequence[Any] | npt.NDArray[np.float64]]:
+        """The columns of one value a row."""
+        rows = step.rows
+        made = [row.trajectory for row in rows]
+        uids = [each.uid for each in made]
+        samples = [row.sample for row in rows]
+        oldest = [min((s.version.step for s in m.spans), default=step.step) for m in made]
         return {
-            "uid": str(uid),
-            "task": uid.task,
-            "index": uid.index,
-            "attempt": uid.attempt,
-            "group_size": row.group_size,
-            "split": step.split,
-            "step": step.step,
-            "epoch": step.epoch,
-            "data_source": None if sample is None else sample.data_source,
-            "prompt": self._prompt(tuple(prompt)),
-            "messages": sample
-            and [{"role": m.role, "content": _utf8(m.content)} for m in sample.messages],
-            "ground_truth": None if sample is None else _json(sample.ground_truth),
-            "extra_info": None if sample is None else _json(dict(sample.extra_info)),
-            "response": made.response_text,
-            "parts": self._texts_of(made.tokens[start:], parts) if len(parts) > 1 else None,
-            "turns": sum(sampled for sampled, _, _ in parts),
-            "prompt_length": start,
-            "length": row.response_length,
-            "reward": made.reward,
-            "reward_components": list(made.reward_components.items()),
-            "reward_texts": [(name, _utf8(text)) for name, text in made.reward_texts.items()],
-            "reward_hash": made.reward_hash or None,
-            "staleness": max(0, step.step - oldest),
-            "outcome": row.outcome,
-            "worker": made.replica or None,
-            "time_unix_s": step.time_unix_s,
-            "spans": [
-                {"epoch": s.version.epoch, "step": s.version.step}
-                | {"start": s.start - start, "end": s.end - start}
-                for s in made.spans
+            "uid": list(map(str, uids)),
+            "task": [uid.task for uid in uids],
+            "index": [uid.index for uid in uids],
+            "attempt": [uid.attempt for uid in uids],
+            "group_size": [row.group_size for row in rows],
+            "data_source": [sample and sample.data_source for sample in samples],
+            "prompt": [self._prompt(row.trajectory.tokens[: row.start].tobytes()) for row in rows],
+            "ground_truth": [sample and _json(sample.ground_truth) for sample in samples],
+            "extra_info": [sample and _json(dict(sample.extra_info)) for sample in samples],
+            "response": [each.response_text for each in made],
+            "conversation": [each.conversation or None for each in made],
+            "prompt_length": [row.start for row in rows],
+            "length": [row.response_length for row in rows],
+            "reward": [each.reward for each in made],
+            "reward_components": [list(each.reward_components.items()) for each in made],
+            "reward_texts": [
+                [(name, _utf8(text)) for name, text in each.reward_texts.items()] for each in made
             ],
-            "prompt_ids": prompt,
+            "reward_hash": [each.reward_hash or None for each in made],
+            "staleness": [max(0, step.step - each) for each in oldest],
+            "outcome": [row.outcome for row in rows],
+            "worker": [each.replica or None for each in made],
+            **_times(made, step.time_unix_s),
         }
+
+    def _turns(
+        self, step: LoggedStep, mask: npt.NDArray[np.bool_], row_of: npt.NDArray[np.int64]
+    ) -> dict[str, Any]:
+        """`turns`, and `parts` of the rows that observed something: others are one part."""
+        import pyarrow as arrow
+
+        observing = np.bincount(row_of[~mask], minlength=len(step.rows)) > 0
+        turns = np.array([row.response_length > 0 for row in step.rows], dtype=np.int32)
+        parts: list[Any] = [None] * len(step.rows)
+        for at in np.flatnonzero(observing).tolist():
+            made, start = step.rows[at].trajectory, step.rows[at].start
+            found = list(_parts(made.loss_mask[start:]))
+            turns[at] = sum(sampled for sampled, _, _ in found)
+            if len(found) > 1:
+                parts[at] = self._texts_of(made.tokens[start:], found)
+        return {
+            "turns": arrow.array(turns),
+            "parts": arrow.array(parts, self._schema.field("parts").type),
+        }
+
+    def _messages(self, rows: Sequence[LoggedRow]) -> Any:
+        """Of each task once."""
+        import pyarrow as arrow
+
+        first: dict[str | None, int] = {}
+        found: list[Any] = []
+        place = []
+        for row in rows:
+            task = None if row.sample is None else row.trajectory.uid.task
+            if task not in first:
+                first[task] = len(found)
+                found.append(
+                    row.sample
+                    and [{"role": m.role, "content": _utf8(m.content)} for m in row.sample.messages]
+                )
+            place.append(first[task])
+        kind = self._schema.field("messages").type
+        return arrow.array(found, kind).take(arrow.array(place, arrow.int32()))
+
+    def _spans(self, rows: Sequence[LoggedRow]) -> Any:
+        import pyarrow as arrow
+
+        kind = self._schema.field("spans").type.value_type
+        flat = [
+            (s.version.epoch, s.version.step, s.start - row.start, s.end - row.start)
+            for row in rows
+            for s in row.trajectory.spans
+        ]
+        table = np.array(flat, dtype=np.int64).reshape(-1, 4)
+        fields = [arrow.array(table[:, at], kind.field(at).type) for at in range(4)]
+        spans = arrow.StructArray.from_arrays(fields, fields=list(kind))
+        return _lists(spans, _offsets([len(row.trajectory.spans) for row in rows]))
 
     def _flat(self, step: LoggedStep) -> dict[str, npt.NDArray[Any]]:
         """The columns that are one array over the response tokens of all rows."""
@@ -204,11 +267,15 @@ class TableBuilder:
             ),
             **step.per_token,
         }
-        if self._decoder is not None:
-            distinct, places = np.unique(ids, return_inverse=True)
-            texts = [self._text(token) for token in distinct.tolist()]
-            columns["token_texts"] = np.array(texts, dtype=object)[places]
         return columns
+
+    def _token_texts(self, ids: npt.NDArray[np.int32]) -> Any:
+        """The text of each token by itself; each distinct one is decoded once in a run."""
+        import pyarrow as arrow
+
+        distinct, places = np.unique(ids, return_inverse=True)
+        texts = arrow.array(map(self._text, distinct.tolist()), arrow.string())
+        return texts.take(arrow.array(places))
 
     @staticmethod
     def _means(
@@ -240,6 +307,9 @@ class TableBuilder:
             self._texts[token] = self._decoded([token]) or ""
         return self._texts[token]
 
+    def _decoded_bytes(self, ids: bytes) -> str | None:
+        return self._decoded(np.frombuffer(ids, np.int32).tolist())
+
     def _decoded(self, ids: Sequence[int]) -> str | None:
         if self._decoder is None:
             return None
@@ -260,6 +330,36 @@ def open_decoder(directory: Path) -> Decoder | None:
     ):  # the library raises nothing narrower, and rows are worth keeping without these texts
         return None
     return decoder
+
+
+def _times(rows: Sequence[Trajectory], learned: float) -> dict[str, npt.NDArray[np.float64]]:
+    """How long each row was sampled, waited for its score, was scored, and waited to be learned."""
+    bounds = np.full((len(rows), 5), np.nan)
+    for at, row in enumerate(rows):
+        bounds[at, :2] = row.rollout_times or np.nan
+        bounds[at, 2:4] = row.reward_times or np.nan
+    bounds[:, 4] = learned
+    spent = np.diff(bounds, axis=1)
+    names = ("sample_s", "score_wait_s", "score_s", "train_wait_s")
+    return {"sampled_unix_s": bounds[:, 0]} | dict(zip(names, spent.T, strict=True))
+
+
+def _offsets(lengths: Sequence[int] | npt.NDArray[np.int32]) -> Any:
+    """int32[rows + 1]: where each row begins in what all rows have on end."""
+    import pyarrow as arrow
+
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return arrow.array(offsets)
+
+
+def _lists(values: Any, offsets: Any) -> Any:
+    """A list column of a numpy or Arrow array; NaN becomes null."""
+    import pyarrow as arrow
+
+    if isinstance(values, np.ndarray):
+        values = arrow.array(values, from_pandas=values.dtype.kind == "f")
+    return arrow.ListArray.from_arrays(offsets, values)
 
 
 def _json(value: Json) -> str:

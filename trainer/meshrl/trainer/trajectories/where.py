@@ -27,6 +27,7 @@ TEXTS = (
 NUMBERS = (
     *("index", "attempt", "group_size", "step", "epoch", "turns", "prompt_length", "length"),
     *("reward", "advantage", "mismatch", "staleness", "time_unix_s"),
+    *("sampled_unix_s", "sample_s", "score_wait_s", "score_s", "train_wait_s"),
 )
 COMPONENTS = "components"
 LONGEST = 1000

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.types import StageSpec
+from meshrl.contract.types import NOTES, StageSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,9 @@ class Stages:
                     other = specs[self._of_column[column]].name
                     raise UserError(f"column {column} is written by {other} and by {spec.name}")
                 self._of_column[column] = number
+        for number, spec in enumerate(specs):
+            for column in NOTES.get(spec.name, ()):
+                self._of_column.setdefault(column, number)
         self._by_name: dict[str, Stage] = {}
         for number, spec in enumerate(specs):
             self._check(spec, number)

@@ -13,6 +13,10 @@ from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, NotFoundError, UserError
 from meshrl.contract.frames import Column, Frame, checksum_of, strip_checksum
 from meshrl.contract.types import (
+    CONVERSATION,
+    NOTES,
+    REWARD_TIMES,
+    ROLLOUT_TIMES,
     GroupRows,
     LeasedGroup,
     PackedGroup,
@@ -26,7 +30,7 @@ from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.store import Store
 
-_I4, _I8, _U1, _F4 = map(np.dtype, ("<i4", "<i8", "u1", "<f4"))
+_I4, _I8, _U1, _F4, _F8 = map(np.dtype, ("<i4", "<i8", "u1", "<f4", "<f8"))
 TYPES: Mapping[str, tuple[np.dtype[Any], int]] = {
     "tokens": (_I4, 1),
     "loss_mask": (_U1, 1),
@@ -40,6 +44,9 @@ TYPES: Mapping[str, tuple[np.dtype[Any], int]] = {
     "reward_hash": (_U1, 1),
     "token_rewards": (_F4, 1),
     "ref_logprobs": (_F4, 1),
+    ROLLOUT_TIMES: (_F8, 1),
+    CONVERSATION: (_U1, 1),
+    REWARD_TIMES: (_F8, 1),
 }
 """Name to (dtype, rank); any other column may have any storable type."""
 PER_TOKEN = frozenset({"tokens", "loss_mask", "rollout_logprobs", "ref_logprobs", "token_rewards"})
@@ -79,7 +86,8 @@ def check(run: Run, write: PackedGroup, frame: Frame, stage: Stage, group: Group
 def _check_names(frame: Frame, stage: Stage) -> None:
     if tuple(frame.columns) == stage.writes:
         return
-    unknown = [name for name in frame.columns if name not in stage.writes]
+    known = (*stage.writes, *NOTES.get(stage.name, ()))
+    unknown = [name for name in frame.columns if name not in known]
     missing = [name for name in stage.writes if name not in frame.columns]
     if unknown or missing:
         problem = f"column {unknown[0]} is not" if unknown else f"column {missing[0]} is missing"

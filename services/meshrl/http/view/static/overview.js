@@ -183,12 +183,13 @@ function makePanel(name, title, context) {
       const last = latest[0].length - 1;
       const index = plot.cursor.idx ?? last;
       if (moved) {
-        const next = Math.min(last, Math.max(0, index + moved));
-        plot.setCursor({ left: plot.valToPos(latest[0][next], "x"), top: 10 });
+        goto(Math.min(last, Math.max(0, index + moved)));
         event.preventDefault();
       } else if (event.key === "Enter") open(index);
     });
   }
+
+  function goto(index) { plot.setCursor({ left: plot.valToPos(latest[0][index], "x"), top: 10 }); }
 
   // The value under the cursor; the last one without it.
   function tell(index) {
@@ -205,16 +206,28 @@ function makePanel(name, title, context) {
     element,
     draw(curves) {
       const keys = curves.map(([key]) => key);
+      const walking = plot && document.activeElement === plot.over && plot.cursor.idx != null;
+      const at = walking ? latest[0][plot.cursor.idx] : null;
       const positive = (values) => (settings.log ? values.map((one) => (one > 0 ? one : null)) : values);
       latest = uPlot.join(curves.map(([, curve]) => {
         const { steps, values } = lastOfStep(curve);
         const smooth = smoothed(values, settings.smoothing);
         return [steps, positive(settings.smoothing ? values : values.map(() => null)), positive(smooth)];
       }));
-      if (keys.join("\n") !== runs.join("\n")) { plot?.destroy(); plot = null; runs = keys; }
-      if (plot) plot.setData(latest);
-      else requestAnimationFrame(() => { if (!plot && element.isConnected) { make(); tell(null); } });
+      if (plot && keys.join("\n") !== runs.join("\n")) {
+        // Whoever walks along the curve by keyboard stays on it, at the same step.
+        plot.destroy();
+        runs = keys;
+        make();
+        if (at !== null) plot.over.focus();
+      } else if (plot) plot.setData(latest);
+      else {
+        runs = keys;
+        requestAnimationFrame(() => { if (!plot && element.isConnected) { make(); tell(null); } });
+      }
       tell(plot?.cursor.idx ?? null);
+      const index = at === null ? -1 : latest[0].indexOf(at);
+      if (index >= 0) queueMicrotask(() => goto(index)); // after uPlot has laid its scales
     },
     reset() { plot?.destroy(); plot = null; },
     close() { observer.disconnect(); plot?.destroy(); plot = null; element.remove(); },

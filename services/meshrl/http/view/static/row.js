@@ -42,6 +42,8 @@ export function rowView(bar, body, context, split, step) {
           (row.reward_components ?? []).map(([name, value]) => fact(name, figure(value))),
           fact("advantage", figure(row.advantage)), fact("gap", figure(row.mismatch)), fact("staleness", figure(row.staleness)),
           fact("tokens", `${figure(row.prompt_length)} + ${figure(row.length)}`), fact("worker", row.worker || "–"),
+          ...[["sampled", row.sample_s], ["waited for judge", row.score_wait_s], ["scored", row.score_s], ["waited to be trained", row.train_wait_s]]
+            .filter(([, seconds]) => seconds != null).map(([name, seconds]) => fact(name, `${figure(seconds)} s`)),
           fact("source", row.data_source || "–"))),
       el("section", { class: "card" }, el("h2", {}, "Prompt"), asked(row)),
       response(row, parameters.get("colour") ?? "logprob"),
@@ -102,7 +104,15 @@ function response(row, colouring) {
   return el("section", { class: "card" },
     el("h2", {}, "Response", el("small", {}, [plural(count, "token"), row.turns > 1 ? plural(row.turns, "turn") : null].filter(Boolean).join(", "))),
     legend, row.token_texts ? null : el("p", { class: "note" }, "The tokenizer could not be read when these rows were logged: tokens are shown by number."),
-    strip, told);
+    strip, told, calls(row));
+}
+
+function calls(row) {
+  const called = (row.conversation ?? []).flatMap((message) => message.tool_calls ?? []);
+  return called.length
+    ? el("details", { class: "calls" }, el("summary", {}, plural(called.length, "tool call")),
+      called.map((call) => bubble(call.name, el("pre", {}, call.arguments))))
+    : null;
 }
 
 const versionOf = (row, at) => (row.spans ?? []).find((span) => span.start <= at && at < span.end);
