@@ -13,6 +13,8 @@ words move by one. Parts:
             and what the update before it took, with that receiver alive
     stop    one of three gets SIGSTOP in the middle of an update: the p99 of the others' pauses, and of their waits
             from publishing to serving, from then on, beside those of the same fleet before
+    root    bytes that the trainer's process sends for one version to 1, 2, 4 and 8 receivers, in versions
+    hung    every receiver gets SIGSTOP in the middle of an update: seconds that the trainer waits, publish by publish
     auto    100 updates with `auto` beside each fixed carrier, in turn: receivers here, and said to be elsewhere
 
 Pauses and waits are what the replicas report, by the clock that all processes share. The first two updates of each
@@ -42,8 +44,9 @@ sys.path.insert(0, str(Path(__file__).parent / "weights_bench"))
 from source import Drifting
 
 from fleet import Fleet, Update, opened
+from meshrl.contract.types import Version
 
-PARTS = ("exact", "speed", "kill", "stop", "auto")
+PARTS = ("exact", "speed", "kill", "stop", "root", "hung", "auto")
 NAMES = ["one", "two", "three"]
 WARM = 2
 SMALL = 16 << 20
@@ -176,6 +179,56 @@ class Bench:
         self.results["stop"] = figures
         print(f"stop    {figures}", flush=True)
 
+    async def root(self) -> None:
+        """What leaves the trainer: each bucket that is read for sending counts."""
+        self.results["root"] = {}
+        for carrier in [each for each in self.options.carriers if each in ("gloo", "nccl")]:
+            config = self.config(carrier, nccl={"library": "stub"}, bucket_bytes=SMALL // 4)
+            versions, seconds = {}, {}
+            for count in self.options.replicas:
+                names = [f"receiver-{index}" for index in range(count)]
+                weights = Drifting(SMALL, SMALL // 4)
+                read: list[int] = []
+                async with opened(config, self.place("root"), names) as fleet:
+                    for _ in range(WARM):
+                        await fleet.update(weights)
+                    updates = [
+                        await fleet.update(weights, on_bucket=read.append)
+                        for _ in range(self.options.updates)
+                    ]
+                versions[count] = round(len(read) / 4 / self.options.updates, 3)
+                prepare = statistics.median(update.prepare_s for update in updates)
+                seconds[count] = round(prepare, 3)
+            self.results["root"][carrier] = {"versions_sent": versions, "prepare_s": seconds}
+            print(f"root    {carrier:6} {self.results['root'][carrier]}", flush=True)
+
+    async def hung(self) -> None:
+        """The whole fleet hangs."""
+        carrier = self.options.carriers[0]
+        config = self.config(carrier, base_s=3.0, ready_s=3.0)
+        weights = Drifting(self.bytes, self.bytes // 4)
+        waits = []
+        async with opened(config, self.place("hung"), NAMES) as fleet:
+            for _ in range(WARM):
+                await fleet.update(weights)
+
+            def stop(bucket: int) -> None:
+                if bucket == 1:
+                    for name in NAMES:
+                        fleet.strike(name, signal.SIGSTOP)
+
+            for step in range(4):
+                source = weights.version(Version(1, 100 + step), stop if step == 0 else None)
+                began = time.monotonic()
+                await fleet.coordinator.publish(source)
+                waits.append(round(time.monotonic() - began, 3))
+                await asyncio.sleep(0.5)  # the trainer's next step
+            for name in NAMES:
+                fleet.strike(name, signal.SIGCONT)
+            await fleet.until(lambda: all(fleet.state(name) == "serving" for name in NAMES))
+        self.results["hung"] = {"carrier": carrier, "base_s": 3.0, "publish_waits_s": waits}
+        print(f"hung    {self.results['hung']}", flush=True)
+
     async def auto(self) -> None:
         """Beside the fixed ones."""
         self.results["auto"] = {}
@@ -240,6 +293,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--updates", type=int, default=12)
     parser.add_argument("--carriers", nargs="+", default=["shm", "gloo", "delta", "disk"])
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     logging.getLogger("meshrl").setLevel(logging.ERROR)
     print(json.dumps(asyncio.run(run(parser.parse_args()))))

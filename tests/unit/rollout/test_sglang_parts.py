@@ -6,6 +6,7 @@ import base64
 import importlib.util
 import pickle
 import pickletools
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,9 @@ def test_the_payload_is_one_named_tensor_and_calls_nothing_else() -> None:
     assert called == ["torch Tensor"]
 
 
-def load_plugin() -> Any:
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(PLUGIN_DIR)
     spec = importlib.util.spec_from_file_location("plugin", PLUGIN_DIR / "meshrl_sglang.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -65,14 +68,19 @@ class Model:
     def __init__(self) -> None:
         self.taken: dict[str, torch.Tensor] = {}
 
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return iter(())
+
     def load_weights(self, tensors: Any) -> None:
         self.taken = {name: tensor.clone() for name, tensor in tensors}
 
 
-def test_the_loader_hands_every_tensor_of_a_staged_version_to_the_model(tmp_path: Path) -> None:
+def test_the_loader_hands_every_tensor_of_a_staged_version_to_the_model(
+    plugin: Any, tmp_path: Path
+) -> None:
     tensors = {"a": torch.randn(3, 4), "b": torch.randn(5).bfloat16()}
     save_file(tensors, tmp_path / "model.safetensors")
-    model, plugin = Model(), load_plugin()
+    model = Model()
     plugin.load(model, [(str(tmp_path), torch.Tensor())])
     assert model.taken.keys() == tensors.keys()
     assert all(torch.equal(model.taken[name], tensor) for name, tensor in tensors.items())

@@ -33,7 +33,7 @@ from meshrl.rollout.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-PLUGIN_DIR = Path(__file__).parent / "_sglang" / "plugin"
+PLUGIN_DIR = Path(__file__).parent / "_plugins"
 """Added to the server's PYTHONPATH: the folder of `meshrl_sglang`."""
 LOADER = "meshrl_sglang.load"
 LOADER_ARGUMENTS = ("--custom-weight-loader", LOADER)

@@ -29,7 +29,7 @@ from meshrl.rollout.server_engine.response import Chunk
 from meshrl.rollout.tokenizer import Tokenizer
 
 ENGINES = "meshrl.rollout.engines"
-PLUGIN_DIR = Path(__file__).parent / "_vllm" / "plugin"
+PLUGIN_DIR = Path(__file__).parent / "_plugins"
 """Added to the server's PYTHONPATH: the folder of `meshrl_vllm`."""
 UPDATE_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "staged": (

@@ -1,18 +1,17 @@
 """Loads a staged version into a running vLLM worker: the weight-transfer backend `mesh`.
 
-This file runs inside vLLM's own environment, where meshrl is not installed: it imports vLLM, torch and safetensors
-only. `--worker-extension-cls meshrl_vllm.Worker` imports it in every worker (its folder is on PYTHONPATH), which
-registers the backend that `--weight-transfer-config '{"backend": "mesh"}'` names.
+This file runs inside vLLM's own environment, where meshrl is not installed: it imports vLLM, torch and its neighbour
+`meshrl_staged` only. `--worker-extension-cls meshrl_vllm.Worker` imports it in every worker (its folder is on
+PYTHONPATH), which registers the backend that `--weight-transfer-config '{"backend": "mesh"}'` names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from meshrl_staged import tensors
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -60,7 +59,7 @@ class MeshTransfer(WeightTransferEngine[MeshInit, MeshUpdate]):  # type: ignore[
 
     def receive_weights(self, update_info: MeshUpdate) -> None:
         """Hand every tensor to the model's own loader, which fuses and shards."""
-        self.model.load_weights(_tensors(Path(update_info.path)))
+        self.model.load_weights(tensors(Path(update_info.path), self.device))
 
     def finish_weight_update(self) -> None:
         """Put the loaded layers into service."""
@@ -73,16 +72,6 @@ class MeshTransfer(WeightTransferEngine[MeshInit, MeshUpdate]):  # type: ignore[
 
 class Worker:
     """Adds nothing to vLLM's worker: naming it as an extension makes vLLM import this file."""
-
-
-def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"no *.safetensors in {directory}")
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                yield name, opened.get_tensor(name)
 
 
 def _repack_tied_head(model: torch.nn.Module) -> None:

@@ -1,0 +1,105 @@
+"""Reads a staged version inside an inference server, and verifies what the model is given.
+
+This file runs inside the server's own environment, where meshrl is not installed: it imports torch and safetensors
+only. The rollout process wrote a digest of each tensor into the file, made of bytes that it had verified; here it is
+computed again, by the same operations on a CPU and on a GPU, over the memory that the model's loader reads.
+
+A digest is made of chunks of 32,768 64-bit words w: sum of (w ^ (w >> 32)) * K[i] modulo 2^64, K[i] odd and fixed.
+Any single word that differs changes it, and so do two that changed places. It finds errors; it is no signature.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+CHUNK_WORDS = 32768
+SLAB_WORDS = {"cpu": 2 * CHUNK_WORDS}
+"""Worked on at once: what fits into a processor's cache, and 64 MiB elsewhere."""
+KEY = "meshrl.digests"
+"""Of the file's metadata: JSON, from a tensor's name to its digest."""
+
+
+def tensors(
+    directory: Path, device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a version, of Hugging Face names: views into the page cache.
+
+    Of several ranks each verifies its share, on `device`: what lies in the page cache is the same for all.
+
+    Raises:
+        FileNotFoundError: there is no file.
+        ValueError: a tensor is not the one that was staged.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no *.safetensors in {directory}")
+    rank, ranks = _rank()
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            staged = json.loads((opened.metadata() or {}).get(KEY, "{}"))
+            for index, name in enumerate(opened.keys()):
+                tensor = opened.get_tensor(name)
+                if name in staged and index % ranks == rank:
+                    tensor = tensor.to(device)
+                    if digest(tensor) != staged[name]:
+                        raise ValueError(f"{file}: {name} is not what was staged")
+                yield name, tensor
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Of the tensor's bytes, 16 hexadecimal digits; where it lies makes no difference."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    whole = data.numel() // 8 * 8
+    last = torch.zeros(8, dtype=torch.uint8, device=data.device)
+    last[: data.numel() - whole] = data[whole:]
+    words = data[:whole].view(torch.int64)
+    slab = SLAB_WORDS.get(data.device.type, 256 * CHUNK_WORDS)
+    parts = [words[at : at + slab] for at in range(0, words.numel(), slab)]
+    if data.numel() > whole:  # the last word stands at its own place in its chunk
+        head = parts.pop() if parts and parts[-1].numel() < slab else words[:0]
+        parts.append(torch.cat((head, last.view(torch.int64))))
+    sums = [_chunks(part).cpu() for part in parts]
+    chunks = torch.cat(sums).tolist() if sums else []
+    found = hashlib.blake2b(data.numel().to_bytes(8, "little"), digest_size=8)
+    for chunk in chunks:
+        found.update((chunk % (1 << 64)).to_bytes(8, "little"))
+    return found.hexdigest()
+
+
+def _chunks(words: torch.Tensor) -> torch.Tensor:
+    """int64[chunks], of int64[words]; int64 wraps around as uint64 does."""
+    mixed = (words >> 32).bitwise_and_(0xFFFFFFFF).bitwise_xor_(words)
+    rest = -mixed.numel() % CHUNK_WORDS
+    if rest:
+        mixed = torch.nn.functional.pad(mixed, (0, rest))
+    return mixed.view(-1, CHUNK_WORDS).mul_(_factors(words.device)).sum(dim=1)
+
+
+@cache
+def _factors(device: torch.device) -> torch.Tensor:
+    """int64[CHUNK_WORDS]: K, the odd neighbours of SplitMix64's sequence (Steele et al., 2014)."""
+    most = (1 << 64) - 1
+    factors = []
+    for index in range(1, CHUNK_WORDS + 1):
+        z = index * 0x9E3779B97F4A7C15 & most
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & most
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & most
+        z = (z ^ (z >> 31)) | 1
+        factors.append(z - (1 << 64) if z >> 63 else z)
+    return torch.tensor(factors, dtype=torch.int64, device=device)
+
+
+def _rank() -> tuple[int, int]:
+    """This worker among those of its engine."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
