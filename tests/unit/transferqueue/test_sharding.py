@@ -151,6 +151,26 @@ def test_a_plan_is_read_back_from_the_id_of_its_batch() -> None:
     assert parse_batch_name("run/1.2#x") == ("run/1.2#x", None)
 
 
+async def test_what_a_plan_calls_due_comes_before_what_the_sampler_prefers() -> None:
+    shard = await ShardQueue.open(MemoryStore())
+    actors = Actors(shard)
+    await actors.start(spec(sampler="fresh_first", max_staleness=3.0, batch_groups=2))
+    await actors.feed(tasks(1))
+    await actors.work()
+    await actors.publish(1)
+    await actors.feed(tasks(2, 1))
+    await actors.work()
+    plans = {"fresh": BatchPlan(1, ((0, 1),)), "due": BatchPlan(2, ((0, 1),), due_by=0)}
+    first = {
+        name: await shard.take(
+            "run", epoch=actors.epoch, step=1, groups=1, batch_id=plan.name(name), wait_s=0.0
+        )
+        for name, plan in plans.items()
+    }
+    assert [batch.groups[0].task for batch in first.values()] == ["t1", "t0"]
+    await shard.close()
+
+
 # --- somebody dies between two shards
 
 
