@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import click
-from click.shell_completion import BashComplete, CompletionItem, get_completion_class
+from click.shell_completion import CompletionItem, get_completion_class
 
 from meshrl.config.explain import Key, config_of, walk
 from meshrl.config.plugin_checks import names_at
@@ -26,6 +26,12 @@ WHERE = {
 PLAIN = "COMPREPLY+=($value)"
 NO_SPACE = f"{PLAIN}\n            [[ $value == *= ]] && compopt -o nospace"
 """A key goes on with its value."""
+ZSH_SHOWN = '    if [ -n "$completions_with_descriptions" ]; then'
+ZSH_NO_SPACE = (
+    '    local -a keys=("${(@M)completions:#*=}" "${(@M)completions_with_descriptions:#*=:*}")\n'
+    '    local suffix=" "; [[ -n "${keys[*]}" ]] && suffix=""\n'
+)
+ZSH_ADDS = ("completions_with_descriptions -U", "compadd -U")
 
 
 @click.command()
@@ -40,7 +46,18 @@ def completion(shell: str) -> None:
     kind = get_completion_class(shell)
     assert kind is not None
     text = kind(cli, {}, "meshrl", VARIABLE).source()
-    click.echo(text.replace(PLAIN, NO_SPACE) if kind is BashComplete else text)
+    click.echo(_key_without_space(shell, text))
+
+
+def _key_without_space(shell: str, text: str) -> str:
+    """The script, such that no space follows a `KEY=`. Fish does so by itself."""
+    if shell == "bash":
+        return text.replace(PLAIN, NO_SPACE)
+    if shell == "zsh":
+        text = text.replace(ZSH_SHOWN, ZSH_NO_SPACE + ZSH_SHOWN)
+        for command in ZSH_ADDS:
+            text = text.replace(command, f'{command} -S "$suffix"')
+    return text
 
 
 def overrides(

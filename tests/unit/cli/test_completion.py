@@ -67,3 +67,4 @@ def test_the_script_of_a_shell_is_printed(shell: str, capsys: pytest.CaptureFixt
     said = capsys.readouterr().out
     assert not ended.value.code and f"{VARIABLE}={shell}_complete" in said
     assert ("compopt -o nospace" in said) == (shell == "bash")
+    assert said.count('-S "$suffix"') == (2 if shell == "zsh" else 0)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import http.server
 import json
 import threading
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf import json_format
 
 from meshrl.contract import tracing
 from meshrl.contract.stage_worker import StageResult, StageWorker
@@ -150,6 +152,29 @@ def test_a_collector_gets_the_spans_as_otlp(folder: Path) -> None:
     (span,) = resource["scopeSpans"][0]["spans"]
     assert span["name"] == "rollout" and len(span["traceId"]) == 32 and len(span["spanId"]) == 16
     assert {"key": "meshrl.delivery", "value": {"intValue": "1"}} in span["attributes"]
+
+
+def test_opentelemetrys_own_parser_takes_what_a_collector_gets() -> None:
+    """Field by field: it refuses names and types that its schema does not have."""
+    service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    given = {"a": 1, "b": 0.5, "c": "text", "d": True, "e": None}
+    spans = [
+        tracing.Span("learn", "ab" * 16, "cd" * 8, "", 10**18, 10**18 + 5, dict(given)),
+        tracing.Span("write", "ab" * 16, "ef" * 8, "cd" * 8, 10**18, 10**18 + 7),
+    ]
+    message = tracing.otlp_message("trainer", spans)
+    for span in message["resourceSpans"][0]["scopeSpans"][0]["spans"]:
+        for name in ("traceId", "spanId", "parentSpanId"):  # OTLP's JSON has them in hexadecimal
+            span[name] = base64.b64encode(bytes.fromhex(span[name])).decode()
+    found = json_format.Parse(json.dumps(message), service.ExportTraceServiceRequest())
+    (resource,) = found.resource_spans
+    assert resource.resource.attributes[0].value.string_value == "trainer"
+    learn, write = resource.scope_spans[0].spans
+    assert learn.trace_id.hex() == write.trace_id.hex() == "ab" * 16
+    assert (learn.parent_span_id, write.parent_span_id) == (b"", learn.span_id)
+    assert write.end_time_unix_nano - write.start_time_unix_nano == 7
+    kinds = [each.value.WhichOneof("value") for each in learn.attributes]
+    assert kinds == ["int_value", "double_value", "string_value", "bool_value", "string_value"]
 
 
 def test_a_full_disk_or_a_collector_that_is_away_costs_spans_and_one_warning(
