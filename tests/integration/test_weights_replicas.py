@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -163,6 +164,19 @@ async def test_a_replica_that_fails_the_same_way_twice_is_told_as_a_warning(
         "failing got no weights, 2 times in a row for the same reason:"
         " no memory for a second copy; it tries again"
     )
+
+
+async def test_a_healthy_run_says_once_that_a_version_is_committed_and_ends_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with opened("disk", tmp_path) as fleet:
+        await fleet.joined("one")
+        for step in range(3):
+            await fleet.carry(fleet.source(step))
+    committed = [message for message in caplog.messages if message.endswith("is committed")]
+    assert committed == ["version 1.0 is committed"]
+    assert not [r.message for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 async def test_a_replica_of_another_run_is_refused(tmp_path: Path) -> None:

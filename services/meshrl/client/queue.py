@@ -118,6 +118,9 @@ class Run:
         self._port = port
         self._name = name
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._name!r})"
+
     @property
     def name(self) -> str:
         """The name in its RunSpec."""

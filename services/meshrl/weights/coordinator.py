@@ -200,7 +200,9 @@ class WeightCoordinator:
             for transaction in filter(None, (self._committed, self._proposed)):
                 transaction.leave(generation)
             await self._notify()
-            logger.warning("replica %s is out: %s", replica.name, failure)
+            # At the end of a run all are out, which is how it should be.
+            level = logging.DEBUG if self._closed else logging.WARNING
+            logger.log(level, "replica %s is out: %s", replica.name, failure)
             await replica.release()
         await self._send_reason(stream, generation, failure)
 
@@ -404,10 +406,12 @@ class WeightCoordinator:
         assert transaction is not None
         if transaction.phase is Phase.COMMITTED:
             # From now on joiners get this version. The queue learns of it only now, when engines serve it.
+            # The first says that the fleet serves; one line for each step would fill the log.
+            level = logging.INFO if self._committed is None else logging.DEBUG
             self._committed = transaction
             self._routes.committed(transaction.source)
             await self._on_committed(transaction.version)
-            logger.info("version %s is committed", transaction.version)
+            logger.log(level, "version %s is committed", transaction.version)
         self._proposed = None
 
     def _candidates(self) -> list[Replica]:

@@ -34,3 +34,9 @@ def test_the_client_imports_grpc_and_numpy_and_little_else(module: str) -> None:
     modules = set(done.stdout.split())
     assert {"grpc", "numpy", "meshrl"} <= modules
     assert modules & HEAVY == set()
+
+
+def test_a_run_names_itself() -> None:
+    from meshrl.client.queue import Run
+
+    assert repr(Run(None, "mine")) == "Run('mine')"  # type: ignore[arg-type]

@@ -106,7 +106,8 @@ def _authorizer(
             host=settings.host,
         )
     elif config.tokens is None:
-        log.warning(
+        # The usual case on one machine, said in the log; whoever opens the port to others is warned above.
+        log.info(
             "rewards may be submitted by anybody who reaches %s, without a token (reward.registry.tokens is null)",
             settings.host,
         )

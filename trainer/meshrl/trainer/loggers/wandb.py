@@ -24,7 +24,7 @@ class WandbLogger:
 
         self._wandb: Any = wandb
         mode = os.environ.get("WANDB_MODE", "offline")
-        self._run: Any = wandb.init(
+        self._run: Any = self._wandb.init(
             project=run.project,
             name=run.name,
             dir=str(run.directory),
