@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +19,7 @@ from meshrl.http.gateway.sessions import SessionTable
 from meshrl.rollout.sessions.session import Session
 from meshrl.rpc.interceptors import Context
 from meshrl.simulation.call import connect
-from meshrl.simulation.loop import START_S, SimulatedLoop, quiet
+from meshrl.simulation.loop import START_S
 from meshrl.simulation.network import Delays, Network
 from meshrl.testing.weights import HashSink, StubSource
 from meshrl.transferqueue.model.waiting import CLAIM_S
@@ -34,23 +33,7 @@ from meshrl.weights.servicer import WeightsServicer
 from meshrl.weights.shared_memory import boot_id
 
 from ..contract.queue_actors import Actors, spec, tasks
-
-
-@contextmanager
-def virtual_time(seed: int) -> Iterator[SimulatedLoop]:
-    with quiet():
-        loop = SimulatedLoop(seed)
-        asyncio.set_event_loop(loop)
-        try:
-            yield loop
-        finally:
-            loop.close()
-            asyncio.set_event_loop(None)
-
-
-def run(seed: int, main: Coroutine[Any, Any, Any]) -> Any:
-    with virtual_time(seed) as loop:
-        return loop.run_until_complete(loop.create_task(main))
+from .virtual_time import run, virtual_time
 
 
 @pytest.mark.parametrize("seed", range(50))

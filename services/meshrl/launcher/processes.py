@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
@@ -139,6 +139,12 @@ class ServiceProcess:
         line = raw.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
         self._tail.append(line)
         sink(self.service.name, line)
+
+
+StartProcess: TypeAlias = Callable[
+    [Service, LineSink, Preloading | None], Awaitable[ServiceProcess]
+]
+"""As `ServiceProcess.start`."""
 
 
 async def _fork(

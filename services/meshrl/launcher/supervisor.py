@@ -22,7 +22,7 @@ from typing import Literal
 
 from meshrl.contract.errors import ConflictError, MeshError, UnavailableError, UserError
 from meshrl.launcher.preloading import Preloading
-from meshrl.launcher.processes import LineSink, ServiceProcess, Watchdog
+from meshrl.launcher.processes import LineSink, ServiceProcess, StartProcess, Watchdog
 from meshrl.launcher.service import Service
 from meshrl.rpc.exit_codes import Exit
 
@@ -91,7 +91,10 @@ class Supervisor:
         before_drain: Callable[[], Awaitable[None]] | None = None,
         quick_s: float = QUICK_S,
         preloading: Preloading | None = None,
+        start: StartProcess = ServiceProcess.start,
+        watchdog: Watchdog | None = None,
     ) -> None:
+        """Nothing runs before `run`. `start` starts a process; None: `watchdog` is a process of its own."""
         self.states = {service.name: State() for service in services}
         self._services = list(services)
         self._sink = sink
@@ -108,7 +111,8 @@ class Supervisor:
         self._over = asyncio.Event()
         self._kill = asyncio.Event()
         self._verdict: Verdict | None = None
-        self._watchdog = Watchdog()
+        self._start_process = start
+        self._watchdog = watchdog or Watchdog()
 
     @property
     def stopping(self) -> bool:
@@ -340,7 +344,7 @@ class Supervisor:
         self._end(verdict)
 
     async def _start(self, service: Service) -> ServiceProcess:
-        process = await ServiceProcess.start(service, self._sink, self._preloading)
+        process = await self._start_process(service, self._sink, self._preloading)
         self._watchdog.add(process.pid)
         self._processes[service.name] = process
         self.states[service.name].pid = process.pid
