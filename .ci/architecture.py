@@ -22,7 +22,7 @@ CRUMB_LINES = 60
 LINES: Mapping[str, int] = {
     "meshrl.trainer": 15950,
     "meshrl.rollout": 10350,
-    "meshrl.transferqueue": 10730,
+    "meshrl.transferqueue": 10764,
     "meshrl.rewardd": 7780,
     "meshrl.weights": 7000,
     "meshrl.contract": 6000,

@@ -416,6 +416,28 @@ class WhyPromises:
         assert set(stage.uids) == {row.uid for row in held.rows}
         waiting.cancel()
 
+    async def test_a_take_that_waits_for_a_group_that_is_due_names_who_has_that_one(
+        self, queue: Queue
+    ) -> None:
+        actors = Actors(queue)
+        await actors.start(spec(max_staleness=1.0))
+        await actors.feed(tasks(4))
+        held = await actors.lease(limit=2, worker="slow-worker")
+        await actors.work(limit=4)
+        await actors.train(0)
+        await actors.feed(tasks(2, start=4))
+        await actors.work(limit=4)
+        await actors.lease(worker="quick-worker")
+        waiting = asyncio.ensure_future(actors.take(1, wait_s=WAIT_S))
+        reasons = await waiting_entries(
+            queue, lambda one: one.what.startswith("take") and one.uids != ()
+        )
+        take = next(reason for reason in reasons if reason.what.startswith("take"))
+        assert "; 1 that are not would be too old at the next step" in take.what
+        assert take.owners == ("slow-worker",)
+        assert set(take.uids) == {row.uid for row in held.rows}
+        waiting.cancel()
+
     async def test_a_waiting_feeder_gets_the_numbers(self, queue: Queue) -> None:
         actors = Actors(queue)
         await actors.start()

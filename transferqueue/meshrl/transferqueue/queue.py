@@ -394,8 +394,11 @@ class TransferQueue(RowMethods):
         def reason() -> str:
             return why_waiting.take_reason(self._run(run), groups, step)
 
+        def lacking_by() -> int:
+            return why_waiting.take_due(self._run(run), groups, step)[0]
+
         who = f"trainer of epoch {epoch}, batch {batch_id}"
-        with self._waits.tracked("take", (run,), who, reason):
+        with self._waits.tracked("take", (run,), who, reason, lacking_by):
             while True:
                 state = self._run(run)
                 state.check_epoch(epoch)

@@ -173,6 +173,12 @@ class Wait:
     who: str
     since: float
     reason: Callable[[], str]
+    due_by: Callable[[], int]
+    """A take that waits for the groups sampled from this step or an earlier one on says which; negative: for any."""
+
+
+def _any_group() -> int:
+    return -1
 
 
 class Waits:
@@ -184,12 +190,19 @@ class Waits:
 
     @contextmanager
     def tracked(
-        self, kind: str, runs: Sequence[str], who: str, reason: Callable[[], str]
+        self,
+        kind: str,
+        runs: Sequence[str],
+        who: str,
+        reason: Callable[[], str],
+        due_by: Callable[[], int] = _any_group,
     ) -> Iterator[None]:
         """Register a call that waits for as long as the block runs."""
         number = next(self._numbers)
         since = asyncio.get_running_loop().time()
-        self._waits[number] = Wait(kind=kind, runs=tuple(runs), who=who, since=since, reason=reason)
+        self._waits[number] = Wait(
+            kind=kind, runs=tuple(runs), who=who, since=since, reason=reason, due_by=due_by
+        )
         try:
             yield
         finally:

@@ -225,15 +225,16 @@ def waits_for_due(run: Run) -> bool:
     return run.spec.stale_policy is not StalePolicy.DROP
 
 
-def due_groups(run: Run, step: int, count: int) -> int:
+def due_groups(run: Run, step: int, count: int) -> tuple[int, int]:
     """Groups that `take` waits for although enough others are complete: any later step would be too late for them.
 
+    Returns the step from which on they are sampled at the latest (negative: there are none), and their number.
     Without this, tasks that sample for longer than the staleness window were overtaken each time, and only short ones
     were trained. A repeated batch is as it was.
     """
     if not waits_for_due(run) or run.complete.taken_before >= count:
-        return 0
-    return max([lacking for *_, lacking in window.due(sampled(run, step), count)], default=0)
+        return -1, 0
+    return window.most_lacking(sampled(run, step), count)
 
 
 def _with_due(
@@ -258,6 +259,11 @@ def _with_due(
         leaving = {group.number for group in later[len(later) - swapped :]}
         groups = [group for group in groups if group.number not in leaving] + swaps[:swapped]
     return groups
+
+
+def sampled_by(group: Group, step: int) -> bool:
+    """True if the group is sampled from `step` or an earlier one on."""
+    return _from(group) <= step
 
 
 def _from(group: Group) -> float:
@@ -291,7 +297,7 @@ def take(
             raise EndOfDataError(
                 f"run {run.name}: the feed is closed and every group is taken or has left"
             )
-    elif due_by is None and due_groups(run, step, count) > 0:
+    elif due_by is None and due_groups(run, step, count)[1] > 0:
         return None
     known = sampled(run, step)
     wanted_by = (

@@ -41,13 +41,15 @@ def _uids(rows: Iterable[tuple[Group, int]]) -> tuple[Uid, ...]:
 
 
 def _call(run: Run, wait: Wait, now: float, unfinished: list[Group]) -> Waiting:
-    """The entry of one call; a take waits for the workers that hold rows of the oldest groups."""
+    """The entry of one call; a take waits for the workers that hold rows of the oldest groups, or of those due."""
     what = f"{wait.kind} waits for {wait.reason()}"
     owners: set[str] = set()
     uids: tuple[Uid, ...] = ()
     if wait.kind == "take":
-        uids = _uids((group, group.unfinished) for group in unfinished)
-        owners = {grant.worker for group in unfinished for grant in group.grants}
+        due_by = wait.due_by()
+        waited = [g for g in unfinished if due_by < 0 or lifecycle.sampled_by(g, due_by)]
+        uids = _uids((group, group.unfinished) for group in waited)
+        owners = {grant.worker for group in waited for grant in group.grants}
         if not unfinished:
             owners = {"feeder"}
     elif wait.kind == "admit":
@@ -109,13 +111,18 @@ def _failing(run: Run, now: float) -> Iterator[Waiting]:
 DUE = "would be too old at the next step"
 
 
+def take_due(run: Run, count: int, step: int) -> tuple[int, int]:
+    """As `due_groups`, once enough others are complete."""
+    return lifecycle.due_groups(run, step, count) if len(run.complete) >= count else (-1, 0)
+
+
 def take_reason(run: Run, count: int, step: int) -> str:
     """What a take waits for, with the numbers."""
     open_groups = len(run.groups) - run.in_batches
     reason = (
         f"{count} complete groups for step {step}: {len(run.complete)} are, of {open_groups} open"
     )
-    if (due := lifecycle.due_groups(run, step, count)) > 0 and len(run.complete) >= count:
+    if (due := take_due(run, count, step)[1]) > 0:
         reason += f"; {due} that are not {DUE}"
     if open_groups < count:
         closed = "closed" if run.record.feed_closed else "open"

@@ -43,6 +43,12 @@ def due(sampled: Sequence[Sampled], count: int) -> Iterator[tuple[int, int, int]
             yield one.first, wanted, max(0, wanted - complete)
 
 
+def most_lacking(sampled: Sequence[Sampled], count: int) -> tuple[int, int]:
+    """The `first` of `due` for which the most groups are not complete, and how many; (-1, 0): all are."""
+    lacking = [(first, groups) for first, _, groups in due(sampled, count) if groups]
+    return max(lacking, key=lambda each: each[1], default=(-1, 0))
+
+
 def earliest(sampled: Sequence[Sampled], count: int, by: int) -> list[tuple[int, int]]:
     """(first, groups) as of `due`, where complete groups that are sampled from step `by` or earlier on come first."""
     complete = 0

@@ -92,8 +92,7 @@ def _lacking(counts: Sequence[GroupCounts], count: int) -> tuple[int, int]:
     replays = sum(groups for one in counts for _, groups in one.replays)
     if replays >= count or not any(one.waits_for_due for one in counts):
         return -1, 0
-    lacking = [(first, groups) for first, _, groups in window.due(_together(counts), count)]
-    return max(lacking, key=lambda each: each[1], default=(-1, 0))
+    return window.most_lacking(_together(counts), count)
 
 
 class BatchRequest(NamedTuple):

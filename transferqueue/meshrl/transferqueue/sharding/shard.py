@@ -268,7 +268,11 @@ class ShardQueue(TransferQueue):
 
         who = f"trainer of epoch {epoch}, batch {batch_id}"
         await self._until(
-            look, lambda: [self._run(run).complete_signal], ("take", (run,), who, why), wait_s
+            look,
+            lambda: [self._run(run).complete_signal],
+            ("take", (run,), who, why),
+            wait_s,
+            due_by=due_by,
         )
         await self._commit_log.flush()
         return found[0]
@@ -381,13 +385,15 @@ class ShardQueue(TransferQueue):
         signals: Callable[[], Sequence[Signal]],
         wait: tuple[str, tuple[str, ...], str, str],
         wait_s: float,
+        *,
+        due_by: int = -1,
     ) -> None:
         """Return once `true()`; checks again at every signal. Raises WaitTimeoutError."""
         if true():
             return
         kind, runs, who, why = wait
         deadline = self._deadline(wait_s)
-        with self._waits.tracked(kind, runs, who, lambda: why):
+        with self._waits.tracked(kind, runs, who, lambda: why, lambda: due_by):
             while not true():
                 await any_signal(signals(), deadline, lambda: why)
 
