@@ -62,7 +62,10 @@ def _parsed(uid: str, run: str) -> Uid:
 def _table(spans: list[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False)
     for column, right in (("from s", True), ("took s", True), ("where", False), ("what", False)):
-        table.add_column(column, justify="right" if right else "left", no_wrap=not right)
+        # Only what was done may wrap: figures that are cut say nothing.
+        table.add_column(
+            column, justify="right" if right else "left", no_wrap=column != "what", overflow="fold"
+        )
     parents = {span["span"]: span["parent"] for span in spans}
     start, until = spans[0]["start_ns"], spans[0]["start_ns"]
     for span in spans:
