@@ -30,7 +30,7 @@ LINES: Mapping[str, int] = {
     "meshrl.rpc": 6000,
     "meshrl.launcher": 4460,
     "meshrl.testing": 3300,
-    "meshrl.cli": 5480,
+    "meshrl.cli": 5490,
     "meshrl.http": 3350,
     "meshrl.verl": 2200,
     "meshrl.client": 1800,
