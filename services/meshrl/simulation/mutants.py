@@ -97,13 +97,16 @@ class _TakesAnew(ShardQueue):
         self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
     ) -> Batch:
         type(self)._takes += 1
-        anew = f"{batch_id}#{self._takes:06}"
+        name, mark, plan = batch_id.partition("#")
+        anew = f"{name}~{self._takes:06}{mark}{plan}"
         return await super().take(
             run, epoch=epoch, step=step, groups=groups, batch_id=anew, wait_s=wait_s
         )
 
     async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
-        known = [b for b in self._run(run).batches if b.startswith(f"{batch_id}#")]
+        name, mark, plan = batch_id.partition("#")
+        batches = [b for b in self._run(run).batches if b.startswith(f"{name}~")]
+        known = [b for b in batches if b.partition("#")[1:] == (mark, plan)]
         newest = max(known, default=batch_id)
         await super().settle(run, epoch=epoch, step=step, batch_id=newest)
 
