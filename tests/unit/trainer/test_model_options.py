@@ -100,25 +100,11 @@ def test_a_state_is_brought_to_where_its_parameter_is_but_for_the_count_of_steps
     assert not part.state[parameter]["step"].is_meta
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # dynamo's own
-@pytest.mark.slow
-def test_compiled_layers_learn_the_same(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Traced, cut and differentiated, but not written as C++: inductor spends minutes on that.
-    traced = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
-    monkeypatch.setattr(torch.nn.Module, "compile", traced)
-    config = tiny.config(num_hidden_layers=1)
-    plain = learned(world, config, 1)
-    compiled = learned(world, config, 1, use_torch_compile=True)
-    for name, weight in plain.items():
-        torch.testing.assert_close(compiled[name], weight, rtol=0, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # dynamo's own
-def test_what_is_compiled_has_graphs_also_where_activations_are_recomputed(
+def test_what_is_compiled_has_graphs_and_learns_the_same_also_where_activations_are_recomputed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Traced and cut, but not written as C++: inductor spends minutes on that.
     compiled = functools.partial(torch.compile, backend="eager")
     monkeypatch.setattr(torch, "compile", compiled)
     config = tiny.config(num_hidden_layers=1)
