@@ -35,7 +35,7 @@ def look_at_every_view(page: Browser, url: str) -> None:
     # What the first row says is text, wherever it is shown.
     for address in ("rollouts?step=60", "rollouts?step=60&layout=rows", "rollouts?step=60&row=0"):
         page.open(f"{base}#/{address}")
-        page.until("document.querySelector('main').innerText.includes('onerror=')")
+        page.until("document.querySelector('main')?.innerText.includes('onerror=')")
     assert page.run("return document.querySelectorAll('main img, main script').length") == 0
     assert page.run("return document.title") == "rollouts · meshrl"
     # Nothing failed, and nothing was asked of another site.
@@ -58,7 +58,7 @@ def walk_by_keyboard(page: Browser, url: str) -> None:
     page.run("document.querySelector('.row').click()")
     page.until("document.querySelector('.token')")
     page.run(press, ".strip", "ArrowRight")
-    page.until("document.querySelector('.told').innerText.includes('sampler')")
+    page.until("document.querySelector('.told')?.innerText.includes('sampler')")
     page.run(press, ".strip", "j")
     page.until("location.hash.includes('row=1')")
     page.run(press, "body", "Escape")
@@ -74,15 +74,15 @@ def set_every_option(page: Browser, url: str) -> None:
     page.run("document.querySelector('label:has(+ .wide) input').click()")
     page.run(change, "input[type=text]", "policy/unknown", "change")
     page.run("document.querySelector('.chip input').click()")
-    page.until("document.querySelector('.panel output').children.length === 1")
+    page.until("document.querySelector('.panel output')?.children.length === 1")
     assert page.complaints() == []
 
 
 def watch_it_grow(page: Browser, url: str, run: Path) -> None:
     page.open(f"{url.partition('#')[0]}#/overview")
-    page.until("document.querySelector('.chip').innerText.includes('step 119')")
+    page.until("document.querySelector('.chip')?.innerText.includes('step 119')")
     add_steps(run, 120, 121)
-    page.until("document.querySelector('.chip').innerText.includes('step 120')")
+    page.until("document.querySelector('.chip')?.innerText.includes('step 120')")
     with (run / "metrics.jsonl").open("a") as file:
         file.write("this is no JSON\n")
     page.until("document.querySelector('.problem')?.innerText.includes('no JSON object')")
@@ -92,7 +92,7 @@ def watch_it_grow(page: Browser, url: str, run: Path) -> None:
             file.write(json.dumps({"step": step, "advantages/rows_in_equal_groups": 1.0}) + "\n")
     page.until("document.querySelector('.warning')?.innerText.includes('all rows of each group')")
     page.run("document.querySelector('.warning a').click()")
-    page.until("document.querySelector('.card[aria-current=true] h2').innerText === 'Equal groups'")
+    page.until("document.querySelector('.card[aria-current=true] h2')?.innerText === 'Equal groups'")
 
 
 async def test_every_view_is_drawn_and_what_models_say_stays_text(

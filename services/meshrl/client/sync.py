@@ -242,9 +242,6 @@ class Run:
         self._wrapped = wrapped
         self._thread = thread
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r})"
-
     @property
     def name(self) -> str:
         """The name in its RunSpec."""
