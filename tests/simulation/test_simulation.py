@@ -24,7 +24,7 @@ from meshrl.transferqueue.store import Operation, Table
 SEEDS = 200
 """In so many seeds from its first one each planted bug is found."""
 FIRST_SEEDS = {
-    "early_acknowledgement": 0,
+    "early_acknowledgement": 46,
     "expired_rows_forgotten": 18,
     "no_rewind": 9,
     "commit_off_by_one": 4,
