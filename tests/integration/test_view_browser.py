@@ -92,7 +92,9 @@ def watch_it_grow(page: Browser, url: str, run: Path) -> None:
             file.write(json.dumps({"step": step, "advantages/rows_in_equal_groups": 1.0}) + "\n")
     page.until("document.querySelector('.warning')?.innerText.includes('all rows of each group')")
     page.run("document.querySelector('.warning a').click()")
-    page.until("document.querySelector('.card[aria-current=true] h2')?.innerText === 'Equal groups'")
+    page.until(
+        "document.querySelector('.card[aria-current=true] h2')?.innerText === 'Equal groups'"
+    )
 
 
 async def test_every_view_is_drawn_and_what_models_say_stays_text(
