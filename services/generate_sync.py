@@ -30,6 +30,7 @@ SPECIAL = {
     "__aexit__": "__exit__",
     "__aiter__": "__iter__",
     "__anext__": "__next__",
+    "__repr__": "__repr__",
 }
 HEADER = '''"""The client without `await`: `with Queue.connect("127.0.0.1:7001") as queue`.
 

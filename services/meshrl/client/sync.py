@@ -242,6 +242,9 @@ class Run:
         self._wrapped = wrapped
         self._thread = thread
 
+    def __repr__(self) -> str:
+        return self._wrapped.__repr__()
+
     @property
     def name(self) -> str:
         """The name in its RunSpec."""
