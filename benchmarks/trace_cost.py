@@ -1,10 +1,10 @@
 """What tracing costs: of one row's spans in all services, and of whole meshes with `run.trace` on and off, in turns.
 
-    python benchmarks/trace_cost.py [--pairs 6] [--steps 60] [--share 0.1]
+    python benchmarks/trace_cost.py [--pairs 5] [--steps 15] [--share 0.1]
 
 First the spans of a row alone, with `run.trace` at 0, 0.1 and 1, medians of nine turns. Then pairs of meshes of the
 demo's size (`meshrl up`, a learning rate that changes nothing): the processor time of all services per trained row,
-between the tenth step and the last, with `--share` and without. What others on the machine do disturbs processor time
+between the fourth step and the last, with `--share` and without. What others on the machine do disturbs processor time
 less than the clock, but does disturb it: the percentages of all pairs are printed, not their median alone. The last
 line is JSON.
 """
@@ -30,7 +30,7 @@ from meshrl.contract.types import Uid
 SHARES = (0.0, 0.1, 1.0)
 ROWS = 1000
 ROUNDS = 9
-BEFORE = 10
+BEFORE = 4
 """Steps before the processor time counts: imports and first batches are over."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -107,8 +107,8 @@ def _processor_s(directory: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=6, help="meshes with and without tracing")
-    parser.add_argument("--steps", type=int, default=60, help="training steps that are measured")
+    parser.add_argument("--pairs", type=int, default=5, help="meshes with and without tracing")
+    parser.add_argument("--steps", type=int, default=15, help="training steps that are measured")
     parser.add_argument("--share", type=float, default=0.1, help="`run.trace` of the meshes")
     options = parser.parse_args()
     spans: dict[float, list[float]] = {share: [] for share in SHARES}

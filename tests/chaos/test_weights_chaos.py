@@ -30,26 +30,28 @@ def at_bucket(mesh: Mesh, index: int) -> dict[str, int]:
 
 
 @over_gloo
-async def test_survivors_commit_when_a_receiver_is_killed_at_any_bucket_boundary(
+async def test_survivors_commit_when_a_receiver_is_killed_at_the_first_or_the_last_bucket(
     mesh: Mesh,
 ) -> None:
+    """`test_weights_relays.py` kills at each bucket, in virtual time."""
+    buckets = (0, BUCKETS - 1)
     trainer = await mesh.trainer()
     survivor = await mesh.replica("survivor")
-    victims = [await mesh.replica(f"victim-{index}") for index in range(BUCKETS)]
-    await trainer.until(lambda: len(trainer.fleet) == 1 + BUCKETS)
+    victims = [await mesh.replica(f"victim-{bucket}") for bucket in buckets]
+    await trainer.until(lambda: len(trainer.fleet) == 1 + len(victims))
     await trainer.publish(0)
     await trainer.until(lambda: trainer.all("published") == ["1.0"])
-    for index, victim in enumerate(victims):
-        signal_at = at_bucket(mesh, index)
-        await trainer.publish(index + 1, pid=victim.child.pid, signal=signal.SIGKILL, **signal_at)
-        await trainer.until(lambda step=index + 1: f"1.{step}" in trainer.all("published"))
-        await trainer.until(lambda name=f"victim-{index}": trainer.fleet[name][0] == "out")
-    versions = [f"1.{step}" for step in range(BUCKETS + 1)]
+    for step, (bucket, victim) in enumerate(zip(buckets, victims, strict=True), start=1):
+        signal_at = at_bucket(mesh, bucket)
+        await trainer.publish(step, pid=victim.child.pid, signal=signal.SIGKILL, **signal_at)
+        await trainer.until(lambda step=step: f"1.{step}" in trainer.all("published"))
+        await trainer.until(lambda name=f"victim-{bucket}": trainer.fleet[name][0] == "out")
+    versions = ["1.0", "1.1", "1.2"]
     assert trainer.all("published") == versions
     await survivor.until(lambda: survivor.all("commit") == versions)
     assert survivor.hashes("commit") == trainer.hashes("carrying")
-    for index, victim in enumerate(victims):
-        assert victim.all("commit") == versions[: index + 1]
+    for step, victim in enumerate(victims, start=1):
+        assert victim.all("commit") == versions[:step]
     replacement = await mesh.replica("victim-0")
     await trainer.until(lambda: trainer.fleet["victim-0"] == ["serving", versions[-1]])
     await replacement.until(lambda: replacement.all("commit") == versions[-1:])
