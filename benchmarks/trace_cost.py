@@ -4,9 +4,9 @@
 
 First the spans of a row alone, with `run.trace` at 0, 0.1 and 1, medians of nine turns. Then pairs of meshes of the
 demo's size (`meshrl up`, a learning rate that changes nothing): the processor time of all services per trained row,
-between the fourth step and the last, with `--share` and without. What others on the machine do disturbs processor time
-less than the clock, but does disturb it: the percentages of all pairs are printed, not their median alone. The last
-line is JSON.
+between the fourth step and the last, with `--share` and without. Others on the machine disturb processor time less
+than the clock, but do disturb it: the percentages of all pairs are printed, not their median alone. The last line is
+JSON.
 """
 
 from __future__ import annotations
