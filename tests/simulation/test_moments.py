@@ -82,20 +82,25 @@ class Hasty(WeightsServicer):
             self.messages += 1
 
 
+def replica_of_trainer(network: Network) -> ReplicaController:
+    """Joins over shared memory whoever listens at trainer:1."""
+    return ReplicaController(
+        WeightsConfig(carrier="shm"),
+        run="run",
+        replica="rollout-0",
+        engine=HashSink(),
+        on_update=OnUpdate.IN_FLIGHT,
+        paths=RunPaths(directory=Path("simulated")),
+        connect=lambda: connect(network, "trainer:1"),
+    )
+
+
 def test_a_first_message_that_is_no_welcome_is_refused_and_the_joining_tried_again() -> None:
     with virtual_time(0) as loop:
         network = Network(loop, 0, Delays())
         hasty = Hasty()
         network.listen("trainer:1", [hasty])
-        controller = ReplicaController(
-            WeightsConfig(carrier="shm"),
-            run="run",
-            replica="rollout-0",
-            engine=HashSink(),
-            on_update=OnUpdate.IN_FLIGHT,
-            paths=RunPaths(directory=Path("simulated")),
-            connect=lambda: connect(network, "trainer:1"),
-        )
+        controller = replica_of_trainer(network)
 
         async def a_minute() -> None:
             joining = asyncio.create_task(controller.run())
@@ -147,15 +152,7 @@ def test_only_a_trainer_that_answers_ends_a_replica_which_cannot_open_its_shared
         network = Network(loop, 0, Delays())
         trainer = Proposing(ending)
         network.listen("trainer:1", [trainer])
-        controller = ReplicaController(
-            WeightsConfig(carrier="shm"),
-            run="run",
-            replica="rollout-0",
-            engine=HashSink(),
-            on_update=OnUpdate.IN_FLIGHT,
-            paths=RunPaths(directory=Path("simulated")),
-            connect=lambda: connect(network, "trainer:1"),
-        )
+        controller = replica_of_trainer(network)
 
         async def a_minute() -> None:
             async with asyncio.timeout(60):
