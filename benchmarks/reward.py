@@ -47,7 +47,7 @@ from meshrl.rewardd.pool.pool import PoolJudge
 from meshrl.rewardd.pool.rule import FunctionSpec, Rule
 from meshrl.rewardd.pool.signatures import Kind
 from meshrl.rewardd.rewards import gsm8k
-from meshrl.rewardd.sandbox.sandbox import Isolation, open_sandbox
+from meshrl.sandbox.sandbox import Isolation, open_sandbox
 
 PEER = Path(__file__).parents[1] / ".venv-peer-reward"
 BATCH = 64

@@ -18,7 +18,7 @@ from tests.adversarial import programs
 from tests.adversarial.attacks import ATTACKS
 from tests.adversarial.campaign import faults, honest_faults, run_campaign, why_not
 
-from meshrl.rewardd.sandbox.sandbox import Isolation
+from meshrl.sandbox.sandbox import Isolation
 
 Row = tuple[str, str, str]
 """What was attacked, by what, and the fault: empty when it held, `skipped: …` where this machine cannot show it."""

@@ -20,8 +20,8 @@ from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import PoolJudge
 from meshrl.rewardd.pool.rule import FunctionSpec, Rule
 from meshrl.rewardd.registry.building import submitted_sandbox
-from meshrl.rewardd.sandbox import landlock, seccomp
-from meshrl.rewardd.sandbox.sandbox import NOBODY, Isolation, no_bubblewrap
+from meshrl.sandbox import landlock, seccomp
+from meshrl.sandbox.sandbox import NOBODY, Isolation, no_bubblewrap
 
 LIMITS = {"deadline_s": 1, "start_deadline_s": 20, "output_bytes": 1_000_000, "tmp_bytes": 4 << 20}
 AT_ONCE = 4

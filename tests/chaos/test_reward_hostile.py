@@ -23,7 +23,7 @@ from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.pool.pool import PoolJudge
 from meshrl.rewardd.pool.rule import FunctionSpec, Rule
 from meshrl.rewardd.registry.building import submitted_sandbox
-from meshrl.rewardd.sandbox.sandbox import Isolation, no_bubblewrap
+from meshrl.sandbox.sandbox import Isolation, no_bubblewrap
 
 TABLE = Path(__file__).parents[2] / "docs" / "reference" / "reward-sandbox.md"
 

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from meshrl.cli.commands.reward import reward
-from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
+from meshrl.sandbox.sandbox import no_bubblewrap
 
 from ..mesh import Mesh, make_mesh
 

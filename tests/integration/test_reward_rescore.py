@@ -13,9 +13,9 @@ from meshrl.config.stages import train_spec
 from meshrl.contract.ports import Queue
 from meshrl.contract.rows import column_text
 from meshrl.rewardd.registry.types import Submission
-from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.clients.reward_registry import RewardRegistryClient
+from meshrl.sandbox.sandbox import no_bubblewrap
 
 from ..chaos.answered_rows import GROUP, admit_all, answer_all
 from ..chaos.reward_service import Service, serving, write_recipe

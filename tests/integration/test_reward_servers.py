@@ -30,7 +30,6 @@ from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rewardd.registry.types import Case, Submission
-from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
 from meshrl.rpc.audit_log import RewardAuditLog
 from meshrl.rpc.auth import Authorizer, TokenStore
 from meshrl.rpc.clients.reward_registry import RewardRegistryClient
@@ -39,6 +38,7 @@ from meshrl.rpc.guarded_registry import GuardedRegistry
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.reward import RewardServicer
 from meshrl.rpc.servicers.reward_registry import RewardRegistryServicer
+from meshrl.sandbox.sandbox import no_bubblewrap
 from meshrl.v1 import reward_registry_pb2 as pb
 
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"

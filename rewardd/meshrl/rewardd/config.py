@@ -10,8 +10,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from meshrl.contract.config import Config
 from meshrl.rewardd.registry.config import RegistryConfig
-from meshrl.rewardd.sandbox.limits import Limits
-from meshrl.rewardd.sandbox.sandbox import Isolation
+from meshrl.sandbox.limits import Limits
+from meshrl.sandbox.sandbox import Isolation
 
 JUDGES = "meshrl.rewardd.judges"
 OTHER_PACKAGES: Mapping[str, str] = {"model": "meshrl.trainer.model.reward_model"}

@@ -15,7 +15,7 @@ from meshrl.contract.errors import ConfigError, MeshError, UserError
 from meshrl.rewardd.config import RewardFunctionConfig
 from meshrl.rewardd.pool.rule import REWARDS, SIGNATURE, check_call, find_function
 from meshrl.rewardd.pool.signatures import Kind
-from meshrl.rewardd.sandbox.sandbox import Isolation
+from meshrl.sandbox.sandbox import Isolation
 from meshrl.trainer.config import ReasoningGymConfig
 from meshrl.trainer.data.files import FileRow, has_reader, readable_files
 from meshrl.trainer.data.prompts import read_prompt_row

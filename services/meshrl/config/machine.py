@@ -20,8 +20,8 @@ from pydantic import Field, NonNegativeInt, PositiveFloat
 from meshrl.config.inventory import GIB, Gpu, this_machines_gpus
 from meshrl.contract.config import Config
 from meshrl.contract.errors import UserError
-from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
 from meshrl.rollout.server_engine.checkpoint import read_header
+from meshrl.sandbox.sandbox import no_bubblewrap
 from meshrl.trainer.config import ReasoningGymConfig
 from meshrl.trainer.data.files import FileRow, file_rows
 from meshrl.trainer.data.reasoning_gym import PACKAGE, check

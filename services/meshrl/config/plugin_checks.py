@@ -22,7 +22,7 @@ from meshrl.contract.config import read_options
 from meshrl.contract.errors import ConfigError
 from meshrl.rewardd.config import JUDGES, OTHER_PACKAGES
 from meshrl.rewardd.pool.rule import REWARDS
-from meshrl.rewardd.sandbox.sandbox import Isolation
+from meshrl.sandbox.sandbox import Isolation
 from meshrl.trainer.data.files import READERS
 
 PROGRAMS = "meshrl.rollout.programs"

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.rewardd.sandbox import cgroup
-from meshrl.rewardd.sandbox.cgroup import Cgroups, NoCgroupError, delegated, settings
-from meshrl.rewardd.sandbox.limits import Limits
-from meshrl.rewardd.sandbox.sandbox import WeakSandbox
+from meshrl.sandbox import cgroup
+from meshrl.sandbox.cgroup import Cgroups, NoCgroupError, delegated, settings
+from meshrl.sandbox.limits import Limits
+from meshrl.sandbox.sandbox import WeakSandbox
 
 
 def gone(folder: Path) -> None:
@@ -127,7 +127,7 @@ def test_what_a_sandbox_leaves_ends_with_its_cgroup(
 ) -> None:
     made = Cgroups(root, controllers=())
     monkeypatch.setattr(cgroup, "cgroups", lambda: made)
-    launch = WeakSandbox(limits=UNLIMITED).launch()
+    launch = WeakSandbox(limits=UNLIMITED).launch(("-c", ""))
     program = ["sh", "-c", "cat /proc/self/cgroup; echo started; setsid sleep 60 & wait"]
     sandbox = subprocess.Popen([*launch.argv[:4], *program], stdout=subprocess.PIPE, text=True)
     assert sandbox.stdout is not None
@@ -144,8 +144,8 @@ def test_what_a_sandbox_leaves_ends_with_its_cgroup(
 HOST = """
 import subprocess, sys, time
 from pathlib import Path
-from meshrl.rewardd.sandbox.cgroup import Cgroups
-from meshrl.rewardd.sandbox.limits import Limits
+from meshrl.sandbox.cgroup import Cgroups
+from meshrl.sandbox.limits import Limits
 made = Cgroups(Path(sys.argv[1]), controllers=())
 one = made.make(Limits(processes=None, memory_bytes=None))
 subprocess.Popen(one.entered(["sh", "-c", "echo $$; exec sleep 60"]))

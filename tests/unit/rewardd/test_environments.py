@@ -19,9 +19,9 @@ from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.pool.pool import PoolJudge
 from meshrl.rewardd.pool.rule import FunctionSpec, Rule
 from meshrl.rewardd.registry.building import submitted_sandbox
-from meshrl.rewardd.sandbox.environment import Environment, environment_of, missing
-from meshrl.rewardd.sandbox.limits import Limits
-from meshrl.rewardd.sandbox.sandbox import Isolation, no_bubblewrap
+from meshrl.sandbox.environment import Environment, environment_of, missing
+from meshrl.sandbox.limits import Limits
+from meshrl.sandbox.sandbox import Isolation, no_bubblewrap
 
 SOURCE = """
 import counting_apples
@@ -31,7 +31,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 BUILDER = """
 import sys
 from pathlib import Path
-from meshrl.rewardd.sandbox.environment import Environment
+from meshrl.sandbox.environment import Environment
 folder = Path(sys.argv[1])
 Environment(requirements=("counting-apples",), wheelhouse=folder / "wheels", cache=folder / "cache").build()
 """

@@ -18,8 +18,8 @@ from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.pool import pool
 from meshrl.rewardd.pool.pool import PoolJudge
 from meshrl.rewardd.pool.rule import read_rule
-from meshrl.rewardd.sandbox.limits import Limits
-from meshrl.rewardd.sandbox.sandbox import Isolation, Launch, OpenSandbox
+from meshrl.sandbox.limits import Limits
+from meshrl.sandbox.sandbox import Isolation, Launch, OpenSandbox
 
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
 ASYNC_HEAD = "import asyncio\nasync " + HEAD
@@ -441,12 +441,12 @@ class LaunchFails:
         self._good = good
         self._open = OpenSandbox(limits=self.limits)
 
-    def launch(self) -> Launch:
+    def launch(self, program: Sequence[str]) -> Launch:
         self.launches += 1
         if self.launches > self._good:
             self.failed.set()
             raise RuntimeError("nobody foresaw this")
-        return self._open.launch()
+        return self._open.launch(program)
 
     def process(self, pid: int) -> int | None:
         return pid

@@ -17,7 +17,7 @@ from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.pool.pool import PoolJudge
 from meshrl.rewardd.rewards import code, regex_match, tool_use
-from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
+from meshrl.sandbox.sandbox import no_bubblewrap
 
 HUMANEVAL = os.environ.get("MESHRL_HUMANEVAL", "")
 """The file HumanEval.jsonl.gz of https://github.com/openai/human-eval, which the repository does not hold."""

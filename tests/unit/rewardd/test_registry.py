@@ -32,8 +32,8 @@ from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rewardd.registry.store import VersionStore
 from meshrl.rewardd.registry.types import Action, Case, Submission
-from meshrl.rewardd.sandbox.limits import Limits
-from meshrl.rewardd.sandbox.sandbox import no_bubblewrap
+from meshrl.sandbox.limits import Limits
+from meshrl.sandbox.sandbox import no_bubblewrap
 
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
 Open = Callable[..., Awaitable[Registry]]
@@ -429,7 +429,7 @@ from meshrl.rewardd.registry.checks import checked
 from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.registry.types import Action, Event, Name, Submission
 from meshrl.rewardd.registry.store import VersionStore
-from meshrl.rewardd.sandbox.limits import Limits
+from meshrl.sandbox.limits import Limits
 store = VersionStore(Path(sys.argv[1]), 10_000)
 name = store.names().get("reward", Name(name="reward"))
 print("go", flush=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import ConfigError
-from meshrl.rewardd.sandbox import sandbox, seccomp
-from meshrl.rewardd.sandbox.limits import Limits
-from meshrl.rewardd.sandbox.sandbox import NOBODY, Isolation, open_sandbox
+from meshrl.sandbox import sandbox, seccomp
+from meshrl.sandbox.limits import Limits
+from meshrl.sandbox.sandbox import NOBODY, Isolation, open_sandbox
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_a_weak_sandbox_of_root_runs_as_nobody(
 ) -> None:
     monkeypatch.setattr(sandbox, "python_paths", set)
     folder.chmod(0o755)
-    launch = open_sandbox(Isolation.WEAK, Limits(), readable=(folder,)).launch()
+    launch = open_sandbox(Isolation.WEAK, Limits(), readable=(folder,)).launch(("-c", ""))
     launch.discard()
     assert launch.confinement["user"] == NOBODY
 
@@ -58,7 +58,7 @@ def test_a_filter_without_landlock_lets_a_program_read_files_and_make_none(folde
         pytest.skip("this kernel has no system call filters")
     code = (
         "import os, platform, pathlib\n"
-        "from meshrl.rewardd.sandbox import seccomp\n"
+        "from meshrl.sandbox import seccomp\n"
         "seccomp.install(seccomp.program(platform.machine(), alone_pid=os.getpid(), creates_files=False))\n"
         f"folder = pathlib.Path({str(folder)!r})\n"
         "assert list(folder.iterdir()) == []\n"

@@ -37,7 +37,7 @@ from meshrl.rewardd.pool.messages import (
 )
 from meshrl.rewardd.pool.rule import Rule
 from meshrl.rewardd.pool.worker import Worker
-from meshrl.rewardd.sandbox.sandbox import Sandbox, open_sandbox
+from meshrl.sandbox.sandbox import Sandbox, open_sandbox
 
 log = logging.getLogger(__name__)
 

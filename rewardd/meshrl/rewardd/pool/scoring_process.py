@@ -25,7 +25,7 @@ from meshrl.contract.types import Json, Outcome
 from meshrl.rewardd.pool.functions import Scorer, combine, describe, load, where
 from meshrl.rewardd.pool.messages import encode_frame, read_frame
 from meshrl.rewardd.pool.rule import Rule
-from meshrl.rewardd.sandbox import confinement
+from meshrl.sandbox import confinement
 
 PR_SET_PDEATHSIG = 1
 WHERE_SIGNAL = signal.SIGUSR2

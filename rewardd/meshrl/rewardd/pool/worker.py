@@ -24,11 +24,12 @@ from meshrl.contract.errors import ConfigError, CorruptError, InfraError
 from meshrl.contract.types import Json
 from meshrl.rewardd.pool.messages import HEADER, encode_frame, printable
 from meshrl.rewardd.pool.rule import Rule
-from meshrl.rewardd.sandbox.sandbox import Isolation, Launch, Sandbox
+from meshrl.sandbox.sandbox import Isolation, Launch, Sandbox
 
 log = logging.getLogger(__name__)
 output_log = logging.getLogger("meshrl.rewardd.output")
 
+SCORING_PROCESS = ("-P", "-m", "meshrl.rewardd.pool.scoring_process")
 CHUNK = 1 << 16
 MAX_REPLY_BYTES = 1 << 20
 """Replies are small: a longer one did not come from our code."""
@@ -220,7 +221,7 @@ class Worker:
             InfraError: the process was killed from outside.
         """
         # A new session: it gets no Ctrl-C from the terminal, and its children are killed with it.
-        launch = self._launch = self._sandbox.launch()
+        launch = self._launch = self._sandbox.launch(SCORING_PROCESS)
         process = subprocess.Popen(  # noqa: ASYNC220 - returns after fork and exec, a millisecond
             launch.argv,
             stdin=subprocess.PIPE,

@@ -19,8 +19,8 @@ from meshrl.rewardd.registry.judge_cache import JudgeCache
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rewardd.registry.store import MANIFEST, VersionStore
 from meshrl.rewardd.registry.types import Manifest
-from meshrl.rewardd.sandbox.environment import Environment, environment_of
-from meshrl.rewardd.sandbox.sandbox import Sandbox, open_sandbox
+from meshrl.sandbox.environment import Environment, environment_of
+from meshrl.sandbox.sandbox import Sandbox, open_sandbox
 
 ENVIRONMENTS = "environments"
 """Folder beside the versions: their dependencies."""

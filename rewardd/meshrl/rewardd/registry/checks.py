@@ -17,7 +17,7 @@ from meshrl.rewardd.pool.rule import find_function
 from meshrl.rewardd.pool.signatures import ARGUMENTS, Kind
 from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.registry.types import Case, Submission, checked_name
-from meshrl.rewardd.sandbox.limits import Limits
+from meshrl.sandbox.limits import Limits
 
 REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(==[A-Za-z0-9][A-Za-z0-9.!+_-]*)?")
 WHEEL_ENTRY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)

@@ -31,7 +31,7 @@ from pydantic import PositiveFloat, PositiveInt
 from meshrl.contract import config
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json, Outcome
-from meshrl.rewardd.sandbox import confinement
+from meshrl.sandbox import confinement
 
 SHARE_OF_DEADLINE = 0.8
 """Of the sample's deadline, for all its tests: a program that loops in each is a bad answer, which has a score."""
@@ -194,7 +194,7 @@ def _passes(program: str, test: Test, deadline_s: float, memory_bytes: int) -> b
     with tempfile.TemporaryFile() as file:  # a pipe would be read to its end, whatever its length
         try:
             done = subprocess.run(
-                [sys.executable, "-P", "-m", "meshrl.rewardd.sandbox.program"],
+                [sys.executable, "-P", "-m", "meshrl.sandbox.program"],
                 input=request.encode(errors="replace"),
                 stdout=file,
                 stderr=subprocess.DEVNULL,

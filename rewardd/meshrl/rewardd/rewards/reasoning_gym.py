@@ -13,7 +13,7 @@ from typing import Any
 from meshrl.contract import config
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, Outcome
-from meshrl.rewardd.sandbox import confinement
+from meshrl.sandbox import confinement
 
 REQUIRES = ("reasoning_gym",)
 EVALUATED = (

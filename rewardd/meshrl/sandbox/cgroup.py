@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from meshrl.rewardd.sandbox.limits import Limits
+from meshrl.sandbox.limits import Limits
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 from meshrl.contract.types import Json
-from meshrl.rewardd.sandbox import landlock, seccomp
+from meshrl.sandbox import landlock, seccomp
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 CLONE_NEWUSER, CLONE_NEWNS, CLONE_NEWNET, CLONE_NEWIPC, CLONE_NEWUTS = (

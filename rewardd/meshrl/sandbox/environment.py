@@ -27,7 +27,7 @@ from pathlib import Path
 
 from meshrl.contract.errors import CapacityError, ConfigError
 from meshrl.contract.files import sync
-from meshrl.rewardd.sandbox.sandbox import bubblewrap, no_bubblewrap
+from meshrl.sandbox.sandbox import bubblewrap, no_bubblewrap
 
 REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:==(\S+))?")
 BUILD_S = 300.0

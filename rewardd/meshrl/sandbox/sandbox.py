@@ -1,4 +1,4 @@
-"""Isolates a scoring process: three levels behind one port, each another way to start the same program.
+"""Isolates a process: three levels behind one port, each another way to start the same program.
 
 strict   bubblewrap: own user, mount, network, process, IPC and host-name namespaces; of the file system only Python,
          read-only, and a private /tmp; a system call filter; every limit.
@@ -28,15 +28,14 @@ from typing import Protocol
 import meshrl
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Json
-from meshrl.rewardd.sandbox import cgroup
-from meshrl.rewardd.sandbox.limits import Limits
+from meshrl.sandbox import cgroup
+from meshrl.sandbox.limits import Limits
 
 log = logging.getLogger(__name__)
 
 NOBODY = 65534
 """User that a function runs as when the service runs as root."""
 PROBE_S = 10.0
-SCORING_PROCESS = ("-P", "-m", "meshrl.rewardd.pool.scoring_process")
 
 
 class Isolation(StrEnum):
@@ -86,8 +85,11 @@ class Sandbox(Protocol):
     prepare: Callable[[], None] | None
     """Called once, in a thread, before the first process starts: installs the folders of `search`."""
 
-    def launch(self) -> Launch:
-        """The command for one more process."""
+    def launch(self, program: Sequence[str]) -> Launch:
+        """The command for one more process: this interpreter with the arguments `program`, then its parent's pid.
+
+        The pid is 0 where the sandbox ends the process with this one.
+        """
         ...
 
     def process(self, pid: int) -> int | None:
@@ -109,10 +111,10 @@ class OpenSandbox:
     prepare: Callable[[], None] | None = None
     level: Isolation = Isolation.OFF
 
-    def launch(self) -> Launch:
+    def launch(self, program: Sequence[str]) -> Launch:
         """This interpreter, this environment."""
         return Launch(
-            argv=[sys.executable, *SCORING_PROCESS, str(os.getpid())],
+            argv=[sys.executable, *program, str(os.getpid())],
             env={"OMP_NUM_THREADS": "1", **os.environ},
             confinement=_confinement(Isolation.OFF, None, self.search),
         )
@@ -136,7 +138,7 @@ class WeakSandbox:
     prepare: Callable[[], None] | None = None
     level: Isolation = Isolation.WEAK
 
-    def launch(self) -> Launch:
+    def launch(self, program: Sequence[str]) -> Launch:
         """This interpreter, an empty environment, a folder of its own."""
         folder = Path(tempfile.mkdtemp(prefix="meshrl-sandbox-"))
         seen = (*python_paths(), *self.readable, *self.search)
@@ -144,7 +146,7 @@ class WeakSandbox:
         if user is not None:
             os.chown(folder, user, user)
         return Launch(
-            argv=[sys.executable, *SCORING_PROCESS, str(os.getpid())],
+            argv=[sys.executable, *program, str(os.getpid())],
             env=_environment(str(folder)),
             confinement=_confinement(Isolation.WEAK, user, self.search)
             | {
@@ -175,14 +177,14 @@ class StrictSandbox:
     level: Isolation = Isolation.STRICT
     _arguments: list[str] = field(default_factory=list)
 
-    def launch(self) -> Launch:
+    def launch(self, program: Sequence[str]) -> Launch:
         """Bubblewrap, which runs this interpreter."""
         if not self._arguments:
             self._arguments = bubblewrap(
                 self.limits.tmp_bytes, (*self.readable, *self.search), confined=True
             )
         return Launch(
-            argv=[*self._arguments, sys.executable, *SCORING_PROCESS, "0"],
+            argv=[*self._arguments, sys.executable, *program, "0"],
             env=_environment("/tmp"),
             # bubblewrap started by root makes no user namespace, so that it may bind folders that only root can
             # reach; the process becomes nobody and makes its own.
@@ -318,7 +320,7 @@ def python_paths() -> set[Path]:
     ours = {
         Path(portion)
         for portion in meshrl.__path__
-        if any((Path(portion) / name).is_dir() for name in ("contract", "rewardd"))
+        if any((Path(portion) / name).is_dir() for name in ("contract", "rewardd", "sandbox"))
     }
     packages = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
     paths = {Path(sys.base_prefix), Path(sys.prefix), *packages, *ours}

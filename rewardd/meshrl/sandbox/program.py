@@ -19,7 +19,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from meshrl.rewardd.sandbox import landlock, seccomp
+from meshrl.sandbox import landlock, seccomp
 
 MAX_OUTPUT = 1 << 20
 """Bytes that a program may print."""
