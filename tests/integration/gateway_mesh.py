@@ -182,7 +182,7 @@ async def agents_mesh(
             stack.push_async_callback(engine.close)
             await engine.serve_checkpoint(FIRST)
         recorded = Recorded(engine)
-        sessions = SessionTable(prompt_tokens=prompt_tokens, on_demand=lambda: worker.wake())
+        sessions = SessionTable(prompt_tokens=prompt_tokens)
         external = bool(options.get("external"))
         authorizer = Authorizer(
             TokenStore(tokens) if tokens else None,
@@ -214,6 +214,7 @@ async def agents_mesh(
             deterministic=deterministic,
             checkpoint=CheckpointIntervals(tokens=4, ms=5),
         )
+        sessions.on_demand = worker.wake
         running = asyncio.create_task(worker.run(grace_s=0.2))
         try:
             yield Mesh(queue, recorded, engine, tokenizer, sessions, worker, prompts)

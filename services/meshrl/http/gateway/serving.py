@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -31,7 +31,6 @@ async def gateway_of(
     settings: ServerSettings,
     *,
     name: str,
-    on_demand: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[SessionTable | None]:
     """The gateway of worker `name`, open while the body runs; None if the run's program needs none.
 
@@ -48,7 +47,7 @@ async def gateway_of(
 
     config = recipe.rollout.gateway
     authorizer = _authorizer(recipe, settings)
-    sessions = SessionTable(prompt_tokens=recipe.data.max_prompt_length, on_demand=on_demand)
+    sessions = SessionTable(prompt_tokens=recipe.data.max_prompt_length)
     app = build_app(
         sessions, tokenizer, max_body_bytes=config.max_request_bytes, authorizer=authorizer
     )

@@ -40,17 +40,16 @@ class Ended:
 class SessionTable:
     """Implements the Gateway port. Finds sessions by a hash of their key, against timing attacks."""
 
-    def __init__(
-        self, *, prompt_tokens: int | None, on_demand: Callable[[], None] = lambda: None
-    ) -> None:
-        """`on_demand` is called when another caller waits for a session."""
+    def __init__(self, *, prompt_tokens: int | None) -> None:
+        """Serves at once: callers who claim before there is a worker wait for it."""
         self.url = ""
         """Of the HTTP server, `http://host:port`; empty before it serves."""
         self.prompt_tokens = prompt_tokens
         self.opened_ever = 0
         self.tokens_left_out = 0
         """Sampled tokens of ended sessions that are not in their rows."""
-        self._on_demand = on_demand
+        self.on_demand: Callable[[], None] = lambda: None
+        """Called when another caller waits for a session; a worker sets it, and looks at `demand` when it starts."""
         self._open: dict[str, Session] = {}
         self._ended: OrderedDict[str, Ended] = OrderedDict()
         self._claims: deque[Claim] = deque()
@@ -105,8 +104,8 @@ class SessionTable:
             raise UnavailableError("this worker drains: claim at another one")
         claim: Claim = asyncio.get_running_loop().create_future()
         self._claims.append(claim)
-        self._on_demand()
         try:
+            self.on_demand()
             await asyncio.wait({claim}, timeout=wait_s)
             if not claim.done():
                 raise WaitTimeoutError(f"no row came within {wait_s:g} s")

@@ -37,13 +37,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     engine = build_engine(recipe.rollout, model=recipe.model.path, tokenizer=tokenizer)
     async with AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(
-            gateway_of(
-                recipe,
-                tokenizer,
-                context.settings,
-                name=context.name,
-                on_demand=lambda: worker.wake(),
-            )
+            gateway_of(recipe, tokenizer, context.settings, name=context.name)
         )
         programs = await stack.enter_async_context(
             ProgramCache(recipe.rollout.program, recipe.rollout.program_options, gateway=gateway)
@@ -66,6 +60,9 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             programs=programs,
             demand=(lambda: gateway.demand) if gateway is not None and external else None,
         )
+
+        if gateway is not None:
+            gateway.on_demand = worker.wake
 
         def drain() -> None:
             worker.drain()
