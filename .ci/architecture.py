@@ -27,7 +27,7 @@ LINES: Mapping[str, int] = {
     "meshrl.sandbox": 1650,
     "meshrl.weights": 7000,
     "meshrl.contract": 6000,
-    "meshrl.simulation": 5600,
+    "meshrl.simulation": 6100,
     "meshrl.rpc": 6000,
     "meshrl.launcher": 4460,
     "meshrl.testing": 3300,

@@ -13,6 +13,7 @@ import pytest
 
 from meshrl.contract.types import GroupRows, PayloadGroup, StalePolicy
 from meshrl.simulation.campaign import kind_of, minimise, story
+from meshrl.simulation.conversations import Program
 from meshrl.simulation.faults import Fault, Kind
 from meshrl.simulation.mesh import simulate
 from meshrl.simulation.mutants import MUTANTS, hunt
@@ -37,6 +38,9 @@ FIRST_SEEDS = {
     "told_early": 0,
     "segments_kept": 0,
     "oldest_is_newest": 6,
+    "observations_unsaved": 20,
+    "session_given_twice": 1,
+    "session_of_another": 1,
 }
 """Planted bugs that few seeds find, and one that found each; `meshrl simulate --mutant NAME` hunts the others."""
 HASH = "from meshrl.simulation.mesh import simulate; print(simulate(3, trace=True).trace_hash)"
@@ -191,6 +195,22 @@ def test_a_shard_that_is_added_while_queue_processes_die_loses_nothing() -> None
     assert report.problems == []
     assert any("queue-2 is added" in line for line in report.log)
     assert report.trained == 48
+
+
+@pytest.mark.parametrize("program", [Program.TOOLS, Program.OPENAI])
+def test_rows_of_several_turns_keep_what_was_observed_through_kills(program: Program) -> None:
+    """An agent that claims while its worker starts waits for it, and its claim takes no row with it when it ends."""
+    agents = 3 if program is Program.OPENAI else 0
+    shape = Shape(program=program, agents=agents, prompts=6, tokens=256, deadline_s=60.0)
+    targets = ("rollout-0", "agent-0", "rollout-1", "agent-1")[:: 1 if agents else 2]
+    faults = [
+        Fault(at_s=3.0 + 2 * number, kind=Kind.KILL, target=target)
+        for number, target in enumerate(targets)
+    ]
+    faults.append(Fault(at_s=12.0, kind=Kind.BREAK_ANSWERS, target="rollout-0", seconds=3.0))
+    report = simulate(3, shape=shape, faults=faults)
+    assert report.problems == []
+    assert report.trained == 12
 
 
 class _DamagesWhatIsTaken(ShardQueue):

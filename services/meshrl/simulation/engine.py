@@ -26,6 +26,8 @@ from meshrl.rollout.streams import TokenStream
 
 STEP_BITS: Final = 20
 """A token is `epoch << STEP_BITS | step`."""
+TURN_TOKENS: Final = 8
+"""A request with a stop string is a turn of a conversation, and stops after so many tokens."""
 
 
 def token_of(version: Version) -> int:
@@ -159,8 +161,12 @@ class SimulatedEngine:
         self._running += 1
         self._idle.clear()
         try:
-            left = request.sampling.max_tokens
-            whole = left + request.continued
+            whole, finish_reason = request.sampling.max_tokens + request.continued, "length"
+            if request.sampling.stop and whole >= TURN_TOKENS:
+                whole, finish_reason = TURN_TOKENS, "stop"
+            left = max(0, whole - request.continued)
+            if not left:
+                stream.push(self._delta(0, finish_reason))
             pause_s = self._seconds_of(request.request_id) / max(1, whole)
             size = max(1, -(-whole // self._deltas))
             while left > 0:
@@ -171,9 +177,7 @@ class SimulatedEngine:
                     return
                 left -= count
                 self._tokens += count
-                stream.push(self._delta(count, "" if left else "length"))
-            if not request.sampling.max_tokens:
-                stream.push(self._delta(0, "length"))
+                stream.push(self._delta(count, "" if left else finish_reason))
         finally:
             self._running -= 1
             if not self._running:

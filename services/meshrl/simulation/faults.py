@@ -60,7 +60,8 @@ class Fault:
     """Virtual seconds from the start."""
     kind: Kind
     target: str
-    """A service: `queue`, `queue-1` (a shard), `feeder`, `trainer`, `trainer-1` (a rank), `rollout-0`, `reward-0`."""
+    """A service: `queue`, `queue-1` (a shard), `feeder`, `trainer`, `trainer-1` (a rank), `rollout-0`, `reward-0`,
+    `agent-0`."""
     seconds: float = 0.0
     """How long, where it has a length."""
 
@@ -123,6 +124,7 @@ def kinds_of(target: str) -> Sequence[Kind]:
         "reference": (Kind.KILL, Kind.STOP),
         "trainer": (Kind.KILL, Kind.KILL, Kind.STOP, Kind.ZOMBIE, Kind.ISOLATED, Kind.MEMORY_FULL),
         "feeder": (Kind.KILL, Kind.STOP),
+        "agent": (Kind.KILL, Kind.KILL, Kind.STOP),
     }
     return own[role] + NETWORK
 

@@ -159,6 +159,7 @@ class Mesh:
             *(supervise(f"rollout-{n}", services.roll_out) for n in range(self.shape.workers)),
             *(supervise(f"reward-{n}", services.score) for n in range(self.shape.rewards)),
             *(supervise(f"reference-{n}", services.refer) for n in range(self.shape.references)),
+            *(supervise(f"agent-{n}", services.lead) for n in range(self.shape.agents)),
             self._supervise_trainer(),
             *(self._add_shard(name) for name in self.shape.queues[self.shape.shards :]),
             self._check_often(),

@@ -24,6 +24,10 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
+from meshrl.http.gateway.sessions import SessionTable
+from meshrl.rollout.ports import UNSERVED
+from meshrl.rollout.sessions.gateway import Address
+from meshrl.rollout.sessions.session import Session
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.simulation.disk import SimulatedCheckpoints, StoredCheckpoint
@@ -258,6 +262,30 @@ class _ReportsTheNewestVersion(RolloutWorker):
         )
 
 
+class _SavesNoObservations(RolloutWorker):
+    def __init__(self, *rest: Any, **named: Any) -> None:
+        super().__init__(*rest, **named)
+        if self.checkpointer is not None:
+            record = self.checkpointer.record
+            self.checkpointer.record = (  # type: ignore[method-assign]
+                lambda uid, delta: None if delta.version == UNSERVED else record(uid, delta)
+            )
+
+
+class _GivesASessionTwice(SessionTable):
+    def hand_over(self, session: Session, address: Address) -> bool:
+        claims = [claim for claim in self._claims if not claim.done()]
+        for claim in claims[:2]:
+            claim.set_result(session)
+        return bool(claims)
+
+
+class _FindsTheNewestSession(SessionTable):
+    def find(self, authorization: str, session_id: str | None = None) -> Session:
+        found = super().find(authorization, session_id)
+        return next(reversed(self._open.values()), found)
+
+
 class _SkipsAPrompt(Feeder):
     def _start(self, state: RunState) -> int:
         position = super()._start(state)
@@ -373,6 +401,17 @@ MUTANTS: Final[Mapping[str, Mutant]] = {
     "oldest_is_newest": Mutant(
         what="a row is reported as young as its newest token",
         parts=Parts(worker=_ReportsTheNewestVersion),
+    ),
+    "observations_unsaved": Mutant(
+        what="checkpoints leave out what the policy has observed between its turns",
+        parts=Parts(worker=_SavesNoObservations),
+    ),
+    "session_given_twice": Mutant(
+        what="two agents that claim get the same session", parts=Parts(sessions=_GivesASessionTwice)
+    ),
+    "session_of_another": Mutant(
+        what="a request is answered by the newest session, whatever its key says",
+        parts=Parts(sessions=_FindsTheNewestSession),
     ),
     "feeder_skips": Mutant(
         what="a feeder that starts again leaves one prompt out", parts=Parts(feeder=_SkipsAPrompt)

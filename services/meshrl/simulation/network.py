@@ -134,6 +134,8 @@ class Network:
             if call.method in endpoint.waits:
                 call.end_draining()
         for call in list(endpoint.served):
+            if self._loop.over:
+                return  # it is thrown away, and waits for nothing
             await call.until_served()
 
     def weather(self, name: str) -> Weather:

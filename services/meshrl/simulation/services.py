@@ -24,18 +24,25 @@ import numpy as np
 import torch
 
 from meshrl.contract.ports import Queue
-from meshrl.contract.types import SamplingParams, Task, Uid, Version
+from meshrl.contract.types import SamplingParams, Task, Version
+from meshrl.http.gateway.sessions import SessionTable
 from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.rollout.config import CheckpointIntervals
-from meshrl.rollout.worker import RolloutWorker
+from meshrl.rollout.worker import ProgramCache, RolloutWorker
 from meshrl.rpc.clients.disk_full import DiskFullPolicy
 from meshrl.rpc.clients.queue import ClientOptions, QueueClient
 from meshrl.rpc.clients.shard import ShardClient
 from meshrl.rpc.runtime import Servicer
 from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.rpc.servicers.shard import ShardServicer
+from meshrl.simulation.agents import Agent, gateway_address, gateway_app
 from meshrl.simulation.call import connect
 from meshrl.simulation.checks import RowHistory, WatchedQueue
+from meshrl.simulation.conversations import (
+    OPTIONS,
+    ChatTokenizer,
+    CheckedConversations,
+)
 from meshrl.simulation.disk import CheckpointDisk, Disk, SimulatedCheckpoints
 from meshrl.simulation.engine import SimulatedEngine
 from meshrl.simulation.host import Takes
@@ -45,6 +52,7 @@ from meshrl.simulation.renewer import SimulatedRenewer
 from meshrl.simulation.shape import RUN, Shape
 from meshrl.simulation.stand_ins import (
     Collectives,
+    PostedFirst,
     StandInJudge,
     StandInLearner,
     StandInReference,
@@ -80,6 +88,7 @@ class Parts:
     client: type[QueueClient] = QueueClient
     shard_client: type[ShardClient] = ShardClient
     worker: type[RolloutWorker] = RolloutWorker
+    sessions: type[SessionTable] = SessionTable
     reward: type[RewardStage] = RewardStage
     reference: type[ReferenceStage] = ReferenceStage
     feeder: type[Feeder] = Feeder
@@ -141,6 +150,7 @@ class Services:
         """The weights of a trainer that has trained to the end."""
         self.done = asyncio.Event()
         """One has."""
+        self._conversations = CheckedConversations(shape.program, problem)
         self._seed = seed
         self._loop = loop
         self._parts = parts
@@ -220,6 +230,8 @@ class Services:
                 prompt_ids=prompt.prompt_ids,
                 group_size=shape.group,
                 sampling=SamplingParams(max_tokens=shape.tokens),
+                program=shape.program,
+                deadline_s=shape.deadline_s,
             )
 
         async with self._client() as queue:
@@ -263,33 +275,55 @@ class Services:
             drain_s=DRAIN_S,
             load=weights.load,
         )
-        async with self._client() as queue:
+        async with AsyncExitStack() as stack:
+            sessions: SessionTable | None = None
+            if shape.agents:
+                sessions = self._parts.sessions(prompt_tokens=None)
+                await stack.enter_async_context(self._gateway(name, sessions))
+            options = OPTIONS[shape.program]
+            programs = ProgramCache(shape.program, options, gateway=sessions)
+            await stack.enter_async_context(programs)
+            await programs.start()
+            queue = await stack.enter_async_context(self._client())
             await queue.open_run(shape.spec)
             worker = self._parts.worker(
                 queue,
                 engine,
-                Tokenizer(),
+                ChatTokenizer() if options else Tokenizer(),
                 runs=[RUN],
                 worker=name,
                 slots=shape.slots,
                 checkpoint=CheckpointIntervals(tokens=8, ms=500) if shape.saves_progress else None,
                 max_staleness=shape.max_staleness,
                 serving=controller.serving,
+                programs=programs,
+                demand=None if sessions is None else lambda: sessions.demand,
             )
-            incarnation.drain = worker.drain
-            both = [
-                asyncio.create_task(worker.run(grace_s=10.0), name="worker"),
-                asyncio.create_task(controller.run(), name="replica-controller"),
-            ]
+            if sessions is not None:
+                sessions.on_demand = worker.wake
+
+            def drain() -> None:
+                worker.drain()
+                if sessions is not None:
+                    sessions.drain()
+
+            incarnation.drain = drain
             try:
-                done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-                for ended in done:
-                    ended.result()
+                await _until_one_ends(worker.run(grace_s=10.0), controller.run())
             finally:
-                for task in both:
-                    task.cancel()
-                await asyncio.gather(*both, return_exceptions=True)
                 await engine.close()
+
+    @asynccontextmanager
+    async def _gateway(self, worker: str, sessions: SessionTable) -> AsyncIterator[None]:
+        """The gateway of a rollout worker, which listens before its worker is made, as in the product."""
+        address = gateway_address(worker)
+        sessions.url = f"http://{address}"
+        endpoint = self.network.listen(address, [gateway_app(sessions, self._problem)])
+        try:
+            yield
+        finally:
+            sessions.drain()
+            await self.network.stop(endpoint)
 
     async def score(self, incarnation: Incarnation) -> None:
         """A reward stage."""
@@ -298,7 +332,7 @@ class Services:
         async with self._client() as queue:
             await queue.open_run(self.shape.spec)
             stage = self._parts.reward(
-                queue, [RUN], judge, worker=incarnation.process.name, rows_per_call=4
+                queue, [RUN], PostedFirst(judge), worker=incarnation.process.name, rows_per_call=4
             )
             incarnation.drain = stage.drain
             await stage.run(grace_s=10.0)
@@ -311,6 +345,13 @@ class Services:
             stage = self._parts.reference(queue, [RUN], model, worker=incarnation.process.name)
             incarnation.drain = stage.drain
             await stage.run(grace_s=10.0)
+
+    async def lead(self, incarnation: Incarnation) -> None:
+        """An external agent."""
+        workers = [f"rollout-{number}" for number in range(self.shape.workers)]
+        agent = Agent(self.network, workers, self.random, self._conversations)
+        incarnation.drain = agent.stop
+        await agent.run()
 
     async def train(self, collectives: Collectives, rank: int, incarnation: Incarnation) -> None:
         """One rank of the trainer; rank 0 has the weight coordinator."""
@@ -335,6 +376,7 @@ class Services:
             self._problem,
             max_staleness=shape.max_staleness,
             reference=shape.references > 0,
+            check=self._conversations,
         )
         checkpoints = self._parts.checkpoints(self._checkpoints, self._takes(shape.checkpoint_s))
         real = cast(Learner, learner)
@@ -409,11 +451,24 @@ class Services:
     def _seconds_of(self, request_id: str) -> float:
         """How long the response of a row takes: it belongs to the row, and a few take long."""
         shape = self.shape
-        task = Uid.parse(request_id.partition("#")[0]).task
+        task = request_id.split("/")[1]
         if shape.slow_prompt_s and task == "0-0":
             return shape.slow_prompt_s
         draw = random.Random(f"{self._seed} {request_id}")
         return min(shape.response_s * draw.paretovariate(1.5) / 3.0, 20 * shape.response_s)
+
+
+async def _until_one_ends(*services: Coroutine[Any, Any, None]) -> None:
+    """Run both until the first ends, and end the others."""
+    tasks = [asyncio.create_task(service) for service in services]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for ended in done:
+            ended.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _address(name: str) -> str:

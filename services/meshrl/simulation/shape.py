@@ -9,16 +9,19 @@ from typing import Final
 
 from meshrl.contract.types import (
     REFERENCE_STAGE,
-    REWARD_STAGE,
-    ROLLOUT_STAGE,
     GroupPolicy,
     OnUpdate,
     RunSpec,
     StalePolicy,
+    reward_stage,
+    rollout_stage,
 )
+from meshrl.simulation.conversations import Program
 from meshrl.simulation.network import Delays
 
 RUN: Final = "run"
+CONVERSATION_TOKENS: Final = 256
+"""The most of a row of several turns, with what is observed."""
 FAST: Final = 0.2
 """Share of seeds with many short steps: versions follow each other faster than a slow replica receives them."""
 
@@ -48,8 +51,13 @@ class Shape:
     lease_ttl_s: float = 5.0
     save_freq: int = 2
     filter_groups: bool = False
+    program: Program = Program.SINGLE_TURN
+    agents: int = 0
+    """External agents, which claim sessions of the program `openai`."""
     tokens: int = 32
     deltas: int = 4
+    deadline_s: float = 600.0
+    """Of a row; an agent that dies leaves its session until then."""
     response_s: float = 2.0
     """Mean of a response; the tail is long."""
     slow_prompt_s: float = 0.0
@@ -81,6 +89,7 @@ class Shape:
             *(f"rollout-{number}" for number in range(self.workers)),
             *(f"reward-{number}" for number in range(self.rewards)),
             *(f"reference-{number}" for number in range(self.references)),
+            *(f"agent-{number}" for number in range(self.agents)),
         )
 
     @property
@@ -92,9 +101,14 @@ class Shape:
     @property
     def spec(self) -> RunSpec:
         """What the run asks of the queue."""
+        posted = self.program is Program.OPENAI
         return RunSpec(
             run=RUN,
-            stages=(ROLLOUT_STAGE, *(REFERENCE_STAGE,) * bool(self.references), REWARD_STAGE),
+            stages=(
+                rollout_stage(posted=posted),
+                *(REFERENCE_STAGE,) * bool(self.references),
+                reward_stage(posted=posted),
+            ),
             group_size=self.group,
             batch_groups=self.batch,
             max_staleness=self.max_staleness,
@@ -115,6 +129,8 @@ def draw_shape(seed: int) -> Shape:
     pace = random.Random(f"pace {seed}")
     more = random.Random(f"more {seed}")
     shards = more.choice((1, 1, 1, 1, 1, 1, 2, 3))
+    talk = random.Random(f"programs {seed}")
+    program = talk.choice((*(Program.SINGLE_TURN,) * 5, Program.TOOLS, Program.OPENAI))
     shape = Shape(
         workers=draw.randint(1, 4),
         slots=draw.randint(1, 4),
@@ -145,6 +161,10 @@ def draw_shape(seed: int) -> Shape:
         shards=shards,
         added=more.randint(0, 1) if shards > 1 else 0,
         references=more.choice((0, 0, 0, 1, 2)),
+        program=program,
+        agents=talk.randint(1, 6) if program is Program.OPENAI else 0,
+        deadline_s=150.0 if program is Program.OPENAI else 600.0,
+        tokens=32 if program is Program.SINGLE_TURN else CONVERSATION_TOKENS,
     )
     if pace.random() >= FAST:
         return shape

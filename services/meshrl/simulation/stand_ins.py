@@ -29,6 +29,7 @@ from meshrl.contract.types import (
     Uid,
     Version,
 )
+from meshrl.rewardd.posted_rewards import score_unposted
 from meshrl.simulation.engine import STEP_BITS, token_of
 from meshrl.simulation.loop import Blocked, SimulatedLoop
 from meshrl.trainer.learner.experience import Schedule, schedule
@@ -73,6 +74,21 @@ class StandInJudge:
             )
             for sample, draw in zip(samples, draws, strict=True)
         ]
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+class PostedFirst:
+    """Satisfies `Judge`: what the agent of a row has posted counts, as behind the product's active reward."""
+
+    def __init__(self, judge: StandInJudge) -> None:
+        self._judge = judge
+        self.reward_hash = judge.reward_hash
+
+    async def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
+        """The posted score, or else the judge's."""
+        return await score_unposted(self._judge, samples)
 
     async def close(self) -> None:
         """Nothing to end."""
@@ -227,14 +243,19 @@ class StandInLearner:
         *,
         max_staleness: float,
         reference: bool,
+        check: Callable[[Trajectory], None],
     ) -> None:
-        """`takes` is the time of one step, as a future that begins now; `problem` hears of wrong rows."""
+        """`takes` is the time of one step, as a future that begins now; `problem` hears of wrong rows.
+
+        `check` looks at each row, too.
+        """
         self.world = world
         self.policy = StandInPolicy()
         self.kl_coef = 0.0
         self.beside: dict[str, Any] = {}
         self._takes = takes
         self._problem = problem
+        self._check = check
         self._max_staleness = max_staleness
         self._reference = reference
         self.columns = (*COLUMNS, "ref_logprobs") if reference else COLUMNS
@@ -257,6 +278,7 @@ class StandInLearner:
             self._running = (step, self._takes())
             for row in rows:
                 self._check_labels(row, step)
+                self._check(row)
         if not self._running[1].done():
             raise Blocked(self._running[1])
         self.world.barrier()
