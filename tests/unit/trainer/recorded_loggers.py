@@ -5,6 +5,7 @@ Recorded from the packages: a call that they would refuse is refused here.
 
 from __future__ import annotations
 
+import os
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -90,6 +91,9 @@ def mlflow(calls: Calls) -> ModuleType:
         calls.append(("set_tracking_uri", dict(locals())))
 
     def set_experiment(experiment_name: str | None = None) -> None:
+        (uri,) = {call["uri"] for name, call in calls if name == "set_tracking_uri"}
+        if uri.startswith("file:") and os.environ.get("MLFLOW_ALLOW_FILE_STORE") != "true":
+            raise RuntimeError("The filesystem tracking backend is in maintenance mode")
         calls.append(("set_experiment", dict(locals())))
 
     def start_run(

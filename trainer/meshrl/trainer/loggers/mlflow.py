@@ -23,6 +23,8 @@ class MlflowLogger:
 
         self._mlflow: Any = mlflow
         if "MLFLOW_TRACKING_URI" not in os.environ:
+            # It refuses to log to files unless told; a database would need more than mlflow-skinny.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             mlflow.set_tracking_uri((run.directory / "mlflow").absolute().as_uri())
         mlflow.set_experiment(run.project)
         known = run.kept_id("mlflow", "")
