@@ -6,6 +6,7 @@ import ast
 import functools
 import re
 import runpy
+import shlex
 import subprocess
 import tarfile
 from collections.abc import Iterator
@@ -13,9 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from meshrl.cli import main
 from meshrl.cli.root import KNOWN
+from meshrl.config import load_recipe
+from meshrl.trainer.learning_signs import SIGNS, Sign
 
 from ...run_directory import bounds, unnamed
+from ...view_runs import add_rows
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -119,6 +124,45 @@ def test_metrics_that_the_reference_names_are_written_by_the_code() -> None:
     literal = '"{}"'
     unknown = [name for name in named if not any(literal.format(name) in s for s in sources)]
     assert unknown == []
+
+
+def quoted_by(sign: Sign) -> list[str]:
+    return re.findall(r"`([^`]+)`", " ".join((sign.means, *sign.change)))
+
+
+def test_signs_of_a_run_that_does_not_learn_name_metrics_of_the_reference() -> None:
+    text = (DOCS / "reference/metrics.md").read_text()
+    named = [re.sub(r"<\w+>", "[^/]+", name) for name in re.findall(r"`([a-z_]+/[^`]+)`", text)]
+    told = [name for sign in SIGNS for name in (*sign.metrics, *quoted_by(sign))]
+    told = [name for name in told if re.match("[a-z_]+/", name)]
+    assert [name for name in told if not any(re.fullmatch(one, name) for one in named)] == []
+
+
+def test_signs_of_a_run_that_does_not_learn_name_keys_and_values_that_a_recipe_takes(
+    tmp_path: Path,
+) -> None:
+    keys = (ROOT / "tests/fixtures/recipe_keys.txt").read_text().split()
+    quoted = [name.partition(": ") for sign in SIGNS for name in quoted_by(sign)]
+    named = [(key, value) for key, _, value in quoted if re.match(r"[a-z]+\.[a-z]", key)]
+    assert len(named) > 20 and [key for key, _ in named if key not in keys] == []
+    recipe = tmp_path / "my.yaml"
+    recipe.write_text("model: {path: model}\ndata: {train_files: [train.jsonl]}\n")
+    for key, value in named:
+        load_recipe(recipe, [f"{key}={value}"] if value else [], check=False)
+
+
+def test_signs_of_a_run_that_does_not_learn_name_commands_that_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_rows(tmp_path, 3)
+    for line in {one for sign in SIGNS for one in (*sign.command.split("; "), *quoted_by(sign))}:
+        program, *words = shlex.split(line.partition(" | ")[0])
+        if program == "meshrl":
+            given = [{"RUN": str(tmp_path), "N": "3"}.get(word, word) for word in words]
+            # `rows` is run, with its conditions; the others are looked up.
+            with pytest.raises(SystemExit) as ended:
+                main(given if words[0] == "rows" else [*given, "--help"])
+            assert not ended.value.code, (line, capsys.readouterr().err)
 
 
 def python_blocks() -> list[tuple[str, str]]:

@@ -231,7 +231,7 @@ SIGNS: tuple[Sign, ...] = (
         command="meshrl rows RUN --worst",
         means="The reward rose and fell again. Mostly the updates are too large, or too far off policy.",
         change=(
-            "Go back: `meshrl export --checkpoint` of the step before, and start from it.",
+            "Go back: `meshrl export TARGET --checkpoint CHECKPOINT` with one of before, and start from TARGET.",
             "Half of `actor.optim.lr`, or more warm-up (`actor.optim.lr_warmup_steps`); fewer `actor.ppo_epochs`.",
             "Less staleness (`queue.max_staleness`), or `algorithm.rollout_correction`.",
             "A KL term (`actor.use_kl_loss`) holds the policy near its reference.",
