@@ -277,6 +277,7 @@ class SaidServices:
             "carrier": "shm",
             "last_sync_s": 0.84,
             "pause_s": 0.021,
+            "moved_bytes": 11_400_000,
             "reason": "",
             "restarts": 0,
             "answers": True,
@@ -294,6 +295,7 @@ class SaidServices:
         slow = {
             "name": "rollout-1",
             "state": "SUSPECT",
+            "moved_bytes": None,
             "version": "1.119",
             "running": 12,
             "tokens_per_s": 2077.0,
@@ -304,7 +306,8 @@ class SaidServices:
             "reason": f"no progress for 11 s{self._markup}",
         }
         silent = {
-            key: member[key] for key in ("carrier", "last_sync_s", "pause_s", "reason", "version")
+            key: member[key]
+            for key in ("carrier", "last_sync_s", "pause_s", "moved_bytes", "reason", "version")
         } | {"name": "rollout-2", "state": "OUT", "answers": False, "restarts": None}
         members = [member, member | slow, silent | {"reason": "drained"}]
         return {"run": run_dir.name, "committed": "1.120", "proposed": "1.121", "members": members}

@@ -101,10 +101,12 @@ async def test_a_joiner_gets_all_of_it_while_the_others_get_patches(
         fetches.clear()
         late = await fleet.joined_late("late")
         assert (len(fetches.whole), len(fetches.patches)) == (BUCKETS, 0)
+        assert fleet.moved_bytes()["late"] == sum(fetches.whole)
         fetches.clear()
         source = sparse(2)
         await fleet.carry(source)
         assert (len(fetches.whole), len(fetches.patches)) == (0, 2 * BUCKETS)
+        assert list(fleet.moved_bytes().values()) == 2 * [sum(fetches.patches) // 2]
         assert late.hashes == source.manifest.bucket_hashes
 
 
@@ -307,6 +309,8 @@ async def test_a_hundred_updates_through_object_storage_are_exact_also_for_who_j
             path: sum(each.stat().st_size for each in path.iterdir()) for path in (anchor, patch)
         }
         assert size[patch] < 0.02 * size[anchor]
+        sent = sum(file.stat().st_size for file in patch.glob("*.patch"))
+        assert set(fleet.moved_bytes().values()) == {sent}
         assert fleet.published == [Version(1, step) for step in range(100)]
 
 

@@ -110,6 +110,10 @@ class Fleet:
             (view.state for view in self.coordinator.fleet().replicas if view.name == name), None
         )
 
+    def moved_bytes(self) -> dict[str, int]:
+        """What travelled of the last version, by replica."""
+        return {view.name: view.moved_bytes for view in self.coordinator.fleet().replicas}
+
     def reason_of(self, name: str) -> str:
         return next(view.reason for view in self.coordinator.fleet().replicas if view.name == name)
 

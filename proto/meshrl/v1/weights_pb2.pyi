@@ -349,6 +349,7 @@ class ReplicaReceived(_message.Message):
     HASH_FIELD_NUMBER: _builtins.int
     HOP_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    MOVED_BYTES_FIELD_NUMBER: _builtins.int
     bucket: _builtins.int
     hash: _builtins.str
     """xxh3-128 of what arrived; empty when nothing readable did."""
@@ -356,6 +357,8 @@ class ReplicaReceived(_message.Message):
     """Of the PROPOSE that named the sender."""
     error: _builtins.str
     """The channel from another replica failed: why."""
+    moved_bytes: _builtins.int
+    """What travelled of it; less than the bucket where the carrier sends what changed."""
     def __init__(
         self,
         *,
@@ -363,10 +366,11 @@ class ReplicaReceived(_message.Message):
         hash: _builtins.str = ...,
         hop: _builtins.int = ...,
         error: _builtins.str = ...,
+        moved_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "error", b"error", "hash", b"hash", "hop", b"hop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "error", b"error", "hash", b"hash", "hop", b"hop", "moved_bytes", b"moved_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -725,6 +729,7 @@ class ReplicaInfo(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     CARRIER_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    MOVED_BYTES_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     state: Global___ReplicaState.ValueType
     generation: _builtins.int
@@ -738,6 +743,8 @@ class ReplicaInfo(_message.Message):
     """What brought its last version, or brings the one under way; empty before the first."""
     address: _builtins.str
     """host:port of its service; empty when it did not say."""
+    moved_bytes: _builtins.int
+    """What travelled of its last version."""
     def __init__(
         self,
         *,
@@ -750,10 +757,11 @@ class ReplicaInfo(_message.Message):
         reason: _builtins.str = ...,
         carrier: _builtins.str = ...,
         address: _builtins.str = ...,
+        moved_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "carrier", b"carrier", "generation", b"generation", "last_sync_s", b"last_sync_s", "pause_s", b"pause_s", "reason", b"reason", "replica", b"replica", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "carrier", b"carrier", "generation", b"generation", "last_sync_s", b"last_sync_s", "moved_bytes", b"moved_bytes", "pause_s", b"pause_s", "reason", b"reason", "replica", b"replica", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

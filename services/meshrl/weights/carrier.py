@@ -65,7 +65,8 @@ class Link:
 class Channel(Protocol):
     """One end of the connection between a sender and one replica, for one generation.
 
-    Buckets are sent and received in the same order. A channel that failed once is of no further use.
+    Buckets are sent and received in the same order. A channel that failed once is of no further use. One that sends
+    what changed has `moved_bytes` too: what travelled of the bucket that was received last.
     """
 
     async def open(self, deadline_s: float) -> None:

@@ -49,6 +49,8 @@ class ReplicaView:
     """The carrier of its last version, or of the one in transfer."""
     address: str = ""
     """Where its own service listens; empty when unknown."""
+    moved_bytes: int = 0
+    """What travelled of its last version; less than the version where its carrier sends what changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,7 @@ def encode_fleet(fleet: FleetView) -> pb.FleetResponse:
                 reason=view.reason,
                 carrier=view.carrier,
                 address=view.address,
+                moved_bytes=view.moved_bytes,
             )
             for view in fleet.replicas
         ],
@@ -114,6 +117,7 @@ def decode_fleet(message: pb.FleetResponse) -> FleetView:
                 reason=info.reason,
                 carrier=info.carrier,
                 address=info.address,
+                moved_bytes=info.moved_bytes,
             )
             for info in message.replicas
         ),

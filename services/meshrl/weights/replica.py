@@ -63,6 +63,7 @@ class Replica:
         self.reason = ""
         self.last_sync_s = 0.0
         self.pause_s = 0.0
+        self.moved_bytes = 0
         self._clock = asyncio.get_running_loop().time
         self._run = hello.stamp.run
         self._commit_s = max(hello.hello.commit_deadline_s, config.commit_s)
@@ -85,6 +86,8 @@ class Replica:
         """Of the last version, or of the one in transfer."""
         self._moving = False
         """Between PROPOSE and the last RECEIVED: the carrier may be the cause of a failure now."""
+        self._moving_bytes = 0
+        """What has travelled of the version in transfer."""
         self._served_bytes = 0
         """Of the last version that was prepared."""
         self._opening_s = 0.0
@@ -104,6 +107,7 @@ class Replica:
             reason=self.reason,
             carrier=self._route.carrier if self._route else "",
             address=self.address,
+            moved_bytes=self.moved_bytes,
         )
 
     async def propose(self, source: WeightSource, before: Replica | None = None) -> None:
@@ -121,6 +125,7 @@ class Replica:
         self._began = self._clock()
         version = source.manifest.version
         self.progress.begin(version)
+        self._moving_bytes = 0
         self._route = await self._routes.choose(self.peer, source)
         proposed_at = self._clock()
         with self._carrying():
@@ -166,6 +171,7 @@ class Replica:
         self.state = ReplicaState.SERVING
         self.pause_s = committed.committed.pause_s
         self.last_sync_s = self._clock() - self._began
+        self.moved_bytes = self._moving_bytes
 
     async def drop(self, version: Version, reason: str) -> None:
         """Withdraw the prepared version; the replica stays in the fleet."""
@@ -324,6 +330,7 @@ class Replica:
                     raise InfraError(
                         f"{self.name}: acknowledged bucket {received.bucket}, not {index}"
                     )
+                self._moving_bytes += received.moved_bytes
                 if received.hash != manifest.bucket_hashes[index]:
                     corrupted.append(index)
                 else:

@@ -231,6 +231,7 @@ class Session:
             mapped = await self._from_sender(channel.receive(manifest, index, buckets[index]))
             if mapped is not None:
                 buckets[index] = mapped
+            received.moved_bytes = getattr(channel, "moved_bytes", buckets[index].nbytes)
             received.hash = await asyncio.to_thread(digest, buckets[index])
         except CorruptError:
             received.hash = ""  # no bucket has this hash: the coordinator sends it again

@@ -319,8 +319,8 @@ class VersionReader:
                 "(weights.directory, or without one a shared run.dir)"
             )
 
-    def read(self, manifest: WeightManifest, index: int, into: Uint8, *, again: bool) -> None:
-        """Fill `into`.
+    def read(self, manifest: WeightManifest, index: int, into: Uint8, *, again: bool) -> int:
+        """Fill `into`; returns how many bytes were read.
 
         Args:
             manifest: of the version.
@@ -333,27 +333,29 @@ class VersionReader:
             UnavailableError: the store fails.
         """
         if again:
-            self._read_whole(manifest, manifest.version, index, into)
-            return
+            return self._read_whole(manifest, manifest.version, index, into)
         if not self._chain or self._chain[-1] != manifest.version:
             self._chain = self._store.chain(self._run, manifest.version)
         held = self._held.base(manifest, index)
         if held is not None and held[0] in self._chain:
-            start = self._chain.index(held[0])
+            start, moved = self._chain.index(held[0]), 0
             into[:] = held[1]
         else:
-            start = 0
-            self._read_whole(manifest, self._chain[0], index, into)
+            start, moved = 0, self._read_whole(manifest, self._chain[0], index, into)
         for version in self._chain[start + 1 :]:
             folder = self._store.folder(self._run, version)
-            apply(into, self._store.read(f"{folder}/{_patch_name(manifest, index)}"), into)
+            patch = self._store.read(f"{folder}/{_patch_name(manifest, index)}")
+            apply(into, patch, into)
+            moved += len(patch)
+        return moved
 
     def _read_whole(
         self, manifest: WeightManifest, version: Version, index: int, into: Uint8
-    ) -> None:
+    ) -> int:
         path = f"{self._store.folder(self._run, version)}/{file_name(manifest, index)}"
         content = self._store.read(path)
         read_tensors(io.BytesIO(content), len(content), path, manifest, index, into)
+        return len(content)
 
 
 def _opened(url: str) -> tuple[Any, str]:

@@ -200,6 +200,7 @@ def _member_json(member: Member) -> dict[str, Any]:
         "carrier": replica.carrier if replica else None,
         "last_sync_s": replica.last_sync_s if replica else None,
         "pause_s": replica.pause_s if replica else None,
+        "moved_bytes": replica.moved_bytes if replica else None,
         "reason": member.reason,
         "restarts": member.restarts,
         "answers": report is not None,

@@ -276,6 +276,8 @@ class Receiver:
             None
         )
         self._requested: set[_Key] = set()
+        self.moved_bytes = 0
+        """Of the bucket that was received last: of its patch, or its own."""
 
     async def open(self, deadline_s: float) -> None:
         """Reach the trainer's process. Raises UnavailableError."""
@@ -358,6 +360,7 @@ class Receiver:
             raise from_rpc(error, f"weights at {self._address}") from error
         finally:
             call.cancel()
+        self.moved_bytes = filled
         if patch is None and filled != into.nbytes:
             raise CorruptError(f"{what}: {filled} of its {into.nbytes} bytes")
         return patch

@@ -134,6 +134,8 @@ class Receiver:
         self._reader = VersionReader(store, link.run, held)
         self._thread = thread
         self._requested: set[tuple[Version, int]] = set()
+        self.moved_bytes = 0
+        """Read for the bucket that was received last."""
 
     async def open(self, deadline_s: float) -> None:
         """Look for the trainer's store. Raises UnavailableError when this process does not see it."""
@@ -159,11 +161,13 @@ class Receiver:
         if again:
             self._held.forget()
 
-        def read() -> None:
-            self._reader.read(manifest, index, into, again=again)
+        def read() -> int:
+            return self._reader.read(manifest, index, into, again=again)
 
         deadline_s = self._config.deadline_s(manifest.total_bytes)  # a joiner reads a chain
-        await within(self._thread.run(read), deadline_s, f"bucket {index} of weights {key[0]}")
+        reading = self._thread.run(read)
+        what = f"bucket {index} of weights {key[0]}"
+        self.moved_bytes = await within(reading, deadline_s, what)
         if self._config.directory:  # else every version is whole, and none is the base of a patch
             self._held.arrived(manifest, index, into)
 

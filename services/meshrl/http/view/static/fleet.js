@@ -41,6 +41,7 @@ export default function fleet(place, context) {
       one.answers ? figure(Math.round(one.tokens_per_s)) : null,
       one.last_sync_s === null ? null : `${figure(one.last_sync_s)} s`,
       one.pause_s === null ? null : `${figure(1000 * one.pause_s)} ms`,
+      one.moved_bytes ? `${figure(one.moved_bytes / 2 ** 20)} MiB` : null,
       one.answers ? `${figure(Math.round(100 * one.error_rate))} %` : null,
       one.answers ? one.breaker : null,
       one.answers ? `${figure(one.written)} / ${figure(one.failed)} / ${figure(one.lost)}` : null,
@@ -52,7 +53,7 @@ export default function fleet(place, context) {
       el("dl", { class: "facts" },
         fact("version committed", answer.committed ?? "–"), fact("in transfer", answer.proposed ?? "–"),
         fact("workers", figure(answer.members.length)), fact("tokens/s sampled", figure(Math.round(tokens)))),
-      table(["worker", "state", "version", "carrier", "requests", "tokens/s", "last sync", "paused", "errors", "breaker",
+      table(["worker", "state", "version", "carrier", "requests", "tokens/s", "last sync", "paused", "moved", "errors", "breaker",
         "rows written / failed / lost", "restarts", "reason"], rows, "Workers"));
   });
 }
