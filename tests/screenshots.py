@@ -35,7 +35,7 @@ VIEWS = {
     "rollouts": ("rollouts?step=60", "document.querySelectorAll('.row').length >= 24"),
     "row": ("rollouts?step=60&row=21&colour=logprob", "document.querySelector('.token')"),
     "flow": ("flow", "document.querySelector('.stack')"),
-    "fleet": ("fleet", "document.querySelector('.badge')"),
+    "fleet": ("fleet", "document.querySelector('main')?.innerText.includes('10.87 MiB')"),
     "timeline": ("timeline", "document.querySelectorAll('.lane .span').length >= 20"),
     "help": ("help?sign=equal-groups", "document.querySelector('.card[aria-current=true]')"),
     "config": ("config?other=gsm8k-fast", "document.querySelector('td')"),

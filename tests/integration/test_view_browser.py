@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from meshrl.rpc.credentials import MeshRole, ensure_credentials, file_of_role
+
 from ..browser import Browser, browser, missing
 from ..screenshots import VIEWS, served
-from ..view_runs import SaidServices, add_steps, two_runs
+from ..view_runs import SaidServices, add_many_rows, add_steps, two_runs
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no browser: {missing()}")
 
@@ -78,6 +80,34 @@ def set_every_option(page: Browser, url: str) -> None:
     assert page.complaints() == []
 
 
+def turn_pages_of_many_rows(page: Browser, url: str) -> None:
+    """The last page, sorted and filtered, of 100,000 rows: the page holds what it shows, and no more."""
+    base = f"{url.partition('#')[0]}#/rollouts?run=gsm8k-fast&step=80&layout=rows"
+    page.open(f"{base}&sort=reward+up&page=1999")
+    page.until("document.body.innerText.includes('rows 99,951 to 100,000 of 100,000')")
+    assert page.run("return document.querySelectorAll('main tbody tr').length") == 50
+    page.open(f"{base}&search=answer+99999")
+    page.until("document.body.innerText.includes('rows 1 to 1 of 1')")
+    page.open(f"{base.replace('layout=rows', 'layout=groups')}&where=reward+%3D%3D+3&page=3")
+    page.until("document.querySelectorAll('.group').length === 10")
+    assert page.complaints() == []
+
+
+def replay_as_operator(page: Browser, url: str, credential: str, services: SaidServices) -> None:
+    page.open(url)
+    page.open(f"{url.partition('#')[0]}#/flow")
+    page.until("document.body.innerText.includes('meshrl dead-letters replay')")
+    assert not page.run("return document.querySelector('td button')")
+    page.open("about:blank")
+    page.open(f"{url.partition('#')[0]}#token={credential}")
+    page.until("document.querySelector('.panel canvas')")
+    page.open(f"{url.partition('#')[0]}#/flow")
+    page.until("document.querySelector('td button')")
+    page.run("document.querySelector('td button').click()")
+    page.until("document.body.innerText.includes('44 rows are admitted again')")
+    assert [replayed[1:3] for replayed in services.replayed] == [("rollout", "timeout")]
+
+
 def watch_it_grow(page: Browser, url: str, run: Path) -> None:
     page.open(f"{url.partition('#')[0]}#/overview")
     page.until("document.querySelector('.chip')?.innerText.includes('step 119')")
@@ -101,11 +131,23 @@ async def test_every_view_is_drawn_and_what_models_say_stays_text(
     page: Browser, tmp_path: Path
 ) -> None:
     runs = two_runs(tmp_path)
+    add_many_rows(runs[1], 80)
     async with served(runs, SaidServices()) as url:
         await asyncio.to_thread(look_at_every_view, page, url)
+        await asyncio.to_thread(turn_pages_of_many_rows, page, url)
         await asyncio.to_thread(walk_by_keyboard, page, url)
         await asyncio.to_thread(set_every_option, page, url)
         await asyncio.to_thread(watch_it_grow, page, url, runs[0])
+
+
+async def test_an_operator_replays_dead_letters_by_a_button_that_a_reader_lacks(
+    page: Browser, tmp_path: Path
+) -> None:
+    run, services = two_runs(tmp_path)[0], SaidServices()
+    ensure_credentials(run)
+    operator = file_of_role(run, MeshRole.OPERATOR).read_text().strip()
+    async with served([run], services) as url:
+        await asyncio.to_thread(replay_as_operator, page, url, operator, services)
 
 
 async def test_a_page_without_the_token_says_what_to_open(page: Browser, tmp_path: Path) -> None:

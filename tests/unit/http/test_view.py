@@ -21,6 +21,7 @@ from meshrl.rpc.credentials import MeshRole, ensure_credentials, file_of_role
 from ...view_runs import (
     HOSTILE,
     SaidServices,
+    add_many_rows,
     add_recipe,
     add_rows,
     add_steps,
@@ -324,16 +325,7 @@ def test_a_broken_trajectory_file_is_one_line(tmp_path: Path, damage: str) -> No
 
 def test_pages_of_many_rows_read_no_more_than_they_show(tmp_path: Path) -> None:
     count = 100_000
-    tasks = [f"t{number // 8}" for number in range(count)]
-    columns = {
-        "task": tasks,
-        "index": [number % 8 for number in range(count)],
-        "reward": [float(number % 7) for number in range(count)],
-        "response": [f"answer {number}" for number in range(count)],
-    }
-    (tmp_path / "trajectories").mkdir()
-    path = tmp_path / "trajectories" / "step-1.parquet"
-    pq.write_table(pa.table(columns), path, row_group_size=4096)
+    add_many_rows(tmp_path, 1, count)
     with client_of([tmp_path]) as client:
         where = f"{tmp_path.name}/rows/train/1"
         page = ask(client, where, sort="reward", descending=True, offset=count // 8, limit=50)
