@@ -20,13 +20,13 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 LINES: Mapping[str, int] = {
-    "meshrl.trainer": 15950,
-    "meshrl.rollout": 10350,
+    "meshrl.trainer": 16070,
+    "meshrl.rollout": 10610,
     "meshrl.transferqueue": 10764,
     "meshrl.rewardd": 6350,
     "meshrl.sandbox": 1650,
     "meshrl.weights": 7000,
-    "meshrl.contract": 6000,
+    "meshrl.contract": 6150,
     "meshrl.simulation": 6100,
     "meshrl.rpc": 6000,
     "meshrl.launcher": 4460,
@@ -35,7 +35,7 @@ LINES: Mapping[str, int] = {
     "meshrl.http": 3350,
     "meshrl.verl": 2200,
     "meshrl.client": 1800,
-    "meshrl.config": 2950,
+    "meshrl.config": 3010,
     "meshrl.api": 500,
 }
 """The most lines of each package, generated code left out."""

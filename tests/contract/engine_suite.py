@@ -24,6 +24,7 @@ from meshrl.contract.types import (
 )
 from meshrl.rollout.generation_checkpoint import continuation
 from meshrl.rollout.streams import Response, closing, sample
+from meshrl.rollout.time_slices import SleepingEngine
 
 SLOTS = 4
 LONG = 3000
@@ -224,6 +225,46 @@ class EngineSuite(ABC):
         assert [span.version for span in answer.spans] == [old]
         assert len(answer.tokens) == LONG // 4
         assert [span.version for span in later.spans] == [new]
+
+    async def test_a_sleeping_engine_samples_nothing_and_goes_on_where_it_was(
+        self, engine: Engine
+    ) -> None:
+        if not isinstance(engine, SleepingEngine):
+            pytest.skip("it has no device to give up")
+        version = await self.commit(engine, 0)
+        async with closing(engine.generate(ask("a", max_tokens=LONG))) as stream:
+            versions = [(await anext(stream)).version]
+            await engine.sleep()
+            await engine.sleep()
+            waiting = asyncio.create_task(sample(engine, ask("b")))
+            await asyncio.sleep(0.05)
+            assert engine.asleep and not waiting.done()
+            assert engine.stats().running == 1
+            await engine.wake()
+            await engine.wake()
+            assert not engine.asleep
+            versions += [(await anext(stream)).version for _ in range(3)]
+        assert set(versions) == {version}
+        assert [span.version for span in (await waiting).spans] == [version]
+
+    async def test_a_commit_wakes_a_sleeping_engine_with_the_new_version(
+        self, engine: Engine
+    ) -> None:
+        if not isinstance(engine, SleepingEngine):
+            pytest.skip("it has no device to give up")
+        await engine.sleep()
+        await engine.wake()  # with nothing: there is no version yet
+        old = await self.commit(engine, 0, OnUpdate.DRAIN)
+        async with closing(engine.generate(ask("a", max_tokens=LONG))) as stream:
+            versions = [(await anext(stream)).version]
+            await engine.sleep()
+            new = await self.commit(engine, 1)
+            async for delta in stream:
+                versions.append(delta.version)
+                if delta.version == new:
+                    break
+        assert versions[-1] == new and set(versions[:-1]) == {old}
+        assert (engine.asleep, engine.version) == (False, new)
 
     async def test_an_invalid_request_is_a_user_error(self, engine: Engine) -> None:
         await self.commit(engine, 0)

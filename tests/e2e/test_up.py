@@ -50,7 +50,7 @@ def test_a_run_trains_evaluates_exports_and_balances(tmp_path: Path) -> None:
     assert answered.shape[1] > prompt["input_ids"].shape[1]
 
 
-def test_on_policy_runs_are_equal_to_the_bit(
+def test_on_policy_runs_are_equal_to_the_bit_also_in_turns_on_one_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = []
@@ -62,11 +62,12 @@ def test_on_policy_runs_are_equal_to_the_bit(
             mesh.run("trainer.test_freq=-1", "trainer.val_before_train=false")
         else:  # whoever starts it
             monkeypatch.setenv("OMP_NUM_THREADS", "1")
-            with run(
-                mesh.recipe, {"trainer.test_freq": -1, "trainer.val_before_train": False}
-            ) as it:
+            changes = {"trainer.test_freq": -1, "trainer.val_before_train": False}
+            with run(mesh.recipe, {**changes, "placement.colocate": "time_sliced"}) as it:
                 assert it.status.state == "running"
                 assert it.wait(PATIENCE_S).state == "finished"
+            assert all(line["time_slices/held_s"] > 0 for line in mesh.steps()[1:])
+            assert all(line["staleness/max"] == 0 for line in mesh.steps())
         weights.append(load_file(mesh.export / "model.safetensors"))
     before = load_file(tmp_path / "first" / "model" / "model.safetensors")
     assert weights[0].keys() == weights[1].keys()

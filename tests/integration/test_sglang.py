@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -374,6 +375,32 @@ async def test_a_failed_update_poisons_a_server_that_cannot_be_replaced(make: Ma
         await commit(engine, 2)
     with pytest.raises(MeshError, match="half loaded: restart it"):
         await sample(engine, ask("a"))
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["does_not_sleep", "dies_asleep"])
+async def test_a_server_that_cannot_sleep_or_dies_asleep_starts_again_when_the_engine_wakes(
+    make: Maker, killed: bool
+) -> None:
+    engine = await make()
+    version = await commit(engine, 0)
+    url = engine.url
+    if killed:
+        await engine.sleep()
+        with pytest.raises(httpx.HTTPError):
+            await post(url, "/continue_generation", {})  # without memory: it dies
+    else:
+        problem = {"status": 500, "message": "no memory saver"}
+        await fault(url, route="/release_memory_occupation", **problem)
+        await engine.sleep()
+    await asyncio.sleep(0.3)
+    with pytest.raises(httpx.ConnectError):
+        await state(url)
+    assert engine.asleep  # the device is another one's: nothing starts there
+    await engine.wake()
+    assert (engine.asleep, engine.version) == (False, version)
+    assert engine.url != url
+    answer = await sample(engine, ask("a"))
+    assert [span.version for span in answer.spans] == [version]
 
 
 async def test_a_server_that_dies_in_mid_stream_comes_back_with_the_served_version(

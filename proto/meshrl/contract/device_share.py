@@ -10,6 +10,7 @@ DEVICES = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 MEMORY = "MESHRL_GPU_MEMORY_SHARE"
 PORTS = "MESHRL_PORTS"
+IN_TURNS = "MESHRL_GPU_IN_TURNS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class DeviceShare:
     """Ports for the processes that it starts; empty: any."""
     bus_order: bool = True
     """The devices are numbered by their place on the bus; False: as CUDA numbers them for the user."""
+    in_turns: bool = False
+    """Others take this memory too, while this service sleeps."""
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -31,6 +34,8 @@ class DeviceShare:
         found = {DEVICES: ",".join(self.devices), MEMORY: f"{self.memory:g}"}
         if self.bus_order:
             found[ORDER] = "PCI_BUS_ID"
+        if self.in_turns:
+            found[IN_TURNS] = "1"
         if self.ports:
             found[PORTS] = f"{self.ports.start}-{self.ports.stop - 1}"
         return found
@@ -46,4 +51,5 @@ class DeviceShare:
             memory=float(environment[MEMORY]),
             ports=range(int(first), int(last) + 1) if last else range(0),
             bus_order=environment.get(ORDER) == "PCI_BUS_ID",
+            in_turns=environment.get(IN_TURNS) == "1",
         )

@@ -52,6 +52,7 @@ from meshrl.rollout.ports import (
 )
 from meshrl.rollout.sessions.gateway import Gateway
 from meshrl.rollout.sync_batch import SyncBatch
+from meshrl.rollout.time_slices import SleepingEngine
 from meshrl.rollout.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -327,6 +328,8 @@ class RolloutWorker:
 
     def _may_lease(self, held: int) -> int:
         """How many rows may be leased in addition to the `held` ones: by the engine's cache, breaker and demand."""
+        if isinstance(self._engine, SleepingEngine) and self._engine.asleep:
+            return 0
         if self.breaker is None:  # a sync batch is complete or not leased at all
             return self._slots - held
         limit = max(1, min(self._slots, self._engine.stats().capacity))

@@ -27,6 +27,8 @@ ENGINE_SHARE = 0.9
 """Of a GPU that an engine has for itself."""
 UNKNOWN_SHARES = {"trainer": 0.45, "reference": 0.1, "rollout": 0.4}
 """Of a shared GPU, where the memory or the model's size is not known."""
+UNKNOWN_CONTEXT = 0.1
+"""Of a GPU that is used in turns: what a process keeps between its turns, where the memory is not known."""
 FIRST_PORT, PORTS_EACH = 10_000, 64
 FIRST_WORKER = 2
 """Number of the port range of rollout-0, behind those of the trainer and the reference."""
@@ -90,6 +92,8 @@ class Placement:
     def problems(self) -> Iterator[str]:
         """GPUs whose services need more memory than there is, by estimate; carriers that the places rule out."""
         yield from self._carrier_problems()
+        if self.recipe.takes_turns:
+            yield from self._turn_problems()
         seen = set()
         for place in self.places.values():
             for gpu in place.gpus:
@@ -98,6 +102,8 @@ class Placement:
                 needs = [p.need.total for p in beside if p.need is not None]
                 known = gpu.memory and len(needs) == len(beside)
                 kinds = tuple(name.partition("-")[0] for name in services)
+                if known:
+                    needs = self._at_once(place.service, services, needs)
                 if kinds in seen or not known or sum(needs) <= USABLE * gpu.memory:
                     continue
                 seen.add(kinds)
@@ -108,6 +114,36 @@ class Placement:
                     f"placement: {parts} GiB on a GPU of {gpu.memory / GIB:.0f} GiB, by estimate: "
                     + _advice(self.recipe, services)
                 )
+
+    def _at_once(self, service: str, beside: Sequence[str], needs: Sequence[int]) -> list[int]:
+        """What services on one GPU take while `service` has its turn: those that sleep keep a context."""
+        if not self.recipe.takes_turns:
+            return list(needs)
+        return [
+            memory.OVERHEAD if name != service and sleeps(name) else need
+            for name, need in zip(beside, needs, strict=True)
+        ]
+
+    def _turn_problems(self) -> Iterator[str]:
+        at, recipe = "placement.colocate: time_sliced", self.recipe
+        if recipe.rollout.name not in ENGINES:
+            yield f"{at}, and rollout.name is {recipe.rollout.name}; want one of {', '.join(ENGINES)}"
+        if recipe.trainer.nproc > 1:
+            yield f"{at}, and the trainer has {recipe.trainer.nproc} ranks; want 1"
+            return
+        if recipe.weights.carrier in ("nccl", "cuda_ipc"):
+            yield (
+                f"{at}, and weights.carrier {recipe.weights.carrier} keeps memory of the GPU while engines"
+                " have it; want shm or auto"
+            )
+        apart = [
+            name
+            for name, place in self.places.items()
+            if name.startswith("rollout-")
+            and place.share.devices != self.places["trainer"].share.devices
+        ]
+        if apart:
+            yield f"{at}, and {apart[0]} is not on the trainer's GPU; want rollout.workers=1 on one GPU"
 
     def _carrier_problems(self) -> Iterator[str]:
         carrier = self.recipe.weights.carrier
@@ -258,7 +294,7 @@ class _Division:
     def _colocate(self, per_worker: int) -> bool:
         if not per_worker or not self.on_cuda or self.asked.trainer == 0:
             return False
-        return self.total == 1 if self.asked.colocate == "auto" else self.asked.colocate
+        return self.total == 1 if self.asked.colocate == "auto" else bool(self.asked.colocate)
 
     def _own_reference_gpu(self) -> bool:
         if not needs_reference(self.recipe) or not self.on_cuda or self.asked.reference == 0:
@@ -371,9 +407,13 @@ class _Division:
                     memory=self._memory_share(name, beside, needs),
                     ports=_ports(number),
                     bus_order=host.bus_order,
+                    in_turns=self._takes_turns(name) and bool(gpus),
                 ),
             )
         return places
+
+    def _takes_turns(self, name: str) -> bool:
+        return self.recipe.takes_turns and sleeps(name)
 
     def _need(self, recipe: Recipe, name: str, ranks: int, per_worker: int) -> Need | None:
         kind = name.partition("-")[0]
@@ -386,6 +426,16 @@ class _Division:
             return memory.reference_need(recipe, model)
         return memory.engine_need(recipe, model, max(1, per_worker))
 
+    def _turn_share(self, beside: Sequence[str], needs: Mapping[str, Need | None]) -> float:
+        """All but what the others keep meanwhile."""
+        kept = 0.0
+        for other in beside:
+            if sleeps(other):
+                kept += memory.OVERHEAD / self.memory if self.memory else UNKNOWN_CONTEXT
+            else:
+                kept += self._memory_share(other, ["trainer"], needs)
+        return round(max(0.01, min(ENGINE_SHARE, USABLE - kept)), 2)
+
     def _memory_share(
         self, name: str, beside: Sequence[str], needs: Mapping[str, Need | None]
     ) -> float:
@@ -393,6 +443,8 @@ class _Division:
         kind = name.partition("-")[0]
         if not beside:
             return ENGINE_SHARE if kind == "rollout" else 1.0
+        if self._takes_turns(name):
+            return self._turn_share(beside, needs)
         known = [need for each in (name, *beside) if (need := needs[each]) is not None]
         if not self.memory or len(known) < 1 + len(beside):
             return UNKNOWN_SHARES[kind]
@@ -404,6 +456,11 @@ class _Division:
         engines = 1 + len(beside) - len(others)
         rest = USABLE - sum(self._memory_share(o, [name], needs) for o in others)
         return round(max(0.01, min(ENGINE_SHARE, rest / engines)), 2)
+
+
+def sleeps(service: str) -> bool:
+    """Whether a service gives up the GPU when it is used in turns; the reference keeps its part."""
+    return service != "reference"
 
 
 def _decided(recipe: Recipe, ranks: int, workers: int) -> Recipe:

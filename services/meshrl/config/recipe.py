@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract import plugins
@@ -109,8 +109,12 @@ class PlacementConfig(Config):
     reference: Literal["auto", 0, 1] = "auto"
     """GPUs of the reference model; 0: it computes on the CPU. `auto`: one for itself on machines with 4 or more, else
     the trainer's last one."""
-    colocate: Literal["auto"] | bool = "auto"
-    """Rollout workers share the trainer's GPUs, each with a share of their memory; `auto`: on a single GPU only."""
+    colocate: Literal["auto", "time_sliced"] | bool = "auto"
+    """Rollout workers share the trainer's GPUs, each with a share of their memory; `auto`: on a single GPU only.
+    `time_sliced`: trainer and engines take turns on one GPU, and each has nearly all of its memory meanwhile (on a
+    machine without GPUs, on its CPU)."""
+    turn_wait_s: PositiveFloat = 900.0
+    """With `time_sliced`: how long engines may take to give the GPU up; then the trainer ends with their pids."""
     machines: dict[str, PositiveInt] = Field(default_factory=dict)
     """Host names and numbers of GPUs, for services that are started on several machines; trainer and reference are on
     the first one. Empty: the machine where services start."""
@@ -182,6 +186,11 @@ class Recipe(Config):
     def tokenizer_dir(self) -> Path:
         """Where the tokenizer's files are."""
         return self.model.tokenizer_path or self.model.path
+
+    @property
+    def takes_turns(self) -> bool:
+        """Trainer and engines use one device in turns."""
+        return self.placement.colocate == "time_sliced"
 
     @property
     def reference_model(self) -> ModelConfig:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from meshrl.config.recipe import EVAL_SUFFIX, Recipe, has_evaluation
 from meshrl.config.stages import stage_specs, train_spec
+from meshrl.contract.device_lease import DeviceLease
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.stage_worker import Handler, StageWorker
@@ -61,6 +62,11 @@ async def serve_stage(
         )
         await server.ready()
         await work_until_stopped(server, worker.run(grace_s=STAGE_GRACE_S), worker.drain)
+
+
+def lease_device(recipe: Recipe) -> DeviceLease:
+    """This process's part in the turns on the device that the run's trainer and engines share."""
+    return DeviceLease(recipe.run.path / "device.lease")
 
 
 async def open_runs(queue: Queue, recipe: Recipe) -> tuple[str, ...]:

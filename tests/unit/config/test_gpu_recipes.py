@@ -13,12 +13,15 @@ from meshrl.config.machine import AssumedMachine, Assumptions
 from meshrl.config.placement import place
 
 RECIPES = Path(__file__).parents[3] / "recipes"
+IN_TURNS = (
+    *("placement.colocate=time_sliced", "queue.max_staleness=0", "rollout.on_update=drain"),
+)
 
 
 @pytest.mark.parametrize(
     ("folder", "variants"),
     [
-        ("one_gpu", [(), ("model.lora_rank=32", "actor.optim.lr=1e-4")]),
+        ("one_gpu", [(), ("model.lora_rank=32", "actor.optim.lr=1e-4"), IN_TURNS]),
         ("eight_gpus", [(), ("actor.use_kl_loss=true",)]),
     ],
 )

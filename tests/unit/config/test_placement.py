@@ -47,6 +47,7 @@ QWEN_32B = {
 }
 HALF = ("model.param_dtype=bfloat16", "model.enable_gradient_checkpointing=true")
 WITH_REFERENCE = "actor.use_kl_loss=true"
+TURNS = "placement.colocate=time_sliced"
 
 
 def machine(gpus: int, memory: float | None = 80) -> AssumedMachine:
@@ -140,6 +141,26 @@ def test_services_that_share_a_gpu_share_its_memory_and_no_port(tmp_path: Path) 
     assert [at.share.memory for at in unknown.places.values()] == [0.45, 0.1, 0.4]
 
 
+def test_in_turns_each_has_what_the_other_does_not_keep(tmp_path: Path) -> None:
+    asked = recipe(tmp_path, TURNS, *HALF, WITH_REFERENCE)
+    shares = {n: at.share for n, at in place(asked, machine(1, 24)).places.items()}
+    for name in ("trainer", "rollout-0"):
+        assert 0.6 < shares[name].memory < 0.95 - shares["reference"].memory - 1.5 / 24 + 0.01
+        assert shares[name].in_turns
+    assert not shares["reference"].in_turns
+    alone = place(recipe(tmp_path, *HALF), machine(1)).places["trainer"].need
+    assert alone is not None
+    small = machine(1, (alone.total / GIB + 1.6) / 0.95)
+    assert list(place(recipe(tmp_path, *HALF), small).problems())  # side by side
+    assert not list(place(recipe(tmp_path, TURNS, *HALF), small).problems())
+    arguments = vllm.share_arguments(shares["rollout-0"])
+    assert "--enable-sleep-mode" in arguments
+    assert "--enable-memory-saver" in sglang.share_arguments(shares["rollout-0"])
+    assert "--enable-sleep-mode" not in vllm.share_arguments(shares["reference"])
+    unknown = place(recipe(tmp_path, TURNS), machine(1, memory=None))
+    assert [at.share.memory for at in unknown.places.values()] == [0.85, 0.85]
+
+
 def test_a_share_is_the_same_on_the_other_side_of_the_environment() -> None:
     share = DeviceShare(devices=("2", "3"), memory=0.35, ports=range(10_000, 10_064))
     assert DeviceShare.of(share.environment) == share
@@ -186,6 +207,22 @@ def test_one_more_worker_gets_what_is_free_or_is_refused(tmp_path: Path) -> None
         (
             *(1, ("weights.carrier=nccl", *HALF)),
             "weights.carrier: nccl, and rollout-0 is on the GPU of the trainer's first rank, which NCCL refuses",
+        ),
+        (
+            *(1, (TURNS, "rollout.name=echo")),
+            "placement.colocate: time_sliced, and rollout.name is echo; want one of torch, vllm, sglang",
+        ),
+        (
+            *(2, (TURNS, "rollout.workers=1")),
+            "placement.colocate: time_sliced, and the trainer has 2 ranks; want 1",
+        ),
+        (
+            *(2, (TURNS, "trainer.nproc=1")),
+            "placement.colocate: time_sliced, and rollout-1 is not on the trainer's GPU; want rollout.workers=1",
+        ),
+        (
+            *(1, (TURNS, "weights.carrier=cuda_ipc", *HALF)),
+            "placement.colocate: time_sliced, and weights.carrier cuda_ipc keeps memory of the GPU",
         ),
         (
             *(2, ("weights.carrier=cuda_ipc", *HALF)),

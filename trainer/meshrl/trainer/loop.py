@@ -54,6 +54,7 @@ from meshrl.trainer.profiling import FOLDER, profiled
 from meshrl.trainer.reward_version_guard import BatchQueue, RewardVersionGuard
 from meshrl.trainer.settings import TrainerSettings
 from meshrl.trainer.status import LiveStatus, RunControl
+from meshrl.trainer.time_slices import Always, Turns
 from meshrl.trainer.trajectories.log import TrajectoryLog
 from meshrl.trainer.utilisation import peak_memory, peak_tflops
 
@@ -86,6 +87,7 @@ class Trainer:
         checkpoints: Checkpoints = checkpoint,
         snapshot: Callable[..., WeightSource | None] = take_snapshot,
         export: Callable[..., object] = export_policy,
+        turns: Turns | None = None,
     ) -> None:
         """Prepare; nothing is touched before `run`.
 
@@ -103,6 +105,7 @@ class Trainer:
             checkpoints: How checkpoints are made and written.
             snapshot: Freezes a version, as `take_snapshot` does.
             export: Writes the last version, as `export_policy` does.
+            turns: When the device is the trainer's, which has it now; None: always.
         """
         self._settings = settings
         self._state = state
@@ -119,6 +122,7 @@ class Trainer:
         )
         self._snapshot = snapshot
         self._export = export
+        self._turns = turns or Always()
         self._status = LiveStatus(
             settings.total_steps,
             run=settings.run,
@@ -196,6 +200,7 @@ class Trainer:
         if fetched is None:
             return False
         batch, schedule, rows, baselines = fetched
+        await self._have_device()
         with self._status.phase(TrainerPhase.TRAINING):
             async with self._log_rows(schedule) as observe:
                 metrics = await self._compute.run(
@@ -221,7 +226,7 @@ class Trainer:
         )
         await self._publish()
         staleness = Counter(max(0, batch.step - row.oldest.step) for row in batch.rows)
-        metrics |= peak_memory(self._world.device)
+        metrics |= peak_memory(self._world.device) | dict(self._turns.metrics)
         metrics |= self._source.metrics | (self._rewards.metrics if self._rewards else {})
         metrics = self._status.stepped(metrics, staleness, tokens)
         if self._metrics:
@@ -281,6 +286,13 @@ class Trainer:
             for row, column in zip(schedule.baselines, columns, strict=True)
         }
 
+    async def _have_device(self) -> None:
+        """Wait for this trainer's turn: engines that use the device too have loaded the last version before."""
+        if not isinstance(self._turns, Always):
+            with self._status.phase(TrainerPhase.WAITING, "device"):
+                await self._publisher.drained()
+                await self._turns.acquire()
+
     async def _publish(self) -> None:
         """Freeze this version and hand it to the weight plane, once the previous version is through.
 
@@ -300,6 +312,7 @@ class Trainer:
                     adapters_only=settings.adapters_only,
                 )
             )
+            await self._turns.release(version_follows=True)
             if snapshot is not None:
                 await self._source.keep_ranks_waiting(self._publisher.publish(snapshot))
 
@@ -332,6 +345,7 @@ class Trainer:
     async def _finish(self) -> None:
         """Export the last version, wait for its transfer and evaluate it."""
         learner, settings = self._learner, self._settings
+        await self._have_device()
         with self._status.phase(TrainerPhase.CHECKPOINTING):
             target = settings.directory / "export"
             await self._compute.run(
@@ -339,6 +353,7 @@ class Trainer:
                     learner.policy, self._world, target, tokenizer=settings.tokenizer
                 )
             )
+        await self._turns.release()
         if self._world.is_main:
             with self._status.phase(TrainerPhase.PUBLISHING):
                 await self._publisher.drained()

@@ -38,6 +38,8 @@ PLUGIN_DIR = Path(__file__).parent / "_plugins"
 LOADER = "meshrl_sglang.load"
 LOADER_ARGUMENTS = ("--custom-weight-loader", LOADER)
 READ_VERSION = "0.5.23"
+WEIGHTS, CACHE = ["weights"], ["kv_cache", "cuda_graph"]
+"""Tags of memory that a server gives up together."""
 """The version whose sources were read."""
 BAD_REQUEST = 400
 RESERVED_TOKENS = 6
@@ -88,6 +90,7 @@ def share_arguments(share: DeviceShare | None) -> Sequence[str]:
     return (
         *("--tp-size", str(len(share.devices))),
         *("--mem-fraction-static", f"{share.memory:g}"),
+        *(("--enable-memory-saver",) if share.in_turns else ()),
         *nccl,
     )
 
@@ -266,6 +269,7 @@ class SglangClient(HttpClient):
             ranks=1, overlaps=True, increments=False, eos_token_ids=(), vocab_size=1, mask_tokens=1
         )
         """Set by the check at the start."""
+        self._asleep = False
 
     async def close(self) -> None:
         """Leave a weight-update group, free the connections."""
@@ -282,13 +286,23 @@ class SglangClient(HttpClient):
         info = await self.call("GET", "/server_info")
         return int(info.get("max_total_num_tokens") or 0)
 
+    async def sleep(self) -> None:
+        """Running requests go back to the waiting queue; weights, cache and graphs go. Raises MeshError."""
+        await self.call("POST", "/pause_generation", json={"mode": "retract"})
+        await self.call("POST", "/release_memory_occupation", json={"tags": [*WEIGHTS, *CACHE]})
+        self._asleep = True
+
     async def load(self, directory: Path, version: Version, on_update: OnUpdate) -> None:
         """Pause, replace the weights by those in `directory`, label them, continue.
 
         Raises:
             MeshError: at any point; the server must then be considered half loaded.
         """
-        await self.call("POST", "/pause_generation", json={"mode": self._pause_mode(on_update)})
+        if self._asleep:  # and paused
+            await self.call("POST", "/resume_memory_occupation", json={"tags": WEIGHTS})
+        else:
+            mode = self._pause_mode(on_update)
+            await self.call("POST", "/pause_generation", json={"mode": mode})
         if self._update == "disk":
             await self._load_from_disk(directory, version)
         else:
@@ -298,7 +312,10 @@ class SglangClient(HttpClient):
             else:
                 await self._load_staged(directory, version)
             await self.call("POST", "/end_weight_update", json={})
-        if on_update is OnUpdate.INTERRUPT:
+        if self._asleep:
+            await self.call("POST", "/resume_memory_occupation", json={"tags": CACHE})
+            self._asleep = False
+        elif on_update is OnUpdate.INTERRUPT:
             await self.call("POST", "/flush_cache")
         label = await self.label()
         if label != str(version):

@@ -37,7 +37,7 @@ from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.torch_engine.architecture import Architecture, read_architecture
 from meshrl.rollout.torch_engine.batch import Batch, Row
 from meshrl.rollout.torch_engine.cache import KvCache
-from meshrl.rollout.torch_engine.decode_thread import Abort, DecodeThread, Stop, Submit, Swap
+from meshrl.rollout.torch_engine.decode_thread import Abort, DecodeThread, Sleep, Stop, Submit, Swap
 from meshrl.rollout.torch_engine.forward import Decoder
 from meshrl.rollout.torch_engine.stopping import StopStrings
 from meshrl.rollout.torch_engine.weights import (
@@ -165,8 +165,9 @@ class TorchEngine:
     async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
         """Build a version in addition to the serving one; see `WeightSink.stage_weights`."""
         decoder = self._loaded_decoder()
+        device = torch.device("cpu") if self.asleep else decoder.device
         self._staged[manifest.version] = await asyncio.to_thread(
-            from_buckets, manifest, buckets, decoder.architecture, decoder.dtype, decoder.device
+            from_buckets, manifest, buckets, decoder.architecture, decoder.dtype, device
         )
 
     async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:
@@ -197,6 +198,27 @@ class TorchEngine:
             from_checkpoint, self._model, decoder.architecture, decoder.dtype, decoder.device
         )
         await self.commit_weights(version, OnUpdate.DRAIN)
+
+    @property
+    def asleep(self) -> bool:
+        """See `SleepingEngine`."""
+        return self._thread is not None and self._thread.asleep
+
+    async def sleep(self) -> None:
+        """Keep the weights on the host, and no cache: rows that run are computed again by `wake` or a commit."""
+        await self._command(Sleep())
+        if self._decoder is not None and self._decoder.device.type == "cuda":
+            host = torch.device("cpu")
+            self._staged = {each: w.to(host) for each, w in self._staged.items()}
+            torch.cuda.empty_cache()
+
+    async def wake(self) -> None:
+        """Go on with the version that was served."""
+        await self._command(Sleep(wake=True))
+
+    async def _command(self, command: Sleep) -> None:
+        self._serving_thread().post(command)
+        await asyncio.wrap_future(command.done)
 
     def stats(self) -> EngineStats:
         """Never blocks."""

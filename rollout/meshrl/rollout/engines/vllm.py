@@ -188,6 +188,7 @@ class VllmClient(HttpClient):
         key = os.environ.get("VLLM_API_KEY")  # the server itself reads the same name
         super().__init__("vLLM", url, key=key, silence_s=silence_s, update_s=update_s)
         self._sender = sender
+        self._asleep = False
 
     async def close(self) -> None:
         """Leave the communicator, free the connections."""
@@ -210,6 +211,11 @@ class VllmClient(HttpClient):
         """Tokens that the KV caches of all engine cores hold, from the server's metrics; 0 without metrics."""
         return cache_tokens(await self.text("/metrics", wait_s=METRICS_S))
 
+    async def sleep(self) -> None:
+        """Level 2: weights and cache go, requests stay paused and are computed again. Raises MeshError."""
+        await self.call("POST", "/sleep", params={"level": "2", "mode": "keep"})
+        self._asleep = True
+
     async def load(self, directory: Path, version: Version, on_update: OnUpdate) -> None:
         """Pause, replace the weights by those in `directory`, label them, resume.
 
@@ -218,7 +224,10 @@ class VllmClient(HttpClient):
         """
         if self._sender is not None:
             await self._sender.join(self)  # again, if rank 0 has died since
-        await self.call("POST", "/pause", params=PAUSE[on_update])
+        if self._asleep:  # and paused
+            await self.call("POST", "/wake_up", params={"tags": "weights"})
+        else:
+            await self.call("POST", "/pause", params=PAUSE[on_update])
         await self.call("POST", "/start_weight_update")
         if self._sender is not None:
             await self._sender.send(self, directory)
@@ -229,6 +238,9 @@ class VllmClient(HttpClient):
         label = await self.label()
         if label != str(version):
             raise InfraError(f"vLLM at {self.url} says its weights are {label!r}, not {version}")
+        if self._asleep:
+            await self.call("POST", "/wake_up", params={"tags": "kv_cache"})
+            self._asleep = False
         await self.call("POST", "/resume")
 
     async def generate(
@@ -263,6 +275,7 @@ def share_arguments(share: DeviceShare | None) -> Sequence[str]:
     return (
         *("--tensor-parallel-size", str(len(share.devices))),
         *("--gpu-memory-utilization", f"{share.memory:g}"),
+        *(("--enable-sleep-mode",) if share.in_turns else ()),
     )
 
 

@@ -52,7 +52,7 @@ from meshrl.rollout.server_engine.checkpoint import (
     write_version,
 )
 from meshrl.rollout.server_engine.config import ServerConfig
-from meshrl.rollout.server_engine.kind import AnyServerKind
+from meshrl.rollout.server_engine.kind import AnyServerKind, SleepingClient
 from meshrl.rollout.server_engine.managed_server import ManagedServer
 from meshrl.rollout.server_engine.request import ServerRequest, ended_before, read_request
 from meshrl.rollout.server_engine.response import ResponseReader, end_delta
@@ -100,6 +100,8 @@ class ServerEngine:
         self._served: VersionFiles | None = None
         self._version = UNSERVED
         self._up = False
+        self.asleep = False
+        """See `SleepingEngine`."""
         self._half_loaded = False
         """An update failed before its end: this server must not answer again."""
         self._restores = 0
@@ -231,7 +233,7 @@ class ServerEngine:
             if version < self._version:
                 raise FencedError(f"version {version} is older than the serving {self._version}")
             async with self._limit.closed():
-                if on_update is OnUpdate.DRAIN:
+                if on_update is OnUpdate.DRAIN and not self.asleep:
                     await self._limit.until(lambda: self._limit.running == 0)
                 else:
                     began = time.perf_counter()
@@ -244,6 +246,46 @@ class ServerEngine:
             files = self._staged.pop(old)
             if files is not self._served:
                 await asyncio.to_thread(files.remove)
+
+    async def sleep(self) -> None:
+        """Have the server give up its device's memory; a child that does not is ended, and started by `wake`.
+
+        Raises:
+            EngineGoneError: a server at a `url` did not.
+        """
+        async with self._server_lock:
+            if self.asleep:
+                return
+            self.asleep = True
+            if not self._up:
+                return
+            client, server = self._server.client, self._server
+            try:
+                if not isinstance(client, SleepingClient):
+                    raise InfraError(f"{server.name} cannot give up its device")
+                await client.sleep()
+            except MeshError as error:
+                if not server.replaceable:
+                    raise EngineGoneError(f"{client.url} keeps its device: {error}") from error
+                log.warning("%s does not sleep (%s), so it is ended", server.name, error)
+                self._up = False
+                await server.close()
+
+    async def wake(self) -> None:
+        """Serve the version of before again; it is loaded from the staged files."""
+        async with self._server_lock, self._limit.closed():
+            if not self.asleep or self._served is None:
+                return
+            try:
+                if self._up:
+                    files, version = self._served, self._version
+                    await self._server.client.load(files.path, version, OnUpdate.INTERRUPT)
+            except MeshError as error:
+                log.warning("%s does not wake: %s", self._server.name, error)
+                self._up = False
+            self.asleep = False
+            if not self._up:
+                await self._recover()
 
     async def serve_checkpoint(self, version: Version) -> None:
         """Serve the weights in the model directory itself, as `version`: evaluation without a trainer."""
@@ -332,7 +374,8 @@ class ServerEngine:
             push(InfraError(f"{type(error).__name__}: {error}"))
 
     def _serving(self) -> bool:
-        return self._up and self._version != UNSERVED and not self._suspect.is_set()
+        serves = self._up and self._version != UNSERVED
+        return serves and not self.asleep and not self._suspect.is_set()
 
     # The server
 
@@ -354,7 +397,7 @@ class ServerEngine:
                 ) from error
             raise
         previous, self._served = self._served, files
-        self._version = version
+        self._version, self.asleep = version, False
         if previous is not None and previous is not files:
             await asyncio.to_thread(previous.remove)
 
@@ -366,6 +409,7 @@ class ServerEngine:
         """
         while self._limit.ended is None:
             await self._failure()
+            await self._limit.until(lambda: not self.asleep)  # the device is not the engine's
             try:
                 async with self._server_lock:
                     await self._recover()

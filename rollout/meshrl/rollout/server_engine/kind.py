@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import OnUpdate, Version
@@ -64,6 +64,19 @@ class ServerClient(Protocol):
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream gets a last chunk."""
+        ...
+
+
+@runtime_checkable
+class SleepingClient(ServerClient, Protocol):
+    """Of a server that can give up its device's memory."""
+
+    async def sleep(self) -> None:
+        """Pause what runs, and give up weights and cache. The next `load` takes the memory again, and resumes.
+
+        Raises:
+            MeshError: the server may still have the memory.
+        """
         ...
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from meshrl.contract import device_lease
 from meshrl.contract.errors import InfraError
 
 STOP_S = 30.0
@@ -60,6 +61,7 @@ class ServerProcess:
                     stderr=log,
                     env=self._environment,
                     start_new_session=True,
+                    pass_fds=device_lease.inherited(),
                 )
         except OSError as error:
             raise InfraError(f"cannot start {self._command[0]}: {error}") from error

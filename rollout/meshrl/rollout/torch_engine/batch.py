@@ -118,6 +118,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._decoder.device
+
     def admit(self, weights: Weights, waiting: deque[Row]) -> list[Row]:
         """Start the longest prefix of `waiting` that fits, all prompts together; returns the rows already done."""
         joining: list[Row] = []
@@ -162,6 +167,10 @@ class Batch:
                 for row in self.rows
             ]
             self._fill(weights, prefixes, 0)
+
+    def release_cache(self) -> None:
+        """Free the memory of the cache; `recompute` fills it again, before the next step."""
+        self._cache.release()
 
     def remove(self, leaving: Sequence[Row]) -> None:
         """Free the rows of `leaving`; those that do not run are ignored."""

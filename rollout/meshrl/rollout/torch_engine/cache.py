@@ -81,6 +81,17 @@ class KvCache:
         roomy = max(self.rows, min(self._max_rows, 1 << (rows - 1).bit_length()))
         self._reshape(roomy if self.fits(roomy, length) else rows, length, kept)
 
+    def release(self) -> None:
+        """Free all memory; what was held is lost, and `reserve` begins anew."""
+        empty = self._spare.new_empty(0)
+        self._buffers = [empty] * len(self.layers)
+        self._spare = empty
+        self.layers = [
+            empty.view(2, 0, self._num_kv_heads, 0, layer.shape[-1]) for layer in self.layers
+        ]
+        self._starts = self._starts[:0]
+        self.rows = self.length = 0
+
     def places(self, positions: torch.Tensor) -> torch.Tensor:
         """Where rows `0 … n - 1` store their next keys and values.
 

@@ -62,11 +62,19 @@ class Swap:
     posted: float = field(default_factory=time.perf_counter)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sleep:
+    """Free the device's memory, or, with `wake`, take it again; rows stay. A swap wakes too."""
+
+    wake: bool = False
+    done: Future[None] = field(default_factory=Future)
+
+
 class Stop:
     """Abort everything and end the thread."""
 
 
-Command: TypeAlias = Submit | Abort | Swap | Stop
+Command: TypeAlias = Submit | Abort | Swap | Sleep | Stop
 
 
 class DecodeThread:
@@ -80,6 +88,8 @@ class DecodeThread:
         self.tokens_per_s = 0.0
         self.updates = 0
         self.update_pause_s = 0.0
+        self.asleep = False
+        """Weights are on the host, and nothing is sampled."""
         self._batch = batch
         self._loop = loop
         self._stream_interval = stream_interval
@@ -146,10 +156,12 @@ class DecodeThread:
                     self._abort(row)
                 case Swap():
                     self._swaps.append(command)
+                case Sleep():
+                    self._sleep(command)
                 case Stop():
                     return False
         self._swap_if_due()
-        if self._weights is not None:
+        if self._weights is not None and not self.asleep:
             if not self._swaps:
                 self._flush(self._batch.admit(self._weights, self._waiting))
             self._steps += 1
@@ -157,6 +169,8 @@ class DecodeThread:
         return True
 
     def _can_work(self) -> bool:
+        if self.asleep:
+            return bool(self._swaps)
         startable = bool(self._waiting) and self._weights is not None
         return len(self._batch) > 0 or startable or bool(self._swaps)
 
@@ -169,7 +183,8 @@ class DecodeThread:
         """Change the weights; a draining change waits until no request runs, and new requests wait for it."""
         while self._swaps:
             swap = self._swaps[0]
-            if swap.on_update is OnUpdate.DRAIN and len(self._batch) and not swap.done.cancelled():
+            running = len(self._batch) > 0 and not self.asleep
+            if swap.on_update is OnUpdate.DRAIN and running and not swap.done.cancelled():
                 return
             # It stays at the head until it is done, so that a crash meanwhile answers it.
             if swap.done.set_running_or_notify_cancel():
@@ -184,12 +199,32 @@ class DecodeThread:
         draining = swap.on_update is OnUpdate.DRAIN
         begin = swap.posted if draining else time.perf_counter()
         self._flush([], everything=True)
-        self._weights, self.version = swap.weights, swap.version
-        if swap.on_update is OnUpdate.INTERRUPT:
-            self._batch.recompute(swap.weights)
+        self._weights, self.version = swap.weights.to(self._batch.device), swap.version
+        if swap.on_update is OnUpdate.INTERRUPT or self.asleep:
+            self._batch.recompute(self._weights)
+        self.asleep = False
         self.updates += 1
         self.update_pause_s = time.perf_counter() - begin
         swap.done.set_result(None)
+
+    def _sleep(self, command: Sleep) -> None:
+        """Fall asleep or wake. Whoever waits for it is answered also when this crashes the thread."""
+        if not command.done.set_running_or_notify_cancel():
+            return
+        try:
+            if self.asleep is command.wake and self._weights is not None:
+                self._flush([], everything=True)
+                device = self._batch.device if command.wake else torch.device("cpu")
+                self._weights = self._weights.to(device)
+                if command.wake:
+                    self._batch.recompute(self._weights)
+                else:
+                    self._batch.release_cache()
+            self.asleep = not command.wake
+        except Exception as error:
+            command.done.set_exception(EngineGoneError(f"the engine has stopped: {error}"))
+            raise
+        command.done.set_result(None)
 
     def _flush(self, done: Sequence[Row], *, everything: bool = False) -> None:
         """Deliver what is due: requests that ended, and at intervals what the others have sampled."""
@@ -225,11 +260,11 @@ class DecodeThread:
             self._ended = reason
             commands, self._inbox = self._inbox, []
         rows = [*self._batch.rows, *self._waiting]
-        swaps = list(self._swaps)
+        swaps: list[Swap | Sleep] = list(self._swaps)
         for command in commands:
             if isinstance(command, Submit):
                 rows += command.rows
-            elif isinstance(command, Swap):
+            elif isinstance(command, Swap | Sleep):
                 swaps.append(command)
         for row in rows:
             row.finish_reason = "abort"

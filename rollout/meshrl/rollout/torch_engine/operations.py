@@ -26,6 +26,10 @@ class RmsNorm:
         self._scaled = weight * math.sqrt(size)
         self._floor = torch.full((1,), math.sqrt(size * eps), dtype=weight.dtype)
 
+    def to(self, device: torch.device) -> RmsNorm:
+        """The same on `device`."""
+        return RmsNorm(self._weight.to(device), self._eps)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] to [..., size]."""
         if _plain(x):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,12 @@ class LayerWeights:
     """[F, C]: transposed, for addmm."""
     down_bias: torch.Tensor | None
 
+    def to(self, device: torch.device) -> LayerWeights:
+        """The same on `device`."""
+        parts: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        moved = {name: part.to(device) for name, part in parts.items() if part is not None}
+        return dataclasses.replace(self, **moved)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
@@ -60,6 +67,18 @@ class Weights:
     """[C]"""
     head: torch.Tensor
     """[V, C]; the embedding itself where the model ties them."""
+
+    def to(self, device: torch.device) -> Weights:
+        """The same on `device`; a tied head stays tied."""
+        if self.embedding.device == device:
+            return self
+        embedding = self.embedding.to(device)
+        return Weights(
+            embedding=embedding,
+            layers=tuple(layer.to(device) for layer in self.layers),
+            final_norm=self.final_norm.to(device),
+            head=embedding if self.head is self.embedding else self.head.to(device),
+        )
 
 
 Reader = Callable[[str], torch.Tensor]

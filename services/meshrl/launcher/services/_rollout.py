@@ -9,14 +9,21 @@ Where the program is led by agents of other makes, a gateway stands between them
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import AsyncExitStack
 
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import InfraError
 from meshrl.http.gateway.metrics import GatewayMetrics
 from meshrl.http.gateway.serving import gateway_of
-from meshrl.launcher.stage_service import STAGE_GRACE_S, open_runs, work_until_stopped
+from meshrl.launcher.stage_service import (
+    STAGE_GRACE_S,
+    lease_device,
+    open_runs,
+    work_until_stopped,
+)
 from meshrl.rollout.engines import build_engine
+from meshrl.rollout.time_slices import SleepingEngine, TimeSlicedEngine
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import ProgramCache, RolloutWorker
 from meshrl.rpc import tls
@@ -28,6 +35,7 @@ from meshrl.rpc.servicers.rollout import RolloutServicer
 from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.replica_controller import ReplicaController
+from meshrl.weights.waiting import first_ends
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
@@ -69,6 +77,10 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             if gateway is not None:
                 gateway.drain()
 
+        turns = None
+        if recipe.takes_turns and isinstance(engine, SleepingEngine):
+            lease = stack.enter_context(contextlib.closing(lease_device(recipe)))
+            turns = TimeSlicedEngine(engine, lease, woken=worker.wake)
         member = MemberServicer(worker, engine, leave=lambda: server.stop())
         async with GrpcServer(context.settings, [RolloutServicer(engine), member]) as server:
             if gateway is not None:
@@ -77,7 +89,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
                 recipe.weights,
                 run=recipe.run.name,
                 replica=context.name,
-                engine=engine,
+                engine=turns or engine,
                 on_update=recipe.rollout.on_update,
                 paths=RunPaths(directory=recipe.run.path, model_path=recipe.model.path),
                 connect=lambda: tls.channel(trainer, CHANNEL_OPTIONS),
@@ -86,10 +98,11 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
                 address=server.reachable,
             )
             try:
-                await engine.start()
+                await (turns or engine).start()
                 await server.ready()
+                beside = first_ends(agent.run(), turns.run()) if turns else agent.run()
                 await work_until_stopped(
-                    server, worker.run(grace_s=STAGE_GRACE_S), drain, beside=agent.run()
+                    server, worker.run(grace_s=STAGE_GRACE_S), drain, beside=beside
                 )
             except InfraError as error:
                 if worker.stats.written:

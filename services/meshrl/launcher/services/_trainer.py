@@ -14,7 +14,7 @@ import logging
 import os
 import signal
 import socket
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing, nullcontext
 from functools import partial
 
 from meshrl.config.recipe import (
@@ -25,12 +25,13 @@ from meshrl.config.recipe import (
 )
 from meshrl.config.stages import eval_spec
 from meshrl.contract import tracing
+from meshrl.contract.device_lease import DeviceLease
 from meshrl.contract.errors import CapacityError
 from meshrl.contract.ports import Queue
 from meshrl.launcher.learner import build_learner, training_steps
 from meshrl.launcher.prompts import eval_tasks
 from meshrl.launcher.services._ranks import is_rank, run_ranks
-from meshrl.launcher.stage_service import open_run, open_runs, work_until_stopped
+from meshrl.launcher.stage_service import lease_device, open_run, open_runs, work_until_stopped
 from meshrl.rpc.clients.disk_full import DiskFullPolicy
 from meshrl.rpc.clients.reward import JudgeClient
 from meshrl.rpc.queue_connection import connect_mesh_queue
@@ -49,6 +50,7 @@ from meshrl.trainer.loop import Trainer
 from meshrl.trainer.metrics import MetricsLog, open_loggers
 from meshrl.trainer.reward_version_guard import RewardVersionGuard
 from meshrl.trainer.settings import TrainerSettings
+from meshrl.trainer.time_slices import TimeSlices
 from meshrl.trainer.trajectories.files import FOLDER
 from meshrl.trainer.trajectories.log import TrajectoryLog
 from meshrl.weights.carrier import RunPaths
@@ -69,6 +71,14 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             # The rank has printed the reason; pass its exit code on.
             raise SystemExit(code)
         return
+    with closing(lease_device(recipe)) if recipe.takes_turns else nullcontext() as lease:
+        if lease is not None:
+            await lease.acquire(recipe.placement.turn_wait_s)
+        await _train(recipe, context, lease)
+
+
+async def _train(recipe: Recipe, context: ServiceContext, lease: DeviceLease | None) -> None:
+    """One rank; `lease` is of a device that engines use too, and this process has it."""
     world = World.start(
         recipe.trainer.device,
         sequence_parallel=recipe.model.ulysses_sequence_parallel_size,
@@ -84,7 +94,14 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             learner = await compute.run(partial(build_learner, recipe, setting.total_steps, world))
             state = await resume(setting, queue, learner, compute)
             if world.is_main:
-                await _lead(recipe, context, setting, state, learner, compute, queue, disk_full)
+                turns = None
+                if lease is not None:
+                    wait_s = recipe.placement.turn_wait_s
+                    turns = TimeSlices(lease, learner, compute, wait_s=wait_s)
+                await _lead(
+                    *(recipe, context, setting, state, learner, compute, queue, disk_full),
+                    turns=turns,
+                )
             else:
                 rewards = _rewards(recipe, queue, None)
                 await _follow(
@@ -104,6 +121,8 @@ async def _lead(
     compute: Compute,
     queue: Queue,
     disk_full: DiskFullPolicy,
+    *,
+    turns: TimeSlices | None,
 ) -> None:
     """Rank 0: train, and answer calls meanwhile."""
     plane = WeightCoordinator(
@@ -145,6 +164,7 @@ async def _lead(
         metrics=metrics,
         trajectories=trajectories,
         rewards=_rewards(recipe, queue, judge),
+        turns=turns,
     )
 
     def drain() -> None:

@@ -58,6 +58,8 @@ class Routes:
         self._info = dict(info)
         self._increments = bool(info["incremental_streaming_output"])
         self._die = die
+        self._released: set[str] = set()
+        """Tags of memory that was given up."""
         self._faults: dict[str, Fault] = {}
         self._calls: list[tuple[str, Body]] = []
 
@@ -76,6 +78,8 @@ class Routes:
             "/pause_generation": self._pause,
             "/continue_generation": self._continue,
             "/flush_cache": self._flush,
+            "/release_memory_occupation": self._release,
+            "/resume_memory_occupation": self._take_again,
             "/begin_weight_update": self._begin,
             "/end_weight_update": self._end,
             "/update_weights_from_tensor": self._from_tensor,
@@ -248,7 +252,22 @@ class Routes:
             self._scheduler.pause(mode)
         return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
 
+    async def _release(self, body: Body) -> Response:
+        if not self._scheduler.flush():
+            raise Died("release_memory_occupation should be called only when server is idle.")
+        self._released |= set(body["tags"])
+        return Response()
+
+    async def _take_again(self, body: Body) -> Response:
+        for tag in body["tags"]:
+            if tag not in self._released:
+                raise Died(f"KeyError: {tag!r}")
+            self._released.remove(tag)
+        return Response()
+
     async def _continue(self, body: Body) -> Response:
+        if self._released:
+            raise Died(f"CUDA error: an illegal memory access: {sorted(self._released)}")
         self._scheduler.resume()
         await self._scheduler.notify()
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
@@ -267,6 +286,8 @@ class Routes:
         return _answered(await self._updates.end())
 
     async def _from_tensor(self, body: Body) -> Response:
+        if "weights" in self._released:
+            raise Died("CUDA error: an illegal memory access: weights")
         await self._abort({"abort_all": body.get("abort_all_requests", False)})
         payloads = [_named_tensors(each) for each in body["serialized_named_tensors"]]
         name, _ = payloads[0][0]

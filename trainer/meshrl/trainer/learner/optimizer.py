@@ -60,6 +60,8 @@ class Optimizers:
             )
             keep_own_kernel(adamw)
             self.parts.append(adamw)
+        self.offloaded = config.offload
+        """Moments are on the host between two steps."""
         if config.offload:
             for part in self.parts:
                 _offload_between_steps(part)

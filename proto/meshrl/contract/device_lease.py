@@ -1,0 +1,155 @@
+"""Who may use a device that trainer and engines use in turns: two file locks, which the kernel frees with a process.
+
+    trainer   acquire: locks WANTED, then HELD, alone  ▸ trains ▸  release: unlocks both
+    engine    share:   waits for WANTED to be free, locks HELD with other engines  ▸ samples until `wanted` ▸  release
+
+A process that is killed holds nothing any more, and neither do the servers that it had started: they inherit the open
+files (`inherited`), so that HELD stays locked until the last of them, and its memory, is gone. Whoever waits looks
+every POLL_S: a lock has no event that could be cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from weakref import WeakSet
+
+from meshrl.contract.errors import WaitTimeoutError
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.05
+REPORT_S = 60.0
+"""How often a long wait is logged."""
+
+
+class DeviceLease:
+    """One process's part in the turns on the device of `path`, a file on a local file system."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the files, made where they are missing; lock nothing."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._held = _opened(path)
+        self._wanted = _opened(path.with_suffix(".wanted"))
+        _OPEN.add(self)
+
+    async def acquire(self, wait_s: float) -> None:
+        """Have the device alone, once its engines have released it or are dead.
+
+        Raises:
+            WaitTimeoutError: somebody who lives has held it for `wait_s` more seconds.
+        """
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._until_locked(self._wanted)
+                await self._until_locked(self._held)
+            os.ftruncate(self._held, 0)
+        except TimeoutError:
+            holders = self.holders()
+            self.release()
+            raise WaitTimeoutError(
+                f"{holders} did not give up the device of {self._path} within {wait_s:g} s"
+            ) from None
+
+    async def share(self) -> None:
+        """Have the device together with others that share it, once nobody has it alone or wants to.
+
+        Waits for as long as such a process lives.
+        """
+        waited = 0.0
+        while not self._shared_now():
+            await asyncio.sleep(POLL_S)
+            waited += POLL_S
+            if waited >= REPORT_S:
+                log.info("waits for the device of %s, which %s has", self._path, self.holders())
+                waited = 0.0
+
+    async def wanted(self) -> None:
+        """Return once somebody wants the device alone."""
+        while self._is_free(self._wanted):  # noqa: ASYNC110 (a file lock has no event)
+            await asyncio.sleep(POLL_S)
+
+    async def idle(self, patience_s: float) -> None:
+        """Return once nobody has the device alone, or wants it, and no version will follow. The caller has it not.
+
+        Whoever had it alone and announced a version is given `patience_s` seconds.
+        """
+        calm = 0.0
+        while calm < (patience_s if os.fstat(self._held).st_size else POLL_S):
+            await asyncio.sleep(POLL_S)
+            calm = calm + POLL_S if self._is_free(self._wanted) else 0.0
+
+    def release(self, *, version_follows: bool = False) -> None:
+        """Give the device up; idempotent. `version_follows`: those who share it get a new version at once."""
+        if version_follows:
+            os.ftruncate(self._held, 1)
+        for file in (self._held, self._wanted):
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Close the files, and with them release the device, unless a child has inherited them; idempotent."""
+        if self in _OPEN:
+            _OPEN.discard(self)
+            os.close(self._held)
+            os.close(self._wanted)
+
+    def holders(self) -> str:
+        """Who has locked a file of the device, for messages."""
+        inodes = {os.fstat(file).st_ino for file in (self._held, self._wanted)}
+        found = {
+            pid
+            for kind, pid, inode in _locks()
+            if kind == "FLOCK" and inode in inodes and pid != os.getpid()
+        }
+        return ", ".join(f"pid {pid}" for pid in sorted(found)) or "nobody seen from here"
+
+    def _shared_now(self) -> bool:
+        if not self._is_free(self._wanted):
+            return False
+        return _try(self._held, fcntl.LOCK_SH)
+
+    async def _until_locked(self, file: int) -> None:
+        while not _try(file, fcntl.LOCK_EX):  # noqa: ASYNC110 (a file lock has no event)
+            await asyncio.sleep(POLL_S)
+
+    @staticmethod
+    def _is_free(file: int) -> bool:
+        if not _try(file, fcntl.LOCK_SH):
+            return False
+        fcntl.flock(file, fcntl.LOCK_UN)
+        return True
+
+
+_OPEN: WeakSet[DeviceLease] = WeakSet()
+
+
+def inherited() -> Sequence[int]:
+    """Descriptors for `pass_fds` of a child that takes memory of the device: with it lives the lease."""
+    return [lease._held for lease in _OPEN]
+
+
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+
+def _try(file: int, how: int) -> bool:
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _locks() -> list[tuple[str, int, int]]:
+    """Kind, pid and inode of each lock of this machine; none where the kernel does not tell."""
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return []
+    cells = (line.replace("-> ", "").split() for line in lines)
+    return [(cell[1], int(cell[4]), int(cell[5].rpartition(":")[2])) for cell in cells]
