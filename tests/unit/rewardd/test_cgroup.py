@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.sandbox import cgroup
-from meshrl.sandbox.cgroup import Cgroups, NoCgroupError, delegated, settings
+from meshrl.sandbox.cgroup import Cgroup, Cgroups, NoCgroupError, delegated, settings
 from meshrl.sandbox.limits import Limits
 from meshrl.sandbox.sandbox import WeakSandbox
 
@@ -169,3 +169,85 @@ def test_the_next_service_removes_what_a_killed_one_has_left(root: Path) -> None
     host.stdout.close()
     gone(left)
     gone(here)
+
+
+# --- with the controllers memory and pids, where this kernel gives them to version 2
+
+
+@pytest.fixture
+def limited() -> Iterator[Cgroups]:
+    try:
+        made = Cgroups(delegated())
+    except (NoCgroupError, OSError) as error:
+        pytest.skip(f"no cgroup v2 with limits: {error}")
+    yield made
+    gone(made.folder)
+
+
+def run_in(one: Cgroup, source: str) -> subprocess.CompletedProcess[str]:
+    """Python code as a sandbox's first process."""
+    argv = one.entered([sys.executable, "-c", source])
+    return subprocess.run(argv, capture_output=True, text=True)
+
+
+TOGETHER = """
+import os, time
+children = []
+for _ in range(4):
+    if (pid := os.fork()) == 0:
+        block = bytearray(40 << 20)
+        block[::4096] = b"x" * len(block[::4096])
+        time.sleep(60)
+    children.append(pid)
+for child in children:
+    os.waitpid(child, 0)
+"""
+
+
+def test_processes_that_use_more_memory_together_than_their_sandbox_may_end_together(
+    limited: Cgroups,
+) -> None:
+    one = limited.make(Limits(memory_bytes=32 << 20, processes=None, tmp_bytes=None))
+    assert run_in(one, TOGETHER).returncode == -signal.SIGKILL
+    limited.remove(one)
+
+
+INODES = """
+import os
+for i in range(1_000_000):
+    os.close(os.open(f"/dev/shm/meshrl-cgroup-{os.getpid()}-{i}", os.O_CREAT | os.O_WRONLY))
+"""
+
+
+def test_memory_that_no_limit_of_a_process_counts_is_the_sandboxes(limited: Cgroups) -> None:
+    one = limited.make(Limits(memory_bytes=16 << 20, processes=None, tmp_bytes=None))
+    try:
+        assert run_in(one, INODES).returncode == -signal.SIGKILL
+    finally:
+        for each in Path("/dev/shm").glob("meshrl-cgroup-*"):
+            each.unlink()
+    limited.remove(one)
+
+
+FORKS = """
+import os, time
+made = 0
+try:
+    while made < 100:
+        if os.fork() == 0:
+            time.sleep(60)
+        made += 1
+except BlockingIOError:
+    print(made)
+"""
+
+
+def test_no_sandbox_starts_more_processes_than_it_may(limited: Cgroups) -> None:
+    one = limited.make(Limits(memory_bytes=None, processes=8))
+    argv = one.entered([sys.executable, "-c", FORKS])
+    sandbox = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert sandbox.stdout is not None
+    assert sandbox.stdout.readline() == f"{8 + cgroup.HELPERS - 1}\n"
+    limited.remove(one)
+    sandbox.wait()
+    sandbox.stdout.close()
