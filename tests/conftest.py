@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from . import forks
+
 if TYPE_CHECKING:
     from meshrl.trainer.distributed import World
 
@@ -20,6 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No example has a deadline: a busy machine may pause for a second anywhere.
 settings.register_profile("meshrl", max_examples=30, deadline=None)
 settings.load_profile("meshrl")
+
+forks.install()
 
 # A shell that starts the tests in the background has them ignore it, and their children too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

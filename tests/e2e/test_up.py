@@ -21,7 +21,11 @@ from ..run_directory import unnamed_files
 pytestmark = pytest.mark.slow
 
 
-def test_a_run_trains_evaluates_exports_and_balances(tmp_path: Path) -> None:
+def test_a_run_trains_evaluates_exports_and_balances(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started as a user starts it: by fresh interpreters."""
+    monkeypatch.setenv("TEST_FORKS", "0")
     mesh = make_mesh(tmp_path, reference=True)
     reachable: set[tuple[str, int]] = set()
     with mesh.up() as process:
