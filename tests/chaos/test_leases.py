@@ -63,6 +63,11 @@ class Process:
     def signal(self, number: signal.Signals) -> None:
         os.kill(self._process.pid, number)
 
+    async def kill(self) -> None:
+        """Returns when it has ended, and its locks with it."""
+        self._process.kill()
+        await self._process.wait()
+
 
 @asynccontextmanager
 async def running(*command: object) -> AsyncIterator[Process]:
