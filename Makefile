@@ -113,11 +113,12 @@ test: venv
 
 # The tests that drive a real vLLM or SGLang server, alone: they race against a real stream. Without the server they are
 # skipped and say so.
+ENGINE_TESTS = $(shell grep -rlE --include='test_*.py' 'pytest\.mark\.vllm|pytest\.mark, kind\.package' tests)
 .PHONY: test-engines
 test-engines: venv
 	@$(MAKE) --no-print-directory venv-vllm || echo "vLLM cannot be installed here: its tests are skipped"
 	@$(MAKE) --no-print-directory venv-sglang || echo "SGLang cannot be installed here: its tests are skipped"
-	$(BIN)/pytest -m "vllm or sglang" -o cache_dir=.pytest_cache/engines --durations 10
+	$(BIN)/pytest $(ENGINE_TESTS) -m "vllm or sglang" -o cache_dir=.pytest_cache/engines --durations 10
 
 # Compare the algorithms with recorded cases: `make parity GOLDEN=DIR`.
 parity: venv
