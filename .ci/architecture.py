@@ -24,7 +24,7 @@ LINES: Mapping[str, int] = {
     "meshrl.rollout": 10610,
     "meshrl.transferqueue": 10764,
     "meshrl.rewardd": 6350,
-    "meshrl.sandbox": 1650,
+    "meshrl.sandbox": 1740,
     "meshrl.weights": 7000,
     "meshrl.contract": 6150,
     "meshrl.simulation": 6100,

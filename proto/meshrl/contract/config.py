@@ -89,6 +89,11 @@ class Machine(Protocol):
         """The object in a file; empty where there is none."""
         ...
 
+    @property
+    def no_sandbox(self) -> str:
+        """Why code cannot be isolated strictly; empty where it can."""
+        ...
+
 
 def read_options(kind: type[C], options: Mapping[str, object], *, where: str) -> C:
     """Read a plug-in's `options` into its Config class; `where` is the recipe key that holds them.

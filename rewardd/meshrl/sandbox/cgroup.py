@@ -75,12 +75,12 @@ class Cgroups:
         for controller in controllers:
             _write(folder / "cgroup.subtree_control", f"+{controller}")
 
-    def make(self, limits: Limits) -> Cgroup:
+    def make(self, limits: Limits, shares: int = SHARES) -> Cgroup:
         """One more. Raises OSError."""
         self._ending = [each for each in self._ending if not each.remove()]
         path = self.folder / str(next(self._numbers))
         path.mkdir(exist_ok=True)
-        for name, value in settings(limits).items():
+        for name, value in settings(limits, shares).items():
             _write(path / name, value)
         with contextlib.suppress(OSError):  # kernels without swap accounting have no such file
             _write(path / "memory.swap.max", "0")
@@ -92,13 +92,13 @@ class Cgroups:
             self._ending.append(cgroup)
 
 
-def settings(limits: Limits) -> dict[str, str]:
+def settings(limits: Limits, shares: int = SHARES) -> dict[str, str]:
     """What is written to the files of a sandbox's cgroup."""
     found = {}
     if limits.processes is not None:
         found["pids.max"] = str(limits.processes + HELPERS)
     if limits.memory_bytes is not None:
-        found["memory.max"] = str(SHARES * limits.memory_bytes + (limits.tmp_bytes or 0))
+        found["memory.max"] = str(shares * limits.memory_bytes + (limits.tmp_bytes or 0))
         found["memory.oom.group"] = "1"
     return found
 

@@ -30,16 +30,7 @@ def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
     bound = request["memory_bytes"]
     resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_OUTPUT, MAX_OUTPUT))
-    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
-    # It may neither start nor signal another process, above all not the scoring process, and leaves no file to the
-    # programs after it: they would find its answers there, or a full /tmp.
-    if files := landlock.version():
-        ctypes.CDLL(None).prctl(seccomp.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        landlock.restrict(["/"], [os.devnull])
-    filter_ = seccomp.program(platform.machine(), alone_pid=os.getpid(), creates_files=bool(files))
-    if filter_ is not None and seccomp.available():
-        seccomp.install(filter_)
+    confine_program()
     sys.stdin = io.TextIOWrapper(io.BytesIO(request.get("stdin", "").encode()), encoding="utf-8")
     module = ModuleType("__main__")
     sys.modules["__main__"] = module
@@ -55,6 +46,21 @@ def main() -> None:
         with contextlib.suppress(SystemExit):  # a program may call sys.exit when it is done
             exec(compile(source, "program.py", "exec"), module.__dict__)
     sys.stdout.flush()
+
+
+def confine_program() -> None:
+    """Let this process neither start nor signal another one, and leave no file to those after it; for good.
+
+    They would find its answers there, or a full /tmp. Raises OSError.
+    """
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_OUTPUT, MAX_OUTPUT))
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+    if files := landlock.version():
+        ctypes.CDLL(None).prctl(seccomp.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        landlock.restrict(["/"], [os.devnull])
+    filter_ = seccomp.program(platform.machine(), alone_pid=os.getpid(), creates_files=bool(files))
+    if filter_ is not None and seccomp.available():
+        seccomp.install(filter_)
 
 
 def _test(request: dict[str, str], module: ModuleType) -> None:

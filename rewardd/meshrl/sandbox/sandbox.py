@@ -65,12 +65,12 @@ class Launch:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.leave()
 
-    def in_cgroup(self, limits: Limits) -> Launch:
+    def in_cgroup(self, limits: Limits, shares: int) -> Launch:
         """This launch in a cgroup of its own, where this process can make one."""
         if (own := cgroup.cgroups()) is None:
             return self
         try:
-            made = own.make(limits)
+            made = own.make(limits, shares)
         except OSError as error:
             log.warning("a reward sandbox starts without a cgroup: %s", error)
             return self
@@ -85,10 +85,11 @@ class Sandbox(Protocol):
     prepare: Callable[[], None] | None
     """Called once, in a thread, before the first process starts: installs the folders of `search`."""
 
-    def launch(self, program: Sequence[str]) -> Launch:
+    def launch(self, program: Sequence[str], *, shares: int = cgroup.SHARES) -> Launch:
         """The command for one more process: this interpreter with the arguments `program`, then its parent's pid.
 
-        The pid is 0 where the sandbox ends the process with this one.
+        The pid is 0 where the sandbox ends the process with this one. In a cgroup all its processes together may use
+        `shares` times `memory_bytes`.
         """
         ...
 
@@ -111,7 +112,7 @@ class OpenSandbox:
     prepare: Callable[[], None] | None = None
     level: Isolation = Isolation.OFF
 
-    def launch(self, program: Sequence[str]) -> Launch:
+    def launch(self, program: Sequence[str], *, shares: int = cgroup.SHARES) -> Launch:
         """This interpreter, this environment."""
         return Launch(
             argv=[sys.executable, *program, str(os.getpid())],
@@ -138,7 +139,7 @@ class WeakSandbox:
     prepare: Callable[[], None] | None = None
     level: Isolation = Isolation.WEAK
 
-    def launch(self, program: Sequence[str]) -> Launch:
+    def launch(self, program: Sequence[str], *, shares: int = cgroup.SHARES) -> Launch:
         """This interpreter, an empty environment, a folder of its own."""
         folder = Path(tempfile.mkdtemp(prefix="meshrl-sandbox-"))
         seen = (*python_paths(), *self.readable, *self.search)
@@ -154,7 +155,7 @@ class WeakSandbox:
                 "writable": [str(folder), "/dev/null", "/dev/urandom"],
             },
             folder=folder,
-        ).in_cgroup(self.limits)
+        ).in_cgroup(self.limits, shares)
 
     def process(self, pid: int) -> int | None:
         """The process itself."""
@@ -177,7 +178,7 @@ class StrictSandbox:
     level: Isolation = Isolation.STRICT
     _arguments: list[str] = field(default_factory=list)
 
-    def launch(self, program: Sequence[str]) -> Launch:
+    def launch(self, program: Sequence[str], *, shares: int = cgroup.SHARES) -> Launch:
         """Bubblewrap, which runs this interpreter."""
         if not self._arguments:
             self._arguments = bubblewrap(
@@ -191,7 +192,7 @@ class StrictSandbox:
             confinement=_confinement(
                 Isolation.STRICT, NOBODY if os.geteuid() == 0 else None, self.search
             ),
-        ).in_cgroup(self.limits)
+        ).in_cgroup(self.limits, shares)
 
     def process(self, pid: int) -> int | None:
         """Bubblewrap's child is process 1 of the sandbox, and the first child of process 1 scores."""

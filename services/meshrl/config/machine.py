@@ -183,6 +183,14 @@ class AssumedMachine(ThisMachine):
         given = self._assumed.programs.get(name)
         return super().program(name) if given is None else given
 
+    @property
+    def no_sandbox(self) -> str:
+        """As the program `bwrap` is assumed, else as here."""
+        given = self._assumed.programs.get("bwrap")
+        if given is None:
+            return super().no_sandbox
+        return "" if given else "there is no bwrap on PATH"
+
     def exists(self, path: Path) -> bool:
         """As assumed, else as here."""
         return path in self._assumed.models or self.is_file(path) or super().exists(path)

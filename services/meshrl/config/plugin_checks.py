@@ -55,7 +55,7 @@ def plugin_checks(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     wrong = list(_names(recipe))
     yield from wrong
     unknown = {at for at, _ in wrong}
-    yield from _program_options(recipe)
+    yield from _program_options(recipe, machine)
     if ("rollout", "name") not in unknown:
         at: Loc = ("rollout", "engine")
         yield from _options(
@@ -201,7 +201,7 @@ def names_at(key: str) -> tuple[str, ...]:
     return tuple(sorted(plugins.known(package))) if package else ()
 
 
-def _program_options(recipe: Recipe) -> Iterator[Problem]:
+def _program_options(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     """Those of the mesh's own programs, which are light to import; what they name is loaded by a worker."""
     name, options = recipe.rollout.program, recipe.rollout.program_options
     if name not in plugins.known(PROGRAMS):
@@ -215,6 +215,9 @@ def _program_options(recipe: Recipe) -> Iterator[Problem]:
         config = read_options(program.Config, options, where=key)
         if hasattr(program, "check"):
             program.check(config)
+        faults = getattr(config, "faults", None)
+        for option, text in faults(machine, recipe.model.path) if faults else ():
+            yield ("rollout", "program_options", *option.split(".")), f"{key}.{option}: {text}"
     except ConfigError as error:
         yield ("rollout", "program_options"), str(error)
 

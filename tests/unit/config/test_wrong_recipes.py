@@ -37,7 +37,7 @@ MACHINE = {
             ("vllm", "sglang", "cupy", "redis", "wandb", "tensorboard", "reasoning_gym"), False
         ),
     },
-    "programs": {"/venv/bin/python": True, "/gone/python": False, "serve-it": False},
+    "programs": {"/venv/bin/python": True, "/gone/python": False, "serve-it": False, "bwrap": False},
     "models": {"model": QWEN, "moe": {"architectures": ["Qwen3MoeForCausalLM"]}},
     "rows": {
         "train.jsonl": rows({"prompt": "1+1?", "answer": "2"}),
@@ -288,6 +288,10 @@ WRONG: list[tuple[str, str]] = [
     (
         "rollout={program: user, program_options: {function: 'agent.py:add'}}",
         "rollout.program_options.function: 'agent.py:add' is not async; want ",
+    ),
+    (
+        "rollout={program: tools, program_options: {tools: [{python: {}}]}}",
+        "rollout.program_options.tools.0.python: needs the strict sandbox: there is no bwrap on PATH",
     ),
     (
         "rollout={program: tools, program_options: {tools: ['agent.py:ad']}}",

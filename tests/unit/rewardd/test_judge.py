@@ -441,7 +441,7 @@ class LaunchFails:
         self._good = good
         self._open = OpenSandbox(limits=self.limits)
 
-    def launch(self, program: Sequence[str]) -> Launch:
+    def launch(self, program: Sequence[str], *, shares: int = 2) -> Launch:
         self.launches += 1
         if self.launches > self._good:
             self.failed.set()

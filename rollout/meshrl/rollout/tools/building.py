@@ -1,4 +1,4 @@
-"""Builds the `tools` of a recipe: Python functions, and the tools of MCP servers."""
+"""Builds the `tools` of a recipe: Python functions, the tools of MCP servers, the tool `python`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
 from meshrl.rollout.tools.functions import FunctionTool
 from meshrl.rollout.tools.mcp_servers import McpServer
 from meshrl.rollout.tools.ports import Tool
+from meshrl.rollout.tools.python_sandbox import PythonSandbox, PythonTool
 from meshrl.rollout.tools.toolbox import Cut, Toolbox, ToolOffer
 from meshrl.rollout.user_functions import load_function
 
@@ -25,7 +26,15 @@ class ToolBuilder:
         self._cut = Cut(tokens=config.max_result_tokens, side=config.cut)
         self._offers: list[ToolOffer] = []
         self._servers: list[tuple[ToolConfig, McpServer]] = []
+        self._sandboxes: list[PythonSandbox] = []
         for where, tool in named_tools(config):
+            if tool.python is not None:
+                sandbox = PythonSandbox(tool)
+                self._sandboxes.append(sandbox)
+                # The sandbox keeps the deadline itself; if it does not, it hangs.
+                late = tool.timeout_s + tool.start_timeout_s
+                self._offers.append(_offered(PythonTool(sandbox, tool.name), tool, late))
+                continue
             if not tool.function:
                 if importlib.util.find_spec("mcp") is None:
                     raise ConfigError(
@@ -60,10 +69,13 @@ class ToolBuilder:
         """A row is done: close its own sessions."""
         for _, server in self._servers:
             server.release(uid)
+        for sandbox in self._sandboxes:
+            sandbox.release(uid)
 
     async def close(self) -> None:
-        """End all servers; idempotent."""
-        await asyncio.gather(*(server.close() for _, server in self._servers))
+        """End all servers and sandboxes; idempotent."""
+        servers = [server for _, server in self._servers]
+        await asyncio.gather(*(each.close() for each in (*servers, *self._sandboxes)))
 
 
 def named_tools(config: ToolsConfig) -> list[tuple[str, ToolConfig]]:
@@ -74,6 +86,6 @@ def named_tools(config: ToolsConfig) -> list[tuple[str, ToolConfig]]:
     ]
 
 
-def _offered(tool: Tool, config: ToolConfig) -> ToolOffer:
+def _offered(tool: Tool, config: ToolConfig, timeout_s: float = 0.0) -> ToolOffer:
     slots = asyncio.Semaphore(config.concurrency)
-    return ToolOffer(tool=tool, timeout_s=config.timeout_s, slots=slots)
+    return ToolOffer(tool=tool, timeout_s=timeout_s or config.timeout_s, slots=slots)

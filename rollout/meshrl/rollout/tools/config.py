@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from meshrl.contract.config import Config
+from meshrl.contract.config import Config, Machine
+
+KINDS = ("function", "command", "url", "python")
+
+
+class PythonConfig(Config):
+    """The tool `python`: code of the policy in the strict sandbox, without network and files."""
+
+    memory_bytes: PositiveInt = 512 << 20
+    """Address space of a row's interpreter; the code beyond it gets a MemoryError."""
+    imports: list[str] = Field(default_factory=list)
+    """Modules that are imported once for all rows (`numpy`, `sympy`): each row's own import of them is then quick."""
 
 
 class ToolConfig(Config):
-    """One Python function, or the tools of one MCP server: exactly one of `function`, `command` and `url`."""
+    """Exactly one of `function` (a Python function), `command` or `url` (the tools of an MCP server) and `python`."""
 
     function: str = ""
     """`package.module.function` or `path/to/file.py:function`, with type hints; its docstring is the
@@ -19,8 +32,10 @@ class ToolConfig(Config):
     """An MCP server that speaks over stdin and stdout, started by each rollout worker."""
     url: str = ""
     """The address of a running MCP server, over streamable HTTP."""
+    python: PythonConfig | None = None
+    """Code of the policy, in a sandbox; `{}` for the defaults. Its variables last as long as the row."""
     name: str = ""
-    """The name under which the policy calls a function; empty: the function's own name."""
+    """The name under which the policy calls a function or `python`; empty: its own name."""
     only: list[str] = Field(default_factory=list)
     """Names of the server's tools that the policy may call; empty: all."""
     env: dict[str, str] = Field(default_factory=dict)
@@ -40,11 +55,12 @@ class ToolConfig(Config):
     and a row that another worker continues repeats its calls there instead of reusing their results."""
 
     @model_validator(mode="after")
-    def _one_of_three(self) -> Self:
-        set_keys = [name for name in ("function", "command", "url") if getattr(self, name)]
+    def _one_kind(self) -> Self:
+        set_keys = [name for name in KINDS if getattr(self, name)]
         if len(set_keys) != 1:
             listed = " and ".join(set_keys) or "none of them"
-            raise ValueError(f"want exactly one of function, command and url, got {listed}")
+            want = f"{', '.join(KINDS[:-1])} and {KINDS[-1]}"
+            raise ValueError(f"want exactly one of {want}, got {listed}")
         return self
 
 
@@ -70,3 +86,9 @@ class ToolsConfig(Config):
     """Texts that end a turn, besides `rollout.stop`: `</tool_call>`, if the policy does not end its turn itself."""
     role: str = "tool"
     """The role of a message with a result; `user`, if the chat template knows no tools."""
+
+    def faults(self, machine: Machine, model: Path) -> Iterator[tuple[str, str]]:
+        """The tool `python` without bubblewrap."""
+        for index, tool in enumerate(self.tools):
+            if not isinstance(tool, str) and tool.python is not None and machine.no_sandbox:
+                yield f"tools.{index}.python", f"needs the strict sandbox: {machine.no_sandbox}"
