@@ -167,11 +167,9 @@ class Conversation:
             ConfigError: the tokenizer cannot render messages.
             UserError: its chat template refuses them.
         """
-        if not isinstance(self._tokenizer, ChatTokenizer):
-            raise ConfigError("messages need a tokenizer with a chat template")
         sampled = bool(self._mask[-1].any())
         last = int(self._tokens[-1][-1]) if sampled else None
-        return chat.appended(self._tokenizer, messages, last=last)
+        return chat.appended(self._chat_tokenizer, messages, last=last)
 
     def observe(self, messages: Sequence[chat.ChatMessage]) -> bool:
         """Append messages of the environment; see `observe_tokens` for False, `rendered` for errors."""
@@ -190,6 +188,13 @@ class Conversation:
         self._add(
             np.array(ids, dtype=np.int32), np.zeros(len(ids), dtype=np.float32), sampled=False
         )
+        return True
+
+    def observe_text(self, text: str) -> bool:
+        """As `observe`, with a text that the chat template does not see."""
+        if not self.observe_tokens(self._chat_tokenizer.encode(text)):
+            return False
+        self.messages.append({"role": "tool", "content": text})
         return True
 
     def replay(self, engine: Generator) -> bool:
@@ -235,6 +240,12 @@ class Conversation:
             finish_reason=reason,
             messages=tuple(self.messages) if several else (),
         )
+
+    @property
+    def _chat_tokenizer(self) -> ChatTokenizer:
+        if not isinstance(self._tokenizer, ChatTokenizer):
+            raise ConfigError("messages need a tokenizer with a chat template")
+        return self._tokenizer
 
     def _add(self, tokens: Int32, logprobs: np.ndarray, *, sampled: bool) -> None:
         if not len(tokens):

@@ -37,7 +37,12 @@ MACHINE = {
             ("vllm", "sglang", "cupy", "redis", "wandb", "tensorboard", "reasoning_gym"), False
         ),
     },
-    "programs": {"/venv/bin/python": True, "/gone/python": False, "serve-it": False, "bwrap": False},
+    "programs": {
+        "/venv/bin/python": True,
+        "/gone/python": False,
+        "serve-it": False,
+        "bwrap": False,
+    },
     "models": {"model": QWEN, "moe": {"architectures": ["Qwen3MoeForCausalLM"]}},
     "rows": {
         "train.jsonl": rows({"prompt": "1+1?", "answer": "2"}),

@@ -140,7 +140,7 @@ def test_a_function_without_a_schema_is_refused(name: str, problem: str) -> None
         ({"tools": []}, "at least 1 item"),
         (
             {"tools": [{"name": "x"}]},
-            "exactly one of function, command, url and python, got none of them",
+            "exactly one of function, command, url, python and search, got none of them",
         ),
         ({"tools": [{"url": "http://x", "command": ["y"]}]}, "got command and url"),
         ({"tools": ["a.b"], "max_turn": 3}, "did you mean 'max_turns'"),

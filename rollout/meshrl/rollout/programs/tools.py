@@ -26,6 +26,7 @@ from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer
 from meshrl.rollout.tools.building import ToolBuilder, named_tools
 from meshrl.rollout.tools.config import ToolsConfig as Config
 from meshrl.rollout.tools.ports import Caller, ToolCall
+from meshrl.rollout.tools.search import check_folder
 from meshrl.rollout.tools.toolbox import TaskTools
 from meshrl.rollout.user_functions import check_function
 
@@ -40,6 +41,8 @@ def check(config: Config) -> None:
     for key, tool in named_tools(config):
         if tool.function:
             check_function(tool.function, f"{key}.function")
+        if tool.search is not None and tool.search.folder is not None:
+            check_folder(tool.search.folder, f"{key}.search")
 
 
 def build(options: Mapping[str, object], *, gateway: Gateway | None = None) -> ToolProgram:
@@ -54,6 +57,8 @@ class ToolProgram:
         """Raises ConfigError for an unknown format or a function that is no tool."""
         self._config = config
         self._parse = load_format(config.format)
+        self._observation: str = plugins.constant(FORMATS, config.format, "OBSERVATION", "")
+        self._stop = (*config.stop, *plugins.constant(FORMATS, config.format, "STOP", ()))
         self._builder = ToolBuilder(config)
         self._warned = False
 
@@ -89,7 +94,7 @@ class ToolProgram:
         budget = Budget.of(task, turn_tokens=config.max_turn_tokens, turns=config.max_turns)
         prompt = self._prompt(task, tokenizer, tools)
         conversation = Conversation(uid, tokenizer, prompt, budget=budget)
-        sampling = replace(task.sampling, stop=(*task.sampling.stop, *config.stop))
+        sampling = replace(task.sampling, stop=(*task.sampling.stop, *self._stop))
         while True:
             turn = await conversation.sample(engine, sampling)
             if turn.finish_reason != "stop":
@@ -103,12 +108,19 @@ class ToolProgram:
             if not tools.stateful and conversation.replay(engine):
                 continue  # an earlier worker of the row has called them
             results = await self._results(calls, tools, caller, tokenizer)
-            if not conversation.observe(results):
+            if not self._observe(conversation, results):
                 return conversation.rollout("length")
 
+    def _observe(self, conversation: Conversation, results: Sequence[chat.ChatMessage]) -> bool:
+        """Append the results: messages, or text where the format has its own; False: they do not fit."""
+        if not self._observation:
+            return conversation.observe(results)
+        said = (self._observation.replace("{}", str(each["content"])) for each in results)
+        return conversation.observe_text("".join(said))
+
     def _prompt(self, task: Task, tokenizer: ChatTokenizer, tools: TaskTools) -> Int32:
-        """Messages are rendered again, with the tools; a prompt that came as text is not changed."""
-        if not task.messages:
+        """Messages are rendered again, with the tools; text is not, nor a prompt that says itself how to call."""
+        if not task.messages or self._observation:
             return task.prompt_ids
         messages = [asdict(message) for message in task.messages]
         ids = chat.prompt_of(tokenizer, messages, tools=tools.schemas())

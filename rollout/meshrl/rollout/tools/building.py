@@ -1,4 +1,4 @@
-"""Builds the `tools` of a recipe: Python functions, the tools of MCP servers, the tool `python`."""
+"""Builds the `tools` of a recipe: Python functions, the tools of MCP servers, `python` and `search`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from meshrl.rollout.tools.functions import FunctionTool
 from meshrl.rollout.tools.mcp_servers import McpServer
 from meshrl.rollout.tools.ports import Tool
 from meshrl.rollout.tools.python_sandbox import PythonSandbox, PythonTool
+from meshrl.rollout.tools.search import search_function
 from meshrl.rollout.tools.toolbox import Cut, Toolbox, ToolOffer
 from meshrl.rollout.user_functions import load_function
 
@@ -35,14 +36,17 @@ class ToolBuilder:
                 late = tool.timeout_s + tool.start_timeout_s
                 self._offers.append(_offered(PythonTool(sandbox, tool.name), tool, late))
                 continue
-            if not tool.function:
+            if tool.command or tool.url:
                 if importlib.util.find_spec("mcp") is None:
                     raise ConfigError(
                         f"{where}: MCP servers need the extra `tools`: pip install meshrl[tools]"
                     )
                 self._servers.append((tool, McpServer(tool)))
                 continue
-            function = load_function(tool.function, f"{where}.function")
+            if tool.search is not None:
+                function = search_function(tool.search, f"{where}.search")
+            else:
+                function = load_function(tool.function, f"{where}.function")
             built = FunctionTool(
                 function, name=tool.name, stateful=tool.stateful, most_lost=tool.concurrency
             )
@@ -74,8 +78,8 @@ class ToolBuilder:
 
     async def close(self) -> None:
         """End all servers and sandboxes; idempotent."""
-        servers = [server for _, server in self._servers]
-        await asyncio.gather(*(each.close() for each in (*servers, *self._sandboxes)))
+        servers = (server.close() for _, server in self._servers)
+        await asyncio.gather(*servers, *(sandbox.close() for sandbox in self._sandboxes))
 
 
 def named_tools(config: ToolsConfig) -> list[tuple[str, ToolConfig]]:

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from meshrl.contract.config import Config, Machine
 
-KINDS = ("function", "command", "url", "python")
+KINDS = ("function", "command", "url", "python", "search")
 
 
 class PythonConfig(Config):
@@ -22,8 +22,26 @@ class PythonConfig(Config):
     """Modules that are imported once for all rows (`numpy`, `sympy`): each row's own import of them is then quick."""
 
 
+class SearchConfig(Config):
+    """The tool `search`: exactly one of `folder` and `url`."""
+
+    folder: Path | None = None
+    """Text files: `.txt` and `.md` with paragraphs, `.jsonl` with `{"contents": "title, newline, text"}` or
+    `{"title", "text"}` on each line. Each rollout worker keeps an index of its own in memory (BM25)."""
+    url: str = ""
+    """A retriever that answers `POST` as Search-R1's and verl's do."""
+    top_k: PositiveInt = 3
+    """Passages of one result."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.folder is None) == (not self.url):
+            raise ValueError("want exactly one of folder and url")
+        return self
+
+
 class ToolConfig(Config):
-    """Exactly one of `function` (a Python function), `command` or `url` (the tools of an MCP server) and `python`."""
+    """Exactly one of `function` (in Python), `command` or `url` (tools of an MCP server), `python` and `search`."""
 
     function: str = ""
     """`package.module.function` or `path/to/file.py:function`, with type hints; its docstring is the
@@ -34,8 +52,10 @@ class ToolConfig(Config):
     """The address of a running MCP server, over streamable HTTP."""
     python: PythonConfig | None = None
     """Code of the policy, in a sandbox; `{}` for the defaults. Its variables last as long as the row."""
+    search: SearchConfig | None = None
+    """A search over a folder of text, or by a retriever."""
     name: str = ""
-    """The name under which the policy calls a function or `python`; empty: its own name."""
+    """The name under which the policy calls a function, `python` or `search`; empty: its own name."""
     only: list[str] = Field(default_factory=list)
     """Names of the server's tools that the policy may call; empty: all."""
     env: dict[str, str] = Field(default_factory=dict)
@@ -88,7 +108,11 @@ class ToolsConfig(Config):
     """The role of a message with a result; `user`, if the chat template knows no tools."""
 
     def faults(self, machine: Machine, model: Path) -> Iterator[tuple[str, str]]:
-        """The tool `python` without bubblewrap."""
+        """The tool `python` without bubblewrap, `search` over a folder without its package."""
         for index, tool in enumerate(self.tools):
-            if not isinstance(tool, str) and tool.python is not None and machine.no_sandbox:
+            if isinstance(tool, str):
+                continue
+            if tool.python is not None and machine.no_sandbox:
                 yield f"tools.{index}.python", f"needs the strict sandbox: {machine.no_sandbox}"
+            if tool.search is not None and tool.search.folder and not machine.installed("bm25s"):
+                yield f"tools.{index}.search", "needs the package bm25s: pip install meshrl[search]"

@@ -62,7 +62,11 @@ class Tool(Protocol):
 
 
 class ToolFormat(Protocol):
-    """The format of a model's calls: a module of `meshrl.rollout.tools.formats`."""
+    """The format of a model's calls: a module of `meshrl.rollout.tools.formats`.
+
+    It may assign `STOP`, texts that end a turn, and `OBSERVATION`, the text that follows a turn with a call, in which
+    `{}` is the result: then prompts are not rendered again with the tools, and results are no messages.
+    """
 
     def parse(self, text: str) -> Sequence[ToolCall]:
         """The calls in a turn, `text` with its special tokens, in order; empty if it calls no tool."""
