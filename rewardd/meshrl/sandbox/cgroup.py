@@ -110,7 +110,7 @@ def cgroups() -> Cgroups | None:
         return Cgroups(delegated())
     except (NoCgroupError, OSError) as error:
         log.info(
-            "reward sandboxes have limits for each process and none for all of a sandbox together: %s",
+            "sandboxes have limits for each process and none for all of a sandbox together: %s",
             error,
         )
         return None

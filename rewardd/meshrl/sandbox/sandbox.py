@@ -72,7 +72,7 @@ class Launch:
         try:
             made = own.make(limits, shares)
         except OSError as error:
-            log.warning("a reward sandbox starts without a cgroup: %s", error)
+            log.warning("a sandbox starts without a cgroup: %s", error)
             return self
         return replace(self, argv=made.entered(self.argv), leave=lambda: own.remove(made))
 

@@ -238,9 +238,14 @@ def groups_taken(recipe: Recipe) -> int:
 
 
 def uses_gateway(recipe: Recipe) -> bool:
-    """True when agents lead the conversations of the run, and may say what they were worth."""
+    """True when agents lead the conversations of the run."""
     program = recipe.rollout.program
     return bool(plugins.constant("meshrl.rollout.programs", program, "USES_GATEWAY", False))
+
+
+def posts_rewards(recipe: Recipe) -> bool:
+    """True when whoever leads the conversations of the run may say what they were worth."""
+    return uses_gateway(recipe) or bool(recipe.rollout.program_options.get("posts_reward"))
 
 
 def has_evaluation(recipe: Recipe) -> bool:

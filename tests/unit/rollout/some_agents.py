@@ -43,6 +43,15 @@ async def return_text(session: Session) -> str:
     return await session.reply()
 
 
+async def score(session: Session) -> dict[str, float] | float | Outcome | None:
+    """What the policy says it is worth."""
+    said = await session.reply()
+    if said == "more":
+        await session.say("More!")
+    known = {"half": 0.5, "much": {"score": 2, "steps": 3}, "bad": Outcome.POLICY_FAULT}
+    return known.get(said)
+
+
 async def whole(task: Task, uid: Uid, engine: Generator, tokenizer: Tokenizer) -> Rollout:
     conversation = Conversation(uid, tokenizer, task.prompt_ids, budget=Budget.of(task))
     await conversation.sample(engine, task.sampling)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.types import Outcome, Uid
+from meshrl.contract.rows import column_posted
+from meshrl.contract.types import POSTED_REWARD, Outcome, PostedReward, Uid
 from meshrl.rollout.ports import Rollout
 from meshrl.rollout.worker import ProgramCache
 
@@ -55,6 +56,31 @@ async def test_a_conversation_that_is_too_long_ends_the_row(
     rollout, policy, _ = await run("insist", ["41?"] * 9, **options)
     assert (rollout.outcome, rollout.finish_reason) == (Outcome.TRUNCATED, reason)
     assert len(policy.requests) == turns and rollout.trajectory.loss_mask[-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("turn", "reward", "outcome"),
+    [
+        ("half", PostedReward(score=0.5), Outcome.OK),
+        ("much", PostedReward(score=2.0, components={"steps": 3.0}), Outcome.OK),
+        ("nothing", None, Outcome.OK),
+        ("bad", None, Outcome.POLICY_FAULT),
+        ("more", None, Outcome.TRUNCATED),
+    ],
+)
+async def test_a_function_may_say_what_its_row_is_worth(
+    turn: str, reward: PostedReward | None, outcome: Outcome
+) -> None:
+    rollout, _, _ = await run("score", [turn], posts_reward=True, max_turns=1)
+    assert column_posted(rollout.columns[POSTED_REWARD]) == reward
+    assert rollout.outcome is outcome
+
+
+async def test_a_reward_that_the_recipe_does_not_announce_is_refused() -> None:
+    with pytest.raises(UserError, match=r"returned float, .*program_options\.posts_reward"):
+        await run("score", ["half"])
+    with pytest.raises(UserError, match="a reward's score is 'x', want a finite number"):
+        await run("return_text", ["x"], posts_reward=True)
 
 
 async def test_a_cut_turn_may_be_continued() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import Field, PositiveInt
@@ -22,10 +23,12 @@ from pydantic import Field, PositiveInt
 from meshrl.contract.config import Config as BaseConfig
 from meshrl.contract.config import read_options
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.types import Outcome, SamplingParams, Task, Uid
+from meshrl.contract.rows import posted_column
+from meshrl.contract.types import POSTED_REWARD, Outcome, SamplingParams, Task, Uid
 from meshrl.rollout.chat import ChatMessage
 from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.ports import Generator, Program, Rollout
+from meshrl.rollout.sessions.agents import posted
 from meshrl.rollout.sessions.gateway import Gateway
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.user_functions import check_function, load_function
@@ -43,6 +46,9 @@ class Config(BaseConfig):
     """Turns of the policy in one row; null: any number that fits `data.max_response_length`."""
     max_turn_tokens: PositiveInt | None = None
     """Tokens of one turn; null: as many as are left of `data.max_response_length`."""
+    posts_reward: bool = False
+    """The function returns the reward of its row: a number, or a dict with `score` and further numbers; None: the
+    recipe's reward scores the row."""
 
 
 def check(config: Config) -> None:
@@ -170,13 +176,23 @@ class SessionProgram:
         try:
             outcome = await self._function(session)
         except EndedError:
-            return conversation.rollout(session.ended)
-        if outcome is not None and not isinstance(outcome, Outcome):
-            name = type(outcome).__name__
-            raise UserError(f"{config.function} returned {name}, want None or an Outcome")
+            return self._posted(conversation.rollout(session.ended))
         if not conversation.turns:
             raise UserError(f"{config.function} returned before the policy had a turn")
-        return conversation.rollout(session.ended or None, outcome=outcome)
+        if config.posts_reward and not isinstance(outcome, Outcome):
+            return self._posted(conversation.rollout(session.ended or None), outcome)
+        if outcome is not None and not isinstance(outcome, Outcome):
+            name, hint = type(outcome).__name__, ""
+            if isinstance(outcome, int | float | Mapping):
+                hint = "; a reward needs rollout.program_options.posts_reward"
+            raise UserError(f"{config.function} returned {name}, want None or an Outcome{hint}")
+        return self._posted(conversation.rollout(session.ended or None, outcome=outcome))
+
+    def _posted(self, rollout: Rollout, reward: object = None) -> Rollout:
+        """The row with its reward, where the run has such a column."""
+        if not self._config.posts_reward:
+            return rollout
+        return replace(rollout, columns={POSTED_REWARD: posted_column(posted(reward))})
 
 
 def _parameters(function: Callable[..., Any], name: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshrl.config.recipe import Recipe, uses_gateway
+from meshrl.config.recipe import Recipe, posts_rewards
 from meshrl.config.stages import Columns, ServiceKind
 from meshrl.contract.types import reward_stage
 
@@ -16,7 +16,7 @@ def _columns(recipe: Recipe, evaluation: bool) -> Columns:
     stage = reward_stage(
         keep_inputs=recipe.reward.mixed_versions == "rescore" and not evaluation,
         token_rewards=recipe.reward.token_rewards and not evaluation,
-        posted=uses_gateway(recipe),
+        posted=posts_rewards(recipe),
     )
     return Columns(reads=stage.reads, writes=stage.writes)
 
