@@ -21,7 +21,7 @@ CRUMB_LINES = 60
 
 LINES: Mapping[str, int] = {
     "meshrl.trainer": 16070,
-    "meshrl.rollout": 10610,
+    "meshrl.rollout": 11080,
     "meshrl.transferqueue": 10764,
     "meshrl.rewardd": 6350,
     "meshrl.sandbox": 1740,
@@ -35,7 +35,7 @@ LINES: Mapping[str, int] = {
     "meshrl.http": 3350,
     "meshrl.verl": 2200,
     "meshrl.client": 1800,
-    "meshrl.config": 3010,
+    "meshrl.config": 3015,
     "meshrl.api": 500,
 }
 """The most lines of each package, generated code left out."""
