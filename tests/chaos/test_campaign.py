@@ -37,7 +37,7 @@ def assert_exact(report: dict[str, Any]) -> None:
 
 
 def test_killed_and_stopped_processes_and_lost_answers_cost_no_row_and_repeat_none() -> None:
-    report = campaign("--kills", "10", "--pauses", "2", "--lost-answers", "0.01")
+    report = campaign("--kills", "10", "--pauses", "2", "--lost-answers", "0.03")
     assert_exact(report)
     assert report["kills"] == 10 and report["lost_answers"]
 

@@ -18,7 +18,7 @@ from meshrl.rollout.sessions import tool_calls
 from meshrl.rollout.sessions.tool_calls import parse_calls
 from meshrl.rollout.sessions.visible_text import VisibleText
 from meshrl.rollout.tools import formats, parsing
-from meshrl.rollout.tools.formats import hermes, llama3_json, python_fence
+from meshrl.rollout.tools.formats import hermes, llama3_json, python_fence, search_r1
 
 LENGTH = 64 << 10
 PER_CHARACTER = 24
@@ -28,11 +28,13 @@ PARSERS: list[Callable[[str], Any]] = [
     hermes.parse,
     llama3_json.parse,
     python_fence.parse,
+    search_r1.parse,
 ]
 PIECES = [
     *("<tool_call>", "</tool_call>", "<tool_call>\n", "<tool_call> ", "\n", " ", "```", "`"),
     *("```python\n", "```python ", "```py\t", "<|", "|>", "<|a", "_", "<|eom_id|>", "{", "}"),
     *('{"name":""};', '{"name": "f", "parameters": {}}', '{"name": "f", "arguments": {}}'),
+    *("<search>", "</search>", "<answer>"),
     *('<tool_call>{"name": "f"}</tool_call>', '"name"', "[", "x", "; ", "\u2003"),
 ]
 
