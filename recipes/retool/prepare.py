@@ -2,8 +2,8 @@
 
 python recipes/retool/prepare.py runs/retool/assets
 
-37*46%97 ─▶ #53                                              a guess: four of five answers after this warm start
-37*46%97 ─▶ x=37*46 ─▶ (nothing) ─▶ x%97 ─▶ 53 ─▶ #53         two runs that share x: the others
+37*46%97 ─▶ #53                                              a guess, as mostly after this warm start
+37*46%97 ─▶ x=37*46 ─▶ (nothing) ─▶ x%97 ─▶ 53 ─▶ #53         two runs that share x
 """
 
 from __future__ import annotations

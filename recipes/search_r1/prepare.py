@@ -2,7 +2,7 @@
 
 python recipes/search_r1/prepare.py runs/search_r1/assets
 
-where was Belod born? ─▶ <answer>Tirim</answer>                              a guess: four of five after this start
+where was Belod born? ─▶ <answer>Tirim</answer>                       a guess, as mostly after this warm start
 where was Belod born? ─▶ <search>Belod</search> ─▶ <information>…</information> ─▶ <answer>Sanek</answer>
 
 Each held-out question is about a person of whom no training question asks: only the corpus knows the answer.

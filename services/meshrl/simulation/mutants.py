@@ -294,13 +294,11 @@ class _SkipsAPrompt(Feeder):
 
 class _SettlesOnce(QueueClient):
     async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
-        retry_s, self._connection.retry_s = self._connection.retry_s, 0.0
+        self._connection.retry_s = 0.0
         try:
             await super().settle(run, epoch=epoch, step=step, batch_id=batch_id)
         except UnavailableError:
             return
-        finally:
-            self._connection.retry_s = retry_s
 
 
 class _AcknowledgesUnwritten(SimulatedCheckpoints):

@@ -17,7 +17,6 @@ from meshrl.contract.types import (
     rollout_stage,
 )
 from meshrl.simulation.conversations import Program
-from meshrl.simulation.faults import TAKEOVER, scene_of
 from meshrl.simulation.network import Delays
 
 RUN: Final = "run"
@@ -167,14 +166,7 @@ def draw_shape(seed: int) -> Shape:
         deadline_s=150.0 if program is Program.OPENAI else 600.0,
         tokens=32 if program is Program.SINGLE_TURN else CONVERSATION_TOKENS,
     )
-    if takeovers := scene_of(seed) is TAKEOVER:
-        shape = replace(
-            shape,
-            workers=max(2, shape.workers),
-            max_staleness=pace.choice((2, 8, math.inf)),
-            faults_until_s=20.0,
-        )
-    if pace.random() >= FAST and not takeovers:
+    if pace.random() >= FAST:
         return shape
     return replace(
         shape,
@@ -186,5 +178,5 @@ def draw_shape(seed: int) -> Shape:
         filter_groups=False,
         response_s=0.5,
         train_s=0.2,
-        transfer_s=shape.transfer_s if takeovers else 0.1,
+        transfer_s=0.1,
     )
