@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 from meshrl.contract.errors import CapacityError, CorruptError, UserError
 
 FOLDER: Final = Path("/dev/shm")
-_PROBES: Final = "meshrl-*.arena"
+PROBES: Final = "meshrl-*.arena"
 _PROBE: Final = re.compile(r"meshrl-[0-9a-f]{16}\.arena")
 
 Mapped: TypeAlias = mmap.mmap | memoryview
@@ -135,7 +135,7 @@ class Probe:
         Raises:
             CapacityError: there is no such folder, or no space in it.
         """
-        memory.sweep(_PROBES)
+        memory.sweep(PROBES)
         self._memory = memory
         self._name = f"meshrl-{secrets.token_hex(8)}.arena"
         try:

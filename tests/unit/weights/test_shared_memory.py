@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import CapacityError, UserError
+from meshrl.weights.carrier import Link
+from meshrl.weights.carriers.shm import ShmReader
 from meshrl.weights.shared_memory import FOLDER, Offer, Probe, SharedMemory, boot_id
 
 
@@ -34,8 +36,22 @@ def test_only_files_without_a_living_owner_are_swept(tmp_path: Path) -> None:
     probe = Probe(memory)
     (tmp_path / "meshrl-0123456789abcdef.arena").write_bytes(b"left by a dead process")
     assert memory.sweep("meshrl-*.arena") == ["meshrl-0123456789abcdef.arena"]
-    assert [path.name for path in tmp_path.iterdir()] == [probe.offer.name]
+    assert names(tmp_path) == [probe.offer.name]
     probe.close()
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+async def test_a_replica_deletes_the_probe_of_a_dead_trainer(tmp_path: Path) -> None:
+    """Its successor may have nothing to train, and then makes no probe of its own."""
+    memory = SharedMemory(tmp_path)
+    alive = Probe(memory)
+    (tmp_path / "meshrl-0123456789abcdef.arena").write_bytes(b"\0")
+    await ShmReader(Link(run="run", epoch=1, generation=1, endpoint="", rank=1), memory).close()
+    assert names(tmp_path) == [alive.offer.name]
+    alive.close()
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

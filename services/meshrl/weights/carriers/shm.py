@@ -31,7 +31,7 @@ from meshrl.contract.errors import CapacityError, ConfigError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.carrier import Channel, Link, RunPaths
-from meshrl.weights.shared_memory import Mapped, Offer, Probe, SharedMemory, boot_id
+from meshrl.weights.shared_memory import PROBES, Mapped, Offer, Probe, SharedMemory, boot_id
 from meshrl.weights.waiting import WorkerThread
 
 REACH = "host"
@@ -246,7 +246,8 @@ class ShmReader:
     def abort(self) -> None:
         """Drop the mapping, and delete the files of a dead trainer."""
         self._mapped = None
-        self._memory.sweep(PATTERN)
+        for pattern in (PATTERN, PROBES):
+            self._memory.sweep(pattern)
 
     async def close(self) -> None:
         """The same as `abort`."""
