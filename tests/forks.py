@@ -12,7 +12,6 @@ in the environment always: for tests of the start itself, and for whoever doubts
 from __future__ import annotations
 
 import atexit
-import ctypes
 import gc
 import importlib
 import inspect
@@ -30,6 +29,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+from meshrl.launcher import preloader, preloading
 
 ROOT = Path(__file__).parent.parent
 MODULES = (
@@ -53,7 +54,6 @@ READ_AT_IMPORT = (
 )
 """Variables that a library or the loader has read before a fork could change them."""
 REQUEST_BYTES = 1 << 17
-PR_SET_CHILD_SUBREAPER = 36
 SWITCH = "TEST_FORKS"
 
 _exec: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
@@ -64,15 +64,13 @@ class ForkServer:
     """The test's end. Its process ends with the test's."""
 
     def __init__(self) -> None:
-        from meshrl.launcher.preloader import PADDING
-
         self._lock = threading.Lock()
         self._ready = False
         self._control, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._env = {**os.environ, "OMP_NUM_THREADS": "1"}
         with end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.forks", str(end.fileno()), PADDING],
+                [sys.executable, "-m", "tests.forks", str(end.fileno()), preloader.PADDING],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 cwd=ROOT,
@@ -106,13 +104,13 @@ class ForkServer:
                         return None
                     self._ready = bool(self._control.recv(1))
                 request = {"argv": argv, "env": dict(env), "parent": os.getpid(), **more}
-                _adopt_orphans(True)
+                preloading._adopt_orphans(True)
                 socket.send_fds(self._control, [json.dumps(request).encode()], files)
                 return int(self._control.recv(64)) or None
             except (OSError, ValueError):
                 return None
             finally:
-                _adopt_orphans(False)
+                preloading._adopt_orphans(False)
 
 
 _server: ForkServer | None = None
@@ -193,20 +191,14 @@ def _started(popen: Any, call: Mapping[str, Any], pid: int) -> None:
     popen._close_pipe_fds(*(call[name] for name in pipes))
 
 
-def _adopt_orphans(adopt: bool) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
-
-
 # --- in the server, and in its forks
 
 
 def main() -> None:
     """Import, then fork on request until the test ends."""
-    from meshrl.launcher.preloader import LIGHT, TORCH
-
     control = socket.socket(fileno=int(sys.argv[1]))
     gc.disable()
-    for module in (*LIGHT, *TORCH, *MODULES):
+    for module in (*preloader.LIGHT, *preloader.TORCH, *MODULES):
         importlib.import_module(module)
     gc.freeze()
     gc.enable()
@@ -219,8 +211,7 @@ def main() -> None:
         request = json.loads(message)
         go, go_in = os.pipe()
         if (between := os.fork()) == 0:
-            if os.fork():
-                os._exit(0)
+            preloader._end_unless_forked_again()
             os.close(go_in)
             os.read(go, 1)  # from here on its parent is the test
             os.close(go)
@@ -229,15 +220,14 @@ def main() -> None:
             control.send(str(os.getpid()).encode())
             control.close()
             _run(request, files)
-        os.waitpid(between, 0)
+        if os.waitpid(between, 0)[1] != 0:
+            control.send(b"0")  # no room for another process now
         for descriptor in (go, go_in, *files):
             os.close(descriptor)
 
 
 def _run(request: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     """Be the process that was asked for, to its end."""
-    from meshrl.launcher.preloader import show_command_line
-
     code = 1
     try:
         if request["session"]:
@@ -252,7 +242,7 @@ def _run(request: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
         if numpy_random := sys.modules.get("numpy.random"):
             numpy_random.seed()
         argv = request["argv"]
-        show_command_line(argv)
+        preloader.show_command_line(argv)
         sys.orig_argv = list(argv)
         words = argv[2:] if (safe := argv[1] == "-P") else argv[1:]
         sys.path[:1] = (
