@@ -2,15 +2,14 @@ r"""Geometry3K: 0.9 for the right answer, 0.1 for `<think>…</think>…\boxed{�
 
 from __future__ import annotations
 
-import re
-
 from meshrl.contract import config
 from meshrl.contract.types import Json
 from meshrl.rewardd.rewards import prime_math
 from meshrl.rewardd.rewards._latex import last_boxed
 
 REQUIRES = ("sympy",)
-FORM = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
+FORM = ("</think>", "\\boxed{", "}")
+"""What follows `<think>`, in this order, with anything between."""
 
 
 class Config(config.Config):
@@ -35,5 +34,14 @@ def compute_score(
     """`(1 - format_score) · right + format_score · formed`."""
     boxed = last_boxed(solution_str)
     right = boxed is not None and prime_math.simple_equal(boxed, str(ground_truth))
-    formed = FORM.fullmatch(solution_str) is not None
+    formed = is_formed(solution_str)
     return (1 - config.format_score) * right + config.format_score * formed
+
+
+def is_formed(text: str) -> bool:
+    """Whether it is a thought, then a box, with anything around the box."""
+    at = len("<think>") if text.startswith("<think>") else -1
+    for mark in FORM:
+        found = text.find(mark, at) if at >= 0 else -1
+        at = found + len(mark) if found >= 0 else -1
+    return at >= 0

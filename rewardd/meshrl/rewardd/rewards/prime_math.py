@@ -277,13 +277,12 @@ def _expression_equal(given: str, wanted: str) -> bool:
 
 
 def _number(text: str) -> float | None:
-    """A number with thousands separators or a percent sign."""
-    text = text.replace(",", "").strip()
-    for sign in ("\\%", "%"):
-        if text.endswith(sign):
-            return value / 100 if (value := _number(text.removesuffix(sign))) is not None else None
+    """A number with thousands separators or one percent sign."""
+    text, share = text.replace(",", "").strip(), 1.0
+    if text.endswith("%"):
+        text, share = text.removesuffix("%").removesuffix("\\"), 0.01
     try:
-        number = float(text)
+        number = float(text) * share
     except ValueError:
         return None
     return number if math.isfinite(number) else None

@@ -11,8 +11,8 @@ import string
 from meshrl.contract import config
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
+from meshrl.rewardd.rewards._blocks import blocks
 
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -40,7 +40,7 @@ def compute_score(
         raise UserError(
             f"search_qa wants ground_truth {{'target': …}}, got {str(ground_truth)[:80]!r}"
         )
-    answers = ANSWER.findall(solution_str)
+    answers = list(blocks(solution_str, "<answer>", "</answer>"))
     if not answers:
         return 0.0
     target = ground_truth["target"]

@@ -10,17 +10,16 @@ share of the most, scaled from -3 to 3. The score is their sum.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from pydantic import PositiveFloat
 
 from meshrl.contract import config
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
+from meshrl.rewardd.rewards._blocks import blocks
 
-CALLS = re.compile(r"<tool_call>\n?(.*?)\n?</tool_call>", re.DOTALL)
 BLOCKS = ("think", "tool_call", "response")
 MAX_CALLS = 64
 """Most calls in a response: pairing them takes quadratic time."""
@@ -56,7 +55,7 @@ def compute_score(
     wanted = _calls(ground_truth)
     if wanted is None:
         raise UserError(f"tool_use cannot read the calls of the ground truth {ground_truth[:80]!r}")
-    if not CALLS.search(ground_truth):  # nothing to call: the form is all there is
+    if not any(True for _ in _bodies(ground_truth)):  # nothing to call: the form is all there is
         return {"score": form, "format_score": form, "accuracy_score": 0.0}
     given = _calls(solution_str)
     share = 0.0 if given is None else agreement(given, wanted)
@@ -78,10 +77,14 @@ def _form(text: str) -> tuple[str, ...]:
     return () if rest else tuple(found)
 
 
+def _bodies(text: str) -> Iterator[str]:
+    return blocks(text, "<tool_call>", "</tool_call>")
+
+
 def _calls(text: str) -> list[tuple[str, dict[str, Json]]] | None:
     """Names and parameters; None if a line is not a call."""
     calls = []
-    for line in "\n".join(CALLS.findall(text)).splitlines():
+    for line in "\n".join(_bodies(text)).splitlines():
         if not line.strip():
             continue
         try:
