@@ -38,8 +38,8 @@ def load(package: str, name: str, attribute: str) -> Any:
     """The `attribute` of module `package.name`, or of the dotted path `name` from anywhere.
 
     Raises:
-        ConfigError: no such module (lists the known names and the nearest) or no such attribute
-        in it.
+        ConfigError: no such module (lists the known names and the nearest), one whose import fails, or no such
+        attribute in it.
     """
     places = _packages(package)
     names = tuple(sorted(places))
@@ -55,6 +55,9 @@ def load(package: str, name: str, attribute: str) -> Any:
         module = importlib.import_module(name if dotted else f"{places[name]}.{name}")
     except ModuleNotFoundError as error:
         raise ConfigError(f"cannot load {name!r}: {error}{where_it_stands(name)}") from error
+    except (Exception, SystemExit) as error:  # someone's own module may raise anything, or exit
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"cannot load {name!r}: its import ended with {reason}") from error
     if not hasattr(module, attribute):
         raise ConfigError(f"module {module.__name__!r} defines no {attribute!r}")
     return getattr(module, attribute)

@@ -290,8 +290,8 @@ class StageWorker:
         results: Sequence[StageResult]
         try:
             results = await self._traced(rows)
-        except Exception as error:
-            # A crash of the handler is an infrastructure fault: the rows are tried again elsewhere.
+        except (Exception, SystemExit) as error:
+            # A crash of the handler, or its exit, is an infrastructure fault: the rows are tried again elsewhere.
             log.exception("%s: handler failed on %s", self._stage.name, rows[0].uid)
             reason = f"{type(error).__name__}: {error}"
             results = [Failure(uid=r.uid, outcome=Outcome.INFRA_FAULT, reason=reason) for r in rows]

@@ -26,7 +26,7 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
     place, attribute, in_file = _parts(name, key)
     try:
         module = _file(Path(place)) if in_file else importlib.import_module(place)
-    except Exception as error:  # user code may raise any error
+    except (Exception, SystemExit) as error:  # user code may raise any error, or exit
         hint = where_it_stands(place) if isinstance(error, ModuleNotFoundError) else ""
         reason = f"{type(error).__name__}: {error}{hint}"
         raise ConfigError(f"{key}: cannot import {name!r}: {reason}", key=key) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.plugins import check_admitted, load
+from meshrl.rollout.user_functions import load_function
 
 SAMPLERS = "meshrl.transferqueue.samplers"
 
@@ -37,6 +39,28 @@ def test_a_module_that_stands_in_the_working_directory_is_told_about_the_path(
         Path("not_on_the_path.py").touch()
     with pytest.raises(ConfigError, match=f"not searched: set PYTHONPATH={tmp_path}"):
         load(SAMPLERS, "not_on_the_path.order", "Sampler")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("raise SystemExit(2)", "SystemExit: 2"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("def (", "SyntaxError: "),
+    ],
+)
+def test_a_module_whose_import_fails_or_exits_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, said: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "ends_at_import", raising=False)
+    (tmp_path / "ends_at_import").mkdir()
+    (tmp_path / "ends_at_import" / "order.py").write_text(source)
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match=f"its import ended with {said}"):
+        load(SAMPLERS, "ends_at_import.order", "Sampler")
+    with pytest.raises(ConfigError, match=f"key: cannot import .*{said}"):
+        load_function("ends_at_import.order.agent", "key")
 
 
 def test_a_service_imports_nothing_from_its_working_directory(tmp_path: Path) -> None:

@@ -80,6 +80,21 @@ async def test_a_result_that_is_being_written_takes_no_place(queue: Shut) -> Non
     assert loop.stats.written == ROWS
 
 
+async def test_a_handler_that_exits_fails_its_rows_and_the_worker_goes_on(queue: Shut) -> None:
+    async def handle(rows: Sequence[LeasedRow]) -> list[Failure]:
+        raise SystemExit(3)
+
+    loop = StageWorker(
+        queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=1, version=lambda: VERSION
+    )
+    running = asyncio.create_task(loop.run())
+    async with asyncio.timeout(60):
+        while loop.stats.failed < ROWS:  # noqa: ASYNC110 - a count that the loop keeps
+            await asyncio.sleep(0)
+    loop.drain()
+    await running
+
+
 async def test_the_first_failure_of_each_kind_is_a_warning_and_why_waiting_tells_the_last(
     queue: Shut, caplog: pytest.LogCaptureFixture
 ) -> None:
