@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 from collections.abc import Collection
@@ -36,3 +37,19 @@ def is_free(host: str, port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def is_taken(host: str, port: int) -> bool:
+    """Whether another program listens on the port; with any other failure to bind, another port would not help.
+
+    Unlike for `is_free`, a connection that ended there a moment ago does no harm: servers bind in spite of it.
+    """
+    if port == 0:
+        return False
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -9,9 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from meshrl.config.loading import anchored, save_recipe
-from meshrl.config.recipe import RECIPE_NAME, Recipe
+from meshrl.config.recipe import RECIPE_NAME, Recipe, uses_gateway
 from meshrl.contract.files import replace_file
-from meshrl.launcher.ports import is_free
+from meshrl.launcher.ports import is_taken
 from meshrl.launcher.status import MeshStatus
 
 RUNNING_NAME = "recipe.running.yaml"
@@ -53,12 +54,23 @@ def recipe_on_trial(recipe: Recipe, directory: Path) -> Iterator[RecipeOnTrial]:
         trial.running.unlink(missing_ok=True)
 
 
-def busy_port(fixed: Mapping[str, int]) -> str | None:
-    """What to say of the first of the given ports on which another program listens."""
-    for name, port in fixed.items():
-        if not is_free(HOST, port):
-            return f"--port {name}={port}: another program listens on {HOST}:{port}; choose another port"
+def busy_port(recipe: Recipe, fixed: Mapping[str, int]) -> str | None:
+    """What to say of the first port on which another program listens: of the given ones and those of the recipe."""
+    given = ((f"--port {name}", HOST, port) for name, port in fixed.items())
+    for key, host, port in itertools.chain(given, _ports_of(recipe)):
+        if is_taken(host, port):
+            return f"{key}={port}: another program listens on {host}:{port}; choose another port"
     return None
+
+
+def _ports_of(recipe: Recipe) -> Iterator[tuple[str, str, int]]:
+    """Key, host and port of what services of this machine will listen on besides gRPC; 0 lets them choose."""
+    yield "reward.registry.http_port", HOST, recipe.reward.registry.http_port or 0
+    yield "weights.port", recipe.weights.host, recipe.weights.port
+    gateway = recipe.rollout.gateway
+    if gateway.port and uses_gateway(recipe):
+        for port in range(gateway.port, gateway.port + recipe.rollout.workers):
+            yield "rollout.gateway.port", gateway.host, port
 
 
 def note_finished(recipe: Recipe, mesh_status: MeshStatus) -> None:

@@ -76,7 +76,7 @@ def up(
         if (line := finished_line(recipe)) is not None:
             console.print(line)
             return Exit.DONE
-        if (line := busy_port(fixed_ports)) is not None:
+        if (line := busy_port(recipe, fixed_ports)) is not None:
             print(f"error: {line}", file=sys.stderr)
             return Exit.PORT_IN_USE
         if len(recipe.placement.machines) > 1:

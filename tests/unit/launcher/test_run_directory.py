@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from meshrl.config.loading import anchored, load_run, save_recipe
 from meshrl.config.recipe import Recipe
 from meshrl.contract.types import Ledger, TrainerPhase, TrainerStatus, Version
 from meshrl.launcher.address_book import AddressBook
-from meshrl.launcher.run_directory import finished_line, note_finished, recipe_on_trial
+from meshrl.launcher.run_directory import busy_port, finished_line, note_finished, recipe_on_trial
 from meshrl.launcher.status import MeshStatus
 
 TEXT = """
@@ -163,3 +164,34 @@ def test_the_last_step_is_that_of_the_last_whole_line(tmp_path: Path) -> None:
     assert last_step(tmp_path / "metrics.jsonl") is None
     (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n{"step": 4, "rew')
     assert last_step(tmp_path / "metrics.jsonl") == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "more"),
+    [
+        ("reward.registry.http_port", ()),
+        ("weights.port", ()),
+        ("rollout.gateway.port", ("rollout.program=openai", "rollout.workers=2")),
+    ],
+)
+def test_a_busy_port_of_the_recipe_is_said_before_anything_starts(
+    recipe: Recipe, key: str, more: tuple[str, ...]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        first = port - ("gateway" in key)  # of the second worker
+        wanted = load_recipe(Path("my.yaml"), (f"{key}={first}", *more), check=False)
+        line = f"{key}={port}: another program listens on 127.0.0.1:{port}; choose another port"
+        assert busy_port(wanted, {}) == line
+    assert busy_port(wanted, {}) is None
+    assert busy_port(recipe, {}) is None
+
+
+def test_a_port_where_a_connection_has_just_ended_is_not_busy(recipe: Recipe) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted, _ = server.accept()
+            accepted.close()  # who closes first remembers the connection for a minute
+            assert client.recv(1) == b""
+    assert busy_port(recipe, {"queue": port}) is None

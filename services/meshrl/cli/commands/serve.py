@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import os
@@ -24,6 +23,7 @@ from meshrl.contract import plugins, tracing
 from meshrl.contract.device_share import DEVICES
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.launcher.address_book import AddressBook
+from meshrl.launcher.ports import is_taken
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.parent_death import die_with_parent
 
@@ -119,7 +119,7 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
         if own is not None:
             host, port, metrics_port = own.host, own.port, own.metrics_port
     for wanted in (port, metrics_port):
-        if _in_use(host, wanted):
+        if is_taken(host, wanted):
             click.echo(
                 f"error: {name} cannot listen on {host}:{wanted}: the port is in use", err=True
             )
@@ -209,16 +209,3 @@ def _claimed(placement: Placement, run_dir: Path) -> str:
 
 def _sections(service: str, recipe: Recipe) -> Collection[str]:
     return ("stages", *service_kind(recipe, service).sections)
-
-
-def _in_use(host: str, port: int) -> bool:
-    """True when another program listens on the port. With any other failure to bind, another port would not help."""
-    if port == 0:
-        return False
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error.errno == errno.EADDRINUSE
-    return False
