@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from urllib.parse import urlsplit
 
 
 def listen_fd(host: str, port: int = 0) -> tuple[int, int]:
@@ -32,6 +33,15 @@ def is_loopback(host: str) -> bool:
     """True when only this machine can reach `host`."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def tells_others(url: str) -> bool:
+    """True if what is sent to `url` travels unencrypted beyond this machine; False for what is no address."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme == "http" and not is_loopback(parts.hostname or "localhost")
     except ValueError:
         return False
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 import httpx
 
 from meshrl.contract.errors import InfraError, MeshError, UnavailableError, UserError, from_detail
-from meshrl.contract.sockets import is_loopback
+from meshrl.contract.sockets import tells_others
 from meshrl.contract.types import Json
 
 TIMEOUT_S = 120.0
@@ -46,8 +46,7 @@ def _headers(url: str, token: str | None, allow_plain_http: bool) -> dict[str, s
     """Raises UserError if the token would travel unencrypted beyond this machine."""
     if not token:
         return {}
-    address = httpx.URL(url)
-    if address.scheme != "https" and not (allow_plain_http or is_loopback(address.host)):
+    if tells_others(url) and not allow_plain_http:
         raise UserError(
             f"the token would travel to {url} unencrypted: use https://, or allow_plain_http=True in a network "
             "that you trust"

@@ -212,6 +212,11 @@ WRONG: list[tuple[str, str]] = [
         "reward.judges.0.options.token_env: the variable JUDGE_TOKEN_UNSET is not set",
     ),
     (
+        "reward.judges=[{kind: http, options: {url: 'http://judge', headers: {Authorization: Bearer x}}}]",
+        "reward.judges.0.options.url: a secret would travel to http://judge unencrypted: use https://, or"
+        " allow_plain_http in a network that you trust",
+    ),
+    (
         "reward.judges=[{kind: generative, options: {url: 'http://judge'}}]",
         "reward.judges.0.options.model: Field required (got {'url': 'http://judge'})",
     ),

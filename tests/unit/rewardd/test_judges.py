@@ -14,7 +14,7 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Message, Outcome, Sample, Score, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
-from meshrl.rewardd.judges import generative
+from meshrl.rewardd.judges import _remote, generative
 
 Answer = tuple[int, Any]
 Handler = Callable[[str, Any], Answer]
@@ -184,6 +184,41 @@ async def test_a_judge_follows_no_redirect_to_another_address(server: Server) ->
     (fault,) = await scored(config("http", server.url), sample("x"))
     assert fault.outcome is Outcome.INFRA_FAULT and "HTTP 307" in fault.reason
     assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"token_env": "JUDGE_TOKEN"},
+        {"headers": {"authorization": "Bearer secret"}},
+        {"headers": {"X-Api-Key": "secret"}},
+    ],
+)
+def test_no_judge_is_sent_a_secret_unencrypted_beyond_this_machine(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "secret")
+
+    def build(url: str, **more: object) -> None:
+        judge = {"kind": "http", "options": {"url": url, **options, **more}}
+        build_judge(RewardConfig.model_validate({"judges": [judge]}))
+
+    with pytest.raises(ConfigError, match=r"a secret would travel to http://judge\.example"):
+        build("http://judge.example")
+    for url in ("https://judge.example", "http://127.0.0.1:1", "http://[::1]:1"):
+        build(url)
+    build("http://judge.example", allow_plain_http=True)
+
+
+async def test_an_answer_without_end_is_cut_off(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_remote, "MAX_ANSWER_BYTES", 10_000)
+    monkeypatch.setattr(_remote, "CHUNK_BYTES", 1000)
+    server.handler = lambda path, body: (200, {"score": 1, "texts": "x" * 20_000})
+    (fault,) = await scored(config("http", server.url), sample("x"))
+    assert fault.outcome is Outcome.INFRA_FAULT
+    assert "answers with more than 10000 bytes" in fault.reason
 
 
 async def test_a_pooling_server_is_asked_as_vllm_wants_it(server: Server) -> None:

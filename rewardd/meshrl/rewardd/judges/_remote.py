@@ -16,13 +16,27 @@ from pydantic import Field, PositiveInt
 
 from meshrl.contract.config import Config, Machine
 from meshrl.contract.errors import ConfigError, CorruptError, MeshError, UnavailableError, UserError
+from meshrl.contract.sockets import tells_others
 from meshrl.contract.types import Json, Outcome, Sample, Score
 from meshrl.rewardd.judges._retrying import Retrier, RetryConfig
 from meshrl.rewardd.pool.functions import numbers_of, texts_of, token_rewards_of
 
 RETRYABLE = {408, 425, 429, 500, 502, 503, 504}
 MAX_ANSWER_BYTES = 16 << 20
+CHUNK_BYTES = 1 << 16
 MAX_SHOWN = 200
+PLAIN = "a secret would travel to {url} unencrypted: use https://, or allow_plain_http in a network that you trust"
+
+
+def is_secret(header: str) -> bool:
+    """Whether a header of this name identifies its sender."""
+    return header.lower() in {
+        "authorization",
+        "proxy-authorization",
+        "cookie",
+        "x-api-key",
+        "api-key",
+    }
 
 
 class RemoteJudgeConfig(Config):
@@ -34,6 +48,9 @@ class RemoteJudgeConfig(Config):
     """The environment variable whose value is sent as a bearer token."""
     headers: dict[str, str] = Field(default_factory=dict)
     """Sent with every request."""
+    allow_plain_http: bool = False
+    """Send the token, or an `Authorization` of `headers`, also unencrypted beyond this machine: only in a network
+    that you trust."""
     concurrency: PositiveInt = 32
     """Concurrent requests."""
     guard: RetryConfig = RetryConfig()
@@ -45,6 +62,14 @@ class RemoteJudgeConfig(Config):
             yield "url", f"{self.url!r} does not start with http:// or https://"
         if self.token_env is not None and self.token_env not in os.environ:
             yield "token_env", f"the variable {self.token_env} is not set"
+        elif self.tells_a_secret:
+            yield "url", PLAIN.format(url=self.url)
+
+    @property
+    def tells_a_secret(self) -> bool:
+        """Whether a token or a header that identifies us would travel unencrypted."""
+        secret = self.token_env is not None or any(map(is_secret, self.headers))
+        return secret and tells_others(self.url) and not self.allow_plain_http
 
 
 class RemoteJudge(ABC):
@@ -63,6 +88,8 @@ class RemoteJudge(ABC):
                     f"judge {kind}: the variable {config.token_env} (token_env) is not set"
                 )
             headers["Authorization"] = f"Bearer {os.environ[config.token_env]}"
+        if config.tells_a_secret:
+            raise ConfigError(f"judge {kind}: {PLAIN.format(url=config.url)}")
         self._kind = kind
         self._url = config.url.rstrip("/")
         self._hash = hash_of(kind, config)
@@ -132,29 +159,37 @@ class RemoteJudge(ABC):
         """
         try:
             content = json.dumps(body).encode(errors="replace")
-            answer = await self._client.post(
-                self._url + path, content=content, headers={"Content-Type": "application/json"}
-            )
+            answer, text = await self._whole(path, content)
         except (TypeError, ValueError) as error:
             raise UserError(f"the sample is not JSON: {error}") from error
         except httpx.HTTPError as error:
             raise UnavailableError(f"{type(error).__name__} {error}".strip()) from error
         if not answer.is_success:
-            detail = " ".join(answer.text[:MAX_SHOWN].split())
+            detail = " ".join(text.decode(errors="replace")[:MAX_SHOWN].split())
             kind = UnavailableError if answer.status_code in RETRYABLE else UserError
             raise kind(f"HTTP {answer.status_code} from {self._url}{path}: {detail}")
-        if len(answer.content) > MAX_ANSWER_BYTES:
-            raise CorruptError(f"an answer of {len(answer.content)} bytes")
         try:
-            return answer.json()
+            return json.loads(text)
         except (ValueError, RecursionError) as error:
             raise CorruptError(f"the answer of {self._url}{path} is not JSON: {error}") from error
+
+    async def _whole(self, path: str, content: bytes) -> tuple[httpx.Response, bytes]:
+        """An answer and its body; one without end is cut off. Raises CorruptError, httpx.HTTPError."""
+        kind, text = {"Content-Type": "application/json"}, bytearray()
+        url = self._url + path
+        async with self._client.stream("POST", url, content=content, headers=kind) as answer:
+            async for part in answer.aiter_bytes(CHUNK_BYTES):
+                text += part
+                if len(text) > MAX_ANSWER_BYTES:
+                    raise CorruptError(f"{url} answers with more than {MAX_ANSWER_BYTES} bytes")
+        return answer, bytes(text)
 
 
 def hash_of(kind: str, config: RemoteJudgeConfig) -> str:
     """32 hex digits of SHA-256 over the options that decide a score."""
     content = config.model_dump(
-        mode="json", exclude={"url", "token_env", "headers", "concurrency", "guard"}
+        mode="json",
+        exclude={"url", "token_env", "headers", "allow_plain_http", "concurrency", "guard"},
     )
     return hashlib.sha256(json.dumps([kind, content], sort_keys=True).encode()).hexdigest()[:32]
 
