@@ -264,8 +264,11 @@ def identity_page() -> str:
     lines = [
         "# Who may call what",
         NOTE,
-        "Every gRPC method asks who calls, but health (`grpc.health.v1`), which is open. A caller shows a",
-        "credential (`authorization: Bearer ...`) or, over mutual TLS, a certificate whose name `tls.roles` maps to",
+        "Every gRPC method asks who calls, on loopback too, but health (`grpc.health.v1`), which is open. So do the",
+        "HTTP servers: a route of the reward registry is for whom its method is for, `/metrics` for `reader` and",
+        "`operator`, claims of sessions for `agent` and `operator`; a session's key opens that session alone. A",
+        "caller shows a credential (`authorization: Bearer ...`) or, over mutual TLS, a certificate whose name",
+        "`tls.roles` maps to",
         "a role. Without one the answer is UNAUTHENTICATED; with the wrong role, or a certificate without any,",
         "PERMISSION_DENIED. A method that is missing here is refused to everybody.",
         "[Credentials, files and certificates](../how-to/credentials.md).",

@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from meshrl.cli.commands.reward import reward
 from meshrl.contract.errors import MeshError, NotFoundError, UnavailableError, UserError
 from meshrl.rewardd.client import AsyncRewardClient, RewardClient
+from meshrl.rpc.credentials import MeshRole, file_of_role, open_run_directory, verifiers_file
 
 from .test_reward_servers import Service, serving, source
 
@@ -116,12 +117,18 @@ async def test_the_curl_commands_of_the_docs_work_as_they_stand(tmp_path: Path) 
     (tmp_path / "my_reward.py").write_text(source(1))
     commands = [line for line in block.splitlines() if line.startswith("curl ")]
     assert len(commands) == len(block.splitlines()) > 4
-    async with serving(tmp_path) as service:
+    open_run_directory(tmp_path / "run")
+    operator = file_of_role(tmp_path / "run", MeshRole.OPERATOR).read_text().strip()
+    async with serving(tmp_path, verifiers=verifiers_file(tmp_path / "run")) as service:
         for command in commands:
             process = await asyncio.create_subprocess_shell(
                 command.replace("curl ", "curl -sS --fail-with-body ", 1),
                 cwd=tmp_path,
-                env={**os.environ, "URL": service.http, "no_proxy": "*"},
+                env={
+                    **os.environ,
+                    **{"URL": service.http, "AUTH": f"Authorization: Bearer {operator}"},
+                    "no_proxy": "*",
+                },
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
             )

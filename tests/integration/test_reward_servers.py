@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import stat
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ from meshrl.rewardd.registry.types import Case, Submission
 from meshrl.rpc.audit_log import RewardAuditLog
 from meshrl.rpc.auth import Authorizer, TokenStore
 from meshrl.rpc.clients.reward_registry import RewardRegistryClient
-from meshrl.rpc.credentials import new_token
+from meshrl.rpc.credentials import MeshRole, new_token
 from meshrl.rpc.guarded_registry import GuardedRegistry
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.reward import RewardServicer
@@ -77,7 +77,13 @@ def write_tokens(path: Path) -> dict[str, str]:
 
 @asynccontextmanager
 async def serving(
-    directory: Path, *, closed: bool = False, tls: Certificates | None = None, **rates: float
+    directory: Path,
+    *,
+    closed: bool = False,
+    tls: Certificates | None = None,
+    verifiers: Path | None = None,
+    roles: Mapping[str, MeshRole] | None = None,
+    **rates: float,
 ) -> AsyncIterator[Service]:
     base = directory / "base.py"
     base.write_text(source(-1))
@@ -96,9 +102,13 @@ async def serving(
         registry = await stack.enter_async_context(open_registry(config, directory / "rewards"))
         audit = RewardAuditLog(directory / "rewards" / "audit.jsonl")
         stack.callback(audit.close)
-        guarded = GuardedRegistry(registry, Authorizer(store, **limits), audit)
+        authorizer = Authorizer(store, verifiers=verifiers, certificates=roles, **limits)
+        guarded = GuardedRegistry(registry, authorizer, audit)
         server_settings = ServerSettings(
-            metrics_port=None, drain_grace_s=1, tls=tls or Certificates()
+            metrics_port=None,
+            drain_grace_s=1,
+            tls=tls or Certificates(),
+            certificate_roles=roles or {},
         )
         servicers = [
             RewardServicer(registry.judge, registry.judge),
@@ -353,6 +363,29 @@ async def test_mutual_tls_admits_only_clients_with_a_certificate(
         monkeypatch.setenv("MESHRL_TLS_KEY", str(tls.key))
         async with RewardRegistryClient(service.grpc, retry_s=0) as client:
             assert (await client.names()).followed == "reward"
+
+
+async def test_a_certificate_may_do_over_either_server_what_its_role_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ssl
+
+    tls = certificates(tmp_path)
+    body = {"name": "reward", "source": source(1)}
+    trusting = ssl.create_default_context(cafile=str(tls.ca))
+    trusting.load_cert_chain(str(tls.cert), str(tls.key))
+    for file, variable in ((tls.ca, "CA"), (tls.cert, "CERT"), (tls.key, "KEY")):
+        monkeypatch.setenv(f"MESHRL_TLS_{variable}", str(file))
+    async with (
+        serving(tmp_path, tls=tls, roles={"localhost": MeshRole.READER}) as service,
+        httpx.AsyncClient(base_url=service.http, verify=trusting) as http,
+        RewardRegistryClient(service.grpc, retry_s=0) as client,
+    ):
+        assert (await http.get("/v1/rewards")).status_code == 200
+        assert (await http.post("/v1/rewards", json=body)).status_code == 403
+        assert (await client.names()).followed == "reward"
+        with pytest.raises(errors.ForbiddenError):
+            await client.submit(Submission(name="reward", source=source(1)))
 
 
 METHODS: dict[str, Callable[[bytes], Any]] = {

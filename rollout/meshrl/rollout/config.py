@@ -83,8 +83,8 @@ class GatewayConfig(Config):
     port: int = Field(default=0, ge=0, le=65535)
     """0 picks a free one, written to `<run.dir>/gateways/<worker>.json`; else worker `rollout-3` has this plus 3."""
     tokens: Path | None = None
-    """A YAML file of tokens as for `reward.registry.tokens`: role `claim` may request sessions. Null: every client
-    may, which is allowed on loopback only."""
+    """A YAML file of tokens as for `reward.registry.tokens`: role `claim` may request sessions, beside who shows the
+    run's credential `agent` or `operator`. Beyond loopback it needs them, or mutual TLS."""
     allowed_hosts: list[str] = Field(default_factory=list)
     """Names by which clients call it, besides `localhost`, `host` and IP addresses; another Host is refused."""
     max_request_bytes: PositiveInt = 8 << 20

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from meshrl.contract.certificates import Certificates
@@ -20,6 +20,7 @@ from meshrl.contract.sockets import join_address
 from meshrl.http.responses import Refuse
 from meshrl.http.web_requests import WebRequests
 from meshrl.rpc.connections import Acceptor, Connection, ConnectionLimits, listen, server_tls
+from meshrl.rpc.connections import certificate_names as peer_names
 from meshrl.rpc.web_origin import hosts_of
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ DRAIN_S = 5
 IDLE_S = 30
 AT_ONCE = 256
 """Connections at the same time; uvicorn answers further ones with 503."""
+CERTIFICATE = "certificate"
+"""In the state of a request: the names of its client's certificate, or None."""
 
 
 class _UvicornServer(uvicorn.Server):
@@ -52,6 +55,7 @@ class _LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in H11Protocol
         self._connection.opens(transport)
+        self.app_state[CERTIFICATE] = peer_names(transport)
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -77,6 +81,12 @@ class _LimitedProtocol(H11Protocol):
             self._connection.begins()
         else:
             self._connection.awaits()
+
+
+def certificate_names(request: Request) -> tuple[str, ...] | None:
+    """The common name and the alternative names of the client's certificate; None: it came without one."""
+    names: tuple[str, ...] | None = getattr(request.state, CERTIFICATE, None)
+    return names
 
 
 @asynccontextmanager

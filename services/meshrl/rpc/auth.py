@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -130,9 +130,11 @@ class RateLimit:
             )
 
 
+ANYBODY = Principal(name="anonymous", roles=frozenset(Role))
 _OF_RUN: Mapping[MeshRole, frozenset[Role]] = {
     MeshRole.OPERATOR: frozenset(Role),
     MeshRole.SUBMITTER: frozenset((Role.READ, Role.SUBMIT)),
+    MeshRole.AGENT: frozenset((Role.CLAIM,)),
     MeshRole.READER: frozenset((Role.READ,)),
     MeshRole.TRAINER: frozenset((Role.READ,)),
     MeshRole.ROLLOUT: frozenset((Role.READ,)),
@@ -141,9 +143,10 @@ _OF_RUN: Mapping[MeshRole, frozenset[Role]] = {
 
 
 class Authorizer:
-    """Admits callers by token, role and rate. Without a token store everybody is `anonymous` with every role.
+    """Admits callers by token, credential of the run or certificate, by role and by rate.
 
-    A credential of the run is known as well, if there are `verifiers`: its name is its role.
+    Without a tokens file, verifiers and names of certificates everybody is `anonymous` with every role: in a library
+    or a test. `up` and `serve` always have verifiers.
     """
 
     def __init__(
@@ -153,58 +156,84 @@ class Authorizer:
         requests_per_minute: float,
         submissions_per_minute: float,
         verifiers: Path | None = None,
+        certificates: Mapping[str, MeshRole] | None = None,
     ) -> None:
+        """Raises ConfigError.
+
+        Args:
+            tokens: Those of a file.
+            requests_per_minute: Of one caller.
+            submissions_per_minute: Of one caller.
+            verifiers: Hashes of the run's credentials; the name of such a caller is its role.
+            certificates: Role by the name of a client's certificate; a credential beside it can only narrow it.
+        """
         self._tokens = tokens
         self._verifiers = None if verifiers is None else Reloaded(verifiers, read_verifiers)
+        self._certificates = certificates or {}
         self._requests = RateLimit("requests", requests_per_minute)
         self._submissions = RateLimit("submissions", submissions_per_minute)
 
     @property
-    def closed(self) -> bool:
-        """True if callers need tokens."""
-        return self._tokens is not None
+    def _asks(self) -> bool:
+        return bool(self._tokens or self._verifiers or self._certificates)
 
-    def admit(self, authorization: str, peer: str, role: Role) -> Principal:
-        """The caller, who has `role`; counts one request.
+    def admit(
+        self, authorization: str, peer: str, role: Role, names: Sequence[str] | None = None
+    ) -> Principal:
+        """The caller, who has `role`; counts one request. `names` are those of its certificate.
 
         Raises:
             UnauthenticatedError, ForbiddenError, CapacityError (too many requests).
         """
-        of_run = self._of_run(authorization)
-        if of_run is not None:
-            who = of_run
-            self._requests.count(who.name)
-        elif self._tokens is None:
-            who = Principal(name="anonymous", roles=frozenset(Role))
-            self._requests.count(peer)
-        else:
-            who = self._find(authorization, peer)
-            self._requests.count(who.name)
-        if role not in who.roles:
-            raise ForbiddenError(f"{who.name} may not do this: it needs the role {role}")
-        if role is Role.SUBMIT:
-            self._submissions.count(who.name if self._tokens else peer)
-        return who
-
-    def check(self, authorization: str, role: Role) -> None:
-        """As `admit`, without counting. Raises UnauthenticatedError, ForbiddenError."""
-        who = self._of_run(authorization)
-        if who is None and self._tokens is not None:
-            who = self._tokens.find(authorization)
-        if who is not None and role not in who.roles:
-            raise ForbiddenError(f"{who.name} may not do this: it needs the role {role}")
-
-    def _of_run(self, authorization: str) -> Principal | None:
-        if self._verifiers is None:
-            return None
-        _, _, token = authorization.strip().partition(" ")
-        role = self._verifiers.get().get(sha256(token.strip()))
-        return None if role is None else Principal(name=role, roles=_OF_RUN.get(role, frozenset()))
-
-    def _find(self, authorization: str, peer: str) -> Principal:
-        assert self._tokens is not None
         try:
-            return self._tokens.find(authorization)
+            who = self._find(authorization, names)
         except UnauthenticatedError:
             self._requests.count(peer)  # guesses are limited too, by address: there is no name yet
             raise
+        caller = who.name if self._asks else peer
+        self._requests.count(caller)
+        _require(who, role)
+        if role is Role.SUBMIT:
+            self._submissions.count(caller)
+        return who
+
+    def check(self, authorization: str, role: Role, names: Sequence[str] | None = None) -> None:
+        """As `admit`, without counting. Raises UnauthenticatedError, ForbiddenError."""
+        _require(self._find(authorization, names), role)
+
+    def _find(self, authorization: str, names: Sequence[str] | None) -> Principal:
+        if not self._asks:
+            return ANYBODY
+        certified = None if names is None or not self._certificates else self._certified(names)
+        if certified is not None and not authorization:
+            return certified
+        who = self._of_run(authorization)
+        if who is None and self._tokens is not None:
+            who = self._tokens.find(authorization)
+        if who is None:
+            raise UnauthenticatedError(
+                "this needs a credential of the run, or a token: Authorization: Bearer <what is in"
+                " <run.dir>/credentials/<role>>"
+            )
+        return who if certified is None else replace(who, roles=who.roles & certified.roles)
+
+    def _certified(self, names: Sequence[str]) -> Principal:
+        for name in names:
+            if (role := self._certificates.get(name)) is not None:
+                return Principal(name=name, roles=_OF_RUN.get(role, frozenset()))
+        raise ForbiddenError(
+            f"the certificate of {', '.join(names) or 'nobody'} has no role here: name it in tls.roles"
+        )
+
+    def _of_run(self, authorization: str) -> Principal | None:
+        scheme, _, token = authorization.strip().partition(" ")
+        if self._verifiers is None or scheme.lower() != "bearer":
+            return None
+        role = self._verifiers.get().get(sha256(token.strip()))
+        return None if role is None else Principal(name=role, roles=_OF_RUN.get(role, frozenset()))
+
+
+def _require(who: Principal, role: Role) -> None:
+    """Raises ForbiddenError."""
+    if role not in who.roles:
+        raise ForbiddenError(f"{who.name} may not do this: it needs the role {role}")

@@ -216,6 +216,18 @@ class Acceptor:
         return False
 
 
+def certificate_names(transport: asyncio.BaseTransport) -> tuple[str, ...] | None:
+    """Common name and SANs of a client's certificate; None if it has none."""
+    certificate = transport.get_extra_info("peercert")
+    if not certificate:
+        return None
+    subject = (pair for part in certificate.get("subject", ()) for pair in part)
+    return (
+        *(value for key, value in subject if key == "commonName"),
+        *(value for _, value in certificate.get("subjectAltName", ())),
+    )
+
+
 def listen(host: str, port: int, cannot: str = "cannot listen on") -> socket.socket:
     """A listening socket. Raises PortInUseError, UserError; `cannot` begins the message."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -58,6 +58,8 @@ class MeshRole(StrEnum):
     """Everything: whoever started the run, on the command line."""
     SUBMITTER = "submitter"
     """Submits rewards."""
+    AGENT = "agent"
+    """Claims sessions at a gateway."""
     READER = "reader"
     """Looks, and changes nothing."""
 

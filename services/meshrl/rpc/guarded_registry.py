@@ -40,6 +40,8 @@ class Caller:
     """Address."""
     transport: str
     """http or grpc."""
+    names: tuple[str, ...] | None = None
+    """Of its certificate, if the server asked for one."""
 
 
 class GuardedRegistry:
@@ -62,7 +64,7 @@ class GuardedRegistry:
 
     def check(self, caller: Caller, role: Role) -> None:
         """Raise if `caller` lacks `role`; does not count against the rate limit."""
-        self._authorizer.check(caller.authorization, role)
+        self._authorizer.check(caller.authorization, role, caller.names)
 
     def check_submitter(self, caller: Caller) -> None:
         """As `check`, before a large body is read; a refusal is audited."""
@@ -80,7 +82,7 @@ class GuardedRegistry:
         **kwargs: P.kwargs,
     ) -> T:
         """Call a method that changes nothing."""
-        self._authorizer.admit(caller.authorization, caller.peer, ROLES[method])
+        self._admit(caller, method)
         return method(self._registry, *args, **kwargs)
 
     async def change(
@@ -95,9 +97,7 @@ class GuardedRegistry:
         name = subject.name if isinstance(subject, Submission) else subject
         line = {"name": name, "who": "", "hash": ""}
         try:
-            line["who"] = self._authorizer.admit(
-                caller.authorization, caller.peer, ROLES[method]
-            ).name
+            line["who"] = self._admit(caller, method)
             line["hash"] = self._requested(*args)
             changed = await method(self._registry, line["who"], *args, **kwargs)
         except MeshError as error:
@@ -112,6 +112,12 @@ class GuardedRegistry:
             line["hash"] = changed.current
         self._write(caller, method.__name__, **line, result="done")
         return changed
+
+    def _admit(self, caller: Caller, method: Callable[..., Any]) -> str:
+        """The caller's name."""
+        return self._authorizer.admit(
+            caller.authorization, caller.peer, ROLES[method], caller.names
+        ).name
 
     def _requested(self, *args: Any) -> str:
         """The hash of the version that a change is about; empty where the registry picks it."""

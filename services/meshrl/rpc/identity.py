@@ -114,7 +114,7 @@ ROLES_OF_CALL: ContextVar[frozenset[MeshRole]] = ContextVar("roles", default=fro
 """Of the call that runs; empty where nobody is asked."""
 
 METRICS_ROLES: Final = frozenset({MeshRole.READER, MeshRole.OPERATOR})
-"""Who may read `/metrics` from another machine."""
+"""Who may read `/metrics`."""
 
 _OF_TOKENS: Final[Mapping[Role, MeshRole]] = {
     Role.READ: MeshRole.READER,

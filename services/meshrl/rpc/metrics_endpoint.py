@@ -14,7 +14,14 @@ from prometheus_client.exposition import choose_encoder
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.errors import ForbiddenError, UnauthenticatedError
 from meshrl.contract.sockets import is_loopback
-from meshrl.rpc.connections import Acceptor, Connection, ConnectionLimits, listen, server_tls
+from meshrl.rpc.connections import (
+    Acceptor,
+    Connection,
+    ConnectionLimits,
+    certificate_names,
+    listen,
+    server_tls,
+)
 from meshrl.rpc.identity import METRICS_ROLES, Identity
 from meshrl.rpc.web_origin import check_origin, hosts_of
 
@@ -26,8 +33,8 @@ TEXT: Final = "text/plain; charset=utf-8"
 class MetricsEndpoint:
     """Answers GET on any path, as Prometheus' own server does, while it runs.
 
-    On loopback it speaks plain HTTP and refuses what a web page of another site may have sent. Elsewhere it has the
-    TLS of the service, mutual TLS included, and asks callers who they are.
+    It asks callers who they are. On loopback it speaks plain HTTP and refuses what a web page of another site may
+    have sent; elsewhere it has the TLS of the service, mutual TLS included.
     """
 
     def __init__(
@@ -45,7 +52,7 @@ class MetricsEndpoint:
         self._registry = registry
         self._host = host
         local = is_loopback(host)
-        self._identity = None if local else identity
+        self._identity = identity
         self._tls = None if local else server_tls(certificates)
         self._hosts = hosts_of(host) if local else None
         self._limits = limits or ConnectionLimits(CONNECTIONS)
@@ -118,7 +125,7 @@ class _OneRequest(asyncio.Protocol):
         self._received += data
         head, end, _ = self._received.partition(b"\r\n\r\n")
         if end:
-            names = _certificate_names(self._transport)
+            names = certificate_names(self._transport)
             self._transport.write(self._endpoint.answer(head.decode("latin-1"), names))
             self._transport.close()
         elif len(self._received) > LONGEST_HEADER:
@@ -127,18 +134,6 @@ class _OneRequest(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connection.lost()
-
-
-def _certificate_names(transport: asyncio.Transport) -> list[str] | None:
-    """Common name and SANs of the client's certificate; None if it has none."""
-    certificate = transport.get_extra_info("peercert")
-    if not certificate:
-        return None
-    subject = (pair for part in certificate.get("subject", ()) for pair in part)
-    return [
-        *(value for key, value in subject if key == "commonName"),
-        *(value for _, value in certificate.get("subjectAltName", ())),
-    ]
 
 
 def _response(status: HTTPStatus, body: bytes, kind: str = TEXT) -> bytes:

@@ -364,9 +364,10 @@ def test_beyond_loopback_a_server_needs_certificates_or_an_explicit_choice(
     assert any("INSECURE" in line for line in caplog.messages)
 
 
-async def test_metrics_beyond_loopback_ask_too(run_dir: Path) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+async def test_metrics_ask_too(run_dir: Path, host: str) -> None:
     settings = ServerSettings(
-        host="0.0.0.0",
+        host=host,
         drain_grace_s=0,
         allow_insecure_bind=True,
         verifiers=credentials.verifiers_file(run_dir),

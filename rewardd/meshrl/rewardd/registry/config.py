@@ -20,8 +20,8 @@ class RegistryConfig(Config):
     http_port: int | None = Field(default=0, ge=0, le=65535)
     """Of the HTTP server, on the service's own host; 0 picks a free one, null starts no HTTP server."""
     tokens: Path | None = None
-    """A YAML file of tokens (`meshrl reward token` writes its lines). Null: anybody who can connect may do
-    everything, which is allowed on loopback only."""
+    """A YAML file of tokens (`meshrl reward token` writes its lines). They count beside the credentials
+    of the run, and alone beyond loopback, where mutual TLS is the other choice."""
     allowed_hosts: list[str] = Field(default_factory=list)
     """Names by which clients call the HTTP server, besides `localhost`, its own host and IP addresses; a request for
     another Host is refused."""

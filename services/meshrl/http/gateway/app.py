@@ -22,6 +22,7 @@ from meshrl.http.gateway.answers import AnswerFormat, StreamedAnswer
 from meshrl.http.gateway.errors import install, refusal, refused
 from meshrl.http.gateway.sessions import SessionTable, address
 from meshrl.http.responses import AsciiJSON
+from meshrl.http.server import certificate_names
 from meshrl.rollout.sessions.agents import task_json
 from meshrl.rollout.sessions.answer_stream import AnswerStream
 from meshrl.rollout.sessions.requests import SessionEndedError
@@ -184,7 +185,7 @@ def _sessions(
                 "this worker gives out no sessions (rollout.program_options.external)"
             )
         peer = request.client.host if request.client else "unknown"
-        authorizer.admit(_header(token), peer, Role.CLAIM)
+        authorizer.admit(_header(token), peer, Role.CLAIM, certificate_names(request))
         session = await _unless_disconnected(request, sessions.claim(body.wait_s))
         if session is not None and await request.is_disconnected():
             session.finished.set()  # the client does not get it: its row goes back

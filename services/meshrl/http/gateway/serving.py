@@ -108,6 +108,7 @@ def _authorizer(recipe: Recipe, settings: ServerSettings) -> Authorizer | None:
         requests_per_minute=rate,
         submissions_per_minute=rate,
         verifiers=settings.verifiers,
+        certificates=settings.certificate_roles,
     )
 
 

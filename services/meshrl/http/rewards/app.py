@@ -13,6 +13,7 @@ from meshrl.http.responses import AsciiJSON
 from meshrl.http.rewards import models as m
 from meshrl.http.rewards import submission
 from meshrl.http.rewards.errors import install, problem
+from meshrl.http.server import certificate_names
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rpc.guarded_registry import Caller, GuardedRegistry
 
@@ -20,8 +21,8 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/problem+json": {}}}
     for status, text in {
         400: "the request cannot be parsed",
-        401: "no token",
-        403: "the token lacks the role",
+        401: "no credential or token",
+        403: "the role may not do this",
         404: "no such name or version",
         409: "conflicts with the present state",
         413: "too large",
@@ -29,7 +30,9 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
         429: "too many requests, or no room",
     }.items()
 }
-_bearer = HTTPBearer(auto_error=False, description="A token of the tokens file.")
+_bearer = HTTPBearer(
+    auto_error=False, description="A credential of the run, or a token of the tokens file."
+)
 
 
 def _caller(
@@ -39,6 +42,7 @@ def _caller(
         authorization=f"{token.scheme} {token.credentials}" if token else "",
         peer=request.client.host if request.client else "unknown",
         transport="http",
+        names=certificate_names(request),
     )
 
 

@@ -105,15 +105,10 @@ def _authorizer(
             f"{settings.host} is open to everybody: it takes no submissions",
             host=settings.host,
         )
-    elif config.tokens is None:
-        # The usual case on one machine, said in the log; whoever opens the port to others is warned above.
-        log.info(
-            "rewards may be submitted by anybody who reaches %s, without a token (reward.registry.tokens is null)",
-            settings.host,
-        )
     return Authorizer(
         tokens,
         verifiers=settings.verifiers,
+        certificates=settings.certificate_roles,
         requests_per_minute=config.requests_per_minute,
         submissions_per_minute=config.submissions_per_minute,
     )

@@ -11,6 +11,7 @@ from meshrl.contract import codec
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rpc import reward_registry_codec as registry_codec
 from meshrl.rpc.guarded_registry import Caller, GuardedRegistry
+from meshrl.rpc.identity import certificate_names
 from meshrl.rpc.interceptors import Context, full_name
 from meshrl.v1 import reward_pb2
 from meshrl.v1 import reward_registry_pb2 as pb
@@ -26,7 +27,9 @@ def caller_of(context: Context) -> Caller:
     peer = context.peer().rpartition(":")[
         0
     ]  # without the port, which changes with every connection
-    return Caller(authorization=authorization, peer=peer, transport="grpc")
+    return Caller(
+        authorization=authorization, peer=peer, transport="grpc", names=certificate_names(context)
+    )
 
 
 class RewardRegistryServicer(rpc.RewardRegistryServicer):
