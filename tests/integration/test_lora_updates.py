@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pytest import FixtureRequest
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import GenerateRequest, SamplingParams, Version
@@ -39,11 +40,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class Learning:
-    """A policy with adapters that moves a little at each version."""
+@pytest.fixture(scope="module")
+def mixture_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mixture")
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, intermediate_size=64, max_position_embeddings=64,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, initializer_range=0.3,
+    )  # fmt: skip
+    random_hf(config, seed=0).save_pretrained(path)
+    return path
 
-    def __init__(self, model: Path, world: World) -> None:
-        config = ModelConfig(path=model, lora_rank=2, lora_alpha=5)
+
+class Learning:
+    """A policy, with adapters unless told, that moves a little at each version."""
+
+    def __init__(self, model: Path, world: World, rank: int = 2) -> None:
+        config = ModelConfig(path=model, lora_rank=rank, lora_alpha=5)
         self.policy: Policy = build_policy(load_hf(model), world, config)
         self._optimizers = Optimizers(self.policy, OptimConfig(lr=1e-2))
         self._world = world
@@ -92,32 +105,39 @@ async def test_every_replica_serves_the_merged_weights_bit_for_bit(
         assert late.hashes == engines[0].hashes
 
 
-async def test_an_engine_decodes_greedily_as_the_policy_with_its_adapter_does(
-    tmp_path: Path, model: Path, world: World
+@pytest.mark.parametrize(
+    ("base", "rank", "carrier"),
+    [("model", 2, "disk"), ("mixture_model", 2, "disk"), ("mixture_model", 0, "delta")],
+)
+async def test_an_engine_decodes_as_the_policy_that_was_sent_does(
+    base: str, rank: int, carrier: str, tmp_path: Path, world: World, request: FixtureRequest
 ) -> None:
-    learning = Learning(model, world)
+    model: Path = request.getfixturevalue(base)
+    learning = Learning(model, world, rank)
     engine = build({"device": "cpu"}, model=model, slots=2)
     await engine.start()
     try:
-        async with opened("disk", tmp_path) as fleet:
+        async with opened(carrier, tmp_path) as fleet:
             stand(fleet, model)
             fleet.join("a", engine)  # type: ignore[arg-type]
             await until(lambda: len(fleet.coordinator.fleet().replicas) == 1)
-            learning.step(0)
-            await fleet.carry(learning.sent(0))  # type: ignore[arg-type]
-            request = GenerateRequest(
-                request_id="r",
-                prompt_ids=np.arange(5, 9, dtype=np.int32),
-                sampling=SamplingParams(temperature=0.0, max_tokens=12),
-            )
-            deltas = [delta async for delta in engine.generate(request)]
-        text = np.concatenate([request.prompt_ids, *(delta.tokens for delta in deltas)])
-        assert {delta.version for delta in deltas} == {Version(1, 0)}
-        made = pack([text.astype(np.int32)], [len(request.prompt_ids)])
+            for step in range(2):
+                learning.step(step)
+                await fleet.carry(learning.sent(step))  # type: ignore[arg-type]
+            prompt = np.arange(5, 9, dtype=np.int32)
+            greedily = SamplingParams(temperature=0.0, max_tokens=12)
+            asked = GenerateRequest(request_id="r", prompt_ids=prompt, sampling=greedily)
+            deltas = [delta async for delta in engine.generate(asked)]
+        text = np.concatenate([prompt, *(delta.tokens for delta in deltas)])
+        assert {delta.version for delta in deltas} == {Version(1, 1)}
+        made = pack([text.astype(np.int32)], [len(prompt)])
         assert bool(learning.policy.is_greedy(made).all())
-        assert not bool(
-            build_policy(load_hf(model), world, ModelConfig(path=model)).is_greedy(made).all()
+        logprobs = np.concatenate([delta.logprobs for delta in deltas])
+        np.testing.assert_allclose(
+            logprobs, learning.policy(made, 1.0)[0].detach().numpy(), atol=1e-5
         )
+        start = build_policy(load_hf(model), world, ModelConfig(path=model))
+        assert not np.allclose(logprobs, start(made, 1.0)[0].detach().numpy(), atol=1e-2)
     finally:
         await engine.close()
 

@@ -20,7 +20,14 @@ from pydantic import (
 from meshrl.contract.config import Config, Machine
 from meshrl.contract.types import OnUpdate, SamplingParams
 
-TORCH_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+TORCH_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
 """What the torch engine runs, as `architectures` in config.json names it."""
 
 

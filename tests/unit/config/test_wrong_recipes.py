@@ -43,7 +43,7 @@ MACHINE = {
         "serve-it": False,
         "bwrap": False,
     },
-    "models": {"model": QWEN, "moe": {"architectures": ["Qwen3MoeForCausalLM"]}},
+    "models": {"model": QWEN, "gemma": {"architectures": ["Gemma2ForCausalLM"]}},
     "rows": {
         "train.jsonl": rows({"prompt": "1+1?", "answer": "2"}),
         "question.jsonl": rows({"question": "1+1?", "answer": "2"}),
@@ -256,9 +256,10 @@ WRONG: list[tuple[str, str]] = [
         "rollout.top_k_top_p: top_k 20 with top_p 0.7: torch takes top_p of what top_k has left; want sequential",
     ),
     (
-        "model.path=moe",
-        "rollout.name: the torch engine cannot run Qwen3MoeForCausalLM of moe (it runs LlamaForCausalLM,"
-        " Qwen2ForCausalLM, Qwen3ForCausalLM; other models need rollout.name=vllm)",
+        "model.path=gemma",
+        "rollout.name: the torch engine cannot run Gemma2ForCausalLM of gemma (it runs LlamaForCausalLM,"
+        " MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM;"
+        " other models need rollout.name=vllm)",
     ),
     ("rollout.name=vlm", "rollout.name: got 'vlm'; did you mean 'vllm'? (known: "),
     (

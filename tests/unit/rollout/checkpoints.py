@@ -54,9 +54,12 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
 def pack(
     model: Any, version: Version, dtype: str = "float32"
 ) -> tuple[WeightManifest, list[np.ndarray]]:
-    """The model in the wire layout: two buckets of HF names."""
+    """The model in the wire layout: two buckets of the names that its checkpoint has."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     tensors, buckets = [], []
-    names = [(n, p.detach().to(getattr(torch, dtype))) for n, p in model.named_parameters()]
+    held = {n: p.detach().to(getattr(torch, dtype)) for n, p in model.named_parameters()}
+    names = [*revert_weight_conversion(model, held).items()]
     for bucket, part in enumerate((names[::2], names[1::2])):
         offset, pieces = 0, []
         for name, tensor in part:

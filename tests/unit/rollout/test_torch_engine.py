@@ -26,11 +26,19 @@ from .checkpoints import (
 )
 from .conftest import EngineMaker
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 tied": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
     "qwen3 with attention bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
     "qwen2 untied": ("Qwen2", {"tie_word_embeddings": False}),
     "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "mistral with a window that is never full": ("Mistral", {"sliding_window": 200}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3}),
+    "qwen3 moe": ("Qwen3Moe", EXPERTS | {"norm_topk_prob": True, "tie_word_embeddings": True}),
+    "qwen3 moe of dense and sparse layers": (
+        "Qwen3Moe",
+        EXPERTS | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
     "llama": ("Llama", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
     "llama with every bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama 3 rope": (

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 from torch.nn.attention.varlen import varlen_attn
 from transformers import (
@@ -17,6 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32, Version
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.config import ModelConfig
@@ -192,11 +194,47 @@ def test_a_mixture_of_experts_learns_in_experts_and_router_and_is_exported(
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     for tensor, weight in policy.named_weights():
         assert torch.equal(again.get_parameter(tensor), weight.whole(torch.float32)), tensor
+    stored = load_file(tmp_path / "export" / "model.safetensors")
+    assert any(
+        name.endswith((".experts.3.up_proj.weight", ".experts.3.w3.weight")) for name in stored
+    )
+    sent = tensors_of(policy, world)
+    assert sent.keys() == stored.keys()
+    assert all(torch.equal(sent[name], stored[name]) for name in stored)
+
+
+def tensors_of(policy: Policy, world: World) -> dict[str, torch.Tensor]:
+    """What engines get."""
     sent = take_snapshot(
-        policy, world, run="r", version=Version(1, 1), dtype="float32", bucket_bytes=1 << 20
+        policy, world, run="r", version=Version(1, 1), dtype="float32", bucket_bytes=1 << 14
     )
     assert sent is not None
-    assert [s.name for s in sent.manifest.tensors] == [n for n, _ in again.named_parameters()]
+    return {
+        spec.name: torch.from_numpy(
+            sent.bucket(spec.bucket)[spec.offset : spec.offset + spec.nbytes].copy()
+        ).view(torch.float32).view(spec.shape)
+        for spec in sent.manifest.tensors
+    }  # fmt: skip
+
+
+def test_experts_that_a_checkpoint_has_fused_are_published_fused(
+    tmp_path: Path, world: World
+) -> None:
+    hf = random_hf(MIXTURES["qwen3_moe"], 0)
+    hf.save_pretrained(tmp_path)
+    held = {name: p.detach().clone() for name, p in hf.named_parameters()}
+    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    policy = build_policy(load_hf(tmp_path), world, ModelConfig(path=tmp_path))
+    sent = tensors_of(policy, world)
+    assert sent.keys() == held.keys()
+    assert all(torch.equal(sent[name], held[name]) for name in held)
+
+
+def test_adapters_on_experts_are_refused_in_one_line(tmp_path: Path, world: World) -> None:
+    random_hf(MIXTURES["qwen3_moe"], 0).save_pretrained(tmp_path)
+    config = ModelConfig(path=tmp_path, lora_rank=2, target_modules=["gate_proj", "up_proj"])
+    with pytest.raises(UserError, match=r"target_modules: adapters on .*experts.* not supported"):
+        build_policy(load_hf(tmp_path), world, config)
 
 
 def test_adamw_is_one_kernel_on_a_gpu_and_takes_over_a_state_that_was_saved_without() -> None:

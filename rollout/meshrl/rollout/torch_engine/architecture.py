@@ -18,6 +18,33 @@ STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """The layers whose MLP is a mixture of experts: each token goes to the `chosen` with the greatest softmax."""
+
+    layers: frozenset[int]
+    experts: int
+    chosen: int
+    intermediate_size: int
+    normalised: bool
+    """A token's shares are made to sum to 1."""
+    module: str
+    """Name of the MLP in a layer; its router is `gate`."""
+    projections: tuple[str, str, str]
+    """Names of an expert's gate, up and down projection."""
+
+    def router(self) -> str:
+        """Name of the router's matrix [experts, hidden] in a layer."""
+        return f"{self.module}.gate.weight"
+
+    def expert(self, index: int) -> tuple[str, str, str]:
+        """Names of an expert's gate, up and down matrix in a layer."""
+        gate, up, down = (
+            f"{self.module}.experts.{index}.{name}.weight" for name in self.projections
+        )
+        return gate, up, down
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """A decoder-only transformer of the Llama family."""
 
@@ -36,6 +63,8 @@ class Architecture:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    mixture: Mixture | None
+    """None where every layer's MLP is dense."""
     max_length: int
     """Longest sequence that the checkpoint allows (its sliding window, where it has one)."""
     inverse_frequencies: torch.Tensor
@@ -56,7 +85,7 @@ class Architecture:
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Hugging Face parameter name to shape, for every parameter of the model."""
-        hidden, ffn = self.hidden_size, self.intermediate_size
+        hidden = self.hidden_size
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         layer: dict[str, tuple[int, ...]] = {
             "input_layernorm.weight": (hidden,),
@@ -65,9 +94,6 @@ class Architecture:
             "self_attn.k_proj.weight": (keys, hidden),
             "self_attn.v_proj.weight": (keys, hidden),
             "self_attn.o_proj.weight": (hidden, queries),
-            "mlp.gate_proj.weight": (ffn, hidden),
-            "mlp.up_proj.weight": (ffn, hidden),
-            "mlp.down_proj.weight": (hidden, ffn),
         }
         if self.qkv_bias:
             layer |= {
@@ -76,11 +102,6 @@ class Architecture:
             }
         if self.out_bias:
             layer["self_attn.o_proj.bias"] = (hidden,)
-        if self.mlp_bias:
-            layer |= {
-                f"mlp.{p}_proj.bias": (n,)
-                for p, n in (("gate", ffn), ("up", ffn), ("down", hidden))
-            }
         if self.qk_norm:
             layer |= {f"self_attn.{p}_norm.weight": (self.head_dim,) for p in "qk"}
         shapes: dict[str, tuple[int, ...]] = {
@@ -88,9 +109,31 @@ class Architecture:
             "model.norm.weight": (hidden,),
         }
         for index in range(self.num_layers):
-            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+            named = layer | self._mlp_shapes(index)
+            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in named.items()}
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
+        return shapes
+
+    def mixture_of(self, layer: int) -> Mixture | None:
+        """That of a layer; None where its MLP is dense."""
+        mixture = self.mixture
+        return mixture if mixture is not None and layer in mixture.layers else None
+
+    def _mlp_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        hidden, ffn = self.hidden_size, self.intermediate_size
+        mixture = self.mixture_of(layer)
+        if mixture is not None:
+            inner = mixture.intermediate_size
+            wanted = ((inner, hidden), (inner, hidden), (hidden, inner))
+            shapes: dict[str, tuple[int, ...]] = {mixture.router(): (mixture.experts, hidden)}
+            for index in range(mixture.experts):
+                shapes |= dict(zip(mixture.expert(index), wanted, strict=True))
+            return shapes
+        sizes = (("gate", ffn, hidden), ("up", ffn, hidden), ("down", hidden, ffn))
+        shapes = {f"mlp.{name}_proj.weight": (out, size) for name, out, size in sizes}
+        if self.mlp_bias:
+            shapes |= {f"mlp.{name}_proj.bias": (out,) for name, out, _ in sizes}
         return shapes
 
 
@@ -121,7 +164,9 @@ def read_architecture(checkpoint: Path) -> Architecture:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     frequencies, factor = _frequencies(config, head_dim, checkpoint)
     bias = bool(getattr(config, "attention_bias", False))
-    windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    windowed = bool(window) and (types is None or "sliding_attention" in types)
     longest = config.max_position_embeddings
     return Architecture(
         name=names[0],
@@ -137,11 +182,42 @@ def read_architecture(checkpoint: Path) -> Architecture:
         qkv_bias=bias or names[0] == "Qwen2ForCausalLM",
         out_bias=bias,
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
-        qk_norm=names[0] == "Qwen3ForCausalLM",
-        max_length=min(longest, config.sliding_window) if windowed else longest,
+        qk_norm=names[0].startswith("Qwen3"),
+        mixture=_mixture(names[0], config),
+        max_length=min(longest, window) if windowed else longest,
         inverse_frequencies=frequencies,
         rope_factor=factor,
         eos_token_ids=_eos_token_ids(_json(checkpoint / "generation_config.json") or {}, raw),
+    )
+
+
+def _mixture(name: str, config: Any) -> Mixture | None:
+    """What `config` says of experts; None for a dense model."""
+    if name == "MixtralForCausalLM":
+        return Mixture(
+            layers=frozenset(range(config.num_hidden_layers)),
+            experts=config.num_local_experts,
+            chosen=config.num_experts_per_tok,
+            intermediate_size=config.intermediate_size,
+            normalised=True,
+            module="block_sparse_moe",
+            projections=("w1", "w3", "w2"),
+        )
+    if name != "Qwen3MoeForCausalLM":
+        return None
+    dense = set(config.mlp_only_layers or ())
+    return Mixture(
+        layers=frozenset(
+            layer
+            for layer in range(config.num_hidden_layers)
+            if layer not in dense and (layer + 1) % config.decoder_sparse_step == 0
+        ),
+        experts=config.num_experts,
+        chosen=config.num_experts_per_tok,
+        intermediate_size=config.moe_intermediate_size,
+        normalised=config.norm_topk_prob,
+        module="mlp",
+        projections=("gate_proj", "up_proj", "down_proj"),
     )
 
 

@@ -140,12 +140,7 @@ class Decoder:
         hidden.addmm_(attended, layer.out)
         if layer.out_bias is not None:
             hidden += layer.out_bias
-        normed = layer.post_norm(hidden)
-        gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-        hidden.addmm_(F.silu(gate).mul_(up), layer.down)
-        if layer.down_bias is not None:
-            hidden += layer.down_bias
-        return hidden
+        return layer.mlp.add_to(hidden, layer.post_norm(hidden))
 
     def _logits(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
         normed = weights.final_norm(hidden)

@@ -14,7 +14,8 @@ import torch
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import TensorSpec, Uint8, WeightManifest
-from meshrl.rollout.torch_engine.architecture import Architecture
+from meshrl.rollout.torch_engine.architecture import Architecture, Mixture
+from meshrl.rollout.torch_engine.mlp import DenseMlp, SparseMlp
 from meshrl.rollout.torch_engine.operations import RmsNorm
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -42,12 +43,7 @@ class LayerWeights:
     out_bias: torch.Tensor | None
     post_norm: RmsNorm
     """[C]"""
-    gate_up: torch.Tensor
-    """[2F, C]"""
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    """[F, C]: transposed, for addmm."""
-    down_bias: torch.Tensor | None
+    mlp: DenseMlp | SparseMlp
 
     def to(self, device: torch.device) -> LayerWeights:
         """The same on `device`."""
@@ -202,16 +198,15 @@ def build(
         head = embedding
     return Weights(
         embedding=embedding,
-        layers=tuple(
-            _layer(f"model.layers.{index}.", own, architecture)
-            for index in range(architecture.num_layers)
-        ),
+        layers=tuple(_layer(index, own, architecture) for index in range(architecture.num_layers)),
         final_norm=RmsNorm(own("model.norm.weight"), architecture.rms_norm_eps),
         head=head,
     )
 
 
-def _layer(prefix: str, own: Reader, architecture: Architecture) -> LayerWeights:
+def _layer(index: int, own: Reader, architecture: Architecture) -> LayerWeights:
+    prefix = f"model.layers.{index}."
+
     def joined(pattern: str, parts: Sequence[str]) -> torch.Tensor:
         return torch.cat([own(prefix + pattern.format(part)) for part in parts])
 
@@ -233,10 +228,28 @@ def _layer(prefix: str, own: Reader, architecture: Architecture) -> LayerWeights
         out=own(prefix + "self_attn.o_proj.weight").t(),
         out_bias=own(prefix + "self_attn.o_proj.bias") if architecture.out_bias else None,
         post_norm=norm(own(prefix + "post_attention_layernorm.weight")),
-        gate_up=joined("mlp.{}_proj.weight", ("gate", "up")),
-        gate_up_bias=joined("mlp.{}_proj.bias", ("gate", "up")) if architecture.mlp_bias else None,
-        down=own(prefix + "mlp.down_proj.weight").t(),
-        down_bias=own(prefix + "mlp.down_proj.bias") if architecture.mlp_bias else None,
+        mlp=_mlp(prefix, own, architecture.mixture_of(index), bias=architecture.mlp_bias),
+    )
+
+
+def _mlp(prefix: str, own: Reader, mixture: Mixture | None, *, bias: bool) -> DenseMlp | SparseMlp:
+    if mixture is None:
+        gate, up, down = (f"{prefix}mlp.{name}_proj." for name in ("gate", "up", "down"))
+        return DenseMlp(
+            gate_up=torch.cat([own(gate + "weight"), own(up + "weight")]),
+            gate_up_bias=torch.cat([own(gate + "bias"), own(up + "bias")]) if bias else None,
+            down=own(down + "weight").t(),
+            down_bias=own(down + "bias") if bias else None,
+        )
+    experts = [mixture.expert(index) for index in range(mixture.experts)]
+    return SparseMlp(
+        router=own(prefix + mixture.router()),
+        gate_up=torch.stack(
+            [torch.cat([own(prefix + gate), own(prefix + up)]) for gate, up, _ in experts]
+        ),
+        down=torch.stack([own(prefix + down) for _, _, down in experts]).mT,
+        chosen=mixture.chosen,
+        normalised=mixture.normalised,
     )
 
 

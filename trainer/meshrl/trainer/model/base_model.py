@@ -49,6 +49,11 @@ class BaseModel:
             digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Of its tensors."""
+        return frozenset(self._file_of)
+
     def has(self, name: str, shape: tuple[int, ...]) -> bool:
         """Is there such a tensor?"""
         file = self._file_of.get(name)

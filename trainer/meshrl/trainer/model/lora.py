@@ -25,6 +25,8 @@ LoraLayer: TypeAlias = Any
 NAME = "default"
 """Of the one adapter, in peft's dictionaries."""
 _BASE = ".base_layer."
+_MLP = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate"}
+"""Names that peft gives to experts."""
 _CELLS = 1 << 18
 """Of a matrix, merged at once: the partial sums stay in a core's cache."""
 _SEED = 0
@@ -48,27 +50,52 @@ def add_adapter(hf: nn.Module, config: ModelConfig) -> None:
     Raises:
         UserError: a target that the model has not, or one whose weight the trainer reads past its forward.
     """
-    from peft import LoraConfig, inject_adapter_in_model  # a second that other runs need not spend
+    # A second that other runs need not spend.
+    from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.lora.layer import ParamWrapper
 
-    targets = config.target_modules
-    modules = targets if isinstance(targets, str) else list(targets)
     lora = LoraConfig(
-        r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=modules, lora_dropout=0.0
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=_target_modules(hf, config),
+        lora_dropout=0.0,
     )
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            # Of tied embeddings: those are refused below.
+            # Of tied embeddings and of experts: those are refused below.
             warnings.simplefilter("ignore", UserWarning)
+            warnings.simplefilter("ignore", RuntimeWarning)
             torch.manual_seed(_SEED)
             inject_adapter_in_model(lora, hf, adapter_name=NAME)
     except ValueError as error:
         raise UserError(f"model.target_modules: {str(error).splitlines()[0]}") from error
+    for name, module in hf.named_modules():
+        if isinstance(module, ParamWrapper):
+            raise UserError(
+                f"model.target_modules: adapters on {name}, whose experts share one tensor, are not supported;"
+                " name modules of the attention, or all-linear"
+            )
     for embedding in (hf.get_input_embeddings(), hf.get_output_embeddings()):  # type: ignore[operator]
         if hasattr(embedding, "lora_A"):
             raise UserError(
                 "model.target_modules: adapters on the input or output embedding are not supported;"
                 " name other modules, or all-linear"
             )
+
+
+def _target_modules(hf: nn.Module, config: ModelConfig) -> str | list[str]:
+    """As peft reads them; of a mixture of experts, `all-linear` is every linear layer that is no MLP's.
+
+    peft would add the experts, which share one tensor here, and takes names of dense MLPs for theirs.
+    """
+    targets = config.target_modules
+    if not isinstance(targets, str):
+        return list(targets)
+    if targets != "all-linear" or all(parameter.ndim < 3 for parameter in hf.parameters()):
+        return targets
+    head = hf.get_output_embeddings()  # type: ignore[operator]
+    linear = {n for n, m in hf.named_modules() if isinstance(m, nn.Linear) and m is not head}
+    return sorted({name.rpartition(".")[2] for name in linear} - _MLP)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

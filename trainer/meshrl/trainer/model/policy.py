@@ -8,7 +8,7 @@ forward, so that FSDP has the output embedding gathered there, and only response
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -29,6 +29,7 @@ from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model import attention, lora
 from meshrl.trainer.model.base_model import BaseModel
+from meshrl.trainer.model.checkpoint_names import Published, in_checkpoint
 from meshrl.trainer.model.logprob import linear_argmax, linear_logprob, linear_sum_pi_squared
 from meshrl.trainer.model.packing import Pack
 
@@ -41,7 +42,11 @@ class Policy(nn.Module):
     """Log-probs and entropies of the response tokens of a pack."""
 
     def __init__(
-        self, hf: HfModel, adapter: dict[str, Json] | None = None, base: str | None = None
+        self,
+        hf: HfModel,
+        adapter: dict[str, Json] | None = None,
+        base: str | None = None,
+        stored: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.hf = hf
@@ -49,6 +54,7 @@ class Policy(nn.Module):
         """LoRA's settings (`lora.describe`); None when every weight is trained."""
         self.base = base
         """Fingerprint of the checkpoint that others can merge the adapter into; None where they cannot."""
+        self._stored = stored
 
     def forward(self, pack: Pack, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns logprobs float32[N] and entropies float32[N] for the N response tokens."""
@@ -80,8 +86,12 @@ class Policy(nn.Module):
         yield from self.hf.named_parameters()
 
     def named_weights(self) -> Iterator[tuple[str, lora.Weight]]:
-        """Hugging Face names and weights as others see them: adapters merged."""
+        """Names and weights as transformers holds them: adapters merged."""
         yield from lora.weights(self.hf)
+
+    def published_weights(self) -> Iterator[tuple[str, Published]]:
+        """The weights as engines load them, under the names of a checkpoint: adapters merged."""
+        yield from in_checkpoint(self.hf, self.named_weights(), self._stored)
 
     def named_adapters(self) -> Iterator[tuple[str, lora.Weight]]:
         """A and B of each module that has an adapter."""
@@ -151,6 +161,8 @@ def _prepared(hf: HfModel, path: Path) -> HfModel:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
+        if isinstance(getattr(module, "jitter_noise", None), float):
+            module.jitter_noise = 0.0
     return hf
 
 
@@ -161,24 +173,30 @@ def build_policy(hf: HfModel, world: World, config: ModelConfig) -> Policy:
         UserError: LoRA is asked for on modules that the model has not.
     """
     check_heads(hf, config.ulysses_sequence_parallel_size)
-    policy = shard(
-        (_adapted(hf, config) if config.lora_rank else Policy(hf)).train(), hf, world, config
-    )
+    policy = shard(_unsharded(hf, config).train(), hf, world, config)
     for method in ("is_greedy", "sum_pi_squared"):
         register_fsdp_forward_method(policy, method)
     return policy
 
 
-def _adapted(hf: HfModel, config: ModelConfig) -> Policy:
+def _unsharded(hf: HfModel, config: ModelConfig) -> Policy:
     """With adapters in place. They can be merged into the same base elsewhere, if its tensors have the same names."""
-    lora.add_adapter(hf, config)
     try:
         base = BaseModel(config.path)
     except UserError:  # transformers reads formats that the weight plane does not
+        base = None
+    stored = base.names if base else frozenset()
+    if not config.lora_rank:
+        return Policy(hf, stored=stored)
+    lora.add_adapter(hf, config)
+    if base is None:
         return Policy(hf, lora.describe(config, None))
     adapter = lora.describe(config, base.fingerprint)
-    shared = all(base.has(name, weight.shape) for name, weight in lora.weights(hf))
-    return Policy(hf, adapter, base.fingerprint if shared else None)
+    published = dict(in_checkpoint(hf, lora.weights(hf), stored))
+    shared = all(base.has(name, weight.shape) for name, weight in published.items()) and all(
+        f"{target}.weight" in published for target in lora.targets(hf)
+    )
+    return Policy(hf, adapter, base.fingerprint if shared else None, stored)
 
 
 def check_heads(hf: HfModel, size: int) -> None:

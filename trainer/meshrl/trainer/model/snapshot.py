@@ -20,7 +20,8 @@ import xxhash
 
 from meshrl.contract.types import Adapter, TensorSpec, Uint8, Version, WeightManifest
 from meshrl.trainer.distributed import World
-from meshrl.trainer.model.lora import Weight, targets
+from meshrl.trainer.model.checkpoint_names import Published
+from meshrl.trainer.model.lora import targets
 from meshrl.trainer.model.policy import Policy
 
 
@@ -59,7 +60,7 @@ def take_snapshot(
             still made once, bucket by bucket, for their hashes.
     """
     packed = partial(_packed, world=world, run=run, version=version, bucket_bytes=bucket_bytes)
-    weights = list(policy.named_weights())
+    weights = list(policy.published_weights())
     settings, base = policy.adapter, policy.base
     if not adapters_only or settings is None or base is None:
         return packed(weights, dtype)
@@ -78,7 +79,7 @@ def take_snapshot(
 
 
 def _packed(
-    weights: Sequence[tuple[str, Weight]],
+    weights: Sequence[tuple[str, Published]],
     dtype: str,
     *,
     world: World,
