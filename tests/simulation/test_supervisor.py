@@ -79,7 +79,7 @@ class Process(ServiceProcess):
             self._ended.set_result(code)
             self.over_at = asyncio.get_running_loop().time()
 
-    def signal(self, number: signal.Signals) -> None:
+    def drain(self) -> None:
         loop = asyncio.get_running_loop()
         self.signals.append(loop.time())
         if self.life.drain_s < FOREVER:

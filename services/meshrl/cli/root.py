@@ -37,6 +37,9 @@ KNOWN: Mapping[str, Lazy] = {
     "init": Lazy(
         f"{COMMANDS}.init:init", "Write a recipe: your own, or one that comes with meshrl."
     ),
+    "slurm": Lazy(
+        "meshrl.cli.deploy:slurm", "Print a batch script: train on the nodes of a Slurm cluster."
+    ),
     "serve": Lazy(f"{COMMANDS}.serve:serve", "Run one service, in the foreground."),
     "sft": Lazy(f"{COMMANDS}.sft:sft", "Supervised warm start on prompt/response pairs."),
     "dpo": Lazy(f"{COMMANDS}.preferences:dpo", "Offline preference optimisation: DPO, IPO."),

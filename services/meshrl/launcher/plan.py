@@ -6,7 +6,6 @@ drain:  trainer (ends its step, saves) ▶ feeder, rollout workers, reward, refe
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +15,14 @@ from meshrl.config.placement import Placement
 from meshrl.config.recipe import Recipe
 from meshrl.config.stages import MeshService, mesh_services, service_kind
 from meshrl.contract.errors import UserError
+from meshrl.deploy.machines import PROGRAM, Machines
 from meshrl.launcher.address_book import AddressBook, Entry
 from meshrl.launcher.ports import free_port
 from meshrl.launcher.service import Probe, Service
 from meshrl.rpc import credentials
 
 ProbeOf: TypeAlias = Callable[[Callable[[], Entry]], Probe]
+LOOPBACK = "127.0.0.1"
 
 
 class LaunchPlan:
@@ -36,6 +37,7 @@ class LaunchPlan:
         *,
         kept_recipe: Path | None = None,
         placement: Placement | None = None,
+        machines: Machines | None = None,
     ) -> None:
         """Choose ports and write the address book.
 
@@ -46,6 +48,7 @@ class LaunchPlan:
             fixed: ports that must be taken as they are, by service name.
             kept_recipe: the recipe that the address book names, for after the run; None: `recipe_path`.
             placement: which GPUs each service gets; None: all see all.
+            machines: where services run and what starts them; None: here, as children of this process.
 
         Raises:
             UserError: `fixed` names no service of this mesh.
@@ -63,6 +66,7 @@ class LaunchPlan:
             if placement is not None and (share := placement.share(name)) is not None
         }
         self._placement = placement
+        self._machines = machines
         self._fixed = fixed
         self._path = address_book_path
         self._recipe_path = recipe_path
@@ -112,12 +116,12 @@ class LaunchPlan:
 
         def argv() -> tuple[str, ...]:
             entry = self.shard_entry(name)
-            return (
-                *(sys.executable, "-P", "-m", "meshrl.cli", "serve", "queue"),
-                *(str(self._recipe_path), f"queue.shards={shards + 1}", "--name", name),
-                *("--host", entry.host, "--port", str(entry.port)),
+            words = (
+                *("serve", "queue", str(self._recipe_path), f"queue.shards={shards + 1}"),
+                *("--name", name, "--host", entry.host, "--port", str(entry.port)),
                 *("--metrics-port", str(entry.metrics_port)),
             )
+            return self._command(name, "queue", words)
 
         choose()
         probe = probe_of(lambda: self.shard_entry(name))
@@ -147,25 +151,16 @@ class LaunchPlan:
 
     def _service(self, service: MeshService, probe_of: ProbeOf) -> Service:
         name, rules = service.name, service.rules
-        argv = (
-            *(
-                sys.executable,
-                "-P",
-                "-m",
-                "meshrl.cli",
-                "serve",
-                service.kind,
-                str(self._recipe_path),
-            ),
+        words = (
+            *("serve", service.kind, str(self._recipe_path)),
             *("--address-book", str(self._path), "--name", name),
         )
+        argv = self._command(name, service.kind, words)
         return Service(
             name=name,
             argv=lambda: argv,
-            env={
-                **credentials.service_environment(self._recipe.run.path, service.kind),
-                **(self._shares[name].environment if name in self._shares else {}),
-            },
+            env=self._environment(name, service.kind),
+            elsewhere=self._machines is not None,
             ready_s=rules.ready_s(self._recipe),
             probe=probe_of(lambda: self.address_book.services[name]),
             preload="torch" if rules.needs_torch(self._recipe) else "light",
@@ -180,18 +175,37 @@ class LaunchPlan:
             on_port_taken=None if name in self._fixed else lambda: self._replace(name),
         )
 
+    def _command(self, name: str, kind: str, words: tuple[str, ...]) -> tuple[str, ...]:
+        if self._machines is None:
+            return (*PROGRAM, *words)
+        environment = self._environment(name, kind)
+        return self._machines.command(self._machine_of(name, kind), words, environment)
+
+    def _environment(self, name: str, kind: str) -> dict[str, str]:
+        share = self._shares.get(name)
+        return {
+            **credentials.service_environment(self._recipe.run.path, kind),
+            **(share.environment if share is not None else {}),
+        }
+
+    def _machine_of(self, name: str, kind: str) -> str:
+        assert self._machines is not None
+        return self._machines.machine_of(name, kind, self._placement)
+
     def _choose(self, name: str) -> None:
         self.address_book = self.address_book.with_entry(
             name, self._entry(name, self._services[name].kind)
         )
 
     def _entry(self, name: str, kind: str) -> Entry:
-        host = "127.0.0.1"
-        port = self._fixed.get(name) or self._free(host)
-        return Entry(kind=kind, host=host, port=port, metrics_port=self._free(host))
+        port = self._fixed.get(name) or self._free()
+        alone = self._machines is None or len(self._machines.names) == 1
+        host = LOOPBACK if alone else self._machine_of(name, kind)
+        return Entry(kind=kind, host=host, port=port, metrics_port=self._free())
 
-    def _free(self, host: str) -> int:
-        port = free_port(host, self._taken)
+    def _free(self) -> int:
+        """Free here; another machine's service that finds it taken says so, and gets another one."""
+        port = free_port(LOOPBACK, self._taken)
         self._taken.add(port)
         return port
 

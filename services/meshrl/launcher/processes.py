@@ -29,6 +29,8 @@ WATCHDOG = Path(__file__).with_name("watchdog.py")
 ERROR_LINE = re.compile(r"^(error:|\w*(\.\w+)*(Error|Exception|Interrupt)\b)|\b(ERROR|CRITICAL)\b")
 READ_BYTES = 1 << 16
 LONGEST_LINE = 1 << 20
+LAUNCHER_S = 10.0
+"""How long a launcher may take to end what it started elsewhere."""
 LINES_S = 2.0
 """How long to read the last lines of an ended process: a grandchild that left the group may keep the pipe open."""
 
@@ -37,14 +39,20 @@ class ServiceProcess:
     """A running process of `service`, in a session and process group of its own."""
 
     def __init__(
-        self, service: Service, process: asyncio.subprocess.Process | ForkedProcess
+        self,
+        service: Service,
+        process: asyncio.subprocess.Process | ForkedProcess,
+        stdin: int | None = None,
     ) -> None:
         self.service = service
+        self._input = stdin
+        """Our end of what a launcher passes on to a service elsewhere, until it is closed."""
         self.pid = process.pid
         self._process = process
         self._tail: deque[str] = deque(maxlen=200)
         self.started = asyncio.get_running_loop().time()
         self.ready_at: float | None = None
+        self._interrupted = False
         self.done: asyncio.Task[int]
 
     @classmethod
@@ -58,11 +66,12 @@ class ServiceProcess:
         """
         # A pipe of our own: with PIPE, asyncio's `wait` waits for the pipe too, and a grandchild may hold that.
         lines, lines_in = os.pipe()
+        stdin, stdin_out = os.pipe() if service.elsewhere else (None, None)
         try:
             process = await _fork(service, sink, preloading, lines_in) or (
                 await asyncio.create_subprocess_exec(
                     *service.argv(),
-                    stdin=asyncio.subprocess.DEVNULL,
+                    stdin=asyncio.subprocess.DEVNULL if stdin is None else stdin,
                     stdout=lines_in,
                     stderr=asyncio.subprocess.STDOUT,
                     env=service_environment(service.env),
@@ -71,10 +80,14 @@ class ServiceProcess:
             )
         except BaseException:
             os.close(lines)
+            if stdin_out is not None:
+                os.close(stdin_out)
             raise
         finally:
             os.close(lines_in)
-        running = cls(service, process)
+            if stdin is not None:
+                os.close(stdin)
+        running = cls(service, process, stdin_out)
         running.done = asyncio.create_task(
             running._live(lines, sink), name=f"{service.name}-process"
         )
@@ -103,10 +116,29 @@ class ServiceProcess:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
+    def drain(self) -> None:
+        """Ask the service to drain; harmless when it has ended."""
+        if self.service.elsewhere:
+            self._end_input()
+        else:
+            self.signal(signal.SIGTERM)
+
     def kill_group(self) -> None:
         """Kill the process and everything left in its process group."""
+        self._end_input()
+        if self.service.elsewhere and self._process.returncode is None and not self._interrupted:
+            # A launcher that is killed cannot end what it started.
+            self._interrupted = True
+            self.signal(signal.SIGINT)
+            asyncio.get_running_loop().call_later(LAUNCHER_S, self.signal, signal.SIGKILL)
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+
+    def _end_input(self) -> None:
+        if self._input is not None:
+            os.close(self._input)
+            self._input = None
 
     async def _live(self, lines: int, sink: LineSink) -> int:
         stream = asyncio.StreamReader()

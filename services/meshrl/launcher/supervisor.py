@@ -396,7 +396,7 @@ class Supervisor:
         self.states[name].phase = "draining"
         if process.pid not in self._signalled:
             self._signalled.add(process.pid)
-            process.signal(signal.SIGTERM)
+            process.drain()
         ended = asyncio.shield(process.done)
         await first_of(ended, self._kill.wait(), timeout_s=process.service.drain_s)
         if process.running:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
@@ -18,6 +19,7 @@ from meshrl.config.placement import place
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import TrainerStatus
+from meshrl.deploy.machines import Machines
 from meshrl.http.view.metrics import MetricsFile
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, run_lock
 from meshrl.launcher.control import control_socket
@@ -49,6 +51,8 @@ REDRAW_S = 0.25
 STEP_LINE_S = 3.0
 """Between two lines of progress: small models make several steps a second."""
 WAITING_LINE_S = 30.0
+SAME_REQUEST_S = 2.0
+"""A SIGTERM so soon after the first one repeats it: Slurm sends it to `up`, and to the shell that passes it on."""
 SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
@@ -59,11 +63,14 @@ def up(
     plain: bool,
     view: bool = False,
     preloading: Preloading | None = None,
+    machines: Machines | None = None,
 ) -> int:
     """Run the mesh of `recipe` to its end, with `view` beside a page over it; the exit code.
 
+    `machines` says where services run; None: here.
+
     Raises:
-        UserError: the run's directory is in use, or `fixed_ports` names no service.
+        UserError: the run's directory is in use, `fixed_ports` names no service, or `machines` do not fit the recipe.
     """
     tls.use(recipe.tls.certificates)
     recipe = with_recorded_shards(recipe)
@@ -79,10 +86,12 @@ def up(
         if (line := busy_port(recipe, fixed_ports)) is not None:
             print(f"error: {line}", file=sys.stderr)
             return Exit.PORT_IN_USE
-        if len(recipe.placement.machines) > 1:
+        if machines is not None:
+            recipe = machines.prepared(recipe)
+        elif len(recipe.placement.machines) > 1:
             raise UserError(
                 f"placement.machines: {len(recipe.placement.machines)} machines, and `up` starts services on this one"
-                " only; start each with `meshrl serve` (docs/how-to/gpus.md)"
+                " only: let --machines and --launcher reach the others, or start each service with `meshrl serve`"
             )
         placement = place(recipe, ThisMachine())
         recipe = placement.recipe
@@ -94,6 +103,7 @@ def up(
                 *(recipe, trial.running, book, fixed_ports),
                 kept_recipe=trial.accepted,
                 placement=placement,
+                machines=machines,
             )
             verdict, mesh_status = asyncio.run(
                 _supervise(recipe, plan, trial, console, plain, view, preloading)
@@ -156,10 +166,9 @@ async def _supervise(
 
         observer = Observer(mesh_status, lambda: plan.address_book, on_step)
         loop = asyncio.get_running_loop()
+        stopping = _Stopping(supervisor, mesh_status, log)
         for number in SIGNALS:
-            loop.add_signal_handler(
-                number, partial(_on_signal, supervisor, mesh_status, log, number)
-            )
+            loop.add_signal_handler(number, stopping.on_signal, number)
         log("up", f"run {recipe.run.name}: {', '.join(names)}; files in {recipe.run.path}")
         showing = _live(mesh_status, console) if live else _lines(mesh_status, log)
         fleet = FleetOperations(plan, supervisor, health_probe, partial(log, "up"))
@@ -171,14 +180,28 @@ async def _supervise(
     return verdict, mesh_status
 
 
-def _on_signal(
-    supervisor: Supervisor, mesh_status: MeshStatus, log: MergedLog, number: signal.Signals
-) -> None:
-    step = mesh_status.trainer.step if mesh_status.trainer else 0
-    line = f"stopped by {SIGNALS[number]} at step {step}; the same command goes on from there"
-    if not supervisor.stopping:
-        log("up", f"{SIGNALS[number]}: draining, the trainer first; once more kills at once")
-    supervisor.stop(line, 128 + number)
+class _Stopping:
+    """The first signal drains, the second one kills."""
+
+    def __init__(self, supervisor: Supervisor, mesh_status: MeshStatus, log: MergedLog) -> None:
+        self._supervisor = supervisor
+        self._mesh_status = mesh_status
+        self._log = log
+        self._repeated_until = 0.0
+
+    def on_signal(self, number: signal.Signals) -> None:
+        """Stop as `number` asks."""
+        now = time.monotonic()
+        if number == signal.SIGTERM and now < self._repeated_until:
+            return
+        self._repeated_until = now + SAME_REQUEST_S
+        step = self._mesh_status.trainer.step if self._mesh_status.trainer else 0
+        line = f"stopped by {SIGNALS[number]} at step {step}; the same command goes on from there"
+        if not self._supervisor.stopping:
+            self._log(
+                "up", f"{SIGNALS[number]}: draining, the trainer first; once more kills at once"
+            )
+        self._supervisor.stop(line, 128 + number)
 
 
 @asynccontextmanager

@@ -10,6 +10,12 @@ import sys
 PR_SET_PDEATHSIG = 1
 PARENT_VARIABLE = "MESHRL_PARENT_PID"
 """Set by the supervisor: its pid."""
+DRAIN_AT_EOF = "MESHRL_DRAIN_AT_EOF"
+"""Set by a supervisor on another machine: the end of its standard input drains this process, and SIGTERM does not.
+
+An engine that ends a job sends SIGTERM to all services at once, the queue included, and to the supervisor too, which
+drains them in order.
+"""
 
 
 def die_with_parent() -> None:

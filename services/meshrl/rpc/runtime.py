@@ -54,6 +54,7 @@ from meshrl.rpc.interceptors import (
     traced,
 )
 from meshrl.rpc.metrics_endpoint import MetricsEndpoint
+from meshrl.rpc.parent_death import DRAIN_AT_EOF
 from meshrl.rpc.process_memory import reuse_freed_memory
 from meshrl.rpc.transport import MAX_CONNECTIONS, SERVER_OPTIONS
 
@@ -256,11 +257,17 @@ class GrpcServer:
         self._stopping.set()
 
     async def until_stopped(self) -> None:
-        """Wait for `stop`, SIGTERM or Ctrl-C. Health is NOT_SERVING on return."""
+        """Wait for `stop`, SIGTERM or Ctrl-C; with `DRAIN_AT_EOF`, for the end of the input instead of SIGTERM.
+
+        Health is NOT_SERVING on return.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
             self._closing.callback(loop.remove_signal_handler, number)
+        if DRAIN_AT_EOF in os.environ:
+            loop.add_reader(sys.stdin.fileno(), self._on_input)
+            self._closing.callback(loop.remove_reader, sys.stdin.fileno())
         await self._stopping.wait()
         await self._health.enter_graceful_shutdown()
 
@@ -272,7 +279,16 @@ class GrpcServer:
         self._long_polls.end()
         await self._grpc.stop(self.settings.drain_grace_s)
 
+    def _on_input(self) -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            log.info("end of input: draining")
+            self._stopping.set()
+
     def _on_signal(self, number: int) -> None:
+        if number == signal.SIGTERM and DRAIN_AT_EOF in os.environ:
+            log.info("SIGTERM: the end of the input will say when to drain")
+            return
         if self._stopping.is_set():
             log.warning("second signal: ending at once")
             logging.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from meshrl.config.machine import AssumedMachine, Assumptions
 from meshrl.config.placement import place
 from meshrl.contract.device_share import DEVICES
 from meshrl.contract.errors import CapacityError, NotFoundError, UserError
+from meshrl.deploy.machines import Machines
 from meshrl.launcher.address_book import AddressBook, Entry, is_up, newest_run_dir, run_lock
 from meshrl.launcher.plan import LaunchPlan
 from meshrl.launcher.ports import free_port
@@ -216,6 +218,84 @@ def test_each_service_gets_its_own_gpus_and_a_worker_that_is_added_gets_free_one
         launch_plan.add_rollout(no_probe)
     launch_plan.remove("rollout-0")
     assert launch_plan.add_rollout(no_probe).env[DEVICES] == "2"
+
+
+LAUNCHER = ("srun", "--nodelist={machine}")
+
+
+def elsewhere(
+    tmp_path: Path, machines: Machines, *overrides: str, gpus: int = 0
+) -> tuple[LaunchPlan, dict[str, Service]]:
+    """The plan and the services of a mesh on `machines`, each with so many GPUs."""
+    there = AssumedMachine(Assumptions(gpus=gpus))
+    placement = place(machines.prepared(recipe(tmp_path, *overrides)), there)
+    files = (tmp_path / "r.yaml", tmp_path / "mesh.json")
+    launch_plan = LaunchPlan(
+        *(placement.recipe, *files, {}), placement=placement, machines=machines
+    )
+    return launch_plan, {service.name: service for service in launch_plan.services(no_probe)}
+
+
+def test_workers_without_gpus_are_shared_out_over_the_machines_behind_the_first(
+    tmp_path: Path,
+) -> None:
+    machines = Machines(names=("n1", "n2", "n3"), launcher=LAUNCHER, program=("meshrl",))
+    launch_plan, services = elsewhere(tmp_path, machines, "rollout.workers=3")
+    where = {name: entry.host for name, entry in launch_plan.address_book.services.items()}
+    first = dict.fromkeys(("queue", "reward", "trainer", "feeder"), "n1")
+    assert where == {**first, "rollout-0": "n2", "rollout-1": "n3", "rollout-2": "n2"}
+    assert launch_plan.add_rollout(no_probe).argv()[1] == "--nodelist=n3"
+    worker = services["rollout-1"]
+    assert worker.elsewhere
+    words = list(worker.argv())
+    assert words[:4] == ["srun", "--nodelist=n3", "env", "-u"]
+    assert words[words.index("meshrl") :][:3] == ["meshrl", "serve", "rollout"]
+    # A launcher need not pass variables on, and those of this process's own start must not arrive.
+    assert {"MESHRL_PARENT_PID", "MESHRL_DRAIN_AT_EOF=1"} <= set(words)
+    assert any(word.startswith("MESHRL_CREDENTIAL_FILE=/") for word in words)
+
+
+def test_each_worker_gets_the_gpus_of_its_machine(tmp_path: Path) -> None:
+    machines = Machines(names=("n1", "n2"), launcher=LAUNCHER)
+    placed = ("placement.machines={n1: 2, n2: 2}", "placement.trainer=2")
+    _, services = elsewhere(tmp_path, machines, *placed, gpus=2)
+    starts = {name: service.argv() for name, service in services.items()}
+    at = [starts[name][1][-2:] for name in ("trainer", "rollout-0", "rollout-1")]
+    assert at == ["n1", "n2", "n2"]
+    assert f"{DEVICES}=0,1" in starts["trainer"]
+    assert f"{DEVICES}=1" in starts["rollout-1"]
+
+
+def test_workers_on_other_machines_find_the_trainer_unless_the_recipe_says_where(
+    tmp_path: Path,
+) -> None:
+    machines = Machines(names=("n1", "n2"), launcher=LAUNCHER)
+    assert machines.prepared(recipe(tmp_path)).weights.host == "n1"
+    named = recipe(tmp_path, "weights.host=n1.infiniband")
+    assert machines.prepared(named).weights.host == "n1.infiniband"
+
+
+def test_one_machine_alone_stays_on_loopback(tmp_path: Path) -> None:
+    machines = Machines(names=("n1",), launcher=LAUNCHER)
+    launch_plan, _ = elsewhere(tmp_path, machines)
+    assert {entry.host for entry in launch_plan.address_book.services.values()} == {"127.0.0.1"}
+    assert machines.prepared(recipe(tmp_path)).weights.host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("names", "launcher", "said"),
+    [
+        (("n1", "n1"), LAUNCHER, "--machines: 'n1,n1': want different names: n1,n2"),
+        (("n1",), ("srun",), "--launcher: 'srun' does not say where {machine} goes"),
+        (("n1", "n3"), LAUNCHER, "placement.machines: n1, n2; want those of --machines"),
+    ],
+)
+def test_machines_that_cannot_be_meant_are_refused(
+    tmp_path: Path, names: tuple[str, ...], launcher: tuple[str, ...], said: str
+) -> None:
+    placed = recipe(tmp_path, "placement.machines={n1: 2, n2: 2}")
+    with pytest.raises(UserError, match=re.escape(said)):
+        Machines(names=names, launcher=launcher).prepared(placed)
 
 
 def test_what_loads_a_model_may_take_as_long_as_an_engine_needs(tmp_path: Path) -> None:

@@ -154,6 +154,42 @@ async def test_a_second_stop_kills_at_once() -> None:
     assert not alive(supervisor.states["trainer"].pid)
 
 
+async def test_what_a_launcher_started_elsewhere_drains_at_the_end_of_its_input() -> None:
+    passes_input_on = """
+        import signal, sys
+        signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM", flush=True))
+        print("up", flush=True)
+        sys.stdin.read()
+        print("drained", flush=True)
+    """
+    log = Log()
+    supervisor = Supervisor([process("rollout-0", passes_input_on, elsewhere=True)], log)
+    task = asyncio.create_task(supervisor.run())
+    await until(lambda: log.of("rollout-0") == ["up"])
+    supervisor.stop("stopped", 143)
+    await task
+    assert log.of("rollout-0") == ["up", "drained"]
+
+
+async def test_a_launcher_is_interrupted_where_its_service_must_be_killed() -> None:
+    hangs = """
+        import signal, time
+        def interrupted(*_):
+            print("interrupted", flush=True)
+            exit(1)
+        signal.signal(signal.SIGINT, interrupted)
+        print("up", flush=True)
+        time.sleep(600)
+    """
+    log = Log()
+    supervisor = Supervisor([process("rollout-0", hangs, elsewhere=True, drain_s=0.1)], log)
+    task = asyncio.create_task(supervisor.run())
+    await until(lambda: log.of("rollout-0") == ["up"])
+    supervisor.stop("stopped", 143)
+    await task
+    assert log.of("rollout-0") == ["up", "interrupted"]
+
+
 async def test_what_a_service_started_goes_with_it(tmp_path: Path) -> None:
     parent = """
         import subprocess, sys, time

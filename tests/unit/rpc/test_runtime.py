@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
 import sys
 import urllib.request
+from typing import Any
 
 import grpc
 import pytest
@@ -16,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.rpc.exit_codes import Exit
+from meshrl.rpc.parent_death import DRAIN_AT_EOF
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, run_service
 from meshrl.rpc.servicers import RewardServicer, TrainerServicer
 
@@ -179,9 +182,9 @@ sys.exit(run_service(main))
 """
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVICE, *arguments], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SERVICE, *arguments], stdout=subprocess.PIPE, text=True, **options
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -192,6 +195,16 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 def test_a_signal_drains_the_service(number: signal.Signals) -> None:
     with start() as process:
         process.send_signal(number)
+        out, _ = process.communicate(timeout=120)
+    assert (out, process.returncode) == ("stopped\ndrained\n", 0)
+
+
+def test_a_service_of_a_supervisor_elsewhere_drains_at_the_end_of_its_input_only() -> None:
+    told = {**os.environ, DRAIN_AT_EOF: "1"}
+    with start(stdin=subprocess.PIPE, env=told) as process:
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
         out, _ = process.communicate(timeout=120)
     assert (out, process.returncode) == ("stopped\ndrained\n", 0)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
 import click
 
 from meshrl.cli.options import preload_option, recipe_argument
+from meshrl.contract.errors import UserError
 from meshrl.launcher.preloading import preloading
 
 
@@ -35,6 +37,21 @@ def _ports(
 )
 @click.option("--plain", is_flag=True, help="Print lines instead of the live view.")
 @click.option("--view", is_flag=True, help="Serve a page over the run too, and print its address.")
+@click.option(
+    "--machines",
+    metavar="NAME,NAME",
+    help="Run the services on these machines, which --launcher reaches; the first one has the queue and the trainer.",
+)
+@click.option(
+    "--launcher",
+    metavar="COMMAND",
+    help="What starts a service on a machine: 'srun ... --nodelist={machine}'. See `meshrl slurm`.",
+)
+@click.option(
+    "--program",
+    metavar="COMMAND",
+    help="What `meshrl` is on those machines, e.g. 'apptainer exec mesh.sif meshrl'; this very Python if not given.",
+)
 @preload_option
 def up(
     recipe: Path,
@@ -42,6 +59,9 @@ def up(
     ports: dict[str, int],
     plain: bool,
     view: bool,
+    machines: str | None,
+    launcher: str | None,
+    program: str | None,
     preload: bool,
 ) -> None:
     """Train as RECIPE says: start every service here, watch over them, drain at the end.
@@ -49,13 +69,30 @@ def up(
     The first Ctrl-C ends the step, saves a checkpoint and drains; the second kills. The same command goes on from
     the last checkpoint.
     """
+    if (machines is None) != (launcher is None) or (program and not machines):
+        raise UserError("--machines and --launcher go together, --program with them")
     # First of all: the preloaders import while this process does.
-    with preloading(preload) as preloaders:
+    with preloading(preload and machines is None) as preloaders:
         from meshrl.config import load_recipe
 
         loaded = load_recipe(recipe, overrides)
         # Imported here: with it comes gRPC, and a wrong recipe should be answered at once.
+        from meshrl.deploy.machines import PROGRAM, Machines
         from meshrl.launcher.up import up as run_up
 
-        code = run_up(loaded, fixed_ports=ports, plain=plain, view=view, preloading=preloaders)
+        elsewhere = None
+        if machines is not None and launcher is not None:
+            elsewhere = Machines(
+                names=tuple(machines.split(",")),
+                launcher=tuple(shlex.split(launcher)),
+                program=tuple(shlex.split(program)) if program else PROGRAM,
+            )
+        code = run_up(
+            loaded,
+            fixed_ports=ports,
+            plain=plain,
+            view=view,
+            preloading=preloaders,
+            machines=elsewhere,
+        )
     sys.exit(code)

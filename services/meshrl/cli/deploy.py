@@ -1,0 +1,118 @@
+"""`meshrl slurm`: what other people's engines read to run a recipe's mesh."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from meshrl.cli.options import PATH, recipe_argument
+from meshrl.config import Recipe, load_recipe
+from meshrl.config.loading import Written
+from meshrl.config.machine import AssumedMachine, Assumptions
+from meshrl.config.placement import Placement, place
+from meshrl.deploy.slurm import SlurmJob, gpus_of
+
+assume_option = click.option(
+    "--assume",
+    type=PATH,
+    help="A YAML file of what the nodes have and this machine has not, as for `config check`.",
+)
+
+
+def _sweep(
+    context: click.Context, option: click.Parameter, given: tuple[str, ...]
+) -> dict[str, list[str]]:
+    sweep = {}
+    for each in given:
+        key, _, values = each.partition("=")
+        if not key or not all(values.split(",")):
+            raise click.BadParameter(f"{each!r}: want KEY=VALUE,VALUE, as in rollout.n=8,16")
+        sweep[key] = values.split(",")
+    return sweep
+
+
+@click.command()
+@recipe_argument
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True)
+@click.option(
+    "--gpus-per-node", default="", metavar="[TYPE:]N", help="GPUs of each node, as sbatch takes it."
+)
+@click.option(
+    "--time", metavar="LIMIT", help="Time limit: 12:00:00, 2-0. The job is queued again at its end."
+)
+@click.option("--partition", metavar="NAME")
+@click.option("--account", metavar="NAME")
+@click.option(
+    "--sbatch",
+    "more",
+    multiple=True,
+    metavar="OPTION",
+    help="Another option of sbatch: --sbatch=--constraint=ib. May be given several times.",
+)
+@click.option("--share", is_flag=True, help="Let other jobs run on the same nodes.")
+@click.option(
+    "--stop-before",
+    type=click.IntRange(10),
+    default=300,
+    show_default=True,
+    help="Seconds before the time limit at which the run saves and is queued again.",
+)
+@click.option(
+    "--sweep",
+    multiple=True,
+    callback=_sweep,
+    metavar="KEY=V,V",
+    help="An array of jobs, one for each combination of the values. May be given several times.",
+)
+@click.option("--container", default="", metavar="IMAGE", help="Run the services in this image.")
+@click.option(
+    "--runtime", type=click.Choice(["apptainer", "pyxis"]), default="apptainer", show_default=True
+)
+@assume_option
+def slurm(
+    recipe: Path,
+    overrides: tuple[str, ...],
+    time: str | None,
+    partition: str | None,
+    account: str | None,
+    more: tuple[str, ...],
+    stop_before: int,
+    assume: Path | None,
+    **job: Any,
+) -> None:
+    """Print a batch script of Slurm that trains RECIPE: meshrl slurm my.yaml --nodes 2 > my.sbatch."""
+    named = {"--time": time, "--partition": partition, "--account": account}
+    first = [f"{key}={values[0]}" for key, values in job["sweep"].items()]
+    gpus = gpus_of(job["gpus_per_node"])
+    loaded, placement = _placed(recipe, [*overrides, *first], assume, job["nodes"], gpus)
+    beside = Path(sys.executable).with_name("meshrl")
+    written = SlurmJob(
+        recipe=str(recipe),
+        overrides=overrides,
+        name=loaded.run.name,
+        directory=str(Path.cwd()),
+        program=str(beside) if beside.exists() else "meshrl",
+        options=[*(f"{option}={value}" for option, value in named.items() if value), *more],
+        stop_before_s=stop_before,
+        encrypted=loaded.tls.cert is not None,
+        **job,
+    )
+    click.echo(written.script(placement), nl=False)
+
+
+def _placed(
+    recipe: Path, overrides: Sequence[str], assume: Path | None, nodes: int, gpus: int
+) -> tuple[Recipe, Placement]:
+    """The recipe, checked for so many nodes, and who gets which GPU there. Raises ConfigError."""
+    assumed = Assumptions() if assume is None else Written.read(assume, ()).as_config(Assumptions)
+    if gpus:
+        assumed = assumed.model_copy(update={"gpus": gpus})
+        alike = ", ".join(f"node-{number}: {gpus}" for number in range(nodes))
+        overrides = [*overrides, f"placement.machines={{{alike}}}"]
+    machine = AssumedMachine(assumed)
+    loaded = load_recipe(recipe, tuple(overrides), machine=machine)
+    return loaded, place(loaded, machine)

@@ -1,0 +1,84 @@
+"""The machines of one `up`: which service runs on which, and the command that starts it there.
+
+Rollout workers run where the placement has GPUs for them; those without GPUs on all machines but the first, in turn,
+if there are others. Everything else runs on the first machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshrl.config.placement import Placement
+from meshrl.config.recipe import Recipe, names
+from meshrl.contract.errors import ConfigError, UserError
+from meshrl.rpc.parent_death import DRAIN_AT_EOF, PARENT_VARIABLE
+
+MACHINE = "{machine}"
+PROGRAM = (sys.executable, "-P", "-m", "meshrl.cli")
+"""What `meshrl` is in a process that `up` starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machines:
+    """Where the services of one `up` run, and what starts them.
+
+    Raises:
+        UserError: a machine is named twice, or the launcher does not say to which one it goes.
+    """
+
+    names: tuple[str, ...]
+    """By which they reach each other. `up` itself need not run on any of them."""
+    launcher: tuple[str, ...]
+    """Words before a service's command, `{machine}` among them. The launcher passes its standard input on, ends the
+    command at SIGINT, and ends with its exit code: `srun` with `--quit-on-interrupt` does."""
+    program: tuple[str, ...] = PROGRAM
+    """What `meshrl` is there."""
+
+    def __post_init__(self) -> None:
+        if not all(self.names) or len(set(self.names)) < len(self.names) or not self.names:
+            raise UserError(f"--machines: {','.join(self.names)!r}: want different names: n1,n2")
+        if not any(MACHINE in word for word in self.launcher):
+            raise UserError(
+                f"--launcher: {' '.join(self.launcher)!r} does not say where {MACHINE} goes:"
+                " want e.g. 'srun --nodelist={machine}'"
+            )
+
+    def prepared(self, recipe: Recipe) -> Recipe:
+        """The recipe with the address at which workers find the trainer, unless it names one.
+
+        Raises:
+            ConfigError: `placement.machines` names others.
+        """
+        placed = tuple(recipe.placement.machines)
+        if placed and placed != self.names:
+            raise ConfigError(
+                f"placement.machines: {', '.join(placed)}; want those of --machines, in this order:"
+                f" {', '.join(self.names)}"
+            )
+        if len(self.names) == 1 or names(recipe.weights, "host"):
+            return recipe
+        weights = recipe.weights.model_copy(update={"host": self.names[0]})
+        return recipe.model_copy(update={"weights": weights})
+
+    def machine_of(self, service: str, kind: str, placement: Placement | None) -> str:
+        """The machine of a service."""
+        place = placement.places.get(service) if placement is not None else None
+        if place is not None and place.host.name in self.names:
+            return place.host.name
+        if kind != "rollout" or (placement is not None and placement.worker_gpus):
+            return self.names[0]
+        others = self.names[1:] or self.names
+        return others[int(service.rpartition("-")[2]) % len(others)]
+
+    def command(
+        self, machine: str, words: Sequence[str], environment: Mapping[str, str]
+    ) -> tuple[str, ...]:
+        """What starts `meshrl WORDS` on `machine`; variables are words of it, so that no launcher changes them."""
+        return (
+            *(word.replace(MACHINE, machine) for word in self.launcher),
+            *("env", "-u", PARENT_VARIABLE, f"{DRAIN_AT_EOF}=1"),
+            *(f"{name}={value}" for name, value in environment.items()),
+            *(*self.program, *words),
+        )

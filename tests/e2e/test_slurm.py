@@ -1,0 +1,94 @@
+"""`meshrl slurm` on a real Slurm: three nodes of this machine, a requeue in mid-run, and a drain by scancel."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from meshrl.launcher.ports import free_port
+
+from .. import slurm_cluster
+from ..mesh import PATIENCE_S, Mesh, make_mesh
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing()),
+]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    folder = tmp_path / "slurm"
+    command = [sys.executable, slurm_cluster.__file__, str(folder), str(free_port("127.0.0.1"))]
+    with (tmp_path / "cluster.log").open("wb") as log:
+        running = subprocess.Popen(
+            ["unshare", "--mount", *command],
+            **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+    try:
+        assert running.stdout is not None
+        assert running.stdout.readline() == b"ready\n", (tmp_path / "cluster.log").read_text()
+        monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+        yield
+    finally:
+        running.communicate(b"", timeout=60)
+
+
+def told(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def submit(mesh: Mesh, *arguments: str) -> str:
+    """Write and submit the script for three nodes; the job's number."""
+    words = ["slurm", str(mesh.recipe), *arguments, "--nodes", "3"]
+    script = mesh.directory / "job.sbatch"
+    script.write_text(told(sys.executable, "-m", "meshrl.cli", *words))
+    output = f"--output={mesh.directory / 'up.log'}"
+    (job,) = re.findall(r"\d+", told("sbatch", f"--chdir={mesh.directory}", output, str(script)))
+    return job
+
+
+def wait_until(mesh: Mesh, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, mesh.output[-6000:]
+        time.sleep(0.3)
+
+
+def state(job: str) -> str:
+    (found,) = re.findall(r"JobState=(\w+)", told("scontrol", "show", "job", job))
+    return found
+
+
+async def test_a_job_is_requeued_goes_on_and_drains(tmp_path: Path, cluster: None) -> None:
+    mesh = make_mesh(tmp_path, {"rollout": {"workers": 2}, "trainer": {"save_freq": 1000}})
+    job = submit(mesh, "trainer.total_training_steps=12")
+    wait_until(mesh, lambda: len(mesh.steps()) >= 2)
+    told("scontrol", "requeue", job)
+    wait_until(mesh, lambda: "stopped by SIGTERM" in mesh.output)
+    saved = len(mesh.steps())
+    wait_until(mesh, lambda: state(job) in ("COMPLETED", "FAILED"))
+    assert state(job) == "COMPLETED", mesh.output[-6000:]
+    # No step was trained twice: the stop saved, and the second start went on from there.
+    assert [line["step"] for line in mesh.steps()] == list(range(12))
+    assert saved < 12
+    assert (await mesh.ledger()).balanced
+
+    job = submit(mesh, "trainer.total_training_steps=1000")
+    wait_until(mesh, lambda: len(mesh.steps()) >= 14)
+    told("scancel", job)
+    wait_until(mesh, lambda: state(job) == "CANCELLED")
+    wait_until(mesh, lambda: mesh.output.count("stopped by SIGTERM") == 2)
+    assert "did not drain" not in mesh.output and "killing it" not in mesh.output
+    assert (await mesh.ledger()).balanced
