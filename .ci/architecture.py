@@ -23,7 +23,7 @@ LINES: Mapping[str, int] = {
     "meshrl.trainer": 16240,
     "meshrl.rollout": 11280,
     "meshrl.transferqueue": 10764,
-    "meshrl.rewardd": 6400,
+    "meshrl.rewardd": 6415,
     "meshrl.sandbox": 1740,
     "meshrl.weights": 7000,
     "meshrl.contract": 6165,

@@ -77,3 +77,18 @@ def test_percent_signs_without_end_are_no_number(text: str) -> None:
 def test_one_percent_sign_is_a_hundredth() -> None:
     assert prime_math.lenient_equal("50\\%", "0.5", 3.14)
     assert prime_math.lenient_equal("50 ", "1/2", 3.14) is False
+
+
+def test_an_answer_far_longer_than_the_truth_is_not_rewritten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rewrite(text: str) -> str:
+        raise AssertionError(f"{len(text)} characters are rewritten")
+
+    monkeypatch.setattr(prime_math, "plain", rewrite)
+    nested = "\\frac{" * (LENGTH // 6)
+    for response in (nested, f"\\boxed{{{nested}", f"\\boxed{{1{nested}{'}' * len(nested)}}}"):
+        assert prime_math.compute_score("", response, "2") == 0.0
+        assert geo3k.compute_score("", response, "2") == 0.0
+    long = "\\frac{1}{2}+" * 500 + "1"
+    assert prime_math.compute_score("", f"\\boxed{{{long}}}", long) == 1.0

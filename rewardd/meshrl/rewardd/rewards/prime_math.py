@@ -48,6 +48,11 @@ ANNOUNCING = (
 """Words before an answer, in the order in which they are looked for."""
 
 
+MOST_CHARACTERS = 1000
+"""Of an answer that is read as mathematics, beside four for each one of the truth: rewriting nested fractions takes
+the square of a text's length."""
+
+
 class Config(config.Config):
     """Nothing to set."""
 
@@ -68,6 +73,8 @@ def compute_score(
     answer, truth = stated(solution_str), str(ground_truth)
     if simple_equal(answer, truth):
         return 1.0
+    if is_too_long(answer, truth):
+        return 0.0
     values = (math.pi, 3.14) if "\\pi" in answer or "\\pi" in truth else (math.pi,)
     return float(any(lenient_equal(answer, truth, pi) for pi in values))
 
@@ -91,10 +98,17 @@ def _split(text: str, words: str) -> tuple[str, str]:
     return (text[:at].strip(), text[at + len(words) :].strip()) if at >= 0 else (text, text)
 
 
+def is_too_long(answer: str, truth: str) -> bool:
+    """Whether an answer says far more than the truth does: it is right only if it is spelt as the truth."""
+    return len(answer) > MOST_CHARACTERS + 4 * len(truth)
+
+
 def simple_equal(answer: str, truth: str) -> bool:
     """Equal by spelling, or element by element by simple algebra."""
     if _spelling(answer) == _spelling(truth):
         return True
+    if is_too_long(answer, truth):
+        return False
     given, wanted = normal(answer), normal(truth)
     if given == wanted:
         return True
