@@ -30,7 +30,7 @@ from meshrl.contract.errors import (
     UserError,
 )
 from meshrl.contract.ports import WeightSource
-from meshrl.contract.types import Version
+from meshrl.contract.types import Version, name_fault
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Link, LoadCarrier, RunPaths
 from meshrl.weights.fleet import FleetView, ReplicaState
@@ -207,8 +207,9 @@ class WeightCoordinator:
         await self._send_reason(stream, generation, failure)
 
     def _admit(self, hello: pb.ReplicaMessage, stream: ReplicaStream) -> Replica:
-        if hello.WhichOneof("body") != "hello" or not hello.hello.replica:
-            raise UserError("a replica's first message must be HELLO with its name")
+        is_hello = hello.WhichOneof("body") == "hello"
+        if fault := name_fault(hello.hello.replica) if is_hello else "there is none":
+            raise UserError(f"a replica's first message must be HELLO with its name: {fault}")
         if hello.stamp.run != self._run:
             raise UserError(f"this coordinator serves run {self._run!r}, not {hello.stamp.run!r}")
         if hello.hello.highest_epoch > self._epoch:

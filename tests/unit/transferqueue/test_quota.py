@@ -36,6 +36,17 @@ async def test_a_run_has_a_name_that_a_file_and_a_log_line_can_have(
     assert queue.runs == ()
 
 
+@pytest.mark.parametrize("name", ["", "w\n12:00:00 ERROR forged", *BAD[:-1]], ids=ascii)
+async def test_so_has_whoever_leases_rows_or_takes_a_run_over(
+    queue: TransferQueue, name: str
+) -> None:
+    await queue.open_run(spec())
+    with pytest.raises(UserError, match="the name of the worker"):
+        await queue.lease(["run"], "rollout", worker=name, limit=1, wait_s=0)
+    with pytest.raises(UserError, match="the name of the owner"):
+        await queue.acquire("run", name)
+
+
 @pytest.mark.parametrize("name", ["", "a/../b", "/a", *BAD[:-1]], ids=ascii)
 async def test_so_have_its_stages_columns_and_tasks(queue: TransferQueue, name: str) -> None:
     for stage in (

@@ -45,6 +45,7 @@ from meshrl.contract.types import (
     Uid,
     Version,
     Waiting,
+    name_fault,
 )
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.model.group import Grant
@@ -190,6 +191,7 @@ class TransferQueue(RowMethods):
 
     async def acquire(self, run: str, owner: str) -> RunState:
         """See the port."""
+        _check_name("owner", owner)
         state = self._run(run)
         state.begin_epoch(state.record.epoch + 1, owner)
         state.save()
@@ -266,6 +268,7 @@ class TransferQueue(RowMethods):
         """
         if limit < 1 or not runs:
             raise UserError(f"a lease wants at least one row of at least one run, not {limit}")
+        _check_name("worker", worker)
         limit = min(limit, self._quota.lease_rows)
         deadline = self._deadline(wait_s)
         seen = {name: run.publishes for name in runs if (run := self._runs.get(name))}
@@ -628,3 +631,9 @@ class TransferQueue(RowMethods):
         self._runs_signal.notify()
         for run in discarded.values():
             run.notify_all()
+
+
+def _check_name(what: str, name: str) -> None:
+    """Raises UserError: `name` comes from the caller, and stands in logs, views and metrics."""
+    if fault := name_fault(name):
+        raise UserError(f"the name of the {what} {name[:80]!r}: {fault}")
