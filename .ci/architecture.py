@@ -22,10 +22,10 @@ CRUMB_LINES = 60
 LINES: Mapping[str, int] = {
     "meshrl.trainer": 16240,
     "meshrl.rollout": 11280,
-    "meshrl.transferqueue": 10764,
+    "meshrl.transferqueue": 10775,
     "meshrl.rewardd": 6415,
     "meshrl.sandbox": 1740,
-    "meshrl.weights": 7000,
+    "meshrl.weights": 7010,
     "meshrl.contract": 6165,
     "meshrl.simulation": 6100,
     "meshrl.rpc": 6000,

@@ -37,3 +37,15 @@ async def test_the_store_of_the_gloo_carrier_listens_where_the_recipe_says(tmp_p
     with pytest.raises(ConfigError, match=f"cannot listen on {endpoint}"):
         await other.listen()
     await carrier.close()
+
+
+async def test_gloo_says_loudly_that_others_can_take_the_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for host, lines in (("127.0.0.1", 0), ("0.0.0.0", 1)):
+        config = WeightsConfig(carrier="gloo", host=host)
+        carrier = gloo.Carrier(config, RunPaths(directory=tmp_path))
+        await carrier.listen()
+        await carrier.close()
+        said = [line for line in caplog.messages if line.startswith("INSECURE: weights.host")]
+        assert len(said) == lines, host

@@ -10,6 +10,7 @@ run in a daemon thread per channel, each with a deadline of its own.
 from __future__ import annotations
 
 import ctypes
+import logging
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,7 +22,7 @@ import torch.distributed
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import ConfigError, UnavailableError
 from meshrl.contract.ports import WeightSource
-from meshrl.contract.sockets import listen_fd
+from meshrl.contract.sockets import is_loopback, listen_fd
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.carrier import Link, RunPaths
 from meshrl.weights.waiting import WorkerThread
@@ -30,6 +31,8 @@ REACH = "network"
 NEEDS = ("torch",)
 RATE = 1e9
 RELAYS = True
+
+log = logging.getLogger(__name__)
 
 c10d: Any = torch.distributed
 """torch's stubs leave out the stores, `send`, `recv` and the options of gloo."""
@@ -58,6 +61,13 @@ class Carrier:
             raise ConfigError(
                 f"weights.host/port: cannot listen on {host}:{port} ({_one_line(error)})"
             ) from error
+        if not is_loopback(host):
+            log.warning(
+                "INSECURE: weights.host %s can be reached from other machines, and gloo neither encrypts nor asks who"
+                " receives: whoever connects can take the weights. Without a network that you trust use"
+                " weights.carrier=delta with tls",
+                host,
+            )
         return f"{host}:{self._store.port}"
 
     async def stage(self, source: WeightSource) -> None:
