@@ -1,4 +1,4 @@
-"""`meshrl slurm`: what other people's engines read to run a recipe's mesh."""
+"""`meshrl slurm`, `meshrl kubernetes`: what other people's engines read to run a recipe's mesh."""
 
 from __future__ import annotations
 
@@ -102,6 +102,86 @@ def slurm(
         **job,
     )
     click.echo(written.script(placement), nl=False)
+
+
+def _claims(
+    context: click.Context, option: click.Parameter, given: tuple[str, ...]
+) -> dict[str, str]:
+    found = {}
+    for each in given:
+        claim, _, path = each.partition(":")
+        if not claim or not path.startswith("/"):
+            raise click.BadParameter(f"{each!r}: want CLAIM:/PATH, as in models:/models")
+        found[claim] = path
+    return found
+
+
+@click.command()
+@recipe_argument
+@click.option("--image", default="meshrl", show_default=True, help="Of every service.")
+@click.option(
+    "--engine-image", default="", metavar="IMAGE", help="Of rollout workers, with their engine."
+)
+@click.option(
+    "--mount",
+    "claims",
+    multiple=True,
+    callback=_claims,
+    metavar="CLAIM:/PATH",
+    help="Mount a PersistentVolumeClaim of models or data, read-only, everywhere. May be given several times.",
+)
+@click.option(
+    "--storage",
+    default="20Gi",
+    show_default=True,
+    help="Of the queue's and the checkpoints' volumes.",
+)
+@click.option("--storage-class", default="", metavar="NAME")
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="With GPUs.")
+@click.option("--gpus-per-node", default="", metavar="N")
+@click.option("--gpu", default="nvidia.com/gpu", show_default=True, metavar="RESOURCE")
+@click.option(
+    "--keda",
+    "most_workers",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="Let KEDA scale rollout workers up to N, by the queue's hint.",
+)
+@click.option(
+    "--prometheus",
+    metavar="URL",
+    default="http://prometheus:9090",
+    help="Where KEDA asks for the hint.",
+)
+@click.option("--monitor", is_flag=True, help="Let the Prometheus operator scrape the services.")
+@click.option(
+    "--secrets",
+    "secrets_too",
+    is_flag=True,
+    help="Print the Secrets with the run's credentials instead, made in its directory here where there are none.",
+)
+@assume_option
+def kubernetes(
+    recipe: Path,
+    overrides: tuple[str, ...],
+    nodes: int,
+    gpus_per_node: str,
+    secrets_too: bool,
+    assume: Path | None,
+    **given: Any,
+) -> None:
+    """Print the manifests of RECIPE's mesh: meshrl kubernetes my.yaml | kubectl apply -f -."""
+    from meshrl.deploy import kubernetes as cluster
+
+    loaded, placement = _placed(recipe, overrides, assume, nodes, gpus_of(gpus_per_node))
+    if secrets_too:
+        found = cluster.secrets(loaded, loaded.run.path)
+    else:
+        written = cluster.recipe_for_pods(placement.recipe)
+        files = cluster.recipe_files(written)
+        found = cluster.manifests(written, placement, files, cluster.Cluster(**given))
+    click.echo(cluster.as_yaml(found), nl=False)
 
 
 def _placed(

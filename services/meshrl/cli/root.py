@@ -40,6 +40,9 @@ KNOWN: Mapping[str, Lazy] = {
     "slurm": Lazy(
         "meshrl.cli.deploy:slurm", "Print a batch script: train on the nodes of a Slurm cluster."
     ),
+    "kubernetes": Lazy(
+        "meshrl.cli.deploy:kubernetes", "Print manifests: train on a Kubernetes cluster."
+    ),
     "serve": Lazy(f"{COMMANDS}.serve:serve", "Run one service, in the foreground."),
     "sft": Lazy(f"{COMMANDS}.sft:sft", "Supervised warm start on prompt/response pairs."),
     "dpo": Lazy(f"{COMMANDS}.preferences:dpo", "Offline preference optimisation: DPO, IPO."),

@@ -1,1 +1,1 @@
-"""A mesh on several machines: what starts its services there, and what clusters read to give them."""
+"""A mesh on several machines: what starts its services there, and what Slurm and Kubernetes read."""

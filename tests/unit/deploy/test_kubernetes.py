@@ -1,0 +1,222 @@
+"""The manifests that `meshrl kubernetes` prints: are they Kubernetes, and are they this mesh?"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from meshrl.cli.commands.serve import serve
+from meshrl.cli.deploy import kubernetes
+from meshrl.config import load_recipe
+from meshrl.config.stages import mesh_services
+from meshrl.contract.errors import ConfigError, UserError
+from meshrl.deploy.kubernetes import CALLED
+from meshrl.rpc.credentials import MeshRole, read_verifiers, role_of, sha256
+from meshrl.rpc.identity import METHODS
+
+from .test_slurm import FILES, RECIPE
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+UNCHECKED = {"ScaledObject", "PodMonitor"}
+"""Kinds of others, which Kubernetes' schemas do not know."""
+SERVICES = {"queue": "Queue", "trainer": "Weights", "reward": "Reward"}
+"""What of a service the others call."""
+STRICT = ("reward.registry.tokens=tokens.yaml", "actor.use_kl_loss=true")
+VARIANTS = {
+    "cpu": ["actor.use_kl_loss=true"],
+    "8-gpus": ["--gpus-per-node", "8", "--mount", "models:/models"],
+    "many-nodes": ["--gpus-per-node", "8", "--nodes", "4", "--keda", "32", "--monitor"],
+    "shards": ["queue.shards=3", "--storage-class", "fast"],
+    "submitted-rewards": [*STRICT],
+    "tls": ["tls.cert=/tls/tls.crt", "tls.key=/tls/tls.key", "tls.ca=/tls/ca.crt"],
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "My_run.yaml").write_text(RECIPE)
+    (tmp_path / "reward.py").write_text(FILES["files"]["reward.py"])  # type: ignore[index]
+    (tmp_path / "tokens.yaml").write_text("[]\n")
+    (tmp_path / "there.yaml").write_text(yaml.safe_dump(FILES))
+    return tmp_path
+
+
+def printed(*arguments: str) -> str:
+    words = ["My_run.yaml", *arguments, "--assume", "there.yaml"]
+    done = CliRunner().invoke(kubernetes, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def objects(*arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """By kind and name."""
+    found = yaml.safe_load_all(printed(*arguments))
+    return {(each["kind"], each["metadata"]["name"]): each for each in found}
+
+
+def pods(found: dict[tuple[str, str], dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The spec of each kind of service's pods."""
+    templates = [
+        each["spec"]["template"] for each in found.values() if "template" in each.get("spec", {})
+    ]
+    return {each["spec"]["containers"][0]["name"]: each["spec"] for each in templates}
+
+
+def values(pod: dict[str, Any]) -> dict[str, str]:
+    """The environment of its container."""
+    return {each["name"]: each.get("value", "") for each in pod["containers"][0]["env"]}
+
+
+@pytest.mark.parametrize("version", ["1.29", kubernetes_validate.latest_version()])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kubernetes_knows_every_field(variant: str, version: str) -> None:
+    for (kind, _), each in objects(*VARIANTS[variant]).items():
+        if kind in UNCHECKED:
+            with pytest.raises(kubernetes_validate.SchemaNotFoundError):
+                kubernetes_validate.validate(each, version, strict=True)
+        else:
+            kubernetes_validate.validate(each, version, strict=True)
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="`kubectl` is not installed")
+def test_a_kustomization_takes_what_is_printed(here: Path) -> None:
+    (here / "mesh.yaml").write_text(printed(*VARIANTS["many-nodes"]))
+    patch = {
+        "target": {"kind": "StatefulSet"},
+        "patch": '[{"op": "add", "path": "/spec/template/spec/priorityClassName", "value": "high"}]',
+    }
+    text = yaml.safe_dump({"resources": ["mesh.yaml"], "namespace": "rl", "patches": [patch]})
+    (here / "kustomization.yaml").write_text(text)
+    done = subprocess.run(
+        ["kubectl", "kustomize", "."], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = list(yaml.safe_load_all(done.stdout))
+    assert {each["metadata"]["namespace"] for each in found} == {"rl"}
+    (queue,) = [each for each in found if each["kind"] == "StatefulSet"]
+    assert queue["spec"]["template"]["spec"]["priorityClassName"] == "high"
+
+
+def test_every_service_of_the_mesh_runs_by_the_command_of_serve() -> None:
+    found = objects("actor.use_kl_loss=true", "rollout.workers=3")
+    recipe = load_recipe(Path("My_run.yaml"), ("actor.use_kl_loss=true",), check=False)
+    specs = pods(found)
+    assert set(specs) == {service.kind for service in mesh_services(recipe)}
+    options = {name for option in serve.params for name in [option.envvar] if name}
+    for kind, pod in specs.items():
+        container = pod["containers"][0]
+        context = serve.make_context("serve", container["args"][1:])
+        assert (container["args"][0], context.params["service"]) == ("serve", kind)
+        assert {name for name in values(pod) if name != "HOME"} <= options
+    assert found["Deployment", "my-run-rollout"]["spec"]["replicas"] == 3
+    assert values(specs["rollout"])["MESHRL_QUEUE"] == "my-run-queue-0.my-run-queue:7001"
+
+
+def test_the_recipe_of_the_pods_is_one_that_serve_reads(here: Path) -> None:
+    data = objects("rollout.n=5")["ConfigMap", "my-run-recipe"]["data"]
+    (here / "pod").mkdir()
+    for name, text in data.items():
+        (here / "pod" / name).write_text(text)
+    recipe = load_recipe(here / "pod/recipe.yaml", (), check=False)
+    assert (recipe.run.name, recipe.rollout.n) == ("My_run", 5)
+    assert recipe.weights.host == "my-run-trainer-0.my-run-trainer"
+    assert recipe.reward.custom_reward_function.path == Path("/recipe/reward.py")
+    assert set(data) == {"recipe.yaml", "reward.py"}
+
+
+def test_every_service_presents_the_secret_of_its_role_and_no_other(here: Path) -> None:
+    secrets = objects("--secrets")
+    for kind, pod in pods(objects()).items():
+        (volume,) = [each for each in pod["volumes"] if "secret" in each]
+        # Readable for the pod's group only: fsGroup.
+        assert volume["secret"]["defaultMode"] == 0o440 and pod["securityContext"]["fsGroup"]
+        data = secrets["Secret", volume["secret"]["secretName"]]["stringData"]
+        (here / "verifiers.json").touch(0o600)
+        (here / "verifiers.json").write_text(data["verifiers.json"])
+        roles = read_verifiers(here / "verifiers.json")
+        if kind == "queue":
+            assert set(data) == {"verifiers.json"}
+        else:
+            assert roles[sha256(data["credential"])] == role_of(kind)
+    again = objects("--secrets")
+    assert again == secrets
+    assert not any(MeshRole.OPERATOR in name for _, name in secrets)
+
+
+def test_pods_may_call_whom_the_table_of_methods_lets_them_and_nobody_else() -> None:
+    found = objects("actor.use_kl_loss=true")
+    everybody = set(pods(found))
+    for called in CALLED:
+        policy = found["NetworkPolicy", f"my-run-to-{called}"]["spec"]
+        (rule,) = policy["ingress"]
+        (source,) = rule["from"]
+        (among,) = source["podSelector"]["matchExpressions"]
+        callers = set(among["values"])
+        permitted = set().union(
+            *(roles for name, roles in METHODS.items() if f".{SERVICES[called]}/" in name)
+        )
+        assert callers <= everybody - {called}
+        assert {role_of(kind) for kind in callers} <= permitted
+        if called == "queue":
+            assert callers == everybody - {"queue"}
+        # What may come in there may go out here.
+        out = found["NetworkPolicy", f"my-run-call-{called}"]["spec"]
+        assert out["podSelector"] == source["podSelector"]
+        assert out["egress"][0]["to"][0]["podSelector"] == policy["podSelector"]
+    deny = found["NetworkPolicy", "my-run-default-deny"]["spec"]
+    assert deny["ingress"] == [] and [set(rule) for rule in deny["egress"]] == [{"ports"}]
+    assert set(deny["policyTypes"]) == {"Ingress", "Egress"}
+
+
+def test_gpus_are_those_of_the_placement_numbered_as_the_container_sees_them() -> None:
+    specs = pods(objects("--gpus-per-node", "8", "--nodes", "2", "placement.rollout=2"))
+    limits = {kind: pod["containers"][0]["resources"].get("limits") for kind, pod in specs.items()}
+    assert limits["trainer"] == {"nvidia.com/gpu": 8}
+    assert limits["rollout"] == {"nvidia.com/gpu": 2}
+    assert limits["queue"] is None
+    assert values(specs["rollout"])["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_the_trainer_ends_the_run_and_a_wrong_recipe_is_not_tried_again() -> None:
+    job = objects()["Job", "my-run-trainer"]["spec"]
+    first = job["podFailurePolicy"]["rules"][0]
+    assert (first["action"], first["onExitCodes"]["values"]) == ("FailJob", [2])
+    assert job["template"]["spec"]["restartPolicy"] == "Never"
+    assert job["template"]["spec"]["terminationGracePeriodSeconds"] == 315
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_containers_hold_nothing_that_they_do_not_need(variant: str) -> None:
+    for kind, pod in pods(objects(*VARIANTS[variant])).items():
+        held = pod["containers"][0]["securityContext"]
+        assert held["readOnlyRootFilesystem"] and held["capabilities"] == {"drop": ["ALL"]}
+        assert not held["allowPrivilegeEscalation"] and pod["securityContext"]["runAsNonRoot"]
+        assert not pod["automountServiceAccountToken"]
+        # bubblewrap needs namespaces; only the service of submitted rewards has it, in a user namespace of its own.
+        opened = variant == "submitted-rewards" and kind == "reward"
+        assert ("procMount" in held) == opened == (pod.get("hostUsers") is False)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["weights.carrier=disk"], "weights.carrier: disk needs a folder"),
+        (["--gpus-per-node", "1"], "share a GPU, which pods cannot"),
+        (
+            ["tls.cert=/etc/a.pem", "tls.key=/etc/a.key"],
+            "tls.cert: /etc/a.pem: want a file in /tls",
+        ),
+        (["rollout.nn=4"], "no such key 'rollout.nn'"),
+    ],
+)
+def test_what_cannot_run_there_is_one_line(words: list[str], said: str) -> None:
+    with pytest.raises((ConfigError, UserError), match=re.escape(said)):
+        printed(*words)
