@@ -20,7 +20,7 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 LINES: Mapping[str, int] = {
-    "meshrl.trainer": 16240,
+    "meshrl.trainer": 16310,
     "meshrl.rollout": 11280,
     "meshrl.transferqueue": 10775,
     "meshrl.rewardd": 6415,
@@ -30,7 +30,7 @@ LINES: Mapping[str, int] = {
     "meshrl.simulation": 6100,
     "meshrl.rpc": 6000,
     "meshrl.launcher": 4570,
-    "meshrl.testing": 3300,
+    "meshrl.testing": 3510,
     "meshrl.cli": 5710,
     "meshrl.deploy": 770,
     "meshrl.http": 3350,

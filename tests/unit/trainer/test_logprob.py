@@ -11,16 +11,24 @@ from meshrl.trainer.model.logprob import linear_logprob
 
 
 def whole(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    log_p = ((hidden @ weight.T) / temperature).log_softmax(-1)
+    logits = hidden @ weight.T
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_p = (logits / temperature).log_softmax(-1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
 @pytest.mark.parametrize("chunk_elements", [1, 53 * 4, 1 << 25])
+@pytest.mark.parametrize("softcap", [None, 2.0])
 def test_chunks_equal_the_whole_in_value_and_gradient(
-    temperature: float, chunk_elements: int
+    temperature: float, chunk_elements: int, softcap: float | None
 ) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(19, 12, requires_grad=True)
@@ -29,7 +37,7 @@ def test_chunks_equal_the_whole_in_value_and_gradient(
     mix = torch.randn(2, 19)
     gradients = []
     for function in (whole, linear_logprob):
-        kwargs = {"temperature": temperature}
+        kwargs: dict[str, Any] = {"temperature": temperature, "softcap": softcap}
         if function is linear_logprob:
             kwargs["chunk_elements"] = chunk_elements
         logprobs, entropies = function(hidden, weight, targets, **kwargs)

@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+)
 
 from meshrl.contract.errors import UserError
 from meshrl.trainer.config import ModelConfig
@@ -26,7 +33,20 @@ FAMILIES = {
     "qwen3": tiny.config(),
     "llama, untied": LlamaConfig(**SHAPE, tie_word_embeddings=False),
     "mistral, sliding window": MistralConfig(**SHAPE, sliding_window=9),
-}
+    "gemma 2, softcaps": Gemma2Config(
+        **SHAPE, head_dim=8, sliding_window=9, attn_logit_softcapping=0.5, final_logit_softcapping=2.0,
+        initializer_range=0.3,
+    ),
+    "gpt-oss, sinks": GptOssConfig(
+        **SHAPE, head_dim=8, sliding_window=9, num_local_experts=4, num_experts_per_tok=2,
+        initializer_range=0.3,
+    ),
+    "deepseek-v3, latent attention": DeepseekV3Config(
+        **SHAPE | {"num_key_value_heads": 4}, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=6, n_routed_experts=4, n_shared_experts=1, n_group=2,
+        topk_group=1, num_experts_per_tok=2, first_k_dense_replace=1, moe_intermediate_size=24,
+    ),
+}  # fmt: skip
 
 
 def padded_logprobs(hf: Any, rows: list[Any], temperature: float) -> torch.Tensor:
@@ -130,8 +150,8 @@ def test_a_directory_without_a_model_is_one_clear_line(tmp_path: Path) -> None:
         load_hf(tmp_path)
 
 
-def test_logits_that_the_projection_does_not_know_are_refused() -> None:
-    config = tiny.config()
-    config.final_logit_softcapping = 30.0
-    with pytest.raises(UserError, match=r"final_logit_softcapping=30\.0"):
+def test_layers_in_which_rows_of_a_pack_would_see_each_other_are_refused() -> None:
+    config = tiny.config(layer_types=["full_attention", "full_attention"])
+    config.layer_types[1] = "chunked_attention"
+    with pytest.raises(UserError, match="layer_types chunked_attention in config"):
         random_hf(config, 0)

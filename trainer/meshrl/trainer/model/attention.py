@@ -2,13 +2,15 @@
 
 No mask is built. On CUDA in half precision torch's varlen flash attention (2.11 and later) takes the pack as it is.
 Elsewhere sequences of similar length become one rectangular causal call: padding at the end cannot be seen by a real
-query under a causal mask, so the result is exact.
+query under a causal mask, so the result is exact. No kernel of torch computes softcaps and sinks: there all scores
+are in memory.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,6 +66,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention inside each sequence of the pack.
@@ -72,32 +75,51 @@ def packed_attention(
         module: The layer; only its class is read.
         query: [1, Hq, P, D].
         key: [1, Hkv, P, D], Hq a multiple of Hkv.
-        value: [1, Hkv, P, D].
+        value: [1, Hkv, P, Dv]; Dv is D but for multi-head latent attention (DeepSeek-V3).
         attention_mask: Must be None: `packed_layout` says it all.
         packed_layout: Where sequences begin.
         scaling: Factor on the scores; None is D^-0.5.
         dropout: Attention dropout; must be 0, the trainer's log-probs would not be the sampler's otherwise.
         sliding_window: Tokens a query sees, itself included.
-        softcap: Not supported.
+        softcap: c of Gemma 2: scores become c tanh(score / c).
+        s_aux: [Hq], of GPT-OSS: the score of a place that every query sees and that holds nothing.
 
     Returns:
-        [1, P, Hq, D] and no attention weights.
+        [1, P, Hq, Dv] and no attention weights.
 
     Raises:
         UserError: the model asks for something this attention cannot do.
     """
-    if softcap is not None or dropout != 0.0 or attention_mask is not None:
+    if dropout != 0.0 or attention_mask is not None:
         raise UserError(
-            f"{type(module).__name__} asks for softcap={softcap}, dropout={dropout}: "
+            f"{type(module).__name__} asks for dropout={dropout} or a mask of its own: "
             "packed training supports neither; use a model without them"
         )
+    scores = Scores(scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
     share = packed_layout.share
     if share is None:
-        return _attend(query, key, value, packed_layout, scaling, sliding_window), None
+        return _attend(query, key, value, packed_layout, scores), None
+    if s_aux is not None:
+        scores = replace(scores, sinks=s_aux.chunk(share.among.size)[share.among.rank])
     times = repeats(query.shape[1], key.shape[1], share.among.size)
     key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
     q, k, v = (share.heads(x) for x in (query, key, value))
-    return share.shares(_attend(q, k, v, packed_layout, scaling, sliding_window)), None
+    return share.shares(_attend(q, k, v, packed_layout, scores)), None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """How a layer makes its scores, as `packed_attention` is told."""
+
+    scaling: float | None
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+    @property
+    def plain(self) -> bool:
+        """Torch's kernels compute them."""
+        return self.softcap is None and self.sinks is None
 
 
 def _attend(
@@ -105,12 +127,13 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     packed_layout: Layout,
-    scaling: float | None,
-    sliding_window: int | None,
+    scores: Scores,
 ) -> torch.Tensor:
-    """[1, P, Hq, D] from all tokens of the pack."""
-    if query.is_cuda and varlen_attn is not None and query.dtype in (torch.float16, torch.bfloat16):
-        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    """[1, P, Hq, Dv] from all tokens of the pack."""
+    half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    same = query.shape[-1] == value.shape[-1]
+    if half and varlen_attn is not None and scores.plain and same:
+        window = (-1 if scores.window is None else scores.window - 1, 0)
         unfolded, folded = packed_layout.unfolded, packed_layout.folded
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         if unfolded is not None:
@@ -119,13 +142,13 @@ def _attend(
         longest = packed_layout.max_seqlen
         out = varlen_attn(
             q, k, v, cu, cu, longest, longest,
-            scale=scaling, window_size=window,
+            scale=scores.scaling, window_size=window,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return (out if folded is None else out.index_select(0, folded))[None]
     # [P, H, D]: tokens first, so that one index takes whole tokens.
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    parts = [_rectangle(q, k, v, b, scaling, sliding_window) for b in packed_layout.buckets]
+    parts = [_rectangle(q, k, v, b, scores) for b in packed_layout.buckets]
     return torch.cat(parts).index_select(0, packed_layout.order)[None]
 
 
@@ -134,31 +157,51 @@ def _rectangle(
     k: torch.Tensor,
     v: torch.Tensor,
     bucket: Bucket,
-    scaling: float | None,
-    sliding_window: int | None,
+    scores: Scores,
 ) -> torch.Tensor:
-    """One bucket's attention: [t, Hq, D], its real tokens row after row."""
+    """One bucket's attention: [t, Hq, Dv], its real tokens row after row."""
     n, length = bucket.gather.shape
     flat = bucket.gather.reshape(-1)
     rectangles = [
         x.index_select(0, flat).view(n, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
     ]
     mask = None
-    if sliding_window is not None and length > sliding_window:
+    if not scores.plain or (scores.window is not None and length > scores.window):
         age = torch.arange(length, device=q.device)
         age = age[:, None] - age[None, :]
-        mask = (age >= 0) & (age < sliding_window)
-    out = F.scaled_dot_product_attention(
-        rectangles[0],
-        rectangles[1],
-        rectangles[2],
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    cells = out.transpose(1, 2).reshape(n * length, *q.shape[1:])
+        mask = (age >= 0) & (age < (scores.window or length))
+    if scores.plain:
+        out = F.scaled_dot_product_attention(
+            rectangles[0],
+            rectangles[1],
+            rectangles[2],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scores.scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+    else:
+        assert mask is not None
+        out = _explicit(rectangles[0], rectangles[1], rectangles[2], mask, scores)
+    cells = out.transpose(1, 2).reshape(n * length, q.shape[1], v.shape[2])
     return cells.index_select(0, bucket.cells)
+
+
+def _explicit(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scores: Scores
+) -> torch.Tensor:
+    """What no kernel of torch computes, with all scores [n, Hq, L, L] in memory: [n, Hq, L, Dv]."""
+    times = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
+    found = q @ k.mT * (q.shape[-1] ** -0.5 if scores.scaling is None else scores.scaling)
+    if scores.softcap is not None:
+        found = torch.tanh(found / scores.softcap) * scores.softcap
+    found = found.masked_fill(~mask, -torch.inf)
+    if scores.sinks is not None:
+        sinks = scores.sinks.to(found.dtype)[None, :, None, None]
+        found = torch.cat([found, sinks.expand(*found.shape[:3], 1)], -1)
+    shares = found.softmax(-1, torch.float32).to(v.dtype)
+    return shares[..., : v.shape[2]] @ v
 
 
 def keep_out_of_graphs() -> None:

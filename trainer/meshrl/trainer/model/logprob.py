@@ -25,6 +25,7 @@ def linear_logprob(
     targets: torch.Tensor,
     *,
     temperature: float = 1.0,
+    softcap: float | None = None,
     chunk_elements: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Project and normalise in chunks of tokens.
@@ -34,6 +35,7 @@ def linear_logprob(
         weight: [V, H], the output embedding, same type.
         targets: int64[N].
         temperature: τ > 0, divides the logits.
+        softcap: c of Gemma 2: logits become c tanh(logit / c), before τ.
         chunk_elements: How many logits may exist at once; None takes CHUNK_ELEMENTS.
 
     Returns:
@@ -41,7 +43,7 @@ def linear_logprob(
     """
     chunk = _chunk(weight, chunk_elements)
     apply: Any = _LinearLogprob.apply  # torch leaves it untyped
-    logprobs, entropies = apply(hidden, weight, targets, temperature, chunk)
+    logprobs, entropies = apply(hidden, weight, targets, temperature, softcap, chunk)
     return logprobs, entropies
 
 
@@ -61,12 +63,13 @@ def linear_sum_pi_squared(
     weight: torch.Tensor,
     *,
     temperature: float = 1.0,
+    softcap: float | None = None,
     chunk_elements: int | None = None,
 ) -> torch.Tensor:
     """float32[N]: Σ_v π(v)² after each of `hidden` [N, H], chunked like `linear_logprob`."""
     chunk = _chunk(weight, chunk_elements)
     parts = [
-        (2 * _log_softmax(part, weight, temperature)).exp().sum(-1)
+        (2 * _log_softmax(part, weight, temperature, softcap)).exp().sum(-1)
         for part in torch.split(hidden, chunk)
     ]
     return torch.cat(parts) if parts else hidden.new_empty(0, dtype=torch.float32)
@@ -89,19 +92,20 @@ class _LinearLogprob(torch.autograd.Function):
         weight: torch.Tensor,
         targets: torch.Tensor,
         temperature: float,
+        softcap: float | None,
         chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         n = hidden.shape[0]
         logprobs = hidden.new_empty(n, dtype=torch.float32)
         entropies = torch.empty_like(logprobs)
-        buffers = _Buffers(hidden, weight, chunk)
+        buffers = _Buffers(hidden, weight, chunk, softcap)
         for start in range(0, n, chunk):
             part = slice(start, start + chunk)
             log_p, probs = buffers.softmax(hidden[part], weight, temperature)
             logprobs[part] = log_p.gather(1, targets[part, None])[:, 0]
             entropies[part] = -probs.mul_(log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, targets, entropies)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.softcap, ctx.chunk = temperature, softcap, chunk
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -112,7 +116,7 @@ class _LinearLogprob(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         # Summed over chunks in float32: in bfloat16 a large vocabulary's small contributions would be lost.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        buffers = _Buffers(hidden, weight, ctx.chunk)
+        buffers = _Buffers(hidden, weight, ctx.chunk, ctx.softcap)
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             log_p, probs = buffers.softmax(hidden[part], weight, ctx.temperature)
@@ -127,24 +131,28 @@ class _LinearLogprob(torch.autograd.Function):
                 grad.mul_(probs).neg_()
             if grad_logprob is not None:
                 grad.scatter_add_(1, targets[part, None], grad_logprob[part, None])
-            grad = _divided(grad, ctx.temperature).to(weight.dtype)
+            grad = buffers.uncapped(_divided(grad, ctx.temperature)).to(weight.dtype)
             grad_hidden[part] = grad @ weight
             if weight.dtype == torch.float32:
                 grad_weight.addmm_(grad.T, hidden[part])
             else:
                 grad_weight += grad.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 class _Buffers:
     """Memory for the log-probs and the probabilities of one chunk, used again for the next."""
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, chunk: int) -> None:
+    def __init__(
+        self, hidden: torch.Tensor, weight: torch.Tensor, chunk: int, softcap: float | None
+    ) -> None:
         shape = min(chunk, hidden.shape[0]), weight.shape[0]
         self._logits = weight.new_empty(shape)
         single = weight.dtype == torch.float32
         self._log_p = self._logits if single else weight.new_empty(shape, dtype=torch.float32)
         self._probs = torch.empty_like(self._log_p)
+        self._softcap = softcap
+        self._tanh = None if softcap is None else torch.empty_like(self._log_p)
 
     def softmax(
         self, hidden: torch.Tensor, weight: torch.Tensor, temperature: float
@@ -155,11 +163,21 @@ class _Buffers:
         torch.mm(hidden, weight.T, out=self._logits[:n])
         if log_p.dtype != weight.dtype:
             log_p.copy_(self._logits[:n])
+        if self._softcap is not None and self._tanh is not None:
+            torch.tanh(log_p.div_(self._softcap), out=self._tanh[:n])
+            torch.mul(self._tanh[:n], self._softcap, out=log_p)
         _divided(log_p, temperature)
         log_p.sub_(log_p.amax(-1, keepdim=True))
         torch.exp(log_p, out=probs)
         total = probs.sum(-1, keepdim=True)
         return log_p.sub_(total.log()), probs.div_(total)
+
+    def uncapped(self, grad: torch.Tensor) -> torch.Tensor:
+        """In place, of the last `softmax`: the gradient of what the logits were before the softcap."""
+        if self._tanh is None:
+            return grad
+        slope = self._tanh[: len(grad)]
+        return grad.mul_(slope.square_().neg_().add_(1.0))
 
 
 def _divided(values: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -167,6 +185,11 @@ def _divided(values: torch.Tensor, temperature: float) -> torch.Tensor:
     return values if temperature == 1.0 else values.div_(temperature)
 
 
-def _log_softmax(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+def _log_softmax(
+    hidden: torch.Tensor, weight: torch.Tensor, temperature: float, softcap: float | None
+) -> torch.Tensor:
     """float32[n, V]: log p of every token."""
-    return torch.log_softmax((hidden @ weight.T).float() / temperature, dim=-1)
+    logits = (hidden @ weight.T).float()
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    return torch.log_softmax(logits / temperature, dim=-1)

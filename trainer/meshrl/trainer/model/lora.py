@@ -102,7 +102,7 @@ def _target_modules(hf: nn.Module, config: ModelConfig) -> str | list[str]:
 class Weight:
     """A tensor of the model as others see it: with its adapter merged, whole rather than sharded."""
 
-    parameter: nn.Parameter
+    parameter: torch.Tensor
     adapter: LoraLayer | None = None
 
     @property

@@ -35,6 +35,8 @@ from meshrl.trainer.model.packing import Pack
 
 HfModel: TypeAlias = Any
 """A transformers `PreTrainedModel`: the library has no types."""
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+"""`layer_types` whose attention `meshrl_packed` computes."""
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -62,7 +64,7 @@ class Policy(nn.Module):
             self._response_hidden(pack),
             self.hf.get_output_embeddings().weight,
             pack.targets,
-            temperature=temperature,
+            **self._logits(temperature),
         )
         return pack.joined(logprobs), pack.joined(entropies)
 
@@ -76,7 +78,17 @@ class Policy(nn.Module):
         """float32[N]: Σ_v π(v)² where each response token was sampled. No gradient."""
         hidden = self._response_hidden(pack)
         weight = self.hf.get_output_embeddings().weight
-        return pack.joined(linear_sum_pi_squared(hidden, weight, temperature=temperature))
+        return pack.joined(linear_sum_pi_squared(hidden, weight, **self._logits(temperature)))
+
+    def _logits(self, temperature: float) -> dict[str, Any]:
+        """How logits are made of the projection: Granite divides them, Cohere multiplies them, Gemma 2 caps them."""
+        config = self.hf.config
+        divisor = getattr(config, "logits_scaling", None) or 1.0
+        factor = getattr(config, "logit_scale", None) or 1.0
+        return {
+            "temperature": temperature * divisor / factor,
+            "softcap": getattr(config, "final_logit_softcapping", None),
+        }
 
     def _response_hidden(self, pack: Pack) -> torch.Tensor:
         return response_hidden(self.hf.get_decoder(), pack)
@@ -90,8 +102,11 @@ class Policy(nn.Module):
         yield from lora.weights(self.hf)
 
     def published_weights(self) -> Iterator[tuple[str, Published]]:
-        """The weights as engines load them, under the names of a checkpoint: adapters merged."""
+        """The weights as engines load them, adapters merged, under the names of a checkpoint; with its buffers."""
         yield from in_checkpoint(self.hf, self.named_weights(), self._stored)
+        for name, buffer in self.hf.named_buffers():
+            if name in self._stored:
+                yield name, lora.Weight(buffer)
 
     def named_adapters(self) -> Iterator[tuple[str, lora.Weight]]:
         """A and B of each module that has an adapter."""
@@ -147,15 +162,12 @@ def _prepared(hf: HfModel, path: Path) -> HfModel:
     head = hf.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise UserError(f"model {path}: the output embedding has a bias, which is not supported")
-    for key in (
-        "final_logit_softcapping",
-        "logit_scale",
-        "logits_scaling",
-        "attn_logit_softcapping",
-    ):
-        value = getattr(hf.config, key, None)
-        if value not in (None, 1, 1.0):
-            raise UserError(f"model {path}: {key}={value} in config.json is not supported")
+    layers = set(getattr(hf.config, "layer_types", None) or ()) - ATTENTION_LAYERS
+    if layers:
+        raise UserError(
+            f"model {path}: layer_types {', '.join(sorted(layers))} in config.json are not supported:"
+            " rows of a pack would see each other"
+        )
     for module in hf.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

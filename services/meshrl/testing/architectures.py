@@ -1,0 +1,295 @@
+"""Tries architectures of transformers, each as a tiny random model, and writes down what came out.
+
+python -m meshrl.testing.architectures [NAME ...] [--write docs/reference/models.md]
+
+random weights ─▶ checkpoint ─▶ packed log-probs and gradients, beside transformers' own of each row ─▶ one step of
+AdamW ─▶ published weights ─▶ the embedded engine's log-probs, beside the policy's
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors import safe_open
+
+from meshrl.contract.errors import MeshError
+from meshrl.contract.types import GenerateRequest, Int32, OnUpdate, SamplingParams, Version
+from meshrl.rollout.config import TORCH_ARCHITECTURES
+from meshrl.rollout.engines.torch import build
+from meshrl.trainer.config import ModelConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.learner.optimizer import Optimizers
+from meshrl.trainer.learner.optimizer_config import OptimConfig
+from meshrl.trainer.model.packing import pack
+from meshrl.trainer.model.policy import Policy, build_policy, load_hf
+from meshrl.trainer.model.snapshot import Snapshot, take_snapshot
+
+VOCABULARY, PROMPT, WINDOW = 64, 2, 6
+SHAPE: Mapping[str, Any] = {
+    **{
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+    },
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+EXPERTS: Mapping[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+ROUTED: Mapping[str, Any] = {
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    **{"n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+}
+LATENT: Mapping[str, Any] = {
+    **{"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16},
+    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 6},
+}
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": WINDOW},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen2": {},
+    "Qwen2Moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
+    "Qwen3": {"head_dim": 8},
+    "Qwen3Moe": {**EXPERTS, "head_dim": 8},
+    "Qwen3Next": {**EXPERTS, "head_dim": 8, "shared_expert_intermediate_size": 24},
+    "Gemma": {"head_dim": 8},
+    "Gemma2": {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8},
+    "Gemma3Text": {"head_dim": 8, "sliding_window": WINDOW, "sliding_window_pattern": 2},
+    "Phi": {},
+    "Phi3": {},
+    "Glm": {"head_dim": 8},
+    "Glm4": {"head_dim": 8},
+    "Glm4Moe": {**ROUTED, "head_dim": 8},
+    "DeepseekV3": {**ROUTED, **LATENT},
+    "GptOss": {
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+        **{"sliding_window": WINDOW},
+    },
+    "SmolLM3": {},
+    "Olmo2": {},
+    "Granite": {"logits_scaling": 4.0},
+    "Cohere": {"logit_scale": 0.25},
+    "Llama4Text": {"num_local_experts": 4, "intermediate_size_mlp": 48, "head_dim": 8},
+    "Mamba": {"state_size": 4},
+}
+"""transformers' name of the configuration, and what it has beside SHAPE."""
+
+
+@dataclass(slots=True)
+class Tried:
+    """What came out of one architecture: figures, or why not."""
+
+    name: str
+    logprobs: str = ""
+    """Greatest difference of a packed log-prob from transformers' own."""
+    gradients: str = ""
+    """Greatest difference of a parameter's gradient, as a share of its norm."""
+    published: str = ""
+    served: str = ""
+    """Greatest difference of the embedded engine's log-probs from the policy's, after a step."""
+    note: str = ""
+    """Where it went no further, and why."""
+
+
+def rows() -> list[Int32]:
+    """Rows of 5, 11 and 17 tokens."""
+    draw = np.random.default_rng(0)
+    return [draw.integers(3, VOCABULARY, n).astype(np.int32) for n in (5, 11, 17)]
+
+
+def random_checkpoint(name: str, directory: Path) -> None:
+    """Weights that let every part say something."""
+    config = getattr(transformers, f"{name}Config")(**{**SHAPE, **KINDS[name]})
+    torch.manual_seed(0)
+    factory: Any = transformers.AutoModelForCausalLM
+    hf = factory.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.15)
+    hf.save_pretrained(directory)
+
+
+def attempt(name: str, directory: Path, world: World) -> Tried:
+    """Go as far as it goes; what stops it becomes a note."""
+    tried = Tried(name)
+    random_checkpoint(name, directory)
+    found: dict[str, Any] = {}
+    steps: list[tuple[str, Callable[[], str]]] = [
+        ("logprobs", lambda: _trains(directory, world, found)),
+        ("gradients", lambda: _gradients(directory, found)),
+        ("published", lambda: _published(directory, world, found)),
+        ("served", lambda: asyncio.run(_served(directory, found))),
+    ]
+    for step, take in steps:
+        try:
+            setattr(tried, step, take())
+        except Exception as error:  # whatever it is, it is what came out
+            reason = (str(error).splitlines() or [""])[0].replace(f"model {directory}: ", "")
+            kind = "" if isinstance(error, MeshError) else f"{type(error).__name__}: "
+            setattr(tried, step, "no")
+            tried.note = kind + reason
+            break
+    return tried
+
+
+def _trains(directory: Path, world: World, found: dict[str, Any]) -> str:
+    """The policy's log-probs of a pack beside those of each row alone, in transformers' own attention."""
+    policy = build_policy(load_hf(directory), world, ModelConfig(path=directory))
+    factory: Any = transformers.AutoModelForCausalLM
+    own = factory.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    wanted = []
+    for row in rows():
+        tokens = torch.from_numpy(row)[None].long()
+        logprobs = own(tokens).logits[0, :-1].float().log_softmax(-1)
+        wanted.append(logprobs.gather(1, tokens[0, 1:, None])[PROMPT - 1 :, 0])
+    logprobs, _ = policy(pack(rows(), [PROMPT] * 3), 1.0)
+    found |= {"policy": policy, "own": own}
+    torch.autograd.backward(-torch.cat(wanted).sum())
+    torch.autograd.backward(-logprobs.sum())
+    return _figure((logprobs - torch.cat(wanted)).abs().max())
+
+
+def _gradients(directory: Path, found: dict[str, Any]) -> str:
+    own, worst = dict(found["own"].named_parameters()), torch.zeros(())
+    for name, parameter in found["policy"].named_tensors():
+        wanted, grad = own[name].grad, parameter.grad
+        if wanted is None or grad is None:
+            if wanted is not None or grad is not None:
+                raise AssertionError(f"only one side has a gradient of {name}")
+            continue
+        apart = (grad.full_tensor() - wanted).norm() / (wanted.norm() + 1e-9)
+        worst = torch.maximum(worst, apart)
+    return _figure(worst)
+
+
+def _published(directory: Path, world: World, found: dict[str, Any]) -> str:
+    """A step of AdamW, and the names of what engines would get beside those of the checkpoint."""
+    policy: Policy = found["policy"]
+    Optimizers(policy, OptimConfig(lr=1e-2)).step(1e-2)
+    sent = take_snapshot(
+        policy, world, run="r", version=Version(1, 0), dtype="float32", bucket_bytes=1 << 20
+    )
+    found["sent"] = sent
+    assert sent is not None
+    stored: set[str] = set()
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            stored |= set(opened.keys())
+    apart = sorted(stored ^ {spec.name for spec in sent.manifest.tensors})
+    if apart:
+        raise AssertionError(f"published and stored differ in {apart[0]} and {len(apart) - 1} more")
+    return "yes"
+
+
+async def _served(directory: Path, found: dict[str, Any]) -> str:
+    """A greedy response of the embedded engine, beside the policy's log-probs of it."""
+    sent: Snapshot = found["sent"]
+    policy: Policy = found["policy"]
+    (architecture,) = json.loads((directory / "config.json").read_text())["architectures"]
+    if architecture not in TORCH_ARCHITECTURES:
+        return "no"
+    engine = build({"device": "cpu"}, model=directory, slots=1)
+    await engine.start()
+    try:
+        await engine.stage_weights(sent.manifest, sent.buckets)
+        await engine.commit_weights(sent.manifest.version, OnUpdate.DRAIN)
+        prompt = rows()[0]
+        request = GenerateRequest(
+            request_id="r",
+            prompt_ids=prompt,
+            sampling=SamplingParams(temperature=0.0, max_tokens=WINDOW),
+        )
+        deltas = [delta async for delta in engine.generate(request)]
+    finally:
+        await engine.close()
+    text = np.concatenate([prompt, *(delta.tokens for delta in deltas)]).astype(np.int32)
+    with torch.no_grad():
+        wanted, _ = policy(pack([text], [len(prompt)]), 1.0)
+    logprobs = torch.from_numpy(np.concatenate([delta.logprobs for delta in deltas]))
+    return _figure((logprobs - wanted).abs().max())
+
+
+def _figure(value: torch.Tensor) -> str:
+    return f"{value.item():.0e}"
+
+
+PAGE = """# Models
+
+What loads, trains and is served of transformers' causal language models. This page is what
+
+```
+python -m meshrl.testing.architectures --write docs/reference/models.md
+```
+
+found with transformers {transformers} and torch {torch}, in float32 on a CPU: each as a random model of two layers.
+Figures of 1e-5 and below are float32 rounding.
+
+- **log-probs**: greatest difference of a log-prob in a pack of three rows from transformers' own of each row alone.
+- **gradients**: greatest difference of a parameter's gradient from the sum over the rows, as a share of its norm.
+- **published**: after a step of AdamW, what engines get has the names that the checkpoint has: vLLM and SGLang
+  load it as they loaded the checkpoint.
+- **`torch` engine**: greatest difference of its log-probs from the policy's, after that step; what it does not run is
+  for vLLM or SGLang.
+
+{table}
+
+Which of them a real vLLM or SGLang served here: [engines](engines.md#versions-and-what-was-run). Attention with
+softcaps (Gemma 2) or sinks (GPT-OSS) keeps all scores of a row in memory. Buffers such as DeepSeek-V3's routing
+bias are published as they were loaded, in the type of the weights.
+"""
+
+
+def page(found: list[Tried]) -> str:
+    """The page of all that was tried."""
+    lines = ["| model | log-probs | gradients | published | `torch` engine | what stops it |"]
+    lines.append("|---|---|---|---|---|---|")
+    for each in found:
+        lines.append(f"| {' | '.join(dataclasses.astuple(each))} |")
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
+    return PAGE.format(table="\n".join(lines), **versions)
+
+
+def main() -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(KINDS)}; default: all")
+    parser.add_argument("--write", type=Path, help="the page to write")
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in KINDS]
+    if unknown:
+        print(f"no architecture {unknown[0]!r} (known: {', '.join(KINDS)})", file=sys.stderr)
+        return 2
+    world = World.start("cpu")
+    found = []
+    for name in options.names or KINDS:
+        with tempfile.TemporaryDirectory() as directory:
+            found.append(attempt(name, Path(directory), world))
+        print(found[-1], flush=True)
+    world.close()
+    if options.write:
+        options.write.write_text(page(found))
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())
