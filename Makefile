@@ -8,6 +8,8 @@ TORCH ?= 2.13.0
 # Two OpenMP threads in each of several processes spin against each other: one each.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Each of the hundreds of processes of a test run would compile what it imports again where the shell forbids to keep it.
+unexport PYTHONDONTWRITEBYTECODE
 PROTOS := $(wildcard proto/meshrl/v1/*.proto)
 
 GOLDEN ?= tests/golden
