@@ -15,6 +15,7 @@ from ..browser import Browser, browser, missing
 from ..screenshots import VIEWS, served
 from ..view_runs import SaidServices, add_many_rows, add_steps, two_runs
 
+SCROLL = "const box = document.querySelector('.scroll')"
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no browser: {missing()}")
 
 
@@ -33,6 +34,8 @@ def look_at_every_view(page: Browser, url: str) -> None:
             page.open(f"{base}#/{address}")
             page.until(drawn)
             assert page.run("return document.documentElement.scrollWidth") <= width, (name, width)
+            if name == "fleet":
+                assert page.run(f"{SCROLL}; return box.scrollWidth <= box.clientWidth"), width
             assert not page.run("return document.querySelector('.problem')?.textContent"), name
     # What the first row says is text, wherever it is shown.
     for address in ("rollouts?step=60", "rollouts?step=60&layout=rows", "rollouts?step=60&row=0"):

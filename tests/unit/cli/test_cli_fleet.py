@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from click.testing import CliRunner
 
-from meshrl.cli.commands.fleet import COLUMNS, fleet_table, membership_json
+from meshrl.cli.commands.fleet import COLUMNS, fleet, membership_json
 from meshrl.cli.membership import Membership, from_coordinator, with_supervisor_state
 from meshrl.cli.root import main
 from meshrl.contract.types import Version
@@ -76,20 +76,40 @@ def test_json_tells_of_members_that_do_not_answer() -> None:
     assert "breaker" not in one
 
 
-def test_names_of_workers_are_whole_in_80_columns() -> None:
-    names = ["rollout-0", "rollout-worker-of-the-second-rack-17"]
-    views = [replica(name, ReplicaState.OUT, "it died or went away a minute ago") for name in names]
-    membership = Membership(
+NAMES = ("rollout-0", "rollout-worker-of-the-second-rack-17")
+
+
+@pytest.fixture
+def membership() -> Membership:
+    views = [replica(name, ReplicaState.OUT, "it died or went away a minute ago") for name in NAMES]
+    return Membership(
         view=FleetView(
             run="r", epoch=1, committed=Version(1, 3), proposed=None, replicas=tuple(views)
         ),
         members={view.name: from_coordinator(view) for view in views},
     )
-    for width, has in ((80, ("member", "state", "version")), (160, COLUMNS)):
-        console = Console(width=width, highlight=False)
-        with console.capture() as printed:
-            console.print(fleet_table(membership, width))
-        lines = printed.get().splitlines()
-        assert max(map(len, lines)) <= width
-        assert all(any(name in line for line in lines) for name in (*names, *has)), lines
-        assert "…" not in printed.get() and "1.3" in printed.get()
+
+
+@pytest.mark.parametrize(
+    ("columns", "width", "has"),
+    [("80", 80, ("member", "state", "version")), ("160", 160, COLUMNS), (None, 160, COLUMNS)],
+)
+def test_names_of_workers_are_whole_in_a_pipe(
+    membership: Membership,
+    columns: str | None,
+    width: int,
+    has: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`COLUMNS` counts also where the output is no terminal; without it there is room for every column."""
+    monkeypatch.setattr("meshrl.cli.commands.fleet._mesh_address", lambda *_: None)
+
+    async def read(_: object) -> Membership:
+        return membership
+
+    monkeypatch.setattr("meshrl.cli.commands.fleet.read_membership", read)
+    printed = CliRunner(env={"COLUMNS": columns}).invoke(fleet, [], catch_exceptions=False).output
+    lines = printed.splitlines()
+    assert max(map(len, lines)) <= width
+    assert all(any(name in line for line in lines) for name in (*NAMES, *has)), lines
+    assert "…" not in printed and "1.3" in printed

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +31,7 @@ DRAIN_S = 60.0
 """A member has half of this to drain before it is killed."""
 ADD_S = 10.0
 PLAIN_WIDTH = 160
-"""Columns of the table where the output is a pipe and has no width."""
+"""Columns of the table where the output is a pipe and `COLUMNS` is not set."""
 COLUMNS = (
     *("member", "state", "version", "carrier", "running", "tokens/s", "errors", "breaker"),
     *("last sync", "reason"),
@@ -72,9 +74,9 @@ def fleet(
     if as_json:
         click.echo(json.dumps(membership_json(membership), indent=2))
     else:
-        console = Console(highlight=False)
-        width = console.width if console.is_terminal else PLAIN_WIDTH
-        console.print(fleet_table(membership, width), width=width)
+        known = sys.stdout.isatty() or "COLUMNS" in os.environ
+        console = Console(highlight=False, width=None if known else PLAIN_WIDTH)
+        console.print(fleet_table(membership, console.width))
 
 
 @fleet.command()

@@ -27,6 +27,8 @@ export function runPicker(context, others = {}) {
 export const meter = (share, title) =>
   el("span", { class: "meter", title }, el("i", { style: { width: `${100 * Math.min(1, Math.max(0, share || 0))}%` } }));
 
+const lines = (...parts) => parts.filter((part) => part !== null).map((part) => el("div", {}, part));
+
 export default function fleet(place, context) {
   const body = el("div");
   fill(place, el("div", { class: "bar" }, runPicker(context)), body);
@@ -39,11 +41,10 @@ export default function fleet(place, context) {
       one.carrier,
       one.answers ? el("span", {}, meter(one.running / one.capacity), ` ${one.running} of ${one.capacity}`) : null,
       one.answers ? figure(Math.round(one.tokens_per_s)) : null,
-      one.last_sync_s === null ? null : `${figure(one.last_sync_s)} s`,
-      one.pause_s === null ? null : `${figure(1000 * one.pause_s)} ms`,
-      one.moved_bytes ? `${figure(one.moved_bytes / 2 ** 20)} MiB` : null,
-      one.answers ? `${figure(Math.round(100 * one.error_rate))} %` : null,
-      one.answers ? one.breaker : null,
+      one.last_sync_s === null ? null : lines(`${figure(one.last_sync_s)} s`,
+        one.pause_s === null ? null : `${figure(1000 * one.pause_s)} ms paused`,
+        one.moved_bytes ? `${figure(one.moved_bytes / 2 ** 20)} MiB` : null),
+      one.answers ? lines(`${figure(Math.round(100 * one.error_rate))} %`, `breaker ${one.breaker}`) : null,
       one.answers ? `${figure(one.written)} / ${figure(one.failed)} / ${figure(one.lost)}` : null,
       figure(one.restarts),
       one.reason || (one.answers ? one.last_fault : one.state === "OUT" ? "" : "does not answer") || "",
@@ -53,7 +54,7 @@ export default function fleet(place, context) {
       el("dl", { class: "facts" },
         fact("version committed", answer.committed ?? "–"), fact("in transfer", answer.proposed ?? "–"),
         fact("workers", figure(answer.members.length)), fact("tokens/s sampled", figure(Math.round(tokens)))),
-      table(["worker", "state", "version", "carrier", "requests", "tokens/s", "last sync", "paused", "moved", "errors", "breaker",
+      table(["worker", "state", "version", "carrier", "requests", "tokens/s", "last sync", "errors",
         "rows written / failed / lost", "restarts", "reason"], rows, "Workers"));
   });
 }
