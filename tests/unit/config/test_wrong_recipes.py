@@ -60,6 +60,7 @@ MACHINE = {
         ),
         "verl.jsonl": rows({"prompt": "x", "reward_model": {"style": "rule"}}),
         "extra.jsonl": rows({"prompt": "x", "answer": "2", "extra_info": "easy"}),
+        "half.jsonl": rows({"prompt": "\ud83d", "answer": "2"}),
         "blank.jsonl": rows({"prompt": "", "answer": "2"}),
     },
     "files": {
@@ -125,6 +126,10 @@ WRONG: list[tuple[str, str]] = [
     (
         "data.train_files=[extra.jsonl]",
         "data.train_files.0: extra.jsonl:1: extra_info is str, want an object",
+    ),
+    (
+        "data.train_files=[half.jsonl]",
+        "data.train_files.0: half.jsonl:1: 'prompt' has '\\ud83d' at character 0, half of a character, want text",
     ),
     ("data.train_files=[blank.jsonl]", "data.train_files.0: blank.jsonl:1: the prompt is empty"),
     (

@@ -171,6 +171,8 @@ def test_a_loss_that_compares_nothing_is_refused(text_model: Path, tmp_path: Pat
             {"prompt": "a", "chosen": [{"role": "user"}], "rejected": "c"},
             "'chosen' holds .* want an object with role and content",
         ),
+        ({"prompt": "\ud83d", "chosen": "b", "rejected": "c"}, "'prompt' has .* half of a"),
+        ({"prompt": "a", "chosen": "\ud83d", "rejected": "c"}, "'chosen' has .* half of a"),
         ({"prompt": "", "chosen": "b", "rejected": "c"}, r"train\.jsonl:1: empty prompt"),
     ],
 )

@@ -103,6 +103,18 @@ MISTAKES = {
     "message": (options(prompt=[{"role": "user"}]), "want an object with role and content"),
     "null": (options(prompt=user(None)), "'prompt.content' is null, want text"),
     "number in a message": (options(prompt=user(4)), "'prompt.content' is 4, want text"),
+    "half a character": (
+        options(prompt="2 \ud83d?"),
+        "'prompt' has '\\ud83d' at character 2, half of a character, want text",
+    ),
+    "half a character in a message": (
+        options(prompt=user("\ud83d")),
+        "'prompt.content' has '\\ud83d' at character 0, half of a character, want text",
+    ),
+    "half a character in a role": (
+        options(prompt=[{"role": "\udc00", "content": "x"}]),
+        "'prompt.role' has '\\udc00' at character 0, half of a character, want text",
+    ),
     "image": (
         options(prompt=user([{"type": "text", "text": "what?"}, {"type": "image", "url": "x"}])),
         "'prompt.content' has a part of type 'image', want text",

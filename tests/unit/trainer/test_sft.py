@@ -104,6 +104,8 @@ def test_a_run_goes_on_from_its_checkpoint_to_the_same_weights(
         ({"prompt": "", "response": "a"}, r"train\.jsonl:2: empty prompt"),
         ({"prompt": "a" * 60, "response": "b"}, r"train\.jsonl:2: 62 tokens > max_length 50"),
         ({"prompt": "a", "response": None}, r"train\.jsonl:2: 'response' is null, want text"),
+        ({"prompt": "\ud83d", "response": "b"}, r"train\.jsonl:2: 'prompt' has .* half of a"),
+        ({"prompt": "a", "response": "\ud83d"}, r"train\.jsonl:2: 'response' has .* half of a"),
         ({"prompt": None, "response": "b"}, r"train\.jsonl:2: 'prompt' is null, want text or"),
         (
             {"prompt": "a", "response": [{"role": "assistant", "content": "b"}]},

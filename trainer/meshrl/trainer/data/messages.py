@@ -29,12 +29,24 @@ def read_text(value: object, where: str, key: str) -> str:
         UserError: anything else; names file and row.
     """
     if isinstance(value, str):
-        return value
+        return _whole(value, where, key)
     if value is None:
         raise UserError(f"{where}: {key!r} is null, want text")
     if not isinstance(value, Sequence) or not value:
         raise UserError(f"{where}: {key!r} is {value!r:.80}, want text")
-    return "".join(_part(part, where, key) for part in value)
+    return _whole("".join(_part(part, where, key) for part in value), where, key)
+
+
+def _whole(text: str, where: str, key: str) -> str:
+    """The text. Raises UserError for half of a surrogate pair, which JSON may hold and no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise UserError(
+            f"{where}: {key!r} has {half} at character {error.start}, half of a character, want text"
+        ) from error
+    return text
 
 
 def _part(part: object, where: str, key: str) -> str:
@@ -72,7 +84,10 @@ def _message(message: object, where: str, key: str) -> Message:
     role = message["role"]
     if not isinstance(role, str):
         raise UserError(f"{where}: the role of a message in {key!r} is {role!r:.40}, want text")
-    return Message(role=role, content=read_text(message["content"], where, f"{key}.content"))
+    return Message(
+        role=_whole(role, where, f"{key}.role"),
+        content=read_text(message["content"], where, f"{key}.content"),
+    )
 
 
 def _empty(value: object) -> bool:

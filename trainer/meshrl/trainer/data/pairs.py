@@ -15,7 +15,7 @@ from typing import Any
 
 from meshrl.contract.errors import UserError
 from meshrl.trainer.data.files import FileRow, file_rows
-from meshrl.trainer.data.messages import read_messages, refuse_unusable
+from meshrl.trainer.data.messages import read_messages, read_text, refuse_unusable
 from meshrl.trainer.offline.config import PreferenceConfig
 
 Messages = list[dict[str, str]]
@@ -62,13 +62,15 @@ def _pair(source: FileRow, config: PreferenceConfig) -> Pair:
         prompt = before_chosen
     elif not isinstance(prompt, str):
         prompt = _messages(prompt, where, config.prompt_key)
+    else:
+        prompt = read_text(prompt, where, config.prompt_key)
     return Pair(where=where, prompt=prompt, chosen=chosen, rejected=rejected)
 
 
 def _split(value: Any, where: str, key: str) -> tuple[Messages, str]:
     """The messages before the response, and the response."""
     if isinstance(value, str):
-        return [], value
+        return [], read_text(value, where, key)
     messages = _messages(value, where, key)
     return messages[:-1], messages[-1]["content"]
 

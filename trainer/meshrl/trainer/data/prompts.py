@@ -20,7 +20,7 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32, Json, Message, SamplingParams, Task
 from meshrl.trainer.config import DataConfig
 from meshrl.trainer.data.files import FileRow, file_rows
-from meshrl.trainer.data.messages import read_messages, refuse_unusable
+from meshrl.trainer.data.messages import read_messages, read_text, refuse_unusable
 
 
 class PromptTokenizer(Protocol):
@@ -144,7 +144,9 @@ def read_prompt_row(source: FileRow, config: DataConfig) -> PromptRow:
     if not isinstance(extra_info, Mapping):
         raise UserError(f"{where}: extra_info is {type(extra_info).__name__}, want an object")
     return PromptRow(
-        prompt=value if isinstance(value, str) else read_messages(value, where, config.prompt_key),
+        prompt=read_text(value, where, config.prompt_key)
+        if isinstance(value, str)
+        else read_messages(value, where, config.prompt_key),
         ground_truth=_ground_truth(row, where, config),
         extra_info=extra_info,
         data_source=str(row.get("data_source") or ""),

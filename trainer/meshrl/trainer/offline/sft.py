@@ -199,6 +199,8 @@ def _example(source: FileRow, tokenizer: Any, config: SftConfig) -> Example:
     if not isinstance(prompt, str):
         messages = read_messages(prompt, where, config.prompt_key)
         prompt = [{"role": m.role, "content": m.content} for m in messages]
+    else:
+        prompt = read_text(prompt, where, config.prompt_key)
     response = read_text(row[config.response_key], where, config.response_key)
     return tokenised(
         prompt, response, tokenizer, where,
