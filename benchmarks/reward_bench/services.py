@@ -117,7 +117,9 @@ async def serving(kind: str, recipe: Path, *options: str) -> AsyncIterator[str]:
 async def submit_s(found: Mesh, times: int) -> list[float]:
     """Seconds from a submission to its first score, the service being warm."""
     took: list[float] = []
-    async with httpx.AsyncClient(base_url=found.http, timeout=60) as http:
+    credential = credentials.in_use()  # of the run: `_client` has set it
+    headers = dict(credential.metadata()) if credential is not None else {}
+    async with httpx.AsyncClient(base_url=found.http, headers=headers, timeout=60) as http:
         for number in range(times + 1):
             began = time.perf_counter()
             body = {"name": "reward", "source": SOURCE.format(number=number)}
