@@ -20,7 +20,7 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 LINES: Mapping[str, int] = {
-    "meshrl.trainer": 16325,
+    "meshrl.trainer": 16445,
     "meshrl.rollout": 11280,
     "meshrl.transferqueue": 10775,
     "meshrl.rewardd": 6415,
@@ -36,7 +36,7 @@ LINES: Mapping[str, int] = {
     "meshrl.http": 3350,
     "meshrl.verl": 2200,
     "meshrl.client": 1800,
-    "meshrl.config": 3015,
+    "meshrl.config": 3030,
     "meshrl.api": 500,
 }
 """The most lines of each package, generated code left out."""

@@ -127,6 +127,18 @@ def _sizes(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
             ("model", "ulysses_sequence_parallel_size"),
             f"model.ulysses_sequence_parallel_size: {shared} does not divide trainer.nproc, {ranks}",
         )
+    expert = recipe.trainer.parallel.expert
+    if ranks % expert:
+        yield (
+            ("trainer", "parallel", "expert"),
+            f"trainer.parallel.expert: {expert} does not divide trainer.nproc, {ranks}",
+        )
+    if expert > 1 and recipe.model.use_torch_compile:
+        yield (
+            ("model", "use_torch_compile"),
+            "model.use_torch_compile: layers whose tokens travel to experts are not compiled; want false,"
+            " or trainer.parallel.expert 1",
+        )
     if recipe.trainer.profile == "nsys" and not machine.gpus:
         yield (
             ("trainer", "profile"),

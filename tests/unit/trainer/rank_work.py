@@ -109,9 +109,11 @@ def train(model: Path, target: Path, world: World, rows_given: int, steps: int) 
     return [cast(float, metrics[name]) for name in names]
 
 
-def main(model: Path, target: Path, rows_given: int, steps: int, sharers: int) -> None:
+def main(
+    model: Path, target: Path, rows_given: int, steps: int, sharers: int, experts: int
+) -> None:
     torch.set_num_threads(1)
-    world = World.start("cpu", sequence_parallel=sharers)
+    world = World.start("cpu", sequence_parallel=sharers, expert_parallel=experts)
     reductions: list[object] = []
     add_up = DefaultReduceScatter.__call__
 

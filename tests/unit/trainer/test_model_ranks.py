@@ -6,16 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from meshrl.contract.errors import ConfigError, InfraError
+from meshrl.contract.errors import ConfigError, InfraError, UserError
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.micro_batcher import allows_whole_gradients
+from meshrl.trainer.model.expert_parallel import spread_experts
+from meshrl.trainer.model.policy import random_hf
 from meshrl.trainer.model.sequence_parallel import repeats
 
-from . import rank_work
+from . import rank_work, tiny
 from .ranks import Ranks
 
 RunTwo = Callable[..., list[float]]
@@ -23,11 +26,19 @@ RunTwo = Callable[..., list[float]]
 
 @pytest.fixture
 def run_two(ranks: Ranks, tiny_path: Path) -> RunTwo:
-    def run(target: Path, rows: int, steps: int = 1, sharers: int = 1) -> list[float]:
-        """Train up to `steps` steps on two processes; loss, gradient norm and entropy of the last."""
+    def run(
+        target: Path,
+        rows: int,
+        steps: int = 1,
+        sharers: int = 1,
+        experts: int = 1,
+        model: Path = tiny_path,
+        size: int = 2,
+    ) -> list[float]:
+        """Train up to `steps` steps on `size` processes; loss, gradient norm and entropy of the last."""
         target.mkdir(exist_ok=True)
-        arguments = [tiny_path, target, rows, steps, sharers]
-        ranks.run("rank_work.py", arguments, target / "output", ranks=2)
+        arguments = [model, target, rows, steps, sharers, experts]
+        ranks.run("rank_work.py", arguments, target / "output", ranks=size)
         return [float(word) for word in (target / "numbers").read_text().split()]
 
     return run
@@ -146,6 +157,50 @@ def test_ranks_that_share_sequences_give_the_loss_and_the_gradient_of_one(
     ]
     for name in weights[0]:  # the updates are the gradients: see rank_work.make
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=1e-5)
+
+
+@pytest.fixture
+def mixture_path(tmp_path: Path) -> Path:
+    config = Qwen3MoeConfig(
+        **tiny.config().to_dict() | {"model_type": "qwen3_moe", "architectures": None},
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+    )  # fmt: skip
+    random_hf(config, seed=0).save_pretrained(tmp_path / "mixture")
+    return tmp_path / "mixture"
+
+
+@pytest.mark.parametrize(("size", "sharers"), [(2, 1), (4, 2)])
+def test_ranks_that_share_experts_give_the_losses_and_the_gradients_of_one(
+    mixture_path: Path, tmp_path: Path, world: World, run_two: RunTwo, size: int, sharers: int
+) -> None:
+    rows, steps = rank_work.GROUPS * rank_work.GROUP_SIZE, 3
+    alone = rank_work.train(mixture_path, tmp_path / "one", world, rows, steps)
+    target = tmp_path / "two"
+    shared = run_two(target, rows, steps, sharers, experts=2, model=mixture_path, size=size)
+    assert shared == pytest.approx(alone, abs=1e-5)
+    weights = [
+        AutoModelForCausalLM.from_pretrained(tmp_path / name / "export").state_dict()
+        for name in ("one", "two")
+    ]
+    start = AutoModelForCausalLM.from_pretrained(mixture_path).state_dict()
+    for name in weights[0]:  # the updates are the gradients: see rank_work.make
+        torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=1e-5)
+        assert not torch.equal(weights[1][name], start[name]), name
+    # What two ranks have saved, one loads.
+    found = checkpoint.newest(tmp_path / "two" / "checkpoints")
+    assert found is not None
+    learner = rank_work.make(mixture_path, world)
+    checkpoint.load(found[0], learner.policy, learner.optimizers)
+    for name, parameter in learner.policy.named_tensors():
+        assert torch.equal(parameter.full_tensor(), weights[1][name])  # type: ignore[attr-defined]
+
+
+def test_experts_that_cannot_be_spread_are_refused_in_one_line(world: World) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.parallel\.expert: 3 does not divide"):
+        World.start("cpu", expert_parallel=3)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("efsdp", "ep"))
+    with pytest.raises(UserError, match="no plan to spread experts of Qwen3ForCausalLM"):
+        spread_experts(random_hf(tiny.config(), 0), mesh)
 
 
 def test_ranks_that_cannot_be_grouped_are_refused_in_one_line(world: World) -> None:

@@ -350,6 +350,14 @@ LogRows = Annotated[
 ]
 
 
+class ParallelConfig(Config):
+    """How the ranks share the model."""
+
+    expert: PositiveInt = 1
+    """Number of ranks that share the experts of each layer: whole experts on each, to which tokens travel. Divides
+    `trainer.nproc` and the number of experts; needs transformers 5.23."""
+
+
 class TrainerConfig(Config):
     """Length, schedule and bookkeeping of a run."""
 
@@ -358,6 +366,7 @@ class TrainerConfig(Config):
     total_epochs: PositiveInt = 1
     nproc: PositiveInt = 1
     """Trainer ranks on this machine (gloo on CPU, NCCL on GPUs)."""
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     save_freq: int = -1
     """Steps between checkpoints; -1 saves at the end only."""

@@ -61,16 +61,23 @@ class World:
 
     sequence: SequenceGroup | None = None
     """The ranks that forward the same rows, each a part of their tokens."""
+    experts: DeviceMesh | None = None
+    """[`efsdp`, `ep`], of all ranks: those of the second dimension share the experts out among them."""
 
     @classmethod
     def start(
-        cls, device: Literal["auto", "cpu", "cuda"] = "auto", *, sequence_parallel: int = 1
+        cls,
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+        *,
+        sequence_parallel: int = 1,
+        expert_parallel: int = 1,
     ) -> World:
         """Join the group that torchrun's variables name, or be a world of one.
 
         Args:
             device: Where to compute.
             sequence_parallel: Ranks that share each micro-batch, token by token; neighbours by rank.
+            expert_parallel: Ranks that share the experts of a layer; neighbours by rank.
 
         Raises:
             ConfigError: CUDA was asked for and there is none; ranks cannot be put into groups of that size.
@@ -96,6 +103,7 @@ class World:
             mesh=init_device_mesh(kind, (dist.get_world_size(),)),
             owns_group=owns_group,
             sequence=_sequence_group(kind, sequence_parallel),
+            experts=_expert_mesh(kind, expert_parallel),
         )
 
     @property
@@ -220,6 +228,17 @@ def _sequence_group(kind: str, size: int) -> SequenceGroup | None:
         return None
     mesh = init_device_mesh(kind, (ranks // size, size), mesh_dim_names=("dp", "sp"))["sp"]
     return SequenceGroup(group=mesh.get_group(), rank=mesh.get_local_rank(), size=size)
+
+
+def _expert_mesh(kind: str, size: int) -> DeviceMesh | None:
+    ranks = dist.get_world_size()
+    if ranks % size:
+        raise ConfigError(
+            f"trainer.parallel.expert: {size} does not divide the {ranks} trainer ranks"
+        )
+    if size == 1:
+        return None
+    return init_device_mesh(kind, (ranks // size, size), mesh_dim_names=("efsdp", "ep"))
 
 
 def lost_peer(error: RuntimeError) -> str | None:

@@ -82,6 +82,7 @@ async def _train(recipe: Recipe, context: ServiceContext, lease: DeviceLease | N
     world = World.start(
         recipe.trainer.device,
         sequence_parallel=recipe.model.ulysses_sequence_parallel_size,
+        expert_parallel=recipe.trainer.parallel.expert,
     )
     if not world.is_main:
         tracing.stop()  # rank 0 tells of the step

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +77,7 @@ class Optimizers:
 
         With a gradient that is not finite the weights stay as they are: one bad batch must not end the model.
         """
-        clipped = nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_grad)
-        norm = float(clipped.full_tensor() if isinstance(clipped, DTensor) else clipped)
+        norm = clip(self._model.parameters(), self._config.clip_grad)
         if math.isfinite(norm):
             for part in self.parts:
                 for group in part.param_groups:
@@ -85,6 +85,30 @@ class Optimizers:
                 part.step()
         self.zero_grad()
         return norm
+
+
+def clip(parameters: Iterable[nn.Parameter], most: float) -> float:
+    """Scale gradients so that their norm, over all of them, is at most `most`; returns what it was.
+
+    With expert parallelism the gradients lie on two meshes, over which torch computes no norm: it is put together.
+    """
+    meshes: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+            meshes.setdefault(mesh, []).append(parameter)
+    if len(meshes) < 2:
+        return _whole(nn.utils.clip_grad_norm_(itertools.chain(*meshes.values()), most))
+    gradients = [[p.grad for p in members if p.grad is not None] for members in meshes.values()]
+    norm = math.hypot(*(_whole(nn.utils.get_total_norm(each)) for each in gradients))
+    factor = most / (norm + 1e-6)
+    for each in gradients if factor < 1.0 else ():
+        torch._foreach_mul_(each, factor)
+    return norm
+
+
+def _whole(norm: torch.Tensor) -> float:
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def fused(devices: Collection[str]) -> bool | None:

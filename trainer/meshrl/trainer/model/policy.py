@@ -30,6 +30,7 @@ from meshrl.trainer.distributed import World
 from meshrl.trainer.model import attention, lora
 from meshrl.trainer.model.base_model import BaseModel
 from meshrl.trainer.model.checkpoint_names import Published, in_checkpoint
+from meshrl.trainer.model.expert_parallel import spread_experts
 from meshrl.trainer.model.logprob import linear_argmax, linear_logprob, linear_sum_pi_squared
 from meshrl.trainer.model.packing import Pack
 
@@ -226,18 +227,19 @@ def shard(model: Model, hf: HfModel, world: World, config: ModelConfig) -> Model
         _recompute_activations(hf)
     compute = getattr(torch, config.param_dtype)
     how: dict[str, Any] = {
-        "mesh": world.mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
     }
     if config.param_offload:
         how["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     if config.use_torch_compile:
         attention.keep_out_of_graphs()
+    if world.experts is not None:
+        spread_experts(hf, world.experts, **how)
     for layer in decoder_layers(hf):
         if config.use_torch_compile:
             _compile(layer, recompute=config.enable_gradient_checkpointing)
-        fully_shard(layer, **how)
-    fully_shard(model, **how)
+        fully_shard(layer, mesh=world.mesh, **how)
+    fully_shard(model, mesh=world.mesh, **how)
     return _place_buffers(model, world) if config.param_offload else model.to(world.device)
 
 
