@@ -51,7 +51,7 @@ class RowHistory:
         self._written: dict[tuple[str, Uid], int] = {}
         """By stage and row: the token of the write that was accepted."""
         self._batches: dict[tuple[int, str], frozenset[Uid]] = {}
-        """By epoch and batch id."""
+        """By epoch and the batch id that was asked for."""
         self._batch_of: dict[tuple[int, Uid], str] = {}
         self._settled: dict[tuple[int, int], set[str]] = {}
         self._epoch = 0
@@ -109,16 +109,16 @@ class RowHistory:
                     f" row had been given out under token {newest}"
                 )
 
-    def taken(self, epoch: int, batch: Batch) -> None:
-        """A batch was given to the trainer of `epoch`."""
+    def taken(self, epoch: int, batch_id: str, batch: Batch) -> None:
+        """A batch was given to the trainer of `epoch`, which asked for `batch_id`."""
         uids = frozenset(row.uid for row in batch.rows)
-        before = self._batches.setdefault((epoch, batch.batch_id), uids)
+        before = self._batches.setdefault((epoch, batch_id), uids)
         if not uids <= before:
-            self._problem(f"batch {batch.batch_id} of epoch {epoch} was taken twice and differs")
+            self._problem(f"batch {batch_id} of epoch {epoch} was taken twice and differs")
         for uid in sorted(uids):
-            other = self._batch_of.setdefault((epoch, uid), batch.batch_id)
-            if other != batch.batch_id:
-                self._problem(f"row {uid} is in batches {other} and {batch.batch_id} of one epoch")
+            other = self._batch_of.setdefault((epoch, uid), batch_id)
+            if other != batch_id:
+                self._problem(f"row {uid} is in batches {other} and {batch_id} of one epoch")
 
     def fenced(self, epoch: int) -> bool:
         """True if a newer trainer has the run."""
@@ -162,10 +162,10 @@ class WatchedQueue:
         await self._queue.write_packed(run, stage, groups)
         self._history.written(stage, rows)
 
-    async def take(self, run: str, *, epoch: int, **rest: Any) -> Batch:
+    async def take(self, run: str, *, epoch: int, batch_id: str, **rest: Any) -> Batch:
         """See Queue."""
-        batch: Batch = await self._queue.take(run, epoch=epoch, **rest)
-        self._history.taken(epoch, batch)
+        batch: Batch = await self._queue.take(run, epoch=epoch, batch_id=batch_id, **rest)
+        self._history.taken(epoch, batch_id, batch)
         return batch
 
     async def settle(self, run: str, *, epoch: int, **rest: Any) -> None:

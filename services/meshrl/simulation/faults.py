@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -112,6 +112,48 @@ AIMED: Final = 0.3
 """Share of seeds whose faults all happen to the services of one kind."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What some seeds are about: few kinds of faults, shortly after each other."""
+
+    share: float
+    """Of all seeds."""
+    kinds: Mapping[str, Sequence[Kind]]
+    """By service; a kind that is named twice happens twice as often."""
+
+
+TAKEOVER: Final = Scene(
+    share=0.15,
+    kinds={
+        "trainer": (Kind.KILL, Kind.KILL, Kind.ZOMBIE, Kind.ISOLATED, Kind.ISOLATED),
+        "rollout-0": (Kind.KILL, Kind.FLAPS, Kind.FLAPS, Kind.TRANSFER_CORRUPTS),
+        "rollout-1": (Kind.CUT, Kind.FLAPS, Kind.TRANSFER_HANGS, Kind.TRANSFER_CORRUPTS),
+    },
+)
+"""Trainers are replaced, versions follow each other fast, and replicas join and leave meanwhile."""
+LOST_CALLS: Final = Scene(
+    share=0.1,
+    kinds={
+        "trainer": (Kind.BREAK_REQUESTS, Kind.BREAK_ANSWERS, Kind.LATE_REQUESTS, Kind.KILL),
+        "feeder": (Kind.BREAK_ANSWERS, Kind.LATE_REQUESTS),
+        "rollout-0": (Kind.BREAK_ANSWERS, Kind.LATE_REQUESTS),
+    },
+)
+"""Calls are repeated."""
+SOON: Final = 0.5
+"""Share of a scene's faults that come shortly after another one,"""
+SOON_S: Final = (0.2, 4.0)
+"""after so many seconds."""
+
+
+def scene_of(seed: int) -> Scene | None:
+    """The scene of a seed, if it has one."""
+    draw = random.Random(f"scene {seed}").random()
+    if draw < TAKEOVER.share:
+        return TAKEOVER
+    return LOST_CALLS if draw < TAKEOVER.share + LOST_CALLS.share else None
+
+
 def kinds_of(target: str) -> Sequence[Kind]:
     """What can happen to a service."""
     role = target.partition("-")[0]
@@ -134,22 +176,36 @@ def draw_faults(seed: int, targets: Sequence[str], *, until_s: float, most: int)
 
     Each seed has a swarm of its own: only some kinds happen, and in some seeds only to the services of one kind.
     """
+    draw = random.Random(f"faults {seed}")
+    if (scene := scene_of(seed)) is not None:
+        return _draw_scene(draw, scene, until_s=until_s, most=most)
     aim = random.Random(f"aim {seed}")
     if aim.random() < AIMED:
         role = aim.choice(sorted({target.partition("-")[0] for target in targets}))
         targets = [target for target in targets if target.partition("-")[0] == role]
-    draw = random.Random(f"faults {seed}")
     share = draw.choice(ALLOWED)
     allowed = {kind for kind in Kind if draw.random() < share}
     faults = []
     for _ in range(draw.randint(0, most)):
         target = draw.choice(targets)
         kinds = [kind for kind in kinds_of(target) if kind in allowed]
-        if not kinds:
-            continue
-        kind = draw.choice(kinds)
-        at_s = draw.uniform(0.0, until_s)
-        mean_s = LENGTHS_S.get(kind, 0.0)
-        seconds = draw.expovariate(1 / mean_s) if mean_s else 0.0
-        faults.append(Fault(at_s=at_s, kind=kind, target=target, seconds=seconds))
+        if kinds:
+            faults.append(_drawn(draw, draw.choice(kinds), target, draw.uniform(0.0, until_s)))
     return sorted(faults, key=lambda fault: fault.at_s)
+
+
+def _draw_scene(draw: random.Random, scene: Scene, *, until_s: float, most: int) -> list[Fault]:
+    faults: list[Fault] = []
+    for _ in range(draw.randint(most // 2, most)):
+        target = draw.choice(list(scene.kinds))
+        at_s = draw.uniform(0.0, until_s)
+        if faults and draw.random() < SOON:
+            at_s = faults[-1].at_s + draw.uniform(*SOON_S)
+        faults.append(_drawn(draw, draw.choice(scene.kinds[target]), target, at_s))
+    return sorted(faults, key=lambda fault: fault.at_s)
+
+
+def _drawn(draw: random.Random, kind: Kind, target: str, at_s: float) -> Fault:
+    mean_s = LENGTHS_S.get(kind, 0.0)
+    seconds = draw.expovariate(1 / mean_s) if mean_s else 0.0
+    return Fault(at_s=at_s, kind=kind, target=target, seconds=seconds)

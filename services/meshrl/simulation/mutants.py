@@ -294,11 +294,13 @@ class _SkipsAPrompt(Feeder):
 
 class _SettlesOnce(QueueClient):
     async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
-        self._connection.retry_s = 0.0
+        retry_s, self._connection.retry_s = self._connection.retry_s, 0.0
         try:
             await super().settle(run, epoch=epoch, step=step, batch_id=batch_id)
         except UnavailableError:
             return
+        finally:
+            self._connection.retry_s = retry_s
 
 
 class _AcknowledgesUnwritten(SimulatedCheckpoints):

@@ -17,6 +17,7 @@ from meshrl.contract.types import (
     rollout_stage,
 )
 from meshrl.simulation.conversations import Program
+from meshrl.simulation.faults import TAKEOVER, scene_of
 from meshrl.simulation.network import Delays
 
 RUN: Final = "run"
@@ -166,7 +167,14 @@ def draw_shape(seed: int) -> Shape:
         deadline_s=150.0 if program is Program.OPENAI else 600.0,
         tokens=32 if program is Program.SINGLE_TURN else CONVERSATION_TOKENS,
     )
-    if pace.random() >= FAST:
+    if takeovers := scene_of(seed) is TAKEOVER:
+        shape = replace(
+            shape,
+            workers=max(2, shape.workers),
+            max_staleness=pace.choice((2, 8, math.inf)),
+            faults_until_s=20.0,
+        )
+    if pace.random() >= FAST and not takeovers:
         return shape
     return replace(
         shape,
@@ -178,5 +186,5 @@ def draw_shape(seed: int) -> Shape:
         filter_groups=False,
         response_s=0.5,
         train_s=0.2,
-        transfer_s=0.1,
+        transfer_s=shape.transfer_s if takeovers else 0.1,
     )
