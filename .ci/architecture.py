@@ -27,7 +27,7 @@ LINES: Mapping[str, int] = {
     "meshrl.sandbox": 1740,
     "meshrl.weights": 7010,
     "meshrl.contract": 6165,
-    "meshrl.simulation": 6100,
+    "meshrl.simulation": 6130,
     "meshrl.rpc": 6000,
     "meshrl.launcher": 4570,
     "meshrl.testing": 3510,

@@ -120,10 +120,12 @@ class Scene:
     """Of all seeds."""
     kinds: Mapping[str, Sequence[Kind]]
     """By service; a kind that is named twice happens twice as often."""
+    successor_dies: bool = False
+    """A trainer that counts as dead gets a successor that is killed as well."""
 
 
 TAKEOVER: Final = Scene(
-    share=0.15,
+    share=0.075,
     kinds={
         "trainer": (Kind.KILL, Kind.KILL, Kind.ZOMBIE, Kind.ISOLATED, Kind.ISOLATED),
         "rollout-0": (Kind.KILL, Kind.FLAPS, Kind.FLAPS, Kind.TRANSFER_CORRUPTS),
@@ -131,6 +133,12 @@ TAKEOVER: Final = Scene(
     },
 )
 """Trainers are replaced, versions follow each other fast, and replicas join and leave meanwhile."""
+LATE_CHECKPOINT: Final = Scene(
+    share=0.075,
+    kinds={**TAKEOVER.kinds, "trainer": (Kind.KILL, Kind.ZOMBIE, Kind.ZOMBIE, Kind.ISOLATED)},
+    successor_dies=True,
+)
+"""The same while checkpoints take long: a replaced trainer still writes one; its successor dies before its first."""
 LOST_CALLS: Final = Scene(
     share=0.1,
     kinds={
@@ -144,14 +152,18 @@ SOON: Final = 0.5
 """Share of a scene's faults that come shortly after another one,"""
 SOON_S: Final = (0.2, 4.0)
 """after so many seconds."""
+SUCCESSOR_DIES_S: Final = (1.0, 6.0)
+"""When a successor is killed, after its predecessor counts as dead: a new one starts within 5 s."""
 
 
 def scene_of(seed: int) -> Scene | None:
     """The scene of a seed, if it has one."""
     draw = random.Random(f"scene {seed}").random()
-    if draw < TAKEOVER.share:
-        return TAKEOVER
-    return LOST_CALLS if draw < TAKEOVER.share + LOST_CALLS.share else None
+    for scene in (TAKEOVER, LATE_CHECKPOINT, LOST_CALLS):
+        if draw < scene.share:
+            return scene
+        draw -= scene.share
+    return None
 
 
 def kinds_of(target: str) -> Sequence[Kind]:
@@ -201,7 +213,11 @@ def _draw_scene(draw: random.Random, scene: Scene, *, until_s: float, most: int)
         at_s = draw.uniform(0.0, until_s)
         if faults and draw.random() < SOON:
             at_s = faults[-1].at_s + draw.uniform(*SOON_S)
-        faults.append(_drawn(draw, draw.choice(scene.kinds[target]), target, at_s))
+        fault = _drawn(draw, draw.choice(scene.kinds[target]), target, at_s)
+        faults.append(fault)
+        if scene.successor_dies and fault.kind is Kind.ZOMBIE:
+            killed_s = at_s + draw.uniform(*SUCCESSOR_DIES_S)
+            faults.append(Fault(at_s=killed_s, kind=Kind.KILL, target=target))
     return sorted(faults, key=lambda fault: fault.at_s)
 
 

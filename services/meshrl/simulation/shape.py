@@ -17,7 +17,7 @@ from meshrl.contract.types import (
     rollout_stage,
 )
 from meshrl.simulation.conversations import Program
-from meshrl.simulation.faults import TAKEOVER, scene_of
+from meshrl.simulation.faults import LATE_CHECKPOINT, TAKEOVER, scene_of
 from meshrl.simulation.network import Delays
 
 RUN: Final = "run"
@@ -167,13 +167,16 @@ def draw_shape(seed: int) -> Shape:
         deadline_s=150.0 if program is Program.OPENAI else 600.0,
         tokens=32 if program is Program.SINGLE_TURN else CONVERSATION_TOKENS,
     )
-    if takeovers := scene_of(seed) is TAKEOVER:
+    scene = scene_of(seed)
+    if takeovers := scene in (TAKEOVER, LATE_CHECKPOINT):
         shape = replace(
             shape,
             workers=max(2, shape.workers),
             max_staleness=pace.choice((2, 8, math.inf)),
             faults_until_s=20.0,
         )
+    if scene is LATE_CHECKPOINT:
+        shape = replace(shape, checkpoint_s=4.0, save_freq=3)
     if pace.random() >= FAST and not takeovers:
         return shape
     return replace(
