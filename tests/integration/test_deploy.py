@@ -81,8 +81,9 @@ def test_recipes_take_the_overrides_of_compose(recipe: Path) -> None:
         load_recipe(recipe, overrides, check=False)
 
 
-def test_variables_of_the_environment_are_options_of_serve() -> None:
+def test_variables_of_the_environment_are_options_of_commands() -> None:
     known = {name for option in serve.params for name in _variables(option)}
+    known |= {"MESHRL_RUN", "MESHRL_TLS_CA", "MESHRL_TLS_CERT", "MESHRL_TLS_KEY"}
     given = set(COMPOSE["x-service"]["environment"])
     given |= set(re.findall(r"^#?(MESHRL_\w+)=", (DEPLOY / "systemd/mesh.env").read_text(), re.M))
     assert len(given) >= 6
@@ -92,6 +93,22 @@ def test_variables_of_the_environment_are_options_of_serve() -> None:
 def _variables(option: click.Parameter) -> list[str]:
     names = option.envvar or []
     return [names] if isinstance(names, str) else list(names)
+
+
+def test_the_strict_sandbox_finds_what_it_needs_where_rewards_are_submitted() -> None:
+    """What each of these does to bubblewrap was tried under Docker 20.10 and systemd 252."""
+    assert "bubblewrap" in (DEPLOY / "Dockerfile").read_text()
+    opened = {"seccomp:unconfined", "systempaths=unconfined"}
+    assert opened <= set(COMPOSE["services"]["reward"]["security_opt"])
+    assert all("no-new-privileges:true" in s["security_opt"] for s in COMPOSE["services"].values())
+    assert not any(
+        opened & set(service["security_opt"])
+        for name, service in COMPOSE["services"].items()
+        if name != "reward"
+    )
+    unit = (DEPLOY / "systemd/meshrl-reward.service").read_text()
+    for directive in ("RestrictNamespaces", "ProtectKernelTunables", "ProtectHostname"):
+        assert f"\n{directive}=" not in unit
 
 
 def test_compose_and_systemd_have_the_services_that_the_command_line_knows() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from meshrl.rpc.queue_connection import connect_queue, open_stored_queue
 
 TAIL_BYTES = 1 << 16
 """More than the longest line of metrics.jsonl."""
+TRAINER_VARIABLE = "MESHRL_TRAINER"
 RETRY_S = 5.0
 """How long a command tries a service that does not answer."""
 Answer = TypeVar("Answer")
@@ -77,6 +79,8 @@ def find_mesh(
 ) -> Mesh:
     """The mesh at `queue`, or of `run_dir`, or the newest one here; with `stopped` also one that does not run.
 
+    The trainer of a mesh at `queue` is where MESHRL_TRAINER says.
+
     Raises:
         UserError: the options do not fit together, or `run_dir` holds no mesh.
         NotFoundError: no mesh was ever started here.
@@ -85,7 +89,7 @@ def find_mesh(
     if queue is not None:
         if run is None:
             raise UserError("--queue needs --run NAME: a queue may serve several runs")
-        return Mesh(run=run, queue=queue)
+        return Mesh(run=run, queue=queue, trainer=os.environ.get(TRAINER_VARIABLE))
     directory = run_dir if run_dir is not None else newest_run_dir()
     address_book = AddressBook.load(directory / ADDRESS_BOOK_NAME)
     if stopped or is_up(directory):

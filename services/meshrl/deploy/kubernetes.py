@@ -285,7 +285,7 @@ class _Mesh:
                 {"name": name, **source} for name, _, _, source in volumes if source is not None
             ],
         }
-        if kind == "reward" and self._strict:
+        if self._sandboxes(kind):
             pod["hostUsers"] = False
         return pod
 
@@ -325,13 +325,18 @@ class _Mesh:
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }
-        if kind == "reward" and self._strict:
+        if self._sandboxes(kind):
             # bubblewrap makes namespaces of its own, in the user namespace that `hostUsers: false` gives the pod.
             held |= {"seccompProfile": {"type": "Unconfined"}, "procMount": "Unmasked"}
         return held
 
-    @property
-    def _strict(self) -> bool:
+    def _sandboxes(self, kind: str) -> bool:
+        """Whether a kind of service makes strict sandboxes: of submitted rewards, or of the tool `python`."""
+        if kind != "reward":
+            tools = self.recipe.rollout.program_options.get("tools")
+            given = tools if isinstance(tools, list) else []
+            named = (tool for tool in given if isinstance(tool, Mapping))
+            return kind == "rollout" and any("python" in tool for tool in named)
         reward = self.recipe.reward
         asks = reward.registry.tokens is not None or self.recipe.tls.client_ca is not None
         return (asks and reward.sandbox == "strict") or reward.recipe_sandbox == "strict"

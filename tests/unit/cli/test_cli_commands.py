@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from meshrl.cli import main
+from meshrl.cli.find_mesh import find_mesh
 from meshrl.config import load_recipe, train_spec
 from meshrl.contract.types import Task
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, Entry
@@ -73,6 +74,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     recipe()
     ended = run(*arguments)
     assert (ended.code, ended.err.splitlines(), ended.out) == (2, [line], "")
+
+
+def test_the_trainer_of_a_mesh_in_containers_is_asked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_mesh(None, "queue:7001", "mesh").trainer is None
+    monkeypatch.setenv("MESHRL_TRAINER", "trainer:7001")
+    assert find_mesh(None, "queue:7001", "mesh").trainer == "trainer:7001"
 
 
 def test_every_problem_of_a_recipe_is_a_line(run: Run) -> None:

@@ -28,6 +28,7 @@ UNCHECKED = {"ScaledObject", "PodMonitor"}
 """Kinds of others, which Kubernetes' schemas do not know."""
 SERVICES = {"queue": "Queue", "trainer": "Weights", "reward": "Reward"}
 """What of a service the others call."""
+PYTHON = "rollout.program_options={tools: [{python: {}}]}"
 STRICT = ("reward.registry.tokens=tokens.yaml", "actor.use_kl_loss=true")
 VARIANTS = {
     "cpu": ["actor.use_kl_loss=true"],
@@ -35,6 +36,7 @@ VARIANTS = {
     "many-nodes": ["--gpus-per-node", "8", "--nodes", "4", "--keda", "32", "--monitor"],
     "shards": ["queue.shards=3", "--storage-class", "fast"],
     "submitted-rewards": [*STRICT],
+    "python-tool": ["rollout.program=tools", PYTHON],
     "tls": ["tls.cert=/tls/tls.crt", "tls.key=/tls/tls.key", "tls.ca=/tls/ca.crt"],
 }
 
@@ -200,8 +202,8 @@ def test_containers_hold_nothing_that_they_do_not_need(variant: str) -> None:
         assert held["readOnlyRootFilesystem"] and held["capabilities"] == {"drop": ["ALL"]}
         assert not held["allowPrivilegeEscalation"] and pod["securityContext"]["runAsNonRoot"]
         assert not pod["automountServiceAccountToken"]
-        # bubblewrap needs namespaces; only the service of submitted rewards has it, in a user namespace of its own.
-        opened = variant == "submitted-rewards" and kind == "reward"
+        # bubblewrap needs namespaces; who makes sandboxes has them, in a user namespace of its own, and nobody else.
+        opened = (variant, kind) in (("submitted-rewards", "reward"), ("python-tool", "rollout"))
         assert ("procMount" in held) == opened == (pod.get("hostUsers") is False)
 
 
