@@ -29,6 +29,7 @@ def cross_checks(recipe: Recipe, machine: ThisMachine | None = None) -> Iterator
         model_checks(recipe, machine),
         file_checks(recipe, machine),
         _sizes(recipe, machine),
+        _experts(recipe, machine),
         plugin_checks(recipe, machine),
         _algorithm(recipe),
         _providers(recipe, machine),
@@ -106,6 +107,27 @@ def _placement(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     yield from ((("placement",), problem) for problem in problems)
 
 
+def _experts(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
+    key, ranks = "trainer.parallel.expert", recipe.trainer.parallel.expert
+    if ranks == 1:
+        return
+    config = machine.json(recipe.model.path / "config.json")
+    named = (config.get(f"{kind}_experts") for kind in ("num", "num_local", "n_routed"))
+    experts = next((number for number in named if isinstance(number, int)), None)
+    path = ("trainer", "parallel", "expert")
+    if recipe.trainer.nproc % ranks:
+        yield path, f"{key}: {ranks} does not divide trainer.nproc, {recipe.trainer.nproc}"
+    elif config and experts is None:
+        yield path, f"{key}: {recipe.model.path} has no experts; want 1"
+    elif experts is not None and experts % ranks:
+        yield path, f"{key}: {ranks} does not divide the {experts} experts of {recipe.model.path}"
+    if recipe.model.use_torch_compile:
+        yield (
+            ("model", "use_torch_compile"),
+            f"model.use_torch_compile: layers are not compiled with {key}; want false, or 1 there",
+        )
+
+
 def _sizes(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     data, actor, rollout, queue = recipe.data, recipe.actor, recipe.rollout, recipe.queue
     mini, batch = actor.ppo_mini_batch_size, data.train_batch_size
@@ -126,18 +148,6 @@ def _sizes(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
         yield (
             ("model", "ulysses_sequence_parallel_size"),
             f"model.ulysses_sequence_parallel_size: {shared} does not divide trainer.nproc, {ranks}",
-        )
-    expert = recipe.trainer.parallel.expert
-    if ranks % expert:
-        yield (
-            ("trainer", "parallel", "expert"),
-            f"trainer.parallel.expert: {expert} does not divide trainer.nproc, {ranks}",
-        )
-    if expert > 1 and recipe.model.use_torch_compile:
-        yield (
-            ("model", "use_torch_compile"),
-            "model.use_torch_compile: layers whose tokens travel to experts are not compiled; want false,"
-            " or trainer.parallel.expert 1",
         )
     if recipe.trainer.profile == "nsys" and not machine.gpus:
         yield (

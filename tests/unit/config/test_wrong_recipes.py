@@ -261,6 +261,14 @@ WRONG: list[tuple[str, str]] = [
         "rollout.top_k_top_p: top_k 20 with top_p 0.7: torch takes top_p of what top_k has left; want sequential",
     ),
     (
+        "trainer={nproc: 2, parallel: {expert: 2}}",
+        "trainer.parallel.expert: model has no experts; want 1",
+    ),
+    (
+        "trainer.parallel.expert=2",
+        "trainer.parallel.expert: 2 does not divide trainer.nproc, 1",
+    ),
+    (
         "model.path=gemma",
         "rollout.name: the torch engine cannot run Gemma2ForCausalLM of gemma (it runs LlamaForCausalLM,"
         " MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM;"

@@ -69,7 +69,8 @@ class ModelConfig(Config):
     lora_alpha: PositiveInt = 16
     """Adapters are multiplied by `lora_alpha / lora_rank`."""
     target_modules: str | tuple[str, ...] = "all-linear"
-    """Which modules get an adapter: a list of names, `all-linear`, or as in peft a pattern of full names."""
+    """Which modules get an adapter: a list of names, `all-linear`, or as in peft a pattern of full names. In a
+    mixture of experts `all-linear` leaves out MLPs, and adapters on experts are refused."""
 
 
 class ReasoningGymTaskConfig(Config):
