@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 from meshrl.contract.chat_templates import rendered
@@ -53,8 +54,10 @@ class ChatTokenizer(Tokenizer, Protocol):
 class HuggingFaceTokenizer:
     """A checkpoint's own tokenizer. Satisfies `ChatTokenizer`."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Wrap a tokenizer of transformers; `variables` are given to its chat template."""
         self._tokenizer = tokenizer
+        self._variables = dict(variables)
         self._special = frozenset(tokenizer.all_special_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -87,7 +90,11 @@ class HuggingFaceTokenizer:
         if not self._tokenizer.chat_template:
             raise UserError("the tokenizer has no chat template, and this program uses messages")
         return rendered(
-            self._tokenizer, messages, tools=list(tools) or None, add_generation_prompt=generation
+            self._tokenizer,
+            messages,
+            tools=list(tools) or None,
+            add_generation_prompt=generation,
+            **self._variables,
         )
 
     def is_special(self, token: int) -> bool:
@@ -95,8 +102,14 @@ class HuggingFaceTokenizer:
         return token in self._special
 
 
-def load_tokenizer(path: Path) -> HuggingFaceTokenizer:
+def load_tokenizer(
+    path: Path, variables: Mapping[str, Any] = MappingProxyType({})
+) -> HuggingFaceTokenizer:
     """The tokenizer in a checkpoint directory; transformers is imported with the first call.
+
+    Args:
+        path: The directory.
+        variables: Of the chat template (`data.apply_chat_template_kwargs`).
 
     Raises:
         UserError: the directory has no tokenizer.
@@ -106,7 +119,8 @@ def load_tokenizer(path: Path) -> HuggingFaceTokenizer:
     if not path.is_dir():
         raise UserError(f"{path} is not a directory with a tokenizer")
     try:
-        return HuggingFaceTokenizer(AutoTokenizer.from_pretrained(path, local_files_only=True))
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return HuggingFaceTokenizer(tokenizer, variables)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"no tokenizer in {path}: {reason}") from error

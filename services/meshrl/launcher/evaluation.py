@@ -146,7 +146,7 @@ async def evaluate(
         ConfigError: the recipe's engine cannot serve a checkpoint by itself.
         UserError: the model, the tokenizer or the reward cannot be loaded.
     """
-    tokenizer = load_tokenizer(recipe.tokenizer_dir)
+    tokenizer = load_tokenizer(recipe.tokenizer_dir, recipe.data.apply_chat_template_kwargs)
     engine = build_engine(recipe.rollout, model=model, tokenizer=tokenizer)
     if not isinstance(engine, CheckpointEngine):
         raise ConfigError(

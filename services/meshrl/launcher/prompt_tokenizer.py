@@ -136,21 +136,23 @@ class FileTokenizer:
         return ids
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool
+        self,
+        conversation: list[dict[str, str]],
+        *,
+        add_generation_prompt: bool,
+        tokenize: bool,
+        **variables: Any,
     ) -> str:
-        """The text of a conversation."""
+        """The text of a conversation; `variables` are the template's."""
         # Without the rest of transformers, and without torch.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         bound_templates()
         assert not tokenize, "prompts are rendered and tokenised apart"
         # Its annotations leave out the special tokens, which a template reads as variables.
-        variables: dict[str, Any] = {
-            **self._special,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        known: dict[str, Any] = {**self._special, "add_generation_prompt": add_generation_prompt}
         rendered: Any = render_jinja_template(
-            conversations=[conversation], chat_template=self.chat_template, **variables
+            conversations=[conversation], chat_template=self.chat_template, **(known | variables)
         )
         text: str = rendered[0][0]
         return text

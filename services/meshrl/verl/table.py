@@ -126,9 +126,7 @@ def _data() -> Iterator[Rule]:
         "data.tool_config_path", "tools are a program: rollout.program, docs/how-to/extend.md"
     )
     yield refused("data.datagen.path", "write the rows to parquet first")
-    yield refused(
-        "data.apply_chat_template_kwargs.*", "put them into the tokenizer's chat template"
-    )
+    yield same("data.apply_chat_template_kwargs.*", "data.apply_chat_template_kwargs.*")
     yield ignored(
         "data.filter_overlong_prompts_workers", "prompts are measured while they are read"
     )

@@ -141,6 +141,14 @@ WRONG: list[tuple[str, str]] = [
         "data.train_files is empty; want parquet or jsonl files, or data.reasoning_gym",
     ),
     (
+        "data.apply_chat_template_kwargs={tokenize: true, enable_thinking: false}",
+        "data.apply_chat_template_kwargs: tokenize: want variables of the chat template, as enable_thinking",
+    ),
+    (
+        "data.few_shot=[{prompt: a sum}]",
+        "data.few_shot.0.answer is missing; want text",
+    ),
+    (
         "data.reasoning_gym={tasks: {boxnet: {}}}",
         "data.reasoning_gym.tasks: rows of boxnet have no answer to score: leave it out",
     ),

@@ -27,7 +27,7 @@ TEXTS = (
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}\n<|im_start|>{{ message.role }}\n"
     "{{ message.content | trim }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{{ messages | tojson }}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{{ messages | tojson }}{{ calm }}"
 )
 CHAT = [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "é <&> 1+1?"}]
 
@@ -70,7 +70,7 @@ def test_a_chat_is_rendered_as_transformers_renders_it(directory: Path) -> None:
     ours = load_prompt_tokenizer(directory)
     theirs = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     for generation in (True, False):
-        options = {"add_generation_prompt": generation, "tokenize": False}
+        options = {"add_generation_prompt": generation, "tokenize": False, "calm": generation}
         rendered = ours.apply_chat_template(CHAT, **options)
         assert rendered == theirs.apply_chat_template(CHAT, **options)
         assert "Be brief." in rendered

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer
@@ -37,7 +39,9 @@ MUTE = "{% for m in messages %}{{ m.role }}<|end|>{% endfor %}"
 """Leaves out what is said."""
 
 
-def chat_tokenizer(template: str | None = CHATML) -> HuggingFaceTokenizer:
+def chat_tokenizer(
+    template: str | None = CHATML, variables: Mapping[str, Any] = MappingProxyType({})
+) -> HuggingFaceTokenizer:
     """Characters and a few merges, so that text decoded and encoded again is not what was sampled."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -56,4 +60,4 @@ def chat_tokenizer(template: str | None = CHATML) -> HuggingFaceTokenizer:
         additional_special_tokens=["<|tool_end|>", "<|start|>"],
     )
     fast.chat_template = template
-    return HuggingFaceTokenizer(fast)
+    return HuggingFaceTokenizer(fast, variables)

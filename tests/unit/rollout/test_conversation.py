@@ -117,6 +117,15 @@ def test_an_end_of_turn_is_not_added_twice(template: str, said: str, between: st
     assert text == said + between
 
 
+def test_variables_of_the_template_count_in_every_turn() -> None:
+    template = CHATML + "{% if generated and not thinks %}no thought{% endif %}"
+    template = "{% set generated = add_generation_prompt %}" + template
+    quiet, loud = (chat_tokenizer(template, {"thinks": thinks}) for thinks in (False, True))
+    for messages in ([{"role": "user", "content": "6*7?"}], TOOL):
+        said, more = (each.render(messages, generation=True) for each in (loud, quiet))
+        assert more == said + "no thought"
+
+
 def test_a_prompt_shows_tools_if_the_template_does() -> None:
     tokenizer = chat_tokenizer()
     ids = prompt_of(tokenizer, [{"role": "user", "content": "hi"}], tools=[{"name": "add"}])

@@ -12,7 +12,7 @@ import pytest
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Message
-from meshrl.trainer.config import DataConfig
+from meshrl.trainer.config import DataConfig, FewShotExample
 from meshrl.trainer.data.files import file_rows
 from meshrl.trainer.data.prompts import load_prompts
 from meshrl.trainer.data.readers import parquet as parquet_reader
@@ -28,10 +28,16 @@ class Characters:
         return [ord(letter) for letter in text]
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool
+        self,
+        conversation: list[dict[str, str]],
+        *,
+        add_generation_prompt: bool,
+        tokenize: bool,
+        thinks: bool = True,
     ) -> str:
         assert add_generation_prompt and not tokenize
-        return "".join(f"{m['role'][0]}:{m['content']};" for m in conversation) + "a:"
+        turns = "".join(f"{m['role'][0]}:{m['content']};" for m in conversation)
+        return turns + ("a:" if thinks else "a:-")
 
 
 def jsonl(path: Path, *rows: object) -> Path:
@@ -191,6 +197,28 @@ def test_tasks_without_answers_are_read_where_the_recipe_says_so(tmp_path: Path)
     file = jsonl(tmp_path / "a.jsonl", {"prompt": "write a poem"})
     (prompt,) = load_prompts([file], DataConfig(answer_required=False), Characters()).prompts
     assert prompt.ground_truth is None
+
+
+def test_a_system_prompt_and_solved_examples_come_before_each_prompt(tmp_path: Path) -> None:
+    own = [{"role": "system", "content": "own"}, {"role": "user", "content": "2?"}]
+    rows = [{"prompt": prompt, "answer": ""} for prompt in ("1?", own[1:], own)]
+    file = jsonl(tmp_path / "a.jsonl", *rows)
+    shot = {"prompt": "0?", "answer": "0"}
+    config = DataConfig(
+        system_prompt="be short",
+        few_shot=[FewShotExample(**shot)],
+        apply_chat_template_kwargs={"thinks": False},
+    )
+    read = load_prompts([file], config, Characters()).prompts
+    assert ["".join(map(chr, prompt.prompt_ids)) for prompt in read] == [
+        "s:be short;u:0?;a:0;u:1?;a:-",
+        "s:be short;u:0?;a:0;u:2?;a:-",
+        "s:own;u:0?;a:0;u:2?;a:-",
+    ]
+    assert [message.role for message in read[0].messages] == ["system", "user", "assistant", "user"]
+    without = DataConfig(few_shot=[FewShotExample(**shot)])
+    first = load_prompts([file], without, Characters()).prompts[0]
+    assert "".join(map(chr, first.prompt_ids)) == "u:0?;a:0;u:1?;a:"
 
 
 def test_too_long_and_not_to_be_skipped_is_an_error(tmp_path: Path) -> None:

@@ -309,6 +309,17 @@ def test_what_cannot_be_done_is_refused_with_what_to_do(written: str, said: str)
     assert said in refused.note
 
 
+def test_variables_of_the_chat_template_go_along() -> None:
+    words = [
+        "+data.apply_chat_template_kwargs.enable_thinking=False",
+        "+data.apply_chat_template_kwargs.custom_key=x",
+    ]
+    report = migrate(words)
+    assert len(report.of(Status.MAPPED)) == 2
+    variables = report.tree["data"]["apply_chat_template_kwargs"]
+    assert variables == {"enable_thinking": False, "custom_key": "x"}
+
+
 def test_what_has_no_meaning_here_is_ignored_with_a_reason() -> None:
     words = [
         f"{R}.free_cache_engine=True",

@@ -116,6 +116,35 @@ class ReasoningGymConfig(Config):
     """Prompts are chats, for a tokenizer with a chat template; False: plain text."""
 
 
+RENDERING = {
+    *("conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
+    *("continue_final_message", "sanitize_control_tokens", "padding", "truncation", "max_length"),
+    *(
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "messages",
+    ),
+}
+"""Arguments of transformers' `apply_chat_template` that are no variables of a template."""
+
+
+def _variables(options: dict[str, Any]) -> dict[str, Any]:
+    if wrong := sorted(options.keys() & RENDERING):
+        raise ValueError(
+            f"{', '.join(wrong)}: want variables of the chat template, as enable_thinking"
+        )
+    return options
+
+
+class FewShotExample(Config):
+    """A question with its answer."""
+
+    prompt: str = Field(min_length=1)
+    answer: str = Field(min_length=1)
+
+
 class DataConfig(Config):
     """Prompts to train and evaluate on, in verl's schema or plain `prompt`/`answer` rows."""
 
@@ -135,6 +164,15 @@ class DataConfig(Config):
     `answer`."""
     answer_required: bool = True
     """A row without an answer is refused; False for tasks that have none, whose reward gets `ground_truth` None."""
+    apply_chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_variables)] = Field(
+        default_factory=dict
+    )
+    """Variables of the chat template, in prompts and in the turns of programs: `{enable_thinking: false}`."""
+    system_prompt: str = ""
+    """Begins each conversation that has no system message of its own; a prompt that is text becomes a chat. Empty:
+    none."""
+    few_shot: list[FewShotExample] = Field(default_factory=list)
+    """Solved examples, as turns before the prompt's own; a prompt that is text becomes a chat."""
     max_prompt_length: PositiveInt = 512
     """In tokens, chat template applied."""
     max_response_length: PositiveInt = 512

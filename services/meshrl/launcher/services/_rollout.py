@@ -41,7 +41,7 @@ from meshrl.weights.waiting import first_ends
 async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Serve until stopped; before the first committed version the engine answers no request."""
     trainer = context.address_of("trainer")
-    tokenizer = load_tokenizer(recipe.tokenizer_dir)
+    tokenizer = load_tokenizer(recipe.tokenizer_dir, recipe.data.apply_chat_template_kwargs)
     engine = build_engine(recipe.rollout, model=recipe.model.path, tokenizer=tokenizer)
     async with AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(

@@ -33,9 +33,14 @@ class PromptTokenizer(Protocol):
         ...
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool
+        self,
+        conversation: list[dict[str, str]],
+        *,
+        add_generation_prompt: bool,
+        tokenize: bool,
+        **variables: Any,
     ) -> str:
-        """The text of a conversation."""
+        """The text of a conversation; `variables` are the template's."""
         ...
 
 
@@ -143,14 +148,32 @@ def read_prompt_row(source: FileRow, config: DataConfig) -> PromptRow:
     extra_info = row.get("extra_info") or {}
     if not isinstance(extra_info, Mapping):
         raise UserError(f"{where}: extra_info is {type(extra_info).__name__}, want an object")
-    return PromptRow(
-        prompt=read_text(value, where, config.prompt_key)
+    prompt = (
+        read_text(value, where, config.prompt_key)
         if isinstance(value, str)
-        else read_messages(value, where, config.prompt_key),
+        else read_messages(value, where, config.prompt_key)
+    )
+    return PromptRow(
+        prompt=_introduced(prompt, config),
         ground_truth=_ground_truth(row, where, config),
         extra_info=extra_info,
         data_source=str(row.get("data_source") or ""),
     )
+
+
+def _introduced(prompt: str | tuple[Message, ...], config: DataConfig) -> str | tuple[Message, ...]:
+    """The prompt behind `data.system_prompt` and `data.few_shot`."""
+    if not (config.system_prompt or config.few_shot) or not prompt:
+        return prompt
+    messages = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
+    own = messages[:1] if messages[0].role == "system" else ()
+    system = own or [Message(role="system", content=config.system_prompt)]
+    shots = [
+        Message(role=role, content=content)
+        for shot in config.few_shot
+        for role, content in (("user", shot.prompt), ("assistant", shot.answer))
+    ]
+    return (*(system if own or config.system_prompt else ()), *shots, *messages[len(own) :])
 
 
 def _columns(row: Mapping[str, Any]) -> str:
@@ -161,7 +184,8 @@ def _prompt(index: int, source: FileRow, config: DataConfig, tokenizer: PromptTo
     row = read_prompt_row(source, config)
     messages, plain = ((), row.prompt) if isinstance(row.prompt, str) else (row.prompt, "")
     conversation = [{"role": m.role, "content": m.content} for m in messages]
-    text = templated(conversation, source.where, tokenizer) if messages else plain
+    variables = config.apply_chat_template_kwargs
+    text = templated(conversation, source.where, tokenizer, **variables) if messages else plain
     ids = tokenizer.encode(text, add_special_tokens=False)
     if not ids:
         raise UserError(f"{source.where}: the prompt is empty")
@@ -176,12 +200,14 @@ def _prompt(index: int, source: FileRow, config: DataConfig, tokenizer: PromptTo
     )
 
 
-def templated(messages: Sequence[Mapping[str, Any]], where: str, tokenizer: PromptTokenizer) -> str:
+def templated(
+    messages: Sequence[Mapping[str, Any]], where: str, tokenizer: PromptTokenizer, **variables: Any
+) -> str:
     """The text of a chat that is a prompt, by the chat template. Raises UserError, which names `where`."""
     if not tokenizer.chat_template:
         raise UserError(f"{where}: the prompt is a chat and the tokenizer has no chat template")
     try:
-        return rendered(tokenizer, messages, add_generation_prompt=True)
+        return rendered(tokenizer, messages, add_generation_prompt=True, **variables)
     except UserError as error:
         raise UserError(f"{where}: {error.message}") from error
 
