@@ -31,7 +31,7 @@ LINES: Mapping[str, int] = {
     "meshrl.rpc": 6000,
     "meshrl.launcher": 4570,
     "meshrl.testing": 3510,
-    "meshrl.cli": 5720,
+    "meshrl.cli": 5740,
     "meshrl.deploy": 770,
     "meshrl.http": 3350,
     "meshrl.verl": 2200,

@@ -47,15 +47,20 @@ class Assets:
         return self.directory / "held_out.jsonl"
 
 
-def prepare(directory: Path, *, seed: int, report: Callable[[str, SftProgress], None]) -> Assets:
-    """Make what is missing under `directory`; a finished warm start is kept."""
+def prepare(
+    directory: Path, *, seed: int, report: Callable[[str, SftProgress], None], experts: int = 0
+) -> Assets:
+    """Make what is missing under `directory`; a finished warm start is kept.
+
+    `experts` is as for `write_tiny_model`.
+    """
     assets = Assets(directory)
     directory.mkdir(parents=True, exist_ok=True)
     _write_prompts(assets.train, itertools.islice(programs(seed, held_out=False), RL_PROMPTS))
     held_out = list(itertools.islice(programs(seed + 1, held_out=True), HELD_OUT))
     _write_prompts(assets.held_out, held_out)
     measured = [(row.prompt, row.thought) for row in held_out]
-    warm_start(directory, _stages(seed), measured, seed=seed, report=report)
+    warm_start(directory, _stages(seed), measured, seed=seed, report=report, experts=experts)
     return assets
 
 

@@ -16,19 +16,26 @@ CHAT_TEMPLATE = (
 
 
 def write_tiny_model(
-    path: Path, *, seed: int = 0, head_dim: int = 24, tokenizer: Any = None
+    path: Path, *, seed: int = 0, head_dim: int = 24, experts: int = 0, tokenizer: Any = None
 ) -> None:
     """Write a randomly initialised checkpoint with its tokenizer: config.json, safetensors, tokenizer files.
 
     vLLM's attention on CPU wants a `head_dim` that is a multiple of 32. `tokenizer` is one of transformers'; None:
-    one of single characters.
+    one of single characters. With `experts` it is a Qwen3-MoE, whose layers give each token to two of so many.
     """
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
     tokenizer = tokenizer or _character_tokenizer()
     torch.manual_seed(seed)
-    config = Qwen3Config(
+    mixture = {
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 144,
+        "norm_topk_prob": True,
+    }
+    kind: Any = Qwen3MoeConfig if experts else Qwen3Config
+    config = kind(
         vocab_size=len(tokenizer),
         hidden_size=96,
         num_hidden_layers=3,
@@ -41,8 +48,10 @@ def write_tiny_model(
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
+        **(mixture if experts else {}),
     )
-    model = Qwen3ForCausalLM(config)
+    factory: Any = AutoModelForCausalLM
+    model = factory.from_config(config)
     path.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(path)
     model.save_pretrained(path)

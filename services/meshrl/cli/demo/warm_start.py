@@ -42,6 +42,7 @@ def warm_start(
     *,
     seed: int,
     report: Callable[[str, SftProgress], None],
+    experts: int = 0,
     tokenizer: Any = None,
 ) -> None:
     """Write `directory/model`, unless it is there: what the last stage made of a tiny model's random weights.
@@ -52,6 +53,7 @@ def warm_start(
         held_out: What a stage with `enough` is measured on.
         seed: Of the random weights.
         report: Called with a stage's name and its progress.
+        experts: As for `write_tiny_model`.
         tokenizer: As for `write_tiny_model`.
     """
     # Imported here: with it comes torch, and `meshrl demo --help` should answer at once.
@@ -64,7 +66,7 @@ def warm_start(
     if (model / "config.json").exists():
         return
     start = directory / "random"
-    write_tiny_model(start, seed=seed, tokenizer=tokenizer)
+    write_tiny_model(start, seed=seed, experts=experts, tokenizer=tokenizer)
     measured = _write_pairs(directory / "sft_held_out.jsonl", held_out)
     for stage in stages:
         end = directory / stage.name.replace(" ", "_")

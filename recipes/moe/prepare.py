@@ -1,0 +1,31 @@
+"""The demo's task for a tiny mixture of experts: programs to trace, and a model that mostly answers at once.
+
+python recipes/moe/prepare.py runs/moe/assets
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from meshrl.cli.demo.prepare import prepare
+
+EXPERTS = 8
+
+
+def main() -> None:
+    """Make what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    prepare(
+        options.directory,
+        seed=options.seed,
+        report=lambda name, now: print(f"{name}: step {now.step}, loss {now.loss:.3f}"),
+        experts=EXPERTS,
+    )
+
+
+if __name__ == "__main__":
+    main()
