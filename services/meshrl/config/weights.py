@@ -104,6 +104,11 @@ class WeightsConfig(Config):
     """Versions from one whole copy in `directory` to the next; those between hold what changed. In <run.dir>/weights
     every version is whole."""
 
+    @property
+    def may_use_gloo(self) -> bool:
+        """Weights may go over a carrier that neither encrypts nor asks who receives."""
+        return self.carrier == "gloo" or (self.carrier == "auto" and "gloo" in self.among)
+
     @model_validator(mode="after")
     def _object_needs_a_directory(self) -> Self:
         if self.carrier == "object" and not self.directory:

@@ -64,7 +64,7 @@ class SlurmJob:
     stop_before_s: int = 300
     """How long before the time limit the run stops and saves."""
     encrypted: bool = False
-    """The recipe has certificates."""
+    """Nothing between the nodes is open: the recipe has certificates, and weights do not go over gloo."""
     container: str = ""
     """An image; empty: none."""
     runtime: Runtime = "apptainer"
@@ -88,7 +88,7 @@ class SlurmJob:
             lines.append(f'placed="placement.machines={{{alike}}}"')
         if self.nodes > 1 and not self.encrypted:
             lines.append(
-                "# Calls between the nodes are not encrypted; `tls` in the recipe encrypts them."
+                "# For a network that you trust: `tls` in the recipe encrypts calls, weights.carrier=delta weights."
             )
             lines.append("export MESHRL_ALLOW_INSECURE_BIND=1")
         lines += [*self._points(), f"{self._up()} &", TAIL]

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from meshrl.config.weights import WeightsConfig
-from meshrl.contract.errors import ConfigError
+from meshrl.contract.errors import ConfigError, UserError
+from meshrl.launcher.services._trainer import refuse_open_weights
+from meshrl.rpc.runtime import ServerSettings
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.carriers import gloo
 
@@ -49,3 +51,26 @@ async def test_gloo_says_loudly_that_others_can_take_the_weights(
         await carrier.close()
         said = [line for line in caplog.messages if line.startswith("INSECURE: weights.host")]
         assert len(said) == lines, host
+
+
+@pytest.mark.parametrize(
+    ("weights", "permitted", "refused"),
+    [
+        ({"host": "0.0.0.0"}, False, True),
+        ({"host": "trainer.lan", "carrier": "auto"}, False, True),
+        ({"host": "0.0.0.0"}, True, False),
+        ({"host": "0.0.0.0", "carrier": "delta"}, False, False),
+        ({"host": "0.0.0.0", "carrier": "auto", "among": ["nccl", "delta"]}, False, False),
+        ({"host": "127.0.0.1"}, False, False),
+    ],
+)
+def test_weights_are_open_to_others_only_by_an_explicit_choice(
+    weights: dict[str, object], permitted: bool, refused: bool
+) -> None:
+    config = WeightsConfig.model_validate(weights)
+    settings = ServerSettings(allow_insecure_bind=permitted)
+    if refused:
+        with pytest.raises(UserError, match="neither encrypts nor asks who receives: set weights"):
+            refuse_open_weights(config, settings)
+    else:
+        refuse_open_weights(config, settings)

@@ -24,10 +24,12 @@ from meshrl.config.recipe import (
     has_evaluation,
 )
 from meshrl.config.stages import eval_spec
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract import tracing
 from meshrl.contract.device_lease import DeviceLease
-from meshrl.contract.errors import CapacityError
+from meshrl.contract.errors import CapacityError, UserError
 from meshrl.contract.ports import Queue
+from meshrl.contract.sockets import is_loopback
 from meshrl.launcher.learner import build_learner, training_steps
 from meshrl.launcher.prompts import eval_tasks
 from meshrl.launcher.services._ranks import is_rank, run_ranks
@@ -35,7 +37,7 @@ from meshrl.launcher.stage_service import lease_device, open_run, open_runs, wor
 from meshrl.rpc.clients.disk_full import DiskFullPolicy
 from meshrl.rpc.clients.reward import JudgeClient
 from meshrl.rpc.queue_connection import connect_mesh_queue
-from meshrl.rpc.runtime import GrpcServer, Servicer
+from meshrl.rpc.runtime import GrpcServer, ServerSettings, Servicer
 from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.trainer import TrainerServicer
 from meshrl.rpc.trainer_metrics import TrainerCollector
@@ -64,7 +66,12 @@ LAST_WORD_S = 0.5
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
-    """Train until the end of the run, or until stopped; then save."""
+    """Train until the end of the run, or until stopped; then save.
+
+    Raises:
+        UserError: see `refuse_open_weights`.
+    """
+    refuse_open_weights(recipe.weights, context.settings)
     if recipe.trainer.nproc > 1 and not is_rank():
         code = await run_ranks(recipe.trainer.nproc)
         if code:
@@ -75,6 +82,15 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         if lease is not None:
             await lease.acquire(recipe.placement.turn_wait_s)
         await _train(recipe, context, lease)
+
+
+def refuse_open_weights(weights: WeightsConfig, settings: ServerSettings) -> None:
+    """Raises UserError where whoever reaches `weights.host` could take the weights, and nobody has permitted that."""
+    if weights.may_use_gloo and not is_loopback(weights.host) and not settings.allow_insecure_bind:
+        raise UserError(
+            f"weights.host {weights.host!r} can be reached from other machines, and gloo neither encrypts nor asks who"
+            " receives: set weights.carrier to delta or nccl, or allow_insecure_bind in a network that you trust"
+        )
 
 
 async def _train(recipe: Recipe, context: ServiceContext, lease: DeviceLease | None) -> None:
