@@ -9,6 +9,7 @@ Whoever starts first makes them. A changed file is read again without a restart.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -258,7 +259,7 @@ def open_run_directory(run_dir: Path) -> None:
 
 
 def ensure_credentials(run_dir: Path) -> None:
-    """Make the credentials of a run that has none. Safe for several processes and machines at once.
+    """Make the credentials that a run lacks. Safe for several processes and machines at once.
 
     Raises:
         UserError: the directory cannot be written.
@@ -266,6 +267,12 @@ def ensure_credentials(run_dir: Path) -> None:
     folder = run_dir / FOLDER
     if folder.exists():
         tighten(folder)
+        try:
+            _add_roles(folder)
+        except OSError as error:
+            log.warning("%s gets no new roles: %s", folder, error.strerror)
+        except (ValueError, TypeError, AttributeError):
+            pass  # `read_verifiers` says what is wrong
         return
     try:
         draft = Path(tempfile.mkdtemp(prefix=f".{FOLDER}.", dir=run_dir))
@@ -284,6 +291,25 @@ def ensure_credentials(run_dir: Path) -> None:
                 raise
     except OSError as error:
         raise UserError(f"{run_dir}: no credentials can be made: {error.strerror}") from error
+
+
+def _add_roles(folder: Path) -> None:
+    """Make the credentials of roles that are newer than the run. A role whose list was emptied stays without one."""
+    path = folder / VERIFIERS_NAME
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits only while another process adds
+        verifiers = json.loads(path.read_text())
+        missing = [role for role in MeshRole if role.value not in verifiers]
+        for role in missing:
+            token, digest = new_token()
+            _replace_private(folder / role, token + "\n")
+            verifiers[role.value] = [digest]
+        if missing:
+            # Last: a role that a kill leaves out is made again.
+            _replace_private(path, json.dumps(verifiers, indent=2) + "\n")
+    finally:
+        os.close(descriptor)
 
 
 def tighten(directory: Path) -> None:
@@ -340,3 +366,9 @@ def _bearer(token: str) -> Metadata:
 def _write_private(path: Path, text: str) -> None:
     path.touch(0o600, exist_ok=False)
     path.write_text(text)
+
+
+def _replace_private(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    _write_private(draft, text)
+    draft.replace(path)

@@ -254,6 +254,29 @@ def test_credentials_are_private_and_made_once(tmp_path: Path) -> None:
         ) == {role}
 
 
+def test_a_run_from_before_a_role_gets_it_and_keeps_the_others(tmp_path: Path) -> None:
+    ensure_credentials(tmp_path)
+    file = credentials.verifiers_file(tmp_path)
+    verifiers = json.loads(file.read_text())
+    trainer, was = token_of(tmp_path, MeshRole.TRAINER), token_of(tmp_path, MeshRole.AGENT)
+    del verifiers["agent"]  # as after a kill between the two files: this token is nobody's
+    verifiers["reader"] = []  # withdrawn by hand
+    file.write_text(json.dumps(verifiers))
+    threads = [threading.Thread(target=ensure_credentials, args=(tmp_path,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    identity = Identity(file)
+    agent = token_of(tmp_path, MeshRole.AGENT)
+    assert agent != was and identity.roles(f"Bearer {agent}", None) == {MeshRole.AGENT}
+    assert identity.roles(f"Bearer {trainer}", None) == {MeshRole.TRAINER}
+    assert json.loads(file.read_text())["reader"] == []
+    folder = file.parent
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*MeshRole, "verifiers.json"])
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+
+
 def test_a_loose_credential_is_refused_and_a_loose_directory_is_closed(
     run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -88,8 +88,8 @@ def refuse_open_weights(weights: WeightsConfig, settings: ServerSettings) -> Non
     """Raises UserError where whoever reaches `weights.host` could take the weights, and nobody has permitted that."""
     if weights.may_use_gloo and not is_loopback(weights.host) and not settings.allow_insecure_bind:
         raise UserError(
-            f"weights.host {weights.host!r} can be reached from other machines, and gloo neither encrypts nor asks who"
-            " receives: set weights.carrier to delta or nccl, or allow_insecure_bind in a network that you trust"
+            f"weights.host {weights.host!r} can be reached from other machines, and gloo neither encrypts nor asks"
+            " who receives: set weights.carrier to delta or nccl, or allow_insecure_bind in a network that you trust"
         )
 
 
