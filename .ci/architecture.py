@@ -28,7 +28,7 @@ LINES: Mapping[str, int] = {
     "meshrl.weights": 7010,
     "meshrl.contract": 6165,
     "meshrl.simulation": 6130,
-    "meshrl.rpc": 6000,
+    "meshrl.rpc": 6050,
     "meshrl.launcher": 4570,
     "meshrl.testing": 3510,
     "meshrl.cli": 5740,
