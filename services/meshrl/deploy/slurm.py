@@ -19,15 +19,17 @@ LAUNCHER = (
     "srun --overlap --cpu-bind=none --nodes=1 --ntasks=1 --quit-on-interrupt --nodelist={machine}"
 )
 """`--overlap`: the services of a node share its processors and GPUs as the recipe says, not step by step."""
-TAIL = """\
+TRAPS = """
 # The time limit is near: save, and queue the job again; it goes on from the checkpoint.
 trap 'again=yes; kill -TERM "$up"' USR1
 # scancel, scontrol requeue, preemption: save within Slurm's KillWait or GraceTime.
 trap 'kill -TERM "$up" 2>/dev/null' TERM
+"""
+TAIL = """\
 up=$!
 wait "$up"; code=$?
 while kill -0 "$up" 2>/dev/null; do wait "$up"; code=$?; done
-if [ -n "$again" ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+if [ -n "$again" ] && [ "$code" = 143 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"
 """
 
@@ -91,7 +93,7 @@ class SlurmJob:
                 "# For a network that you trust: `tls` in the recipe encrypts calls, weights.carrier=delta weights."
             )
             lines.append("export MESHRL_ALLOW_INSECURE_BIND=1")
-        lines += [*self._points(), f"{self._up()} &", TAIL]
+        lines += [*self._points(), TRAPS, f"{self._up()} &", TAIL]
         return "\n".join(lines)
 
     def _options(self) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 import subprocess
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def asked(text: str) -> set[str]:
 def started(text: str, nodes: str, task: str = "") -> list[str]:
     """The words behind `meshrl up`, as bash makes them on these nodes."""
     stand_ins = f'scontrol() {{ printf "%s\\n" {nodes}; }}\nSLURM_JOB_NODELIST=any SLURM_ARRAY_TASK_ID={task}\n'
-    to_up, _, _ = text.partition(" &\n# The time limit")
+    to_up, _, _ = text.partition(" &\nup=$!")
     line = re.sub(r"\n(\S+/)?meshrl up ", '\nprintf "%s\\\\0" ', to_up)
     assert line != to_up
     done = subprocess.run(
@@ -116,6 +117,26 @@ def test_containers_run_the_services_and_not_up(here: Path) -> None:
     assert f"--container-image={image}" in launcher
     assert f"--container-mounts={here}:{here}" in launcher
     assert words[words.index("--program") + 1] == "meshrl"
+
+
+@pytest.mark.parametrize(
+    ("number", "queued"), [(signal.SIGUSR1, "requeue 7\n"), (signal.SIGTERM, "")]
+)
+def test_the_shell_waits_for_the_save_and_queues_the_job_again_at_its_time_limit_only(
+    here: Path, number: signal.Signals, queued: str
+) -> None:
+    saves = "trap 'sleep 0.3; echo saved; exit 143' TERM; echo up; while :; do sleep 0.1; done"
+    (here / "up").write_text(f"#!/bin/bash\n{saves}\n")
+    (here / "up").chmod(0o755)
+    stand_in = """scontrol() { [ "$1" = show ] && echo n1 || echo "$@"; }\nSLURM_JOB_ID=7\n"""
+    text = re.sub(r"\n(\S+/)?meshrl up ", "\n./up ", script())
+    with subprocess.Popen(
+        ["bash", "-c", stand_in + text], stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as job:
+        assert job.stdout is not None and job.stdout.readline() == "up\n"
+        job.send_signal(number)
+        assert job.stdout.read() == f"saved\n{queued}"
+    assert job.returncode == 143
 
 
 @pytest.mark.parametrize(
