@@ -145,7 +145,7 @@ def test_extras_that_the_image_installs_exist() -> None:
     text = (DEPLOY / "Dockerfile").read_text() + (DEPLOY / "README.md").read_text()
     named = [
         name
-        for extras in re.findall(r"'[./a-z]+\[([a-z,]+)\]'", text)
+        for extras in re.findall(r"'[./a-z]+\[([a-z0-9,]+)\]'", text)
         for name in extras.split(",")
     ]
     assert len(named) >= 5
