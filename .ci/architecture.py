@@ -30,7 +30,7 @@ LINES: Mapping[str, int] = {
     "meshrl.simulation": 6130,
     "meshrl.rpc": 6050,
     "meshrl.launcher": 4570,
-    "meshrl.testing": 3510,
+    "meshrl.testing": 3560,
     "meshrl.cli": 5740,
     "meshrl.deploy": 770,
     "meshrl.http": 3350,

@@ -13,6 +13,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors import safe_open
+from torch.multiprocessing.spawn import spawn
 
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import GenerateRequest, Int32, OnUpdate, SamplingParams, Version
@@ -37,7 +39,7 @@ from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import Policy, build_policy, load_hf
 from meshrl.trainer.model.snapshot import Snapshot, take_snapshot
 
-VOCABULARY, PROMPT, WINDOW = 64, 2, 6
+VOCABULARY, PROMPT, WINDOW, RANKS = 64, 2, 6, 2
 SHAPE: Mapping[str, Any] = {
     **{
         "vocab_size": VOCABULARY,
@@ -102,6 +104,8 @@ class Tried:
     """Greatest difference of a packed log-prob from transformers' own."""
     gradients: str = ""
     """Greatest difference of a parameter's gradient, as a share of its norm."""
+    spread: str = ""
+    """The same where two ranks share the experts."""
     published: str = ""
     served: str = ""
     """Greatest difference of the embedded engine's log-probs from the policy's, after a step."""
@@ -152,7 +156,7 @@ def attempt(name: str, directory: Path, world: World) -> Tried:
 
 
 def _trains(directory: Path, world: World, found: dict[str, Any]) -> str:
-    """The policy's log-probs of a pack beside those of each row alone, in transformers' own attention."""
+    """The policy's log-probs of this rank's rows beside those of each row alone, in transformers' own attention."""
     policy = build_policy(load_hf(directory), world, ModelConfig(path=directory))
     factory: Any = transformers.AutoModelForCausalLM
     own = factory.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
@@ -161,11 +165,13 @@ def _trains(directory: Path, world: World, found: dict[str, Any]) -> str:
         tokens = torch.from_numpy(row)[None].long()
         logprobs = own(tokens).logits[0, :-1].float().log_softmax(-1)
         wanted.append(logprobs.gather(1, tokens[0, 1:, None])[PROMPT - 1 :, 0])
-    logprobs, _ = policy(pack(rows(), [PROMPT] * 3), 1.0)
+    mine = slice(world.rank, None, world.size)
+    logprobs, _ = policy(pack(rows()[mine], [PROMPT] * len(rows()[mine])), 1.0)
     found |= {"policy": policy, "own": own}
     torch.autograd.backward(-torch.cat(wanted).sum())
-    torch.autograd.backward(-logprobs.sum())
-    return _figure((logprobs - torch.cat(wanted)).abs().max())
+    # FSDP's gradients are means over the ranks.
+    torch.autograd.backward(-logprobs.sum() * world.size)
+    return _figure((logprobs - torch.cat(wanted[mine])).abs().max())
 
 
 def _gradients(directory: Path, found: dict[str, Any]) -> str:
@@ -179,6 +185,35 @@ def _gradients(directory: Path, found: dict[str, Any]) -> str:
         apart = (grad.full_tensor() - wanted).norm() / (wanted.norm() + 1e-9)
         worst = torch.maximum(worst, apart)
     return _figure(worst)
+
+
+def spread(names: list[str]) -> dict[str, str]:
+    """By name: `gradients` of two ranks that share the experts."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as directory:
+        start: Any = spawn  # torch leaves it untyped
+        start(_rank, (names, directory, port), nprocs=RANKS)
+        found: dict[str, str] = json.loads((Path(directory) / "found.json").read_text())
+    return found
+
+
+def _rank(rank: int, names: list[str], directory: str, port: int) -> None:
+    """One of the ranks; the first writes what was found."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    world, figures = World.start("cpu", expert_parallel=RANKS), {}
+    for name in names:
+        checkpoint = Path(directory) / name
+        if world.is_main:
+            random_checkpoint(name, checkpoint)
+        world.barrier()
+        found: dict[str, Any] = {}
+        _trains(checkpoint, world, found)
+        figures[name] = _gradients(checkpoint, found)
+    if world.is_main:
+        (Path(directory) / "found.json").write_text(json.dumps(figures))
+    world.close()
 
 
 def _published(directory: Path, world: World, found: dict[str, Any]) -> str:
@@ -228,6 +263,10 @@ async def _served(directory: Path, found: dict[str, Any]) -> str:
     return _figure((logprobs - wanted).abs().max())
 
 
+def _mixture(tried: Tried) -> bool:
+    return any("experts" in key for key in KINDS[tried.name])
+
+
 def _figure(value: torch.Tensor) -> str:
     return f"{value.item():.0e}"
 
@@ -245,6 +284,7 @@ Figures of 1e-5 and below are float32 rounding.
 
 - **log-probs**: greatest difference of a log-prob in a pack of three rows from transformers' own of each row alone.
 - **gradients**: greatest difference of a parameter's gradient from the sum over the rows, as a share of its norm.
+- **experts on 2 ranks**: the same with `trainer.parallel.expert: 2`, each rank with its share of the rows (gloo).
 - **published**: after a step of AdamW, what engines get has the names that the checkpoint has: vLLM and SGLang
   load it as they loaded the checkpoint.
 - **`torch` engine**: greatest difference of its log-probs from the policy's, after that step; what it does not run is
@@ -260,8 +300,10 @@ bias are published as they were loaded, in the type of the weights.
 
 def page(found: list[Tried]) -> str:
     """The page of all that was tried."""
-    lines = ["| model | log-probs | gradients | published | `torch` engine | what stops it |"]
-    lines.append("|---|---|---|---|---|---|")
+    lines = [
+        "| model | log-probs | gradients | experts on 2 ranks | published | `torch` engine | what stops it |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|")
     for each in found:
         lines.append(f"| {' | '.join(dataclasses.astuple(each))} |")
     versions = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
@@ -285,6 +327,10 @@ def main() -> int:
             found.append(attempt(name, Path(directory), world))
         print(found[-1], flush=True)
     world.close()
+    mixtures = [each.name for each in found if each.gradients not in ("", "no") and _mixture(each)]
+    for name, figure in spread(mixtures).items() if mixtures else ():
+        next(each for each in found if each.name == name).spread = figure
+        print(f"{name}, experts on {RANKS} ranks: {figure}", flush=True)
     if options.write:
         options.write.write_text(page(found))
     return 0

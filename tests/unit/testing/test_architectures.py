@@ -14,7 +14,7 @@ def listed() -> dict[str, Tried]:
     """The lines of the page."""
     rows = [line.strip("| ").split("|") for line in PAGE.read_text().splitlines() if "|" in line]
     cells = [[cell.strip() for cell in row] for row in rows[2:]]
-    return {name: Tried(name, *rest, *[""] * (5 - len(rest))) for name, *rest in cells}
+    return {name: Tried(name, *rest, *[""] * (6 - len(rest))) for name, *rest in cells}
 
 
 def test_the_page_of_models_has_every_architecture_that_the_command_tries() -> None:
