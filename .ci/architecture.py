@@ -21,7 +21,7 @@ CRUMB_LINES = 60
 
 LINES: Mapping[str, int] = {
     "meshrl.trainer": 16520,
-    "meshrl.rollout": 11280,
+    "meshrl.rollout": 11300,
     "meshrl.transferqueue": 10775,
     "meshrl.rewardd": 6415,
     "meshrl.sandbox": 1740,

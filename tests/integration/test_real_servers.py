@@ -505,6 +505,34 @@ async def test_a_failed_update_poisons_a_server_that_cannot_be_replaced(
     await engine.close()
 
 
+MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize("kind", [_param(VLLM)])
+async def test_a_mixture_of_experts_serves_the_experts_that_were_published(
+    kind: Kind, tmp_path: Path
+) -> None:
+    first = make_model("Qwen3Moe", **TINY, **MIXTURE)
+    first.save_pretrained(tmp_path)
+    options = kind.options(server_log(kind, tmp_path))
+    engine = kind.build(options, model=tmp_path, slots=SLOTS, tokenizer=Words())
+    await engine.start()
+    try:
+        for step in (1, 2):  # an update of an update, too
+            model = make_model("Qwen3Moe", seed=step, **TINY, **MIXTURE)
+            await commit(engine, model, Version(1, step))
+            asked = prompts(4, seed=step)
+            answers = await all_of(
+                engine, [request(f"{step} {i}", p, max_tokens=24) for i, p in enumerate(asked)]
+            )
+            for prompt, answer in zip(asked, answers, strict=True):
+                assert [span.version for span in answer.spans] == [Version(1, step)]
+                forced = forced_logprobs(model, prompt, answer.tokens.tolist())
+                np.testing.assert_allclose(answer.logprobs, forced, atol=1e-4)
+    finally:
+        await engine.close()
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

