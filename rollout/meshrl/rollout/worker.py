@@ -189,6 +189,7 @@ class RolloutWorker:
                 "external agents come one by one, and rollout.deterministic needs sync batches: set it to false"
             )
         self._engine = engine
+        self._sleeper = engine if isinstance(engine, SleepingEngine) else None
         self._programs = programs or ProgramCache()
         self._demand = demand
         self._tokenizer = tokenizer
@@ -328,7 +329,7 @@ class RolloutWorker:
 
     def _may_lease(self, held: int) -> int:
         """How many rows may be leased in addition to the `held` ones: by the engine's cache, breaker and demand."""
-        if isinstance(self._engine, SleepingEngine) and self._engine.asleep:
+        if self._sleeper is not None and self._sleeper.asleep:
             return 0
         if self.breaker is None:  # a sync batch is complete or not leased at all
             return self._slots - held

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from meshrl.simulation.faults import Fault, draw_faults
+from meshrl.simulation.loop import quiet
 from meshrl.simulation.mesh import Report, simulate
 from meshrl.simulation.services import Parts
 from meshrl.simulation.shape import Shape, draw_shape
@@ -73,8 +74,14 @@ def collected_between() -> Iterator[Callable[[], object]]:
     gc.collect()
     gc.freeze()
     gc.disable()
+
+    def collect() -> None:
+        with quiet():
+            gc.collect()
+        gc.freeze()  # what is left was imported or is kept by caches
+
     try:
-        yield gc.collect
+        yield collect
     finally:
         gc.unfreeze()
         if enabled:
