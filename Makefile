@@ -46,10 +46,15 @@ $(LOCK_READY):
 # Pin what pyproject.toml asks for, with hashes. Pins stay as they are where they still fit: `make lock UPGRADE=--upgrade`.
 .PHONY: lock audit
 UPGRADE ?=
+LOCK_FORM := --generate-hashes --no-emit-package torch --no-emit-index-url --no-emit-find-links --no-annotate --no-header
 lock: $(LOCK_READY)
 	$(LOCK_VENV)/bin/uv pip compile pyproject.toml .ci/lock-build.txt --quiet $(UPGRADE) --override .ci/lock-overrides.txt \
 	  --extra torch --extra rewards --extra vllm --extra dev --python-version 3.11 --python-platform x86_64-unknown-linux-gnu \
-	  --generate-hashes --no-emit-package torch --no-emit-index-url --no-emit-find-links --no-annotate --no-header -o $(LOCK)
+	  $(LOCK_FORM) -o $(LOCK)
+	for image in core:"$(patsubst %,--extra=%,rewards redis s3)" \
+	  full:"$(patsubst %,--extra=%,torch rewards vllm tools logging redis s3)"; do \
+	  $(LOCK_VENV)/bin/uv pip compile pyproject.toml .ci/lock-build.txt --quiet --override .ci/lock-overrides.txt $${image#*:} \
+	    --constraint $(LOCK) --universal --python-version 3.11 $(LOCK_FORM) -o deploy/$${image%%:*}.lock; done
 
 # Known vulnerabilities of the locked packages, asked of osv.dev: 1 if there are any, 2 if it cannot be reached.
 audit: $(LOCK_READY)

@@ -8,40 +8,57 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[3]
-LOCK = (ROOT / ".ci" / "requirements.lock").read_text()
-PINNED = {
-    canonicalize_name(name): version
-    for name, version in re.findall(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", LOCK, re.MULTILINE)
+LOCKS = {
+    ".ci/requirements.lock": ("torch", "rewards", "vllm", "dev"),
+    "deploy/core.lock": ("rewards", "redis"),
+    "deploy/full.lock": ("torch", "rewards", "vllm", "tools", "logging", "redis", "s3"),
 }
+"""Of CI and of the images: the extras that each holds."""
 
 
-def test_every_requirement_of_the_environment_is_pinned_to_a_version_that_fits() -> None:
+def pinned(lock: str) -> dict[str, str]:
+    pins = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", (ROOT / lock).read_text(), re.MULTILINE)
+    return {canonicalize_name(name): version for name, version in pins}
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_every_requirement_is_pinned_to_a_version_that_fits(lock: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *(ROOT / ".ci" / "lock-build.txt").read_text().splitlines()]
-    for extra in ("torch", "rewards", "vllm", "dev"):
+    pins = pinned(lock)
+    for extra in LOCKS[lock]:
         wanted += extras[extra]
     for line in wanted:
         if line.startswith("#") or line.startswith("torch>"):
             continue
         requirement = Requirement(line)
         name = canonicalize_name(requirement.name)
-        assert name in PINNED, f"{line} is not in the lock: make lock"
-        assert requirement.specifier.contains(PINNED[name]), f"{line}: {PINNED[name]}: make lock"
+        assert name in pins, f"{line} is not in the lock: make lock"
+        assert requirement.specifier.contains(pins[name]), f"{line}: {pins[name]}: make lock"
 
 
-def test_every_pin_has_a_hash_and_torch_comes_before_the_lock() -> None:
-    entries = re.split(r"\n(?=\S)", LOCK.strip())
-    assert len(entries) == len(PINNED) > 100
+@pytest.mark.parametrize("lock", LOCKS)
+def test_every_pin_has_a_hash_and_torch_comes_before_the_lock(lock: str) -> None:
+    pins, text = pinned(lock), (ROOT / lock).read_text()
+    entries = re.split(r"\n(?=\S)", text.strip())
+    assert len(entries) == len(pins) > 40
     assert all("--hash=sha256:" in entry for entry in entries)
-    assert "torch" not in PINNED
-    assert not [name for name in PINNED if name.startswith(("nvidia-", "cuda-", "triton"))]
-    assert "://" not in LOCK
-    assert "index" not in LOCK
+    assert "torch" not in pins
+    assert not [name for name in pins if name.startswith(("nvidia-", "cuda-", "triton"))]
+    assert "://" not in text
+    assert "index" not in text
+
+
+def test_images_hold_what_the_tests_ran_with() -> None:
+    tested = pinned(".ci/requirements.lock")
+    for lock in ("deploy/core.lock", "deploy/full.lock"):
+        assert {n: v for n, v in pinned(lock).items() if tested.get(n, v) != v} == {}
 
 
 def test_an_audit_that_cannot_be_made_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
