@@ -46,7 +46,7 @@ class QueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
-        # Which groups a batch waits for so that none comes too late is `test_slow_tasks`'; the model takes the oldest.
+        # Which groups a batch waits for is the concern of `test_slow_tasks`: the model takes the oldest.
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(lifecycle, "sampled", lambda run, step: ())
         self.store = MemoryStore()
