@@ -65,7 +65,7 @@ def walk_by_keyboard(page: Browser, url: str) -> None:
     page.run(press, ".strip", "ArrowRight")
     page.until("document.querySelector('.told')?.innerText.includes('sampler')")
     page.run(press, ".strip", "j")
-    page.until("location.hash.includes('row=1')")
+    page.until("document.querySelector('main')?.innerText.includes('row 1 of step 60')")
     page.run(press, "body", "Escape")
     page.until("!location.hash.includes('row=') && document.querySelectorAll('.row').length")
 
