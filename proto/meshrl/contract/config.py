@@ -25,7 +25,9 @@ class Config(BaseModel):
     building the validator of a section that is never validated alone, take long: both wait until they are needed.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", defer_build=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 C = TypeVar("C", bound=Config)

@@ -144,6 +144,8 @@ WRONG: list[tuple[str, str]] = [
         "data.apply_chat_template_kwargs={tokenize: true, enable_thinking: false}",
         "data.apply_chat_template_kwargs: tokenize: want variables of the chat template, as enable_thinking",
     ),
+    ("algorithm.gamma=.inf", "algorithm.gamma: got inf, want a number"),
+    ("actor.optim.lr=.nan", "actor.optim.lr: got nan, want "),
     (
         "data.few_shot=[{prompt: a sum}]",
         "data.few_shot.0.answer is missing; want text",
