@@ -180,10 +180,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def create_future(self) -> asyncio.Future[Any]:
         """A future with a hash that does not depend on its address."""
-        future: _Future[Any] = _Future(loop=self)
-        future.number = next(
-            self._number
-        )  # without an __init__ of its own: a run makes ten thousand
+        future: _Future[Any] = _Future(loop=self)  # no __init__ of its own: a run makes many
+        future.number = next(self._number)
         return future
 
     def call_soon(
