@@ -58,7 +58,7 @@ def missing() -> str:
 
 def main(folder: Path, port: int) -> None:
     """Start the daemons in `folder`, say `ready`, and wait for the end of the input."""
-    (folder / "state").mkdir(parents=True)
+    (folder / "state").mkdir()
     config = folder / "slurm.conf"
     config.write_text(
         CONFIG.format(folder=folder, port=port, first=port + 1, last=port + len(NODES))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +27,8 @@ pytestmark = [
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    folder = tmp_path / "slurm"
+    # Short: the path of a socket in it may have 108 characters.
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     command = [sys.executable, slurm_cluster.__file__, str(folder), str(free_port("127.0.0.1"))]
     with (tmp_path / "cluster.log").open("wb") as log:
         running = subprocess.Popen(
@@ -41,6 +44,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
     finally:
         running.communicate(b"", timeout=60)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def told(*command: str) -> str:

@@ -32,15 +32,15 @@ async def test_ranks_get_the_same_batches_and_every_row_is_trained_once(
                 await first.feed(tasks(1, number))
                 await first.work()
 
-        making = asyncio.create_task(make())
         seen: list[str] = []
-        for step in range(STEPS):
-            ranks = (actors.take(step, GROUPS, WAIT_S) for actors in (first, second))
-            one, other = map(batch_uids, await asyncio.gather(*ranks))
-            assert one == other
-            seen += one
-            await first.settle(step)
-        await making
+        async with asyncio.TaskGroup() as group:
+            group.create_task(make())
+            for step in range(STEPS):
+                ranks = (actors.take(step, GROUPS, WAIT_S) for actors in (first, second))
+                one, other = map(batch_uids, await asyncio.gather(*ranks))
+                assert one == other
+                seen += one
+                await first.settle(step)
         await first.publish(STEPS)
         await first.commit(STEPS)
         ledger = await first.ledger()

@@ -197,6 +197,8 @@ class WeightCoordinator:
             # Leave the transaction first: the others must not wait while this one is sent the reason.
             replica.give_up(str(failure))
             del self._removals[generation]
+            if removal.done() and not removal.cancelled():
+                removal.exception()  # looked at: asyncio reports one that nobody did where the replica went by itself
             for transaction in filter(None, (self._committed, self._proposed)):
                 transaction.leave(generation)
             await self._notify()
