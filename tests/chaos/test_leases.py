@@ -190,7 +190,7 @@ async def test_a_killed_queue_ends_no_lease_of_a_live_worker(tmp_path: Path) -> 
             async with held_by_a_process(
                 actors, address, lease_ttl_s=2 * TTL_S, max_attempts=1
             ) as worker:
-                host.signal(signal.SIGKILL)
+                await host.kill()
                 async with running(HOST, tmp_path, address.rpartition(":")[2]) as again:
                     assert await again.read() == address
                     await no_other_worker_gets_a_row(actors, 3 * TTL_S)
