@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import pytest
 
@@ -80,10 +80,9 @@ async def test_a_result_that_is_being_written_takes_no_place(queue: Shut) -> Non
     assert loop.stats.written == ROWS
 
 
-async def test_a_handler_that_exits_fails_its_rows_and_the_worker_goes_on(queue: Shut) -> None:
-    async def handle(rows: Sequence[LeasedRow]) -> list[Failure]:
-        raise SystemExit(3)
-
+async def work_until_all_failed(
+    queue: Shut, handle: Callable[[Sequence[LeasedRow]], Awaitable[list[Failure]]]
+) -> StageWorker:
     loop = StageWorker(
         queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=1, version=lambda: VERSION
     )
@@ -93,6 +92,14 @@ async def test_a_handler_that_exits_fails_its_rows_and_the_worker_goes_on(queue:
             await asyncio.sleep(0)
     loop.drain()
     await running
+    return loop
+
+
+async def test_a_handler_that_exits_fails_its_rows_and_the_worker_goes_on(queue: Shut) -> None:
+    async def handle(rows: Sequence[LeasedRow]) -> list[Failure]:
+        raise SystemExit(3)
+
+    await work_until_all_failed(queue, handle)
 
 
 async def test_the_first_failure_of_each_kind_is_a_warning_and_why_waiting_tells_the_last(
@@ -104,15 +111,7 @@ async def test_the_first_failure_of_each_kind_is_a_warning_and_why_waiting_tells
         reason = f"{what} at reward.py:3 in compute_score"
         return [Failure(uid=row.uid, outcome=Outcome.INFRA_FAULT, reason=reason)]
 
-    loop = StageWorker(
-        queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=1, version=lambda: VERSION
-    )
-    running = asyncio.create_task(loop.run())
-    async with asyncio.timeout(60):
-        while loop.stats.failed < ROWS:  # noqa: ASYNC110 - a count that the loop keeps
-            await asyncio.sleep(0)
-    loop.drain()
-    await running
+    loop = await work_until_all_failed(queue, handle)
     warnings = [r.message for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == 2, warnings
     assert "KeyError: 'nope" in warnings[0] and "at reward.py:3 in compute_score" in warnings[0]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -64,13 +64,19 @@ def test_two_ranks_give_the_loss_and_the_gradient_of_one(
     if rows > 1:
         assert max((weights[0][n] - start[n]).abs().max() for n in start) > 1e-2
 
-    # What two ranks have saved, one loads.
-    found = checkpoint.newest(tmp_path / "two" / "checkpoints")
+    one_rank_loads(tmp_path / "two" / "checkpoints", tiny_path, world, weights[1])
+
+
+def one_rank_loads(
+    checkpoints: Path, model: Path, world: World, weights: Mapping[str, torch.Tensor]
+) -> None:
+    """What several ranks have saved."""
+    found = checkpoint.newest(checkpoints)
     assert found is not None
-    learner = rank_work.make(tiny_path, world)
+    learner = rank_work.make(model, world)
     checkpoint.load(found[0], learner.policy, learner.optimizers)
     for name, parameter in learner.policy.named_tensors():
-        assert torch.equal(parameter.full_tensor(), weights[1][name])  # type: ignore[attr-defined]
+        assert torch.equal(parameter.full_tensor(), weights[name])  # type: ignore[attr-defined]
 
 
 def test_gradients_are_added_up_once_where_they_take_little_of_the_memory() -> None:
@@ -186,13 +192,7 @@ def test_ranks_that_share_experts_give_the_losses_and_the_gradients_of_one(
     for name in weights[0]:  # the updates are the gradients: see rank_work.make
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=1e-5)
         assert not torch.equal(weights[1][name], start[name]), name
-    # What two ranks have saved, one loads.
-    found = checkpoint.newest(tmp_path / "two" / "checkpoints")
-    assert found is not None
-    learner = rank_work.make(mixture_path, world)
-    checkpoint.load(found[0], learner.policy, learner.optimizers)
-    for name, parameter in learner.policy.named_tensors():
-        assert torch.equal(parameter.full_tensor(), weights[1][name])  # type: ignore[attr-defined]
+    one_rank_loads(tmp_path / "two" / "checkpoints", mixture_path, world, weights[1])
 
 
 def test_experts_that_cannot_be_spread_are_refused_in_one_line(world: World) -> None:

@@ -103,7 +103,7 @@ class World:
             mesh=init_device_mesh(kind, (dist.get_world_size(),)),
             owns_group=owns_group,
             sequence=_sequence_group(kind, sequence_parallel),
-            experts=_expert_mesh(kind, expert_parallel),
+            experts=_split_mesh(kind, expert_parallel, ("efsdp", "ep"), "trainer.parallel.expert"),
         )
 
     @property
@@ -219,26 +219,21 @@ def allocator_settings(environment: Mapping[str, str]) -> str:
 
 
 def _sequence_group(kind: str, size: int) -> SequenceGroup | None:
-    ranks = dist.get_world_size()
-    if ranks % size:
-        raise ConfigError(
-            f"model.ulysses_sequence_parallel_size: {size} does not divide the {ranks} trainer ranks"
-        )
-    if size == 1:
+    mesh = _split_mesh(kind, size, ("dp", "sp"), "model.ulysses_sequence_parallel_size")
+    if mesh is None:
         return None
-    mesh = init_device_mesh(kind, (ranks // size, size), mesh_dim_names=("dp", "sp"))["sp"]
-    return SequenceGroup(group=mesh.get_group(), rank=mesh.get_local_rank(), size=size)
+    ours = mesh["sp"]
+    return SequenceGroup(group=ours.get_group(), rank=ours.get_local_rank(), size=size)
 
 
-def _expert_mesh(kind: str, size: int) -> DeviceMesh | None:
+def _split_mesh(kind: str, size: int, names: tuple[str, str], key: str) -> DeviceMesh | None:
+    """All ranks in groups of `size`, as the recipe's `key` says; None for groups of one. Raises ConfigError."""
     ranks = dist.get_world_size()
     if ranks % size:
-        raise ConfigError(
-            f"trainer.parallel.expert: {size} does not divide the {ranks} trainer ranks"
-        )
+        raise ConfigError(f"{key}: {size} does not divide the {ranks} trainer ranks")
     if size == 1:
         return None
-    return init_device_mesh(kind, (ranks // size, size), mesh_dim_names=("efsdp", "ep"))
+    return init_device_mesh(kind, (ranks // size, size), mesh_dim_names=names)
 
 
 def lost_peer(error: RuntimeError) -> str | None:

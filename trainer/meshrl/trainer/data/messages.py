@@ -71,6 +71,18 @@ def read_messages(value: object, where: str, key: str) -> tuple[Message, ...]:
     return tuple(_message(message, where, key) for message in value)
 
 
+def read_prompt(value: object, where: str, key: str) -> str | tuple[Message, ...]:
+    """A prompt: text, or a conversation. Raises UserError as `read_text` and `read_messages` do."""
+    if isinstance(value, str):
+        return read_text(value, where, key)
+    return read_messages(value, where, key)
+
+
+def as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Messages as a chat template reads them."""
+    return [{"role": message.role, "content": message.content} for message in messages]
+
+
 def _message(message: object, where: str, key: str) -> Message:
     if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
         raise UserError(

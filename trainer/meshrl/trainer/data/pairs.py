@@ -15,7 +15,13 @@ from typing import Any
 
 from meshrl.contract.errors import UserError
 from meshrl.trainer.data.files import FileRow, file_rows
-from meshrl.trainer.data.messages import read_messages, read_text, refuse_unusable
+from meshrl.trainer.data.messages import (
+    as_dicts,
+    read_messages,
+    read_prompt,
+    read_text,
+    refuse_unusable,
+)
 from meshrl.trainer.offline.config import PreferenceConfig
 
 Messages = list[dict[str, str]]
@@ -60,10 +66,9 @@ def _pair(source: FileRow, config: PreferenceConfig) -> Pair:
                 " begin with the same messages"
             )
         prompt = before_chosen
-    elif not isinstance(prompt, str):
-        prompt = _messages(prompt, where, config.prompt_key)
     else:
-        prompt = read_text(prompt, where, config.prompt_key)
+        read = read_prompt(prompt, where, config.prompt_key)
+        prompt = read if isinstance(read, str) else as_dicts(read)
     return Pair(where=where, prompt=prompt, chosen=chosen, rejected=rejected)
 
 
@@ -71,9 +76,5 @@ def _split(value: Any, where: str, key: str) -> tuple[Messages, str]:
     """The messages before the response, and the response."""
     if isinstance(value, str):
         return [], read_text(value, where, key)
-    messages = _messages(value, where, key)
+    messages = as_dicts(read_messages(value, where, key))
     return messages[:-1], messages[-1]["content"]
-
-
-def _messages(value: Any, where: str, key: str) -> Messages:
-    return [{"role": m.role, "content": m.content} for m in read_messages(value, where, key)]

@@ -20,7 +20,7 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32, Json, Message, SamplingParams, Task
 from meshrl.trainer.config import DataConfig
 from meshrl.trainer.data.files import FileRow, file_rows
-from meshrl.trainer.data.messages import read_messages, read_text, refuse_unusable
+from meshrl.trainer.data.messages import as_dicts, read_prompt, refuse_unusable
 
 
 class PromptTokenizer(Protocol):
@@ -148,13 +148,8 @@ def read_prompt_row(source: FileRow, config: DataConfig) -> PromptRow:
     extra_info = row.get("extra_info") or {}
     if not isinstance(extra_info, Mapping):
         raise UserError(f"{where}: extra_info is {type(extra_info).__name__}, want an object")
-    prompt = (
-        read_text(value, where, config.prompt_key)
-        if isinstance(value, str)
-        else read_messages(value, where, config.prompt_key)
-    )
     return PromptRow(
-        prompt=_introduced(prompt, config),
+        prompt=_introduced(read_prompt(value, where, config.prompt_key), config),
         ground_truth=_ground_truth(row, where, config),
         extra_info=extra_info,
         data_source=str(row.get("data_source") or ""),
@@ -183,9 +178,10 @@ def _columns(row: Mapping[str, Any]) -> str:
 def _prompt(index: int, source: FileRow, config: DataConfig, tokenizer: PromptTokenizer) -> Prompt:
     row = read_prompt_row(source, config)
     messages, plain = ((), row.prompt) if isinstance(row.prompt, str) else (row.prompt, "")
-    conversation = [{"role": m.role, "content": m.content} for m in messages]
     variables = config.apply_chat_template_kwargs
-    text = templated(conversation, source.where, tokenizer, **variables) if messages else plain
+    text = plain
+    if messages:
+        text = templated(as_dicts(messages), source.where, tokenizer, **variables)
     ids = tokenizer.encode(text, add_special_tokens=False)
     if not ids:
         raise UserError(f"{source.where}: the prompt is empty")

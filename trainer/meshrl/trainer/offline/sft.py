@@ -20,7 +20,7 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.data.files import FileRow, file_rows
-from meshrl.trainer.data.messages import read_messages, read_text, refuse_unusable
+from meshrl.trainer.data.messages import as_dicts, read_prompt, read_text, refuse_unusable
 from meshrl.trainer.data.prompts import templated
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
@@ -195,15 +195,10 @@ def _example(source: FileRow, tokenizer: Any, config: SftConfig) -> Example:
         if key not in row:
             raise UserError(f"{where}: no {key!r} (the row has {', '.join(map(str, row))})")
     refuse_unusable(row, where)
-    prompt = row[config.prompt_key]
-    if not isinstance(prompt, str):
-        messages = read_messages(prompt, where, config.prompt_key)
-        prompt = [{"role": m.role, "content": m.content} for m in messages]
-    else:
-        prompt = read_text(prompt, where, config.prompt_key)
+    prompt = read_prompt(row[config.prompt_key], where, config.prompt_key)
     response = read_text(row[config.response_key], where, config.response_key)
     return tokenised(
-        prompt, response, tokenizer, where,
+        prompt if isinstance(prompt, str) else as_dicts(prompt), response, tokenizer, where,
         append_eos=config.append_eos, max_length=config.max_length,
     )  # fmt: skip
 
