@@ -20,13 +20,13 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 LINES: Mapping[str, int] = {
-    "meshrl.trainer": 16520,
+    "meshrl.trainer": 16670,
     "meshrl.rollout": 11300,
     "meshrl.transferqueue": 10775,
     "meshrl.rewardd": 6415,
     "meshrl.sandbox": 1740,
     "meshrl.weights": 7010,
-    "meshrl.contract": 6165,
+    "meshrl.contract": 6170,
     "meshrl.simulation": 6130,
     "meshrl.rpc": 6050,
     "meshrl.launcher": 4570,
@@ -36,7 +36,7 @@ LINES: Mapping[str, int] = {
     "meshrl.http": 3350,
     "meshrl.verl": 2200,
     "meshrl.client": 1800,
-    "meshrl.config": 3040,
+    "meshrl.config": 3065,
     "meshrl.api": 500,
 }
 """The most lines of each package, generated code left out."""

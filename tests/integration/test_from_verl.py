@@ -79,4 +79,5 @@ def test_a_verl_command_is_migrated_and_trains_with_its_files_unchanged(tmp_path
     steps = mesh.steps()
     assert [line["step"] for line in steps] == [0, 1]
     assert all(line["reward/mean"] >= 0.25 for line in steps)  # the function's own argument arrived
+    assert all(line["source/sums/reward"] == pytest.approx(line["reward/mean"]) for line in steps)
     assert (mesh.export / "model.safetensors").is_file()

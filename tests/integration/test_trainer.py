@@ -116,6 +116,11 @@ async def test_a_killed_run_resumes_to_the_same_bits_as_an_uninterrupted_one(
             assert len({row["uid"] for rows in logged for row in rows}) == 6 * BATCH
             for line, rows in zip(made.lines(), logged, strict=True):
                 assert sum(r["reward"] for r in rows) / BATCH == pytest.approx(line["reward/mean"])
+                for source in ("s0", "s1"):
+                    of_it = [r["reward"] for r in rows if r["data_source"] == source]
+                    assert len(of_it) == line[f"source/{source}/rows"] == BATCH / 2
+                    mean = sum(of_it) / len(of_it)
+                    assert mean == pytest.approx(line[f"source/{source}/reward"])
             if kill_at:
                 assert [rows[0]["epoch"] for rows in logged] == [1, 1, 2, 2, 2, 2]
             exports.append(made.weights())
@@ -261,6 +266,9 @@ async def test_held_out_prompts_go_through_the_mesh_and_their_ledger_balances(
             assert [row["task"] for row in rows] == [f"1.{step}-{task}" for task in range(5)]
             line = next(line for line in made.lines() if line.get("val/version") == f"1.{step}")
             assert sum(r["reward"] for r in rows) / 5 == pytest.approx(line["val/score/mean"])
+            assert (line["val/source/s0/rows"], line["val/source/s1/rows"]) == (3, 2)
+            means = (line["val/source/s0/score"], line["val/source/s1/score"])
+            assert 0.6 * means[0] + 0.4 * means[1] == pytest.approx(line["val/score/mean"])
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from meshrl.contract.ports import Queue, WeightSource
-from meshrl.contract.rows import reward_write, rollout_write
+from meshrl.contract.rows import reward_write, rollout_write, text_column
 from meshrl.contract.stage_worker import StageResult, StageWorker
 from meshrl.contract.types import (
+    DATA_SOURCE,
     REFERENCE_STAGE,
     REWARD_STAGE,
     ROLLOUT_STAGE,
@@ -92,6 +93,7 @@ def tasks(count: int, run: str = "run", *, greedy: bool = False, extra_rows: int
             run=run,
             task_id=f"{index:06d}",
             prompt_ids=draw.integers(0, VOCABULARY, 4).astype(np.int32),
+            data_source=f"s{index % 2}",
             sampling=SamplingParams(
                 temperature=0.0 if greedy else 1.0, max_tokens=6, greedy_siblings=extra_rows
             ),
@@ -179,11 +181,11 @@ async def judge(rows: Sequence[LeasedRow]) -> list[StageResult]:
     for row in rows:
         words = row.columns["response_text"].tobytes().decode().split()
         share = words.count(str(LUCKY)) / len(words)
-        written.append(
-            reward_write(
-                Score(uid=row.uid, outcome=Outcome.OK, score=share, components={"lucky": share})
-            )
+        write = reward_write(
+            Score(uid=row.uid, outcome=Outcome.OK, score=share, components={"lucky": share})
         )
+        named = {DATA_SOURCE: text_column(row.task.data_source)}
+        written.append(replace(write, columns={**write.columns, **named}))
     return written
 
 

@@ -15,6 +15,7 @@ from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.precision import Precision, with_rounded_logprobs
 from meshrl.contract.types import (
     CONVERSATION,
+    DATA_SOURCE,
     REWARD_INPUTS,
     REWARD_TIMES,
     ROLLOUT_TIMES,
@@ -193,6 +194,7 @@ def trajectory(uid: Uid, columns: Columns) -> Trajectory:
         conversation=tuple(json.loads(column_text(columns[CONVERSATION])))
         if CONVERSATION in columns
         else (),
+        data_source=column_text(columns[DATA_SOURCE]) if DATA_SOURCE in columns else "",
         replica=column_text(columns["replica"]) if "replica" in columns else "",
     )
 

@@ -17,10 +17,12 @@ from meshrl.contract.rows import (
     column_text,
     reward_inputs,
     reward_write,
+    text_column,
     times_column,
 )
 from meshrl.contract.stage_worker import Failure, StageResult, StageStats, StageWorker
 from meshrl.contract.types import (
+    DATA_SOURCE,
     POSTED_REWARD,
     REWARD_INPUTS,
     REWARD_STAGE,
@@ -116,6 +118,8 @@ class RewardStage:
                 results.append(Failure(uid=row.uid, outcome=Outcome.INFRA_FAULT, reason=reason))
                 continue
             columns = {**written.columns, REWARD_TIMES: times}
+            if sample.data_source:
+                columns[DATA_SOURCE] = text_column(sample.data_source)
             if row.uid.run in self._keep_inputs:
                 columns[REWARD_INPUTS] = reward_inputs(sample)
             results.append(replace(written, columns=columns))

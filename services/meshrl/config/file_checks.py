@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from meshrl.config.explain import Loc
@@ -18,7 +18,8 @@ from meshrl.rewardd.pool.signatures import Kind
 from meshrl.sandbox.sandbox import Isolation
 from meshrl.trainer.config import ReasoningGymConfig
 from meshrl.trainer.data.files import FileRow, has_reader, readable_files
-from meshrl.trainer.data.prompts import read_prompt_row
+from meshrl.trainer.data.mixture import source_of
+from meshrl.trainer.data.prompts import PromptRow, read_prompt_row
 from meshrl.trainer.data.reasoning_gym import PACKAGE
 
 Problem = tuple[Loc, str]
@@ -96,6 +97,8 @@ def _data(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
             ("data", "train_files"),
             "data.train_files is empty; want parquet or jsonl files, or data.reasoning_gym",
         )
+    wrong_weights = list(_weights(recipe))
+    yield from wrong_weights
     for name in ("train_files", "val_files"):
         for index, path in enumerate(getattr(recipe.data, name)):
             at: Loc = ("data", name, index)
@@ -105,7 +108,20 @@ def _data(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
             if not has_reader(path, recipe.data.reader):
                 yield at, f"{_key(at)}: {path}: want {readable_files()} (data.reader)"
             elif "." not in (recipe.data.reader or ""):
-                yield from _rows(at, path, recipe, machine)
+                weights = {} if wrong_weights or name == "val_files" else recipe.data.weights
+                yield from _rows(at, path, recipe, machine, weights)
+
+
+def _weights(recipe: Recipe) -> Iterator[Problem]:
+    """That nothing else says the order, and that files with a weight are among those to train on."""
+    data, at = recipe.data, ("data", "weights")
+    if data.weights and data.curriculum:
+        yield at, "data.weights: data.curriculum says the order of prompts too; leave one out"
+    for name in data.weights:
+        path = Path(name)
+        if has_reader(path, None) and path not in data.train_files:
+            files = ", ".join(map(str, data.train_files))
+            yield (*at, name), f"data.weights: {name} is none of data.train_files ({files})"
 
 
 def _gym(recipe: Recipe, gym: ReasoningGymConfig, machine: ThisMachine) -> Iterator[Problem]:
@@ -130,26 +146,31 @@ def _gym(recipe: Recipe, gym: ReasoningGymConfig, machine: ThisMachine) -> Itera
         )
 
 
-def _rows(at: Loc, path: Path, recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
+def _rows(
+    at: Loc, path: Path, recipe: Recipe, machine: ThisMachine, weights: Mapping[str, float]
+) -> Iterator[Problem]:
     """The first fault of the first rows; a reader of the user's own is not run here."""
     try:
         rows = machine.first_rows(path, recipe.data.reader)
         if not rows:
             yield at, f"{_key(at)}: {path} has no rows"
         for row in rows:
-            _check_row(row, recipe, machine)
+            read = _checked_row(row, recipe, machine)
+            if weights:
+                source_of(row.where, read.data_source, weights)
     except (UserError, UnicodeDecodeError) as error:
         text = f"{path}: not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
         yield at, f"{_key(at)}: {text}"
 
 
-def _check_row(row: FileRow, recipe: Recipe, machine: ThisMachine) -> None:
+def _checked_row(row: FileRow, recipe: Recipe, machine: ThisMachine) -> PromptRow:
     read = read_prompt_row(row, recipe.data)
     if isinstance(read.prompt, str):
         if not read.prompt:
             raise UserError(f"{row.where}: the prompt is empty")
     elif not _has_chat_template(recipe.tokenizer_dir, machine):
         raise UserError(f"{row.where}: the prompt is a chat and the tokenizer has no chat template")
+    return read
 
 
 def _has_chat_template(tokenizer: Path, machine: ThisMachine) -> bool:

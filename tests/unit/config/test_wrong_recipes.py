@@ -163,6 +163,18 @@ WRONG: list[tuple[str, str]] = [
         "data.train_files.0: reward.py: want .json, .jsonl or .parquet, or name a reader of your own (data.reader)",
     ),
     (
+        "data.weights={sums: 1}",
+        "data.train_files.0: train.jsonl:1: data.weights has neither this file nor data_source '' (it has sums)",
+    ),
+    (
+        "data.weights={trian.jsonl: 1}",
+        "data.weights: trian.jsonl is none of data.train_files (train.jsonl)",
+    ),
+    (
+        "data={train_files: [train.jsonl], weights: {train.jsonl: 1}, curriculum: length}",
+        "data.weights: data.curriculum says the order of prompts too; leave one out",
+    ),
+    (
         "data.reader=my.readers.tsv",
         "data.reader: no module 'my.readers.tsv' can be imported",
     ),

@@ -9,6 +9,7 @@ import numpy as np
 
 from meshrl.contract.rows import posted_column, rollout_write, sample_again, trajectory
 from meshrl.contract.types import (
+    DATA_SOURCE,
     POSTED_REWARD,
     REWARD_COLUMNS,
     REWARD_INPUTS,
@@ -63,6 +64,7 @@ async def test_a_posted_reward_replaces_the_judge_s(tmp_path: Path) -> None:
         task_id="t",
         prompt_ids=np.array([1], dtype=np.int32),
         group_size=4,
+        data_source="sums",
         extra_info={"posted_reward": {"score": 99, "components": {}}},
     )
     await queue.admit("r", [task], cursor="", wait_s=5)
@@ -85,10 +87,13 @@ async def test_a_posted_reward_replaces_the_judge_s(tmp_path: Path) -> None:
         await running
         uids = [row.uid for row in batch.rows]
         columns = await queue.fetch(
-            "r", uids, ("tokens", "loss_mask", "rollout_logprobs", "spans", *REWARD_COLUMNS)
+            "r",
+            uids,
+            ("tokens", "loss_mask", "rollout_logprobs", "spans", *REWARD_COLUMNS, DATA_SOURCE),
         )
         found = [trajectory(uid, each) for uid, each in zip(uids, columns, strict=True)]
         assert [row.reward for row in found] == [-2.5, 4.0, 1.0, 4.0]
+        assert {row.data_source for row in found} == {"sums"}
         assert found[0].reward_components == {"steps": 3.0}
         assert "judged" in found[1].reward_components
         # One hash for all of them: posted rewards make no mixed batch.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,10 @@ from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 
 PROMPTS = PromptSet(
-    prompts=tuple(Prompt(index=i, prompt_ids=np.array([i], np.int32)) for i in range(10)),
+    prompts=tuple(
+        Prompt(index=i, prompt_ids=np.array([i], np.int32), data_source="ab"[i > 2])
+        for i in range(10)
+    ),
     skipped=0,
     fingerprint="ten",
 )
@@ -32,11 +37,13 @@ async def open_queue(path: Path) -> TransferQueue:
     return queue
 
 
-def feeder(queue: TransferQueue, *, epochs: int | None = 2, seed: int = 0) -> Feeder:
+def feeder(
+    queue: TransferQueue, *, epochs: int | None = 2, seed: int = 0, **options: Any
+) -> Feeder:
     make = task_maker(
         "r", group_size=1, sampling=SamplingParams(), program="single_turn", deadline_s=60
     )
-    return Feeder(queue, "r", PROMPTS, make, epochs=epochs, shuffle=True, seed=seed)
+    return Feeder(queue, "r", PROMPTS, make, epochs=epochs, shuffle=True, seed=seed, **options)
 
 
 async def eat(queue: TransferQueue, count: int) -> list[str]:
@@ -67,16 +74,24 @@ async def test_every_prompt_comes_once_an_epoch_and_then_the_feed_closes(tmp_pat
     await queue.close()
 
 
-async def test_a_restarted_feeder_repeats_and_skips_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", [None, {"a": 1.0, "b": 1.0}])
+async def test_a_restarted_feeder_repeats_and_skips_nothing(
+    tmp_path: Path, weights: dict[str, float] | None
+) -> None:
     queue = await open_queue(tmp_path)
-    first = asyncio.create_task(feeder(queue).run())
+    first = asyncio.create_task(feeder(queue, weights=weights, chunk=3).run())
     eaten = await eat(queue, 7)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
-    second = asyncio.create_task(feeder(queue).run())
+    second = asyncio.create_task(feeder(queue, weights=weights, chunk=3).run())
     eaten += await eat(queue, 13)
     await asyncio.wait_for(second, 120)
     assert len(eaten) == len(set(eaten)) == 20
+    if (
+        weights
+    ):  # ten of each source: every prompt of the small one three times, one of them a fourth time
+        of_a = Counter(int(name.split("-")[1]) for name in eaten if int(name.split("-")[1]) < 3)
+        assert sorted(of_a.values()) == [3, 3, 4]
     await queue.close()
 
 
@@ -89,4 +104,21 @@ async def test_other_data_under_the_same_run_are_refused(tmp_path: Path) -> None
     await asyncio.wait_for(feeding, 120)
     with pytest.raises(UserError, match="was fed seed 0, now it is 1"):
         await feeder(queue, epochs=None, seed=1).run()
+    with pytest.raises(UserError, match="was fed weights None, now it is"):
+        await feeder(queue, epochs=None, weights={"a": 1.0, "b": 1.0}).run()
+    await queue.close()
+
+
+@pytest.mark.parametrize("options", [{"weights": {"a": 1.0, "b": 1.0}}, {"curriculum": "length"}])
+async def test_an_order_that_is_left_out_later_is_another_order(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    queue = await open_queue(tmp_path)
+    stopping = feeder(queue, epochs=None, **options)
+    feeding = asyncio.create_task(stopping.run())
+    await eat(queue, 70)
+    stopping.stop()
+    await asyncio.wait_for(feeding, 120)
+    with pytest.raises(UserError, match=f"was fed {next(iter(options))} .*, now it is None"):
+        await feeder(queue, epochs=None).run()
     await queue.close()

@@ -187,6 +187,10 @@ class DataConfig(Config):
     curriculum: str | None = None
     """The order of each epoch: a module of `meshrl.trainer.data.curricula`, or a dotted path; None shuffles or keeps
     the files' order, as `shuffle` says."""
+    weights: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """Shares of several data sets: by `data_source`, or by file as in `train_files`. An epoch asks as many prompts as
+    there are rows, of each source its share; a source's prompts come in a seeded order, none again before all others.
+    Empty: an epoch asks each prompt once."""
     seed: int = 0
 
 

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 from meshrl.contract.errors import WaitTimeoutError
@@ -27,7 +27,7 @@ from meshrl.contract.types import (
     Trajectory,
     Version,
 )
-from meshrl.trainer.learner.batch_metrics import component_means
+from meshrl.trainer.learner.batch_metrics import component_means, source_means
 from meshrl.trainer.trajectories.log import TrajectoryLog
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,8 @@ class Evaluation:
     seconds: float
     sample: str
     """The first task's first answer."""
+    by_source: Mapping[str, float] = field(default_factory=dict)
+    """`<data source>/score`, `…/response_length` and `…/rows`, of the scored rows."""
 
     def metrics(self) -> dict[str, float | str]:
         """As written to metrics.jsonl."""
@@ -64,6 +66,7 @@ class Evaluation:
             "val/score/mean": self.score,
             "val/response_length": self.length,
             **{f"val/component/{name}": mean for name, mean in self.components.items()},
+            **{f"val/source/{name}": mean for name, mean in self.by_source.items()},
             "val/tasks": self.tasks,
             "val/lost_tasks": self.lost_tasks,
             "val/seconds": self.seconds,
@@ -134,7 +137,9 @@ class Evaluator:
         rows, lost_tasks = await self._collect({task.task_id for task in tasks})
         if self._trajectories:
             self._trajectories.evaluated(version, {task.task_id: task for task in tasks}, rows)
-        scores = [row.reward for row in rows if row.reward is not None]
+        scored = [(row, row.reward) for row in rows if row.reward is not None]
+        scores = [score for _, score in scored]
+        sources = {task.task_id: task.data_source for task in tasks}
         lengths = [len(row.tokens) - row.prompt_length for row in rows]
         first = min(
             rows,
@@ -150,6 +155,13 @@ class Evaluator:
             components=component_means([row.reward_components for row in rows]),
             seconds=time.monotonic() - begin,
             sample=first.response_text if first else "",
+            by_source=source_means(
+                [sources[row.uid.task] for row, _ in scored],
+                {
+                    "score": scores,
+                    "response_length": [len(row.tokens) - row.prompt_length for row, _ in scored],
+                },
+            ),
         )
 
     async def _admit(self, tasks: Sequence[Task]) -> None:

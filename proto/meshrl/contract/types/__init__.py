@@ -52,6 +52,7 @@ from meshrl.contract.types.rows import (
 )
 from meshrl.contract.types.runs import (
     CONVERSATION,
+    DATA_SOURCE,
     NOTES,
     POSTED_REWARD,
     REFERENCE_COLUMNS,
@@ -89,6 +90,7 @@ from meshrl.contract.types.weights import (
 
 __all__ = [
     "CONVERSATION",
+    "DATA_SOURCE",
     "NOTES",
     "POSTED_REWARD",
     "REFERENCE_COLUMNS",

@@ -233,6 +233,8 @@ class Trajectory:
     """When its sampling began and ended, seconds since 1970; None where nobody noted it."""
     reward_times: tuple[float, float] | None = None
     """As `rollout_times`, of its score."""
+    data_source: str = ""
+    """Of its task, once it has a reward."""
     conversation: tuple[Mapping[str, Json], ...] = ()
     """What follows the prompt, of rows of several turns: messages with `role`, `content`, `name`, `tool_calls`."""
     replica: str = ""

@@ -36,9 +36,11 @@ CONVERSATION = "conversation"
 """uint8[n]: the messages that follow the prompt, with tool calls, as JSON; of rows of several turns."""
 REWARD_TIMES = "reward_times"
 """As `rollout_times`, of the score."""
+DATA_SOURCE = "data_source"
+"""uint8[n]: the `data_source` of the row's task, for metrics of each; of tasks that have one."""
 NOTES: Mapping[str, tuple[str, ...]] = {
     "rollout": (ROLLOUT_TIMES, CONVERSATION),
-    "reward": (REWARD_TIMES,),
+    "reward": (REWARD_TIMES, DATA_SOURCE),
 }
 """By stage: columns that it may write beside those of its spec. Nothing waits for them or is trained on them."""
 REFERENCE_COLUMNS = ("ref_logprobs",)

@@ -47,6 +47,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             shuffle=recipe.data.shuffle,
             seed=recipe.data.seed,
             curriculum=recipe.data.curriculum,
+            weights=recipe.data.weights,
         )
         await server.ready()
         await work_until_stopped(server, feeder.run(), feeder.stop)

@@ -13,7 +13,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,6 +23,7 @@ from meshrl.contract.errors import UserError, WaitTimeoutError
 from meshrl.contract.plugins import load
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import RunState, Task, Uid
+from meshrl.trainer.data.mixture import Mixture
 from meshrl.trainer.data.prompts import Prompt, PromptSet
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class Feeder:
         shuffle: bool,
         seed: int,
         curriculum: str | None = None,
+        weights: Mapping[str, float] | None = None,
         chunk: int = CHUNK,
     ) -> None:
         """Prepare; nothing is admitted before `run`.
@@ -64,10 +66,11 @@ class Feeder:
             shuffle: Another order in every epoch.
             seed: Of the order.
             curriculum: Orders each epoch instead of `shuffle`; see `meshrl.trainer.data.curricula`.
+            weights: Shares of the sources in each epoch; see `Mixture`. None: every prompt once.
             chunk: Tasks per call.
 
         Raises:
-            ConfigError: no such curriculum.
+            ConfigError: no such curriculum. UserError: the weights do not fit the prompts.
         """
         self.position = 0
         self._queue = queue
@@ -81,6 +84,10 @@ class Feeder:
         self._curriculum = curriculum
         self._curriculum_order: Order | None = (
             load(CURRICULA, curriculum, "order") if curriculum else None
+        )
+        self._weights = dict(weights or {})
+        self._mixture = (
+            Mixture(prompts.prompts, self._weights, shuffle=shuffle, seed=seed) if weights else None
         )
         self._stop = asyncio.Event()
 
@@ -154,11 +161,16 @@ class Feeder:
         position = start
         while self._total is None or position < self._total:
             epoch = position // size
-            order = self._order(epoch)
-            for place in range(position % size, size):
-                prompt = self._prompts.prompts[order[place]]
-                yield self._make_task(prompt, f"{epoch}-{prompt.index}")
+            for turn, place in self._draws(epoch)[position % size :]:
+                prompt = self._prompts.prompts[place]
+                yield self._make_task(prompt, f"{turn}-{prompt.index}")
             position = (epoch + 1) * size
+
+    def _draws(self, epoch: int) -> list[tuple[int, int]]:
+        """The epoch's prompts in order: for the how-manieth time each is asked, and its place."""
+        if self._mixture is not None:
+            return self._mixture.epoch(epoch)
+        return [(epoch, place) for place in self._order(epoch)]
 
     def _order(self, epoch: int) -> list[int]:
         size = len(self._prompts.prompts)
@@ -184,17 +196,20 @@ class Feeder:
     def _identity(self) -> dict[str, object]:
         seed = self._seed if self._shuffle or self._curriculum else None
         identity: dict[str, object] = {"data": self._prompts.fingerprint, "seed": seed}
+        if self._weights:
+            identity["weights"] = self._weights
         return {**identity, "curriculum": self._curriculum} if self._curriculum else identity
 
     def _start(self, state: RunState) -> int:
         if not state.cursor:
             return 0
         stored = json.loads(state.cursor)
-        for key, value in self._identity().items():
-            if stored.get(key) != value:
+        position: int = stored.pop("position")
+        identity = self._identity()
+        for key in (*identity, *(stored.keys() - identity)):
+            if stored.get(key) != identity.get(key):
                 raise UserError(
-                    f"run {self._run} was fed {key} {stored.get(key)}, now it is {value}: a resumed run needs"
-                    " the same prompts in the same order; use another run.name for other data"
+                    f"run {self._run} was fed {key} {stored.get(key)}, now it is {identity.get(key)}: a resumed run"
+                    " needs the same prompts in the same order; use another run.name for other data"
                 )
-        position: int = stored["position"]
         return position

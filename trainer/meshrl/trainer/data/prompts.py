@@ -52,6 +52,8 @@ class Prompt:
     """Its position among the rows of all files, skipped ones included."""
     prompt_ids: Int32
     """int32[P]"""
+    where: str = ""
+    """`file:row`."""
     messages: tuple[Message, ...] = ()
     text: str = ""
     """Of a prompt that is plain text."""
@@ -188,6 +190,7 @@ def _prompt(index: int, source: FileRow, config: DataConfig, tokenizer: PromptTo
     return Prompt(
         index=index,
         prompt_ids=np.array(ids, dtype=np.int32),
+        where=source.where,
         messages=messages,
         text=plain,
         data_source=row.data_source,

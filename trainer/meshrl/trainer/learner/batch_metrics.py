@@ -6,11 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from meshrl.contract.types import Json
+from meshrl.contract.types import Json, name_fault
 from meshrl.trainer.algorithms.mismatch import mismatch_by, mismatch_metrics
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.learner.experience import Experience
 
+MOST_SOURCES = 64
+"""Data sources with metrics of their own; all others share one name."""
+OTHERS = "others"
 BY_LABEL = ("kl", "k3_kl", "chi2_token")
 """The mismatch metrics that are reported per policy version and per engine replica."""
 
@@ -36,7 +39,30 @@ def experience_metrics(experience: Experience) -> dict[str, Json]:
         "staleness/histogram": dict(zip(map(str, steps.tolist()), rows.tolist(), strict=True)),
     }
     means = component_means(experience.components)
-    return metrics | {f"reward_component/{name}": mean for name, mean in means.items()}
+    metrics |= {f"reward_component/{name}": mean for name, mean in means.items()}
+    columns = {"reward": rewards.tolist(), "response_length": lengths.tolist()}
+    by_source = source_means(experience.data_sources, columns)
+    return metrics | {f"source/{name}": mean for name, mean in by_source.items()}
+
+
+def source_means(
+    sources: Sequence[str], columns: Mapping[str, Sequence[float]]
+) -> dict[str, float]:
+    """`<source>/<column>`, the mean of each column over the rows of a source, and `<source>/rows`, their number.
+
+    Rows of no source ("") are left out. `sources` and every column have one value a row.
+    """
+    known = sorted({name for name in sources if name and not name_fault(name)})[:MOST_SOURCES]
+    places: dict[str, list[int]] = {name: [] for name in known}
+    for place, name in enumerate(sources):
+        if name:
+            places.setdefault(name if name in places else OTHERS, []).append(place)
+    found: dict[str, float] = {}
+    for name, rows in places.items():
+        found[f"{name}/rows"] = len(rows)
+        for column, values in columns.items():
+            found[f"{name}/{column}"] = sum(values[row] for row in rows) / len(rows)
+    return found
 
 
 def component_means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

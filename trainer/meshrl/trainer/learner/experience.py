@@ -197,6 +197,8 @@ class Experience:
     """float32[N]"""
     versions: torch.Tensor
     """int64[N]: the policy step that sampled each token; -1 where none did."""
+    data_sources: tuple[str, ...]
+    """B names of the data sets that the rows come from; "" is none."""
     replicas: tuple[str, ...]
     """B names of the engine replicas that sampled the rows."""
     reward_baselines: torch.Tensor | None
@@ -260,6 +262,7 @@ def assemble(
         ref_logprobs=_optional(schedule, own, order, "ref_logprobs"),
         token_rewards=_optional(schedule, own, order, "token_rewards"),
         versions=order.tokens([_versions(row) for row in own], np.int64),
+        data_sources=tuple(order.objects([row.data_source for row in own])),
         replicas=tuple(order.objects([row.replica for row in own])),
         reward_baselines=None if baselines is None else _baselines(schedule.rows, baselines),
         steps=None if anchors is None else steps_of(ragged, anchors),

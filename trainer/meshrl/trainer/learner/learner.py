@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from meshrl.contract.types import TOKEN_REWARDS, Batch, Json, Trajectory
+from meshrl.contract.types import DATA_SOURCE, TOKEN_REWARDS, Batch, Json, Trajectory
 from meshrl.trainer.algorithms.losses._types import LossInputs
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import ActorConfig
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 COLUMNS = (
     *("tokens", "loss_mask", "rollout_logprobs", "spans", "replica"),
-    *("reward", "reward_components"),
+    *("reward", "reward_components", DATA_SOURCE),
 )
 
 

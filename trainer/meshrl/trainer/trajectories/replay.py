@@ -243,6 +243,7 @@ def _trajectory(row: Mapping[str, Any], learner: Learner) -> Trajectory:
         ref_logprobs=whole("ref_logprobs", np.float32)
         if "ref_logprobs" in learner.columns
         else None,
+        data_source=row["data_source"] or "",
         replica=row["worker"] or "",
     )
 

@@ -182,7 +182,10 @@ class TableBuilder:
             "index": [uid.index for uid in uids],
             "attempt": [uid.attempt for uid in uids],
             "group_size": [row.group_size for row in rows],
-            "data_source": [sample and sample.data_source for sample in samples],
+            "data_source": [
+                row.sample.data_source if row.sample else row.trajectory.data_source or None
+                for row in rows
+            ],
             "prompt": [self._prompt(row.trajectory.tokens[: row.start].tobytes()) for row in rows],
             "ground_truth": [sample and _json(sample.ground_truth) for sample in samples],
             "extra_info": [sample and _json(dict(sample.extra_info)) for sample in samples],

@@ -14,6 +14,7 @@ from meshrl.contract.errors import CorruptError, NotFoundError, UserError
 from meshrl.contract.frames import Column, Frame, checksum_of, strip_checksum
 from meshrl.contract.types import (
     CONVERSATION,
+    DATA_SOURCE,
     NOTES,
     REWARD_TIMES,
     ROLLOUT_TIMES,
@@ -47,6 +48,7 @@ TYPES: Mapping[str, tuple[np.dtype[Any], int]] = {
     ROLLOUT_TIMES: (_F8, 1),
     CONVERSATION: (_U1, 1),
     REWARD_TIMES: (_F8, 1),
+    DATA_SOURCE: (_U1, 1),
 }
 """Name to (dtype, rank); any other column may have any storable type."""
 PER_TOKEN = frozenset({"tokens", "loss_mask", "rollout_logprobs", "ref_logprobs", "token_rewards"})

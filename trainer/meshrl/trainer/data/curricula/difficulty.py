@@ -22,7 +22,7 @@ def order(prompts: Sequence[Prompt], epoch: int, seed: int) -> list[int]:
         value = prompt.extra_info.get(KEY)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(
-                f"data.curriculum difficulty: row {prompt.index} has extra_info.{KEY} {value!r}, want a number"
+                f"{prompt.where}: data.curriculum difficulty: the row has extra_info.{KEY} {value!r}, want a number"
             )
     shuffled: list[int] = np.random.default_rng((seed, epoch)).permutation(len(prompts)).tolist()
     return sorted(shuffled, key=lambda place: float(prompts[place].extra_info[KEY]))
