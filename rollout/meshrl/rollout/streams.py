@@ -23,11 +23,8 @@ class TokenStream:
         self.push: Callable[[GenerateDelta | MeshError], None] = self._events.put_nowait
         """Add a delta, or the error that ends the stream; on the event loop only."""
         self._ended = False
-        self._abort: Callable[[], None] | None = None
-
-    def on_close(self, abort: Callable[[], None]) -> None:
-        """Call `abort` if the stream is closed before its end."""
-        self._abort = abort
+        self.on_close: Callable[[], object] | None = None
+        """Called if the stream is closed before its end; the engine sets it."""
 
     def __aiter__(self) -> TokenStream:
         return self
@@ -53,8 +50,8 @@ class TokenStream:
     def close(self) -> None:
         """As `aclose`, where nothing can be awaited."""
         ended, self._ended = self._ended, True
-        if not ended and self._abort is not None:
-            self._abort()
+        if not ended and self.on_close is not None:
+            self.on_close()
 
     __del__ = close
 

@@ -75,7 +75,7 @@ class QueueCollector(Collector):
             payload.add_metric([ledger.run], run.open_bytes)
             letters.add_metric([ledger.run], len(run.dead_letters))
             dropped.add_metric([ledger.run], run.record.dropped_letters)
-            for stage in run.stages:
+            for stage in run.stages.ordered:
                 expired.add_metric([ledger.run, stage.name], run.lease_expiries[stage.name])
             _add(ready, [ledger.run], run.ready_to_taken)
         commits = HistogramMetricFamily(
@@ -119,7 +119,7 @@ class _FleetGauges:
 
     def add(self, run: Run) -> None:
         """Add the numbers of one run. Reads only single numbers, because another thread calls it."""
-        stage = next(stage for stage in run.stages if stage.first)
+        stage = next(stage for stage in run.stages.ordered if stage.first)
         workers = run.fair_share.recent_workers(now=run.clock(), silence_s=run.spec.lease_ttl_s)
         ready, held = run.num_ready(stage), sum(holder.rows for holder in workers)
         slots = sum(holder.slots for holder in workers)

@@ -153,7 +153,7 @@ class SimulatedEngine:
         answer = asyncio.create_task(self._answer(request, stream), name="engine-answer")
         self._answers[answer] = None
         answer.add_done_callback(lambda task: self._answers.pop(task, None))
-        stream.on_close(lambda: _cancel(answer))
+        stream.on_close = lambda: _cancel(answer)
         return stream
 
     async def _answer(self, request: GenerateRequest, stream: TokenStream) -> None:

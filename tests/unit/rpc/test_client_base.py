@@ -27,18 +27,29 @@ class Clock:
             await asyncio.sleep(0)
 
 
-async def answers(clock: Clock, pauses: list[float]) -> AsyncIterator[int]:
-    for number, seconds in enumerate(pauses):
-        await clock.pass_by(seconds)
-        yield number
+class Answers:
+    """A call that answers with numbers, each after its pause."""
+
+    def __init__(self, clock: Clock, pauses: list[float]) -> None:
+        self.cancelled = False
+        self._clock = clock
+        self._pauses = pauses
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for number, seconds in enumerate(self._pauses):
+            await self._clock.pass_by(seconds)
+            yield number
+
+    def cancel(self) -> None:
+        self.cancelled = True
 
 
 async def test_a_stream_may_take_long_if_each_message_is_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pauses = [0.8 * SILENCE_S] * 5
-    answer = answers(Clock(monkeypatch), pauses)
-    assert await base._collect(answer, SILENCE_S) == [0, 1, 2, 3, 4]
+    call = Answers(Clock(monkeypatch), pauses)
+    assert await base._collect(lambda: call, SILENCE_S) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("before", [0, 1, 4])
@@ -46,6 +57,7 @@ async def test_a_late_message_ends_the_wait_wherever_it_is(
     monkeypatch: pytest.MonkeyPatch, before: int
 ) -> None:
     pauses = [0.8 * SILENCE_S] * before + [1.2 * SILENCE_S]
-    answer = answers(Clock(monkeypatch), pauses)
+    call = Answers(Clock(monkeypatch), pauses)
     with pytest.raises(TimeoutError):
-        await base._collect(answer, SILENCE_S)
+        await base._collect(lambda: call, SILENCE_S)
+    assert call.cancelled

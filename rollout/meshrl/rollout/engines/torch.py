@@ -154,7 +154,7 @@ class TorchEngine:
                     stream.push(row.take_fresh(self.version))
                     continue
                 self._lengths.append(row.longest)
-                stream.on_close(functools.partial(_abort, thread, row))
+                stream.on_close = functools.partial(_abort, thread, row)
                 rows.append(row)
             thread.post(Submit(rows))
         except EngineGoneError as error:

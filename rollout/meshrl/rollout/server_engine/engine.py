@@ -189,7 +189,7 @@ class ServerEngine:
             return stream
         self._responses.add(response)
         response.add_done_callback(functools.partial(self._responded, push))
-        stream.on_close(functools.partial(_cancel, response))
+        stream.on_close = functools.partial(_cancel, response)
         return stream
 
     async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:

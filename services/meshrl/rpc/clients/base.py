@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Final, Self, TypeAlias, TypeVar
+from typing import Final, Protocol, Self, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 Request = TypeVar("Request", bound=SizedMessage)
 Answer = TypeVar("Answer", bound=SizedMessage)
 Result = TypeVar("Result")
+Returned = TypeVar("Returned", covariant=True)
 
 SERVICE_RETRY_S: Final = 120.0
 """Seconds for which services repeat calls: longer than a restart with a large store takes."""
@@ -91,6 +93,20 @@ class RetryBudget:
         self._pause_s = min(2.0, self._pause_s * 2)
 
 
+class LongPoll(Protocol):
+    """A request, or the header of one, that says how long the service may wait."""
+
+    wait_s: float
+
+
+class Attempt(Protocol[Returned]):
+    """A call of a Connection, with all but its wait."""
+
+    def __call__(self, *, wait_s: float) -> Awaitable[Returned]:
+        """Send the request."""
+        ...
+
+
 class Connection:
     """A channel to one service, and the rules for calls through it."""
 
@@ -133,14 +149,9 @@ class Connection:
     ) -> Result:
         """Send one message, receive one. Set `repeatable` if calling twice has the effect of calling once."""
         self.check_size(request)
-
-        async def attempt() -> Answer:
-            return await method(
-                request, timeout=self._deadline_s(wait_s), metadata=self._with_trace()
-            )
-
-        answer = await self._retrying(attempt, wait_s, repeatable)
-        return self.decode(answer, decode)
+        timeout, metadata = self._deadline_s(wait_s), self._with_trace()
+        attempt = partial(method, request, timeout=timeout, metadata=metadata)
+        return self.decode(await self._retrying(attempt, wait_s, repeatable), decode)
 
     async def call_for_stream(
         self,
@@ -152,14 +163,8 @@ class Connection:
     ) -> Result:
         """Send one message, receive a stream. The deadline is per message. A broken stream is requested again."""
         self.check_size(request)
-
-        async def attempt() -> list[Answer]:
-            call = method(request, metadata=self._with_trace())
-            try:
-                return await _collect(call, self._deadline_s(wait_s))
-            finally:
-                call.cancel()
-
+        begin = partial(method, request, metadata=self._with_trace())
+        attempt = partial(_collect, begin, self._deadline_s(wait_s))
         return self.decode(await self._retrying(attempt, wait_s), decode)
 
     async def call_with_stream(
@@ -172,27 +177,27 @@ class Connection:
     ) -> Result:
         """Send a stream, receive one message. A broken stream is sent again from its start."""
         sending_s = sum(map(self.check_size, requests)) / SLOWEST_BYTES_PER_S
+        timeout, metadata = self._deadline_s(wait_s) + sending_s, self._with_trace()
+        answer = await self._retrying(
+            lambda: method(iter(requests), timeout=timeout, metadata=metadata), wait_s
+        )
+        return self.decode(answer, decode)
 
-        async def attempt() -> Answer:
-            deadline_s = self._deadline_s(wait_s) + sending_s
-            return await method(iter(requests), timeout=deadline_s, metadata=self._with_trace())
+    async def poll(self, request: LongPoll, attempt: Attempt[Result], wait_s: float) -> Result:
+        """Call `attempt`, which sends `request`, until it returns or `wait_s` is over. Then raises WaitTimeoutError.
 
-        return self.decode(await self._retrying(attempt, wait_s), decode)
-
-    async def poll(self, wait_s: float, attempt: Callable[[float], Awaitable[Result]]) -> Result:
-        """Call `attempt(seconds)` until it returns or `wait_s` is over. Then raises its WaitTimeoutError.
-
-        If the service ends a wait before its time, this raises at once: the request has become pointless (its
-        version is too old to be served), and only the caller can change it.
+        Each attempt waits for a part of the time, which is set in `request`. If the service ends a wait before its
+        time, this raises at once: the request has become pointless (its version is too old to be served), and only
+        the caller can change it.
         """
         clock = asyncio.get_running_loop().time
         deadline = clock() + wait_s
         while True:
             called_at = clock()
             remaining_s = max(0.0, deadline - called_at)
-            seconds = min(remaining_s, self._poll_s)
+            request.wait_s = seconds = min(remaining_s, self._poll_s)
             try:
-                return await attempt(seconds)
+                return await attempt(wait_s=seconds)
             except WaitTimeoutError:
                 ended_early = clock() - called_at < EARLY * seconds
                 if ended_early or remaining_s <= self._poll_s:
@@ -294,14 +299,20 @@ class GrpcClient:
         await self._connection.close()
 
 
-async def _collect(messages: AsyncIterable[Answer], silence_s: float) -> list[Answer]:
+async def _collect(
+    begin: Callable[[], grpc.aio.UnaryStreamCall[Request, Answer]], silence_s: float
+) -> list[Answer]:
     """All messages of a stream. Raises TimeoutError if one takes longer than `silence_s`."""
     answers: list[Answer] = []
     clock = asyncio.get_running_loop().time
-    async with asyncio.timeout(silence_s) as silence:
-        async for message in messages:
-            answers.append(message)
-            silence.reschedule(clock() + silence_s)
+    messages = begin()
+    try:
+        async with asyncio.timeout(silence_s) as silence:
+            async for message in messages:
+                answers.append(message)
+                silence.reschedule(clock() + silence_s)
+    finally:
+        messages.cancel()
     return answers
 
 

@@ -181,41 +181,42 @@ class LeaseRenewer:
     def _run(self) -> None:
         while not self._closing:
             try:
-                self._open_streams()
-                self._renew(self._wait())
+                due, unattended = self._wait()
+                for worker in unattended:
+                    self._attend(worker)
+                self._renew(due)
             except Exception:
                 # Without this thread all leases of the process would expire. A closed channel may raise any error.
                 if not self._closing:
                     log.exception("leases were not renewed; trying again")
 
-    def _wait(self) -> list[_Owner]:
-        """Sleep until something is due. Returns the owners to renew for, perhaps none."""
+    def _wait(self) -> tuple[list[_Owner], set[str]]:
+        """Sleep until something is due. Returns the owners to renew for, and the workers to open a stream for."""
         with self._changed:
-            next_at = min((owner.due for owner in self._owners), default=math.inf)
-            if self._workers_without_stream():
-                next_at = min(next_at, self._reopen_at)
-            wait_s = next_at - time.monotonic()
-            if wait_s > 0 and not self._closing:
-                self._changed.wait(None if wait_s == math.inf else wait_s)
-            now = time.monotonic()
-            return [owner for owner in self._owners if owner.due <= now and not self._closing]
+            while not self._closing:
+                now = time.monotonic()
+                due = [owner for owner in self._owners if owner.due <= now]
+                times = [owner.due for owner in self._owners]
+                unattended: set[str] = set()
+                if now < self._reopen_at:
+                    times.append(self._reopen_at)
+                else:
+                    workers = {owner.held_leases.worker for owner in self._owners}
+                    unattended = workers - self._streams.keys()
+                if due or unattended:
+                    return due, unattended
+                next_at = min(times, default=math.inf)
+                self._changed.wait(None if next_at == math.inf else next_at - now)
+            return [], set()
 
-    def _workers_without_stream(self) -> set[str]:
-        return {owner.held_leases.worker for owner in self._owners} - self._streams.keys()
-
-    def _open_streams(self) -> None:
-        with self._changed:
-            if self._closing or time.monotonic() < self._reopen_at:
-                return
-            missing = self._workers_without_stream()
-        for worker in missing:
-            request = pb.AttendRequest(worker=worker)
-            stream = cast(
-                EndingStream,
-                self._open_stream(request, wait_for_ready=True, metadata=self._metadata),
-            )
-            self._streams[worker] = stream
-            stream.add_done_callback(partial(self._stream_ended, worker))
+    def _attend(self, worker: str) -> None:
+        request = pb.AttendRequest(worker=worker)
+        stream = cast(
+            EndingStream,
+            self._open_stream(request, wait_for_ready=True, metadata=self._metadata),
+        )
+        self._streams[worker] = stream
+        stream.add_done_callback(partial(self._stream_ended, worker))
 
     def _stream_ended(self, worker: str, stream: EndingStream) -> None:
         """The stream broke: reopen it and renew, before the queue decides that this process is dead."""

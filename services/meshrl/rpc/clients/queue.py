@@ -128,17 +128,15 @@ class QueueClient(GrpcClient, RowMethods):
 
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
         """See Queue."""
-
-        async def attempt(seconds: float) -> int:
-            call = codec.AdmitCall(run=run, tasks=tuple(tasks), cursor=cursor, wait_s=seconds)
-            return await self._connection.call_with_stream(
-                self._stub.Admit,
-                codec.encode_admit(call),
-                lambda answer: answer.admitted,
-                wait_s=seconds,
-            )
-
-        return await self._connection.poll(wait_s, attempt)
+        call = codec.AdmitCall(run=run, tasks=tuple(tasks), cursor=cursor, wait_s=wait_s)
+        requests = codec.encode_admit(call)
+        attempt = partial(
+            self._connection.call_with_stream,
+            self._stub.Admit,
+            requests,
+            lambda answer: answer.admitted,
+        )
+        return await self._connection.poll(requests[0].header, attempt, wait_s)
 
     async def close_feed(self, run: str) -> None:
         """See Queue."""
@@ -156,22 +154,18 @@ class QueueClient(GrpcClient, RowMethods):
         wait_s: float,
     ) -> Lease:
         """See Queue."""
-
-        async def attempt(seconds: float) -> Lease:
-            request = pb.LeaseRequest(
-                runs=runs,
-                stage=stage,
-                worker=worker,
-                limit=limit,
-                at_least=at_least,
-                version=codec.encode_version(version) if version else None,
-                wait_s=seconds,
-            )
-            return await self._connection.call_for_stream(
-                self._lease, request, codec.decode_lease, wait_s=seconds
-            )
-
-        return await self._connection.poll(wait_s, attempt)
+        request = pb.LeaseRequest(
+            runs=runs,
+            stage=stage,
+            worker=worker,
+            limit=limit,
+            at_least=at_least,
+            version=codec.encode_version(version) if version else None,
+        )
+        attempt = partial(
+            self._connection.call_for_stream, self._lease, request, codec.decode_lease
+        )
+        return await self._connection.poll(request, attempt, wait_s)
 
     async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
         """See Queue."""
@@ -226,16 +220,15 @@ class QueueClient(GrpcClient, RowMethods):
         self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
     ) -> Batch:
         """See Queue."""
-
-        async def attempt(seconds: float) -> Batch:
-            request = pb.TakeRequest(
-                run=run, epoch=epoch, step=step, groups=groups, batch_id=batch_id, wait_s=seconds
-            )
-            return await self._connection.call(
-                self._stub.Take, request, codec.decode_batch, wait_s=seconds
-            )
-
-        return await self._connection.poll(wait_s, attempt)
+        request = pb.TakeRequest(
+            run=run,
+            epoch=epoch,
+            step=step,
+            groups=groups,
+            batch_id=batch_id,
+        )
+        attempt = partial(self._connection.call, self._stub.Take, request, codec.decode_batch)
+        return await self._connection.poll(request, attempt, wait_s)
 
     async def fetch_packed(
         self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Unpack
 
 from meshrl.contract import codec
@@ -32,12 +33,9 @@ class ShardClient(QueueClient):
         self, name: str, *, other_than: str | None = None, wait_s: float = 0.0
     ) -> ShardNote:
         """See Shard."""
-
-        async def attempt(seconds: float) -> ShardNote:
-            request = pb.NoteRequest(name=name, other_than=other_than, wait_s=seconds)
-            return await self._connection.call(self._shard.Note, request, _note, wait_s=seconds)
-
-        return await self._connection.poll(wait_s, attempt)
+        request = pb.NoteRequest(name=name, other_than=other_than)
+        attempt = partial(self._connection.call, self._shard.Note, request, _note)
+        return await self._connection.poll(request, attempt, wait_s)
 
     async def write_note(self, name: str, text: str, *, instead_of: str) -> None:
         """See Shard."""
@@ -60,14 +58,15 @@ class ShardClient(QueueClient):
         wait_s: float = 0.0,
     ) -> ShardCapacity:
         """See Shard."""
-
-        async def attempt(seconds: float) -> ShardCapacity:
-            request = pb.RoomRequest(
-                run=run, turn=turn, tasks=tasks, fewer_than=fewer_than, why=why, wait_s=seconds
-            )
-            return await self._connection.call(self._shard.Room, request, _room, wait_s=seconds)
-
-        return await self._connection.poll(wait_s, attempt)
+        request = pb.RoomRequest(
+            run=run,
+            turn=turn,
+            tasks=tasks,
+            fewer_than=fewer_than,
+            why=why,
+        )
+        attempt = partial(self._connection.call, self._shard.Room, request, _room)
+        return await self._connection.poll(request, attempt, wait_s)
 
     async def admit_in_turn(
         self, run: str, tasks: Sequence[Task], *, cursor: str | None, turn: str
@@ -98,24 +97,20 @@ class ShardClient(QueueClient):
         wait_s: float = 0.0,
     ) -> GroupCounts:
         """See Shard."""
-
-        async def attempt(seconds: float) -> GroupCounts:
-            request = pb.GroupsRequest(
-                run=run,
-                epoch=epoch,
-                step=step,
-                batch_id=batch_id,
-                groups=groups,
-                more_than=more_than,
-                done=done,
-                due_by=None if due_by < 0 else due_by,
-                unfinished=unfinished,
-                why=why,
-                wait_s=seconds,
-            )
-            return await self._connection.call(self._shard.Groups, request, _groups, wait_s=seconds)
-
-        return await self._connection.poll(wait_s, attempt)
+        request = pb.GroupsRequest(
+            run=run,
+            epoch=epoch,
+            step=step,
+            batch_id=batch_id,
+            groups=groups,
+            more_than=more_than,
+            done=done,
+            due_by=None if due_by < 0 else due_by,
+            unfinished=unfinished,
+            why=why,
+        )
+        attempt = partial(self._connection.call, self._shard.Groups, request, _groups)
+        return await self._connection.poll(request, attempt, wait_s)
 
     async def plan_of(self, run: str, batch_id: str) -> str:
         """See Shard."""
@@ -143,19 +138,15 @@ class ShardClient(QueueClient):
         wait_s: float,
     ) -> None:
         """See Shard."""
-
-        async def attempt(seconds: float) -> None:
-            request = pb.UntilRowsRequest(
-                runs=runs,
-                stage=stage,
-                worker=worker,
-                limit=limit,
-                version=codec.encode_version(version) if version else None,
-                wait_s=seconds,
-            )
-            await self._connection.call(self._shard.UntilRows, request, discard, wait_s=seconds)
-
-        await self._connection.poll(wait_s, attempt)
+        request = pb.UntilRowsRequest(
+            runs=runs,
+            stage=stage,
+            worker=worker,
+            limit=limit,
+            version=codec.encode_version(version) if version else None,
+        )
+        attempt = partial(self._connection.call, self._shard.UntilRows, request, discard)
+        await self._connection.poll(request, attempt, wait_s)
 
     async def rows(
         self,
@@ -168,21 +159,15 @@ class ShardClient(QueueClient):
         wait_s: float = 0.0,
     ) -> Sequence[RowCounts]:
         """See Shard."""
-
-        async def attempt(seconds: float) -> Sequence[RowCounts]:
-            request = pb.RowsRequest(
-                runs=runs,
-                stage=stage,
-                worker=worker,
-                unlike=None if unlike is None else encode_rows(unlike),
-                why=why,
-                wait_s=seconds,
-            )
-            return await self._connection.call(
-                self._shard.Rows, request, decode_rows, wait_s=seconds
-            )
-
-        return await self._connection.poll(wait_s, attempt)
+        request = pb.RowsRequest(
+            runs=runs,
+            stage=stage,
+            worker=worker,
+            unlike=None if unlike is None else encode_rows(unlike),
+            why=why,
+        )
+        attempt = partial(self._connection.call, self._shard.Rows, request, decode_rows)
+        return await self._connection.poll(request, attempt, wait_s)
 
 
 def _note(answer: pb.NoteResponse) -> ShardNote:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 import grpc
 
@@ -71,13 +72,11 @@ class TrainerClient(GrpcClient):
 
     async def save_checkpoint(self, *, wait_s: float) -> int:
         """See TrainerControl. Waits in polls. A repeated call saves once more."""
-
-        async def attempt(seconds: float) -> int:
-            return await self._connection.call(
-                self._stub.SaveCheckpoint,
-                pb.SaveCheckpointRequest(wait_s=seconds),
-                lambda answer: answer.step,
-                wait_s=seconds,
-            )
-
-        return await self._connection.poll(wait_s, attempt)
+        request = pb.SaveCheckpointRequest()
+        attempt = partial(
+            self._connection.call,
+            self._stub.SaveCheckpoint,
+            request,
+            lambda answer: answer.step,
+        )
+        return await self._connection.poll(request, attempt, wait_s)

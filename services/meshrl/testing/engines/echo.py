@@ -132,7 +132,7 @@ class EchoEngine:
         answer = asyncio.create_task(self._answer(request, push), name=f"echo {request.request_id}")
         self._answers.add(answer)
         answer.add_done_callback(functools.partial(self._answered, push))
-        stream.on_close(functools.partial(_cancel, answer))
+        stream.on_close = functools.partial(_cancel, answer)
         return stream
 
     def generate_together(self, requests: Sequence[GenerateRequest]) -> Sequence[TokenStream]:

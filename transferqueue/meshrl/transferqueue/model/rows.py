@@ -67,7 +67,7 @@ class Rows:
         """Groups that can be taken now."""
         self.fair_share: Final = FairShare()
         """The workers of the stage that samples."""
-        self._ready = tuple(ReadyRows() for _ in self.stages)
+        self._ready = tuple(ReadyRows() for _ in self.stages.ordered)
         self.open_bytes = 0
         """Payload of the groups that are not consumed."""
         self.sampled_from: Final[Counter[int]] = Counter()
@@ -78,7 +78,7 @@ class Rows:
         self.lease_expiries: Final[Mapping[str, int]] = self._lease_expiries
         """Rows whose lease expired since the queue opened, by stage; 0 for any other name."""
 
-        self.rows_signals: Final = tuple(Signal() for _ in self.stages)
+        self.rows_signals: Final = tuple(Signal() for _ in self.stages.ordered)
         """By stage number: something changed that a lease of several rows may wait for."""
         self.turns: Final = tuple(Turns(partial(getattr, ready, "count")) for ready in self._ready)
         """By stage number: who wants any row looks in turn."""
@@ -87,7 +87,7 @@ class Rows:
         self.complete_signal: Final = Signal()
         self.admission_signal: Final = Signal()
         self._ready_by_stage = tuple(
-            zip(self.stages, self._ready, self.rows_signals, self.turns, strict=True)
+            zip(self.stages.ordered, self._ready, self.rows_signals, self.turns, strict=True)
         )
 
     # --- what others may read

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshrl.contract.errors import UserError
@@ -48,10 +48,11 @@ class Stages:
             self._by_name[spec.name] = Stage(
                 number, spec.name, spec.reads, spec.writes, after, first=not spec.reads
             )
-        self._ordered = tuple(self._by_name.values())
-        self.writes = tuple(stage.writes for stage in self._ordered)
+        self.ordered = tuple(self._by_name.values())
+        """By stage number."""
+        self.writes = tuple(stage.writes for stage in self.ordered)
         """By stage number: the columns that it writes."""
-        if not any(stage.first for stage in self):
+        if not any(stage.first for stage in self.ordered):
             raise UserError("a run needs a stage that reads nothing: the one that samples")
 
     def _check(self, spec: StageSpec, number: int) -> None:
@@ -70,12 +71,6 @@ class Stages:
     def _written_before(self, number: int) -> list[str]:
         return [column for column, writer in self._of_column.items() if writer < number]
 
-    def __iter__(self) -> Iterator[Stage]:
-        return iter(self._ordered)
-
-    def __len__(self) -> int:
-        return len(self._ordered)
-
     def get(self, name: str) -> Stage | None:
         """The stage with this name, if the run has it."""
         return self._by_name.get(name)
@@ -89,7 +84,7 @@ class Stages:
     def depending_on(self, stage: Stage) -> set[int]:
         """Numbers of `stage` and of all stages that read what it writes, directly or not."""
         numbers = {stage.number}
-        for other in self._ordered[stage.number + 1 :]:
+        for other in self.ordered[stage.number + 1 :]:
             if numbers & set(other.after):
                 numbers.add(other.number)
         return numbers
@@ -106,4 +101,4 @@ class Stages:
                     f"no stage of the run writes column {column!r}"
                     f" (columns: {', '.join(self._of_column)})"
                 )
-        return [self._ordered[n] for n in sorted({self._of_column[name] for name in columns})]
+        return [self.ordered[n] for n in sorted({self._of_column[name] for name in columns})]

@@ -133,7 +133,7 @@ def _ledger_problems(run: Run) -> Iterator[str]:
     for group in run.groups.values():
         if group.task_id not in run.known_tasks:
             yield f"run {run.name}: task {group.task_id} is resident and was never admitted"
-        for stage in run.stages:
+        for stage in run.stages.ordered:
             framed = {
                 index
                 for frame in group.frames

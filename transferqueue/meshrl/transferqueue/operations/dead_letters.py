@@ -68,7 +68,7 @@ def quarantine_unread(run: Run, uids: Sequence[Uid], reason: str) -> None:
     for group, mask in lifecycle.taken(run, uids):
         assert group.batch is not None
         fault = reason.removeprefix(f"{DAMAGED}: ")
-        stage = next(iter(run.stages))
+        stage = run.stages.ordered[0]
         damaged[group.batch.batch_id][group.number] = Damage(mask, stage, fault)
     for batch_id, groups in damaged.items():
         quarantine_taken(run, run.batches[batch_id], groups)

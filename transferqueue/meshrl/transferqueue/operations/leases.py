@@ -53,7 +53,7 @@ def leasable(runs: Mapping[str, Run], names: Sequence[str], stage: str) -> list[
         if not candidates:
             raise UserError(
                 f"no stage named {stage!r} in {', '.join(names)} (run {names[0]} has"
-                f" {', '.join(spec.name for spec in opened[0].stages)})"
+                f" {', '.join(spec.name for spec in opened[0].stages.ordered)})"
             )
         if all(run.record.feed_closed and not run.groups for run in opened):
             raise EndOfDataError(f"nothing is left to lease in {', '.join(names)}")
@@ -293,7 +293,7 @@ def expired(run: Run, grant: Grant, *, attended: bool) -> None:
 
     If the worker is `attended` and never renewed the rows, they never reached it: that does not count as an attempt.
     """
-    stage = next(stage for stage in run.stages if stage.number == grant.stage)
+    stage = run.stages.ordered[grant.stage]
     run.count_expiry(stage, grant, delivered=grant.renewed or not attended)
     _redeliver(run, stage, grant.group, grant.mask, Outcome.INFRA_FAULT, EXPIRED)
 

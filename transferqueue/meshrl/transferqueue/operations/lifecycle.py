@@ -225,16 +225,16 @@ def waits_for_due(run: Run) -> bool:
     return run.spec.stale_policy is not StalePolicy.DROP
 
 
-def due_groups(run: Run, step: int, count: int) -> tuple[int, int]:
+def due_groups(run: Run, known: Sequence[Sampled], count: int) -> tuple[int, int]:
     """Groups that `take` waits for although enough others are complete: any later step would be too late for them.
 
-    Returns the step from which on they are sampled at the latest (negative: there are none), and their number.
-    Without this, tasks that sample for longer than the staleness window were overtaken each time, and only short ones
-    were trained. A repeated batch is as it was.
+    `known` is what `sampled` returns. Returns the step from which on they are sampled at the latest (negative: there
+    are none), and their number. Without this, tasks that sample for longer than the staleness window were overtaken
+    each time, and only short ones were trained. A repeated batch is as it was.
     """
     if not waits_for_due(run) or run.complete.taken_before >= count:
         return -1, 0
-    return window.most_lacking(sampled(run, step), count)
+    return window.most_lacking(known, count)
 
 
 def _with_due(
@@ -297,15 +297,15 @@ def take(
             raise EndOfDataError(
                 f"run {run.name}: the feed is closed and every group is taken or has left"
             )
-    elif due_by is None and due_groups(run, step, count)[1] > 0:
-        return None
-    known = sampled(run, step)
-    wanted_by = (
-        [(first, wanted) for first, wanted, _ in window.due(known, len(groups))]
-        if due_by is None
-        else window.earliest(known, len(groups), due_by)
-    )
-    groups = _with_due(run, groups, step, wanted_by)
+    if known := sampled(run, step):
+        if due_by is None and len(groups) == count and due_groups(run, known, count)[1] > 0:
+            return None
+        wanted_by = (
+            [(first, wanted) for first, wanted, _ in window.due(known, len(groups))]
+            if due_by is None
+            else window.earliest(known, len(groups), due_by)
+        )
+        groups = _with_due(run, groups, step, wanted_by)
     for group in groups:
         run.withdraw(group)
         if unfinished := group.unfinished:

@@ -351,7 +351,6 @@ class PayloadReader:
         What is found first in a group counts.
         """
         found: dict[int, Damage] = {}
-        stages = tuple(run.stages)
         frames = [
             (group, frame, group.frame_key(frame.number))
             for group in groups
@@ -367,7 +366,9 @@ class PayloadReader:
             for (group, frame, key), value in zip(part, values, strict=True):
                 if fault := _fault(key, value, frame.checksum):
                     fault = f"task {group.task_id}, {fault}"
-                    found.setdefault(group.number, Damage(frame.live, stages[frame.stage], fault))
+                    found.setdefault(
+                        group.number, Damage(frame.live, run.stages.ordered[frame.stage], fault)
+                    )
         return found
 
     def _task(self, each: Extract, value: bytes | None) -> PackedTask | None:

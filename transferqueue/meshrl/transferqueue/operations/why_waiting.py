@@ -61,7 +61,7 @@ def _call(run: Run, wait: Wait, now: float, unfinished: list[Group]) -> Waiting:
 
 def _held(run: Run, unfinished: list[Group], now: float) -> Iterator[Waiting]:
     """Rows that workers hold, one entry per stage and worker."""
-    names = {stage.number: stage.name for stage in run.stages}
+    names = [stage.name for stage in run.stages.ordered]
     by_holder: defaultdict[tuple[int, str], list[Grant]] = defaultdict(list)
     for group in unfinished:
         for grant in group.grants:
@@ -80,7 +80,7 @@ def _held(run: Run, unfinished: list[Group], now: float) -> Iterator[Waiting]:
 
 def _unheld(run: Run, unfinished: list[Group], now: float) -> Iterator[Waiting]:
     """Rows that a stage could lease and no worker holds, one entry per stage and reason."""
-    for stage in run.stages:
+    for stage in run.stages.ordered:
         by_reason: defaultdict[str, list[tuple[Group, int]]] = defaultdict(list)
         for group in unfinished:
             for index in bits(group.leasable(stage.number, stage.after)):
@@ -113,7 +113,9 @@ DUE = "would be too old at the next step"
 
 def take_due(run: Run, count: int, step: int) -> tuple[int, int]:
     """As `due_groups`, once enough others are complete."""
-    return lifecycle.due_groups(run, step, count) if len(run.complete) >= count else (-1, 0)
+    if len(run.complete) < count:
+        return -1, 0
+    return lifecycle.due_groups(run, lifecycle.sampled(run, step), count)
 
 
 def take_reason(run: Run, count: int, step: int) -> str:
