@@ -105,9 +105,12 @@ def _private_tmp(libc: ctypes.CDLL, folder: str, tmp_bytes: int | None) -> None:
         return
     if level == "strict":
         for path in _mounts_below(folder):  # Python or the function, in a checkout below /tmp
-            copy = made_at + path.removeprefix(folder)
-            os.makedirs(copy)  # noqa: PTH103
-            libc.mount(path.encode(), copy.encode(), None, MS_BIND | MS_REC, None)
+            copy = Path(made_at + path.removeprefix(folder))
+            made = copy if os.path.isdir(path) else copy.parent  # noqa: PTH112
+            made.mkdir(parents=True, exist_ok=True)
+            if made != copy:
+                copy.touch()
+            libc.mount(path.encode(), bytes(copy), None, MS_BIND | MS_REC, None)
         libc.mount(made_at.encode(), folder.encode(), None, MS_BIND | MS_REC, None)
     os.chdir(folder)
 

@@ -198,9 +198,20 @@ def metric(value: Any, given: Given) -> Answer:
     )
 
 
+def batch_size(value: Any, given: Given) -> Answer:
+    """Prompts of a step; verl's asynchronous trainer wants 0 here and counts mini-batches."""
+    if not given.program.asynchronous:
+        return Answer(settings={"data.train_batch_size": value}, note="prompts, in both")
+    batches = given.get("async_training.require_batches")
+    note = f"async_training.require_batches={batches} mini-batches a step"
+    return Answer(settings={"data.train_batch_size": given.batch_prompts}, note=note)
+
+
 def oversample(value: Any, given: Given) -> Answer:
     """Prompts of one generation, as a multiple of the batch."""
-    batch = int(given.get("data.train_batch_size"))
+    batch = given.batch_prompts
+    if given.program.asynchronous:
+        return Answer(note="prompts are sampled all the time")
     if value is None or int(value) == batch:
         return Answer(note="as large as the batch")
     if not given.get("algorithm.filter_groups.enable"):
@@ -385,10 +396,43 @@ def trainer_mode(value: Any, given: Given) -> Answer:
 
 
 def staleness_threshold(value: Any, given: Given) -> Answer:
-    """A share of samples in verl, whole steps here."""
-    return Answer(
-        settings={"queue.max_staleness": max(1, math.ceil(float(value)))}, note="whole steps"
+    """Whole steps here; in verl a share of what is sampled for the steps between two versions, which are also old."""
+    steps = int(given.get("async_training.trigger_parameter_sync_step") or 1)
+    bound = math.ceil((1 + float(value)) * steps - 1e-9) - 1
+    old = "actor.recompute_old_log_probs"
+    own = given.get("actor_rollout_ref.actor.use_rollout_log_probs")
+    settings: dict[str, Any] = {"queue.max_staleness": bound}
+    if own is not None:
+        settings[old] = not own
+    note = f"(1 + {value}) x {steps} steps between two versions, less the newest; versions are published every step"
+    return Answer(settings=settings, note=note)
+
+
+def partial_rollout(value: Any, given: Given) -> Answer:
+    """Whether a response goes on under new weights."""
+    return Answer(settings={"rollout.on_update": "in_flight" if value else "drain"})
+
+
+def total_rollouts(value: Any, given: Given) -> Answer:
+    """Prompts of the whole run, as steps."""
+    if value is None or "trainer.total_training_steps" in given:
+        return Answer(note="trainer.total_training_steps")
+    steps = max(1, int(value) // given.batch_prompts)
+    note = f"{value} prompts / {given.batch_prompts} of a step"
+    return Answer(settings={"trainer.total_training_steps": steps}, note=note)
+
+
+def rollout_gpus(value: Any, given: Given) -> Answer:
+    """GPUs for sampling alone, as rollout workers of so many GPUs as an engine has ranks."""
+    section = ROLLOUT if f"{ROLLOUT}.nnodes" in given else "rollout"
+    gpus = int(given.get(f"{section}.nnodes") or 0) * int(
+        given.get(f"{section}.n_gpus_per_node") or 8
     )
+    ranks = int(given.get(f"{ROLLOUT}.tensor_model_parallel_size") or 1)
+    if not gpus:
+        return Answer(note="sampling shares the trainer's GPUs: placement.colocate")
+    settings = {"rollout.workers": max(1, gpus // ranks), "placement.rollout": ranks}
+    return Answer(settings=settings, note=f"{gpus} GPUs / {ranks} of an engine")
 
 
 def correction_cap(value: Any, given: Given) -> Answer:

@@ -18,11 +18,14 @@ from meshrl.config.loading import Written, read_yaml
 from meshrl.config.problems import origin_of
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import ConfigError
+from meshrl.trainer.algorithms.recipe_defaults import defaults, places
 from meshrl.verl.overrides import Override, parse
+from meshrl.verl.programs import Command, Program, refuse_other
 from meshrl.verl.rules import ENGINE_ARGUMENTS, Answer, Given, Rule, Status
 from meshrl.verl.table import rules
 
 _INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
+BY_PROGRAM = frozenset({"algorithm.adv_estimator", "actor.policy_loss.loss_mode"})
 _COMPOSING = ("defaults", "hydra")
 """Sections of a YAML that say how Hydra puts it together."""
 
@@ -56,7 +59,11 @@ class Migration:
 
 
 def migrate(
-    overrides: Sequence[str], files: Sequence[Path] = (), *, name: str = "migrated"
+    overrides: Sequence[str],
+    files: Sequence[Path] = (),
+    *,
+    name: str = "migrated",
+    started: Command | None = None,
 ) -> Migration:
     """Translate YAML files, then overrides, the last one winning.
 
@@ -64,16 +71,26 @@ def migrate(
         overrides: Arguments of a verl command; options such as `--config-name` are passed over with a finding.
         files: YAML files of verl (or Hydra's saved `config.yaml`).
         name: The run's name where no experiment has one.
+        started: The command whose program they were given to; None is `verl.trainer.main_ppo`.
 
     Raises:
-        ConfigError: a line that cannot be read, or a value that the recipe cannot hold; one line per problem.
+        ConfigError: a program that trains nothing, a line that cannot be read, or a value that the recipe cannot
+            hold; one line per problem.
     """
     values, origins, findings = _given(overrides, files)
     table = rules()
-    given = Given(values, {found.key: found.default for found in table})
-    made = _Making()
+    program = Program()
+    if started is not None:
+        refuse_other(started)
+        program = started.program
+        findings[:0] = [_of_program(started)] if started.name else []
+    given = Given(values, {found.key: found.default for found in table}, program)
+    made = _Making(program)
     for key, value in sorted(values.items(), key=lambda item: _place(table, item[0])):
         findings.append(made.take(key, value, given, table, origins.get(key, key)))
+    for key, value in program.defaults.items():
+        if key not in values:
+            made.take(key, value, given, table, f"the default of {key}")
     made.fill(given, table)
     made.say(("run", "name"), name, "")
     written = Written(made.tree, {(): "the migrated recipe", **made.origins})
@@ -87,11 +104,18 @@ def migrate(
 class _Making:
     """The recipe while it is made."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: Program) -> None:
         self.tree: dict[str, Any] = {}
         self.comments: dict[Loc, str] = {}
         self.origins: dict[Loc, str] = {}
         self._keys: dict[str, Key] = {key.dotted: key for key in walk(Recipe)}
+        self._brought: set[tuple[str, ...]] = set()
+        """Keys that the algorithm's name brings: no default of verl's is written over them."""
+        for ours, value in program.settings.items():
+            self.say(tuple(ours.split(".")), value, "what the program does")
+        if program.algorithm:
+            self.say(("algorithm", "name"), program.algorithm, "what the program computes")
+            self._brought.update(places(defaults(program.algorithm)))
 
     def take(
         self, key: str, value: Any, given: Given, table: Sequence[Rule], origin: str
@@ -109,6 +133,9 @@ class _Making:
         settings = _below(found.key, key, answer.settings)
         added = {}
         for ours, setting in settings.items():
+            if ours in BY_PROGRAM and tuple(ours.split(".")) in self._brought:
+                note = f"{key} is not read by this program: algorithm.name"
+                return Finding(key=key, value=value, status=Status.MAPPED, note=note)
             # verl's null is its default, ours has to be asked for.
             if setting is not None and self.say(
                 tuple(ours.split(".")), setting, answer.note, origin
@@ -126,7 +153,8 @@ class _Making:
                 continue
             answer = found.convert(found.default, given)
             for ours, setting in answer.settings.items():
-                if setting is not None and self._differs(ours, setting):
+                brought = tuple(ours.split(".")) in self._brought
+                if setting is not None and not brought and self._differs(ours, setting):
                     note = f"verl's default; {answer.note}" if answer.note else "verl's default"
                     self.say(
                         tuple(ours.split(".")), setting, note, f"verl's default of {found.key}"
@@ -177,6 +205,18 @@ class _Making:
         return (
             self._keys[ours].field.get_default(call_default_factory=True) if here is None else here
         )
+
+
+def _of_program(started: Command) -> Finding:
+    """What became of the program that is started."""
+    program = started.program
+    settings = dict(program.settings)
+    if program.algorithm:
+        settings["algorithm.name"] = program.algorithm
+    status = Status.REFUSED if program.refused else Status.MAPPED
+    return Finding(
+        key="program", value=started.name, status=status, settings=settings, note=program.refused
+    )
 
 
 def _place(table: Sequence[Rule], key: str) -> int:

@@ -6,10 +6,12 @@ A rule is a key and a function from its value (and all that was given) to an `An
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from meshrl.verl.programs import Program
 
 UNSET: Any = object()
 """No value."""
@@ -44,8 +46,14 @@ class Answer:
 class Given:
     """What a command line or a YAML says, by dotted key."""
 
-    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self.values = dict(values)
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        program: Program = Program(),  # noqa: B008 - frozen
+    ) -> None:
+        self.values = {**program.defaults, **values}
+        self.program = program
         self._defaults = defaults
 
     def __contains__(self, key: str) -> bool:
@@ -57,6 +65,14 @@ class Given:
         if value is not None:
             return value
         return self._defaults.get(key) if default is UNSET else default
+
+    @property
+    def batch_prompts(self) -> int:
+        """Prompts of one training step."""
+        if not self.program.asynchronous:
+            return int(self.get("data.train_batch_size"))
+        batches = int(self.get("async_training.require_batches"))
+        return batches * int(self.get("actor_rollout_ref.actor.ppo_mini_batch_size"))
 
     @property
     def row_tokens(self) -> int:
@@ -77,6 +93,8 @@ class Rule:
     """verl's: taken where the key is not given."""
     take_default: bool = False
     """Write the default down where a recipe's own is another."""
+    unnamed: bool = False
+    """It stands for keys that nobody here has looked at."""
 
 
 def same(key: str, ours: str, default: Any = UNSET, *, note: str = "") -> Rule:
@@ -112,10 +130,8 @@ def ignored_below(section: str, names: Iterable[str], why: str) -> Iterator[Rule
 
 def unnamed(section: str) -> Rule:
     """Every other key of a section: refused unless it is switched off, because nobody here knows what it changes."""
-    return refused(
-        f"{section}.*",
-        "not known here: it may change the run; leave it out if it changes speed, memory or logging only",
-    )
+    instead = "not known here: it may change the run; leave it out if it changes speed, memory or logging only"
+    return replace(refused(f"{section}.*", instead), unnamed=True)
 
 
 def unless(switch: str, section: str, why: str, instead: str) -> Rule:

@@ -154,8 +154,15 @@ def _overlong(at: str) -> Iterator[Rule]:
 
 def trainer() -> Iterator[Rule]:
     """Length and bookkeeping of a run."""
-    yield rule("trainer.v1.trainer_mode", to.trainer_mode, "sync")
     yield rule("async_training.staleness_threshold", to.staleness_threshold)
+    yield within("async_training.trigger_parameter_sync_step", "see staleness_threshold")
+    yield within("async_training.require_batches", "see data.train_batch_size", 1)
+    yield rule("async_training.partial_rollout", to.partial_rollout)
+    yield rule("rollout.total_rollout_steps", to.total_rollouts)
+    for section in ("rollout", ROLLOUT):
+        for name in ("nnodes", "n_gpus_per_node"):
+            yield rule(f"{section}.{name}", to.rollout_gpus)
+    yield rule("trainer.v1.trainer_mode", to.trainer_mode, "sync")
     yield within("trainer.use_v1", "trainer.v1.trainer_mode decides")
     yield within(
         "trainer.v1.sampler.max_off_policy_threshold",

@@ -21,8 +21,6 @@ _BRACED = re.compile(r"([A-Za-z_][A-Za-z0-9_]*|[@*#?!$0-9])(\[[@*]\])?(?:(:?[-=]
 _BRANCHES = frozenset({"if", "for", "while", "until", "case", "function", "select"})
 _QUIET = frozenset({"set", "cd", "source", "unset", "echo", "mkdir", "ulimit", "shopt"})
 _DECLARING = frozenset({"export", "readonly", "local", "declare"})
-_ENTRY = re.compile(r"^verl\.\w+\.\w+|(^|[./])main_\w+(\.py)?$")
-"""A word that names what is started: `verl.trainer.main_ppo`, `recipe.dapo.main_dapo`, `main_ppo.py`."""
 
 _ARITHMETIC: Mapping[type, Callable[[int, int], int]] = {
     ast.Add: operators.add,
@@ -35,31 +33,17 @@ _ARITHMETIC: Mapping[type, Callable[[int, int], int]] = {
 Value = str | list[str]
 
 
-def command_words(script: str, environment: Mapping[str, str]) -> list[str]:
-    """The arguments of the verl command in `script`, or its words when it is no command but a list of overrides.
+def commands(script: str, environment: Mapping[str, str]) -> list[list[str]]:
+    """The statements of `script` that are no assignments, each a list of words.
 
     Args:
         script: What somebody pasted.
         environment: Variables that the script does not set itself, such as HOME.
 
     Raises:
-        ConfigError: it cannot be read without running it, or holds no verl command; says where.
+        ConfigError: it cannot be read without running it; says where.
     """
-    statements = _Reader(script, dict(environment)).read()
-    commands = [words for words in statements if any(_ENTRY.search(word) for word in words)]
-    if commands:
-        return after_entry(commands[0])
-    if len(statements) == 1:
-        return statements[0]
-    raise ConfigError(
-        "no verl command found; want a line like python3 -m verl.trainer.main_ppo key=value ..."
-    )
-
-
-def after_entry(words: list[str]) -> list[str]:
-    """What follows the module that is started; all words if none is."""
-    at = next((i for i, word in enumerate(words) if "=" not in word and _ENTRY.search(word)), -1)
-    return words[at + 1 :]
+    return _Reader(script, dict(environment)).read()
 
 
 @dataclass

@@ -98,7 +98,7 @@ def _data() -> Iterator[Rule]:
     )
     yield rule("data.val_files", to.files_to("data.val_files"), "~/data/rlhf/gsm8k/test.parquet")
     yield same("data.prompt_key", "data.prompt_key", "prompt")
-    yield same("data.train_batch_size", "data.train_batch_size", 1024, note="prompts, in both")
+    yield rule("data.train_batch_size", to.batch_size, 1024)
     yield same("data.max_prompt_length", "data.max_prompt_length", 512)
     yield same("data.max_response_length", "data.max_response_length", 512)
     yield same("data.filter_overlong_prompts", "data.filter_overlong_prompts", False)

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import ConfigError
-from meshrl.verl import command_words, parse
+from meshrl.verl import parse
+
+from .verl_commands import command_words
 
 # What Hydra 1.3.8's own parser makes of each.
 AS_HYDRA_READS: list[tuple[str, str, Any]] = [

@@ -1,5 +1,17 @@
 """Launch commands as people write them for verl: GRPO and PPO on GSM8K, DAPO on mathematics."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from meshrl.verl.scripts import pasted
+
+
+def command_words(script: str, environment: Mapping[str, str]) -> list[str]:
+    """The arguments of the verl command in `script`, which is read and not run."""
+    return list(pasted(script, environment)[0].arguments)
+
+
 GRPO = r"""
 set -x
 

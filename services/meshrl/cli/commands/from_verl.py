@@ -18,7 +18,7 @@ from meshrl.rpc.exit_codes import Exit
 @click.option(
     "--script",
     type=click.Path(path_type=Path, allow_dash=True),
-    help="A launch script or a pasted command, continued lines and variables included; - is stdin. Nothing is run.",
+    help="A launch script or a pasted command; - is stdin. It runs in a sandbox, and what it starts is not started.",
 )
 @click.option(
     "--yaml", "files", type=PATH, multiple=True, help="A YAML of verl; may be given several times."
@@ -41,7 +41,8 @@ def from_verl(
     """Translate a verl run into a recipe, and say what became of every key.
 
     The command stands after `--`, as in `meshrl config from-verl -o my.yaml -- python3 -m verl.trainer.main_ppo
-    algorithm.adv_estimator=grpo ...`, in a --script, or its keys in a --yaml; overrides win over YAML.
+    algorithm.adv_estimator=grpo ...`, in a --script (then its arguments stand after `--`), or its keys in a --yaml;
+    overrides win over YAML.
     """
     if not command and script is None and not files:
         raise UserError(
@@ -51,13 +52,20 @@ def from_verl(
         raise UserError(f"{output} is there already; choose another, or give --force")
     from meshrl.verl import written
     from meshrl.verl.migrate import migrate
+    from meshrl.verl.programs import Command, Program, command_of
     from meshrl.verl.rules import Status
-    from meshrl.verl.shell import after_entry, command_words
+    from meshrl.verl.scripts import started
 
-    words = command_words(_text(script), os.environ) if script is not None else []
-    words += after_entry(list(command))
+    others: list[str] = []
+    if script is not None:
+        path = None if str(script) == "-" else script
+        ours, others = started(_text(script), os.environ, path, command)
+    else:
+        ours = command_of(command) or Command(name="", arguments=command, program=Program())
     name = output.stem if output is not None else "migrated"
-    migration = migrate(words, files, name=name)
+    migration = migrate(ours.arguments, files, name=name, started=ours)
+    for other in others:
+        click.echo(f"the script also starts {other}: not translated", err=True)
     refused = len(migration.of(Status.REFUSED))
     report = written.as_json(migration) if as_json else "\n".join(written.report(migration))
     # The recipe owns stdout where it has no file.

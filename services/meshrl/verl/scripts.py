@@ -1,0 +1,122 @@
+"""From a launch script to the verl command in it.
+
+bash runs the script in the strict sandbox, with stand-ins for what it starts (`meshrl.sandbox.commands`);
+without bubblewrap, and for a pasted list of overrides, `shell` reads it
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from meshrl.contract.errors import ConfigError
+from meshrl.contract.types import Json
+from meshrl.sandbox.limits import Limits
+from meshrl.sandbox.sandbox import StrictSandbox, no_bubblewrap
+from meshrl.verl import shell
+from meshrl.verl.programs import Command, Program, chosen
+
+PROGRAM = ("-P", "-m", "meshrl.sandbox.commands")
+LIMITS = Limits(deadline_s=10.0, processes=64, open_files=256)
+GRACE_S = 20.0
+"""Seconds that the sandbox may take besides the script."""
+
+
+def started(
+    script: str,
+    environment: Mapping[str, str],
+    path: Path | None = None,
+    arguments: Sequence[str] = (),
+) -> tuple[Command, list[str]]:
+    """The command of `script` that trains, and the names of the other programs that it starts.
+
+    Args:
+        script: Its text: a launch script, a command, or its overrides alone.
+        environment: Variables that it does not set itself, such as HOME.
+        path: Its file; None: it has none.
+        arguments: What follows the script (`$1`, `$@`). An override that it does not pass on is added.
+
+    Raises:
+        ConfigError: it cannot be run or read, or starts no program of verl's; says why and where.
+    """
+    run = launched(script, environment, path, arguments) if no_bubblewrap() is None else []
+    command, others = chosen(run)
+    if command is None:
+        command, others = pasted(script, environment)
+    added = [word for word in arguments if "=" in word and word not in command.arguments]
+    return replace(command, arguments=(*command.arguments, *added)), others
+
+
+def pasted(script: str, environment: Mapping[str, str]) -> tuple[Command, list[str]]:
+    """As `started`, by reading: nothing is run."""
+    statements = shell.commands(script, environment)
+    command, others = chosen(statements)
+    if command is not None:
+        return command, others
+    if len(statements) == 1 and all("=" in word for word in statements[0]):
+        return Command(name="", arguments=tuple(statements[0]), program=Program()), []
+    raise ConfigError(
+        "no verl command found; want a line like python3 -m verl.trainer.main_ppo key=value ..."
+    )
+
+
+def launched(
+    script: str, environment: Mapping[str, str], path: Path | None, arguments: Sequence[str]
+) -> list[list[str]]:
+    """The commands that `script` starts with Python, torchrun, Ray and the like, each a list of words.
+
+    Raises:
+        ConfigError: it ends with an error, or not in time, before it has started anything.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = path
+        if file is None or not file.is_file() or not file.stat().st_mode & 0o004:
+            # The sandbox of a service that runs as root is the user nobody.
+            Path(folder).chmod(0o755)
+            file = Path(folder, path.name if path is not None and path.name else "script.sh")
+            file.write_text(script, encoding="utf-8")
+        answer = _answer(file.absolute(), environment, arguments)
+    if "refused" in answer:
+        raise ConfigError(f"the sandbox does not run the script: {answer['refused']}")
+    commands: list[list[str]] = answer["commands"]
+    if not commands and answer["code"] != 0:
+        late = f"did not end within {LIMITS.deadline_s:g} s"
+        ended = late if answer["code"] is None else f"ended with exit code {answer['code']}"
+        said = answer["said"].removeprefix(f"{file.absolute()}: ")
+        raise ConfigError(
+            f"the script {ended} and started no program{f': {said}' if said else ''}"
+            " (its variables come from the environment, its arguments after --)"
+        )
+    return commands
+
+
+def _answer(file: Path, environment: Mapping[str, str], arguments: Sequence[str]) -> Json:
+    launch = StrictSandbox(limits=LIMITS, readable=(file,)).launch(PROGRAM, shares=8)
+    request = {
+        "confinement": launch.confinement,
+        "limits": LIMITS.model_dump(),
+        "script": [str(file), *arguments],
+        "directory": str(Path.cwd()),
+        "variables": dict(environment),
+    }
+    try:
+        done = subprocess.run(
+            launch.argv,
+            input=json.dumps(request).encode() + b"\n",
+            capture_output=True,
+            env=launch.env,
+            cwd=launch.folder,
+            timeout=LIMITS.deadline_s + GRACE_S,
+        )
+        return json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        return {"refused": f"no answer within {LIMITS.deadline_s + GRACE_S:g} s"}
+    except ValueError:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        return {"refused": lines[-1] if lines else f"exit code {done.returncode}"}
+    finally:
+        launch.discard()

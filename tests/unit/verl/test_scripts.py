@@ -1,0 +1,221 @@
+"""Launch scripts as they are: bash runs them in the strict sandbox, and the program that is started counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from meshrl.cli.commands.config import config
+from meshrl.contract.errors import ConfigError
+from meshrl.sandbox.sandbox import no_bubblewrap
+from meshrl.verl import migrate, scripts
+from meshrl.verl.programs import command_of
+from meshrl.verl.rules import Status
+from meshrl.verl.scripts import started
+
+sandboxed = pytest.mark.skipif(no_bubblewrap() is not None, reason=f"{no_bubblewrap()}")
+
+SCRIPT = r"""#!/usr/bin/env bash
+set -xeuo pipefail
+ulimit -n 65535
+source ~/nowhere/env.sh
+cd "$(dirname "$0")/.."
+ROOT=$(pwd)
+mkdir -p /nowhere/logs
+if python3 -c 'import torch_npu' 2>/dev/null; then DEVICE=npu; else DEVICE=cuda; fi
+HALF=$(python3 -c 'print(8 // 2)')
+GIVEN=(data.train_batch_size=$((HALF * 2)) "actor_rollout_ref.model.path=$ROOT/a model")
+case ${1:-none} in
+    none) ;;
+    *) GIVEN+=(trainer.nnodes=$1); shift ;;
+esac
+ray job submit --no-wait -- python3 -m recipe.dapo.main_dapo "${GIVEN[@]}" trainer.device=$DEVICE "$@" | tee log.txt
+"""
+
+
+@sandboxed
+def test_a_script_with_branches_substitutions_and_arrays_is_read_as_bash_reads_it(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "scripts" / "run.sh"
+    file.parent.mkdir()
+    file.write_text(SCRIPT)
+    command, others = started(SCRIPT, {"HOME": "/h"}, file, ["2", "a.b=x y"])
+    assert command.name == "recipe.dapo.main_dapo" and not others
+    assert list(command.arguments) == [
+        "data.train_batch_size=8",
+        f"actor_rollout_ref.model.path={tmp_path}/a model",
+        "trainer.nnodes=2",
+        "trainer.device=cuda",
+        "a.b=x y",
+    ]
+
+
+@sandboxed
+def test_a_script_sees_none_of_the_users_files_and_changes_none(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("k")
+    script = f"""
+    python3 -m verl.trainer.main_ppo "read=$(cat {secret})" "shadow=$(head -c1 /etc/shadow)"
+    echo gone > {secret}; command rm -f {secret}
+    """
+    file = tmp_path / "run.sh"
+    file.write_text(script)
+    assert started(script, {}, file)[0].arguments == ("read=", "shadow=")
+    assert secret.read_text() == "k"
+
+
+@sandboxed
+def test_the_first_program_that_trains_is_translated_and_the_others_are_named() -> None:
+    script = """
+    python3 -m verl.trainer.main_generation model.path=m
+    torchrun --nproc_per_node=2 -m verl.trainer.main_ppo a.b=1 $@
+    python3 -m verl.trainer.main_eval data.path=x
+    """
+    command, others = started(script, {}, None, ["c.d=2"])
+    assert (command.name, command.arguments) == ("verl.trainer.main_ppo", ("a.b=1", "c.d=2"))
+    assert others == ["verl.trainer.main_generation", "verl.trainer.main_eval"]
+
+
+@sandboxed
+def test_an_override_that_the_script_does_not_pass_on_is_added() -> None:
+    command, _ = started("python3 -m verl.trainer.main_ppo a.b=1", {}, None, ["c.d=2"])
+    assert command.arguments == ("a.b=1", "c.d=2")
+
+
+@sandboxed
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("set -u\npython3 -m verl.trainer.main_ppo a=$X", r"line 2: X: unbound variable"),
+        ("echo 'Usage: run.sh N'; exit 3", r"exit code 3 and started no program: Usage: run.sh N"),
+        ("python3 other.py", r"no verl command found"),
+        ("python3 -m verl.trainer.main_ppo a=$(exit", r"exit code 2"),
+    ],
+)
+def test_a_script_that_starts_nothing_is_one_line_that_says_why(script: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        started(script, {})
+    assert "\n" not in str(caught.value)
+
+
+@sandboxed
+def test_a_script_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripts, "LIMITS", scripts.LIMITS.model_copy(update={"deadline_s": 0.5}))
+    with pytest.raises(ConfigError, match=r"did not end within 0.5 s and started no program"):
+        started("while true; do :; done", {})
+    command, _ = started("python3 -m verl.trainer.main_ppo a=1; while true; do :; done", {})
+    assert command.arguments == ("a=1",)
+
+
+def test_without_a_sandbox_the_script_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripts, "no_bubblewrap", lambda: "none")
+    assert started("N=2\npython3 -m verl.trainer.main_ppo a=$N", {})[0].arguments == ("a=2",)
+    with pytest.raises(ConfigError, match=r"line 1 of the command: \$\(\.\.\.\)"):
+        started("N=$(nproc)\npython3 -m verl.trainer.main_ppo a=$N", {})
+
+
+def of(line: str) -> dict[str, object]:
+    """The settings of a command's recipe, dotted."""
+    words = line.split()
+    command = command_of(words)
+    assert command is not None
+    made = migrate(command.arguments, started=command)
+
+    def leaves(tree: dict[str, object], at: str = "") -> dict[str, object]:
+        found: dict[str, object] = {}
+        for key, value in tree.items():
+            found |= leaves(value, f"{at}{key}.") if isinstance(value, dict) else {at + key: value}
+        return found
+
+    return leaves(made.tree)
+
+
+@pytest.mark.parametrize(
+    ("program", "algorithm"),
+    [
+        ("recipe.spin.main_spin", "spin"),
+        ("recipe/sppo/main_sppo.py", "sppo"),
+        ("recipe.prime.main_prime", "prime"),
+    ],
+)
+def test_the_program_names_the_algorithm_whatever_its_keys_say(
+    program: str, algorithm: str
+) -> None:
+    made = of(f"python3 -m {program} algorithm.adv_estimator=rloo")
+    assert made["algorithm.name"] == algorithm
+    assert "algorithm.adv_estimator" not in made
+    assert "actor.policy_loss.loss_mode" not in made
+
+
+def test_a_program_that_does_what_nothing_here_does_is_refused_and_read_as_ppo() -> None:
+    for name, said in (("recipe.flowrl.main_flowrl", "FlowRL"), ("my_main.py", "no program")):
+        command = command_of(["python3", "-m", name, "data.seed=1"])
+        assert command is not None
+        first = migrate(command.arguments, started=command).findings[0]
+        assert (first.key, first.status) == ("program", Status.REFUSED)
+        assert said in first.note
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("verl.trainer.main_generation_server", "meshrl eval"),
+        ("verl.trainer.main_eval", "meshrl eval"),
+        ("verl.model_merger", "meshrl export"),
+    ],
+)
+def test_a_program_that_trains_nothing_is_refused_with_the_command_of_ours(
+    program: str, said: str, tmp_path: Path
+) -> None:
+    written = tmp_path / "made.yaml"
+    arguments = ["from-verl", "-o", str(written), "--", "python3", "-m", program, "model.path=m"]
+    done = CliRunner().invoke(config, arguments)
+    assert isinstance(done.exception, ConfigError) and said in str(done.exception)
+    assert not written.exists()
+
+
+FULLY = "python3 -m verl.experimental.fully_async_policy.fully_async_main data.train_batch_size=0"
+ASYNC = "async_training"
+MINI = "actor_rollout_ref.actor.ppo_mini_batch_size=32"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        # (1 + 0.1) x 4 batches may be sampled between two versions: 4.4 with verl's defaults
+        ("", {"queue.max_staleness": 4, "data.train_batch_size": 256}),
+        (f"{ASYNC}.staleness_threshold=0 {ASYNC}.trigger_parameter_sync_step=1", {"queue.max_staleness": 0}),
+        (f"{ASYNC}.staleness_threshold=0", {"queue.max_staleness": 3}),
+        (f"{ASYNC}.staleness_threshold=0.5", {"queue.max_staleness": 5}),
+        (f"{ASYNC}.require_batches=4 {MINI}", {"data.train_batch_size": 128, "actor.ppo_mini_batch_size": 32}),
+        (f"{ASYNC}.partial_rollout=False", {"rollout.on_update": "drain"}),
+        (f"rollout.total_rollout_steps=3200 {MINI}", {"trainer.total_training_steps": 100}),
+        ("rollout.nnodes=2 rollout.n_gpus_per_node=8 actor_rollout_ref.rollout.tensor_model_parallel_size=4",
+         {"rollout.workers": 4, "placement.rollout": 4}),
+        ("actor_rollout_ref.actor.use_rollout_log_probs=True", {"actor.recompute_old_log_probs": False}),
+        ("actor_rollout_ref.actor.use_rollout_log_probs=False", {"actor.recompute_old_log_probs": True}),
+    ],
+)  # fmt: skip
+def test_a_fully_asynchronous_command_says_the_same_here(
+    given: str, says: dict[str, object]
+) -> None:
+    made = of(f"{FULLY} {given}")
+    assert {key: made.get(key, 0 if key == "queue.max_staleness" else None) for key in says} == says
+
+
+def test_one_step_off_is_one_step_off() -> None:
+    made = of("python3 -m verl.experimental.one_step_off_policy.main_ppo data.train_batch_size=64")
+    assert (made["queue.max_staleness"], made["data.train_batch_size"]) == (1, 64)
+
+
+@sandboxed
+def test_the_command_line_gives_what_follows_to_the_script(tmp_path: Path) -> None:
+    file = tmp_path / "run.sh"
+    file.write_text('N=$1; shift; python3 -m verl.trainer.main_ppo data.seed=$N "$@"')
+    arguments = ["from-verl", "--script", str(file), "--", "3", "data.train_batch_size=9"]
+    done = CliRunner().invoke(config, arguments)
+    assert done.exit_code == 0, done.output
+    assert "seed: 3" in done.output and "train_batch_size: 9" in done.output
