@@ -26,7 +26,7 @@ LINES: Mapping[str, int] = {
     "meshrl.rewardd": 6415,
     "meshrl.sandbox": 1860,
     "meshrl.weights": 7010,
-    "meshrl.contract": 6170,
+    "meshrl.contract": 6220,
     "meshrl.simulation": 6130,
     "meshrl.rpc": 6050,
     "meshrl.launcher": 4570,

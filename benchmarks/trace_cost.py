@@ -5,11 +5,13 @@
 First the spans of a row alone, with `run.trace` at 0, 0.1 and 1, medians of nine turns.
 
 Then one `meshrl up` of 128 rows a step, with a learning rate that changes nothing and answers as short as the
-demo's (32 tokens: the less a row costs, the more its spans weigh). All services switch between no tracing, `--share`
-and 1 at a signal, each once a round, in an order that is drawn: a machine that slows down meets all three. Counted is
-the processor time of all services per trained row (each process's own clock, in ns). The first seconds of a turn do
-not count: spans of the turn before are still written then. The last line is JSON, with the mean difference to no
-tracing in percent, and its 95 % confidence interval over the rounds.
+demo's (32 tokens: the less a row costs, the more its spans weigh). It is on policy, so that each step has the work of
+its own rows. All services switch between no tracing, `--share` and 1 at a signal, each once a round, in an order that
+is drawn: a machine that slows down meets all three. At a switch each writes the spans that it still has, and says so.
+Counted is the processor time of all services per trained row (each process's own clock, in ns), and what of it
+tracing took: its functions and its writer's thread, by the clock of their thread. The last line is JSON: the mean
+difference to no tracing in percent, which holds all that tracing does to a service and all noise of the machine,
+and the share of tracing's own time, each with its 95 % confidence interval over the rounds.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import fmean, median, stdev
+from typing import NamedTuple
 
-from startup import LIMIT_S, RECIPE, ROOT, assets
+from startup import HERE, LIMIT_S, RECIPE, ROOT, assets
 
 from meshrl.contract import tracing
 from meshrl.contract.types import Uid
@@ -36,29 +39,8 @@ ROWS = 1000
 ROUNDS = 9
 BEFORE = 4
 """Steps before the first turn: imports and first batches are over."""
-SETTLE_S = 1.5
-"""Of a turn, left out; the writer of spans wakes each second."""
 STEPS = 2
-"""That count in a turn, at least."""
-SIGNALS = (signal.SIGRTMIN + 1, signal.SIGRTMIN + 2, signal.SIGRTMIN + 3)
-"""Each tells a service to trace with the share of the same place."""
-SWITCH = '''
-"""Lets this process switch between shares of traced groups at a signal."""
-import signal, sys
-kept = []
-def switch(number, frame):
-    tracing = sys.modules.get("meshrl.contract.tracing")
-    if tracing is None or not (kept or tracing._tracer):
-        return
-    if not kept:
-        kept.append(tracing._tracer)
-    share = {shares}[number]
-    kept[0]._share = share
-    tracing._tracer = kept[0] if share else None
-for number in {shares}:
-    signal.signal(number, switch)
-    signal.siginterrupt(number, False)
-'''
+"""Of a turn."""
 
 
 def one_row(number: int) -> None:
@@ -83,19 +65,32 @@ def spans_alone(share: float, first: int) -> float:
         return (time.process_time() - began) / ROWS * 1e6
 
 
+class Turn(NamedTuple):
+    """Milliseconds of processor time per trained row."""
+
+    all: float
+    """Of the services."""
+    own: float
+    """Of tracing in them, and of the clock that measures it."""
+
+
 class SwitchedMesh:
     """A running `meshrl up` whose services change the share of traced groups at a signal."""
 
     def __init__(self, folder: Path, changes: list[str], shares: tuple[float, ...]) -> None:
-        numbers = {int(number): share for number, share in zip(SIGNALS, shares, strict=True)}
-        (folder / "sitecustomize.py").write_text(SWITCH.replace("{shares}", repr(numbers)))
         self._folder, self._shares = folder, shares
         command = [sys.executable, "-m", "meshrl.cli", "up", "--plain", "--no-preload", str(RECIPE)]
         with (folder / "up.log").open("wb") as log:
             self._up = subprocess.Popen(
                 [*command, *changes, f"run.dir={folder}/run", "run.trace=1"],
                 cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": str(HERE / "trace_bench"),
+                    "TRACE_FOLDER": str(folder),
+                    "TRACE_SHARES": ",".join(map(str, shares)),
+                },
                 stdout=log,
                 stderr=log,
             )
@@ -105,32 +100,44 @@ class SwitchedMesh:
         self._up.send_signal(signal.SIGINT)
         self._up.wait(LIMIT_S)
 
-    def switch(self, share: float) -> None:
-        """From now on."""
-        for pid in self._services():
-            os.kill(pid, SIGNALS[self._shares.index(share)])
+    def switch(self, share: float) -> tuple[float, float]:
+        """From now on; returns the seconds of the services' processor time until then, and of tracing in them."""
+        services = self._services()
+        said = [self._folder / f"switched.{pid}" for pid in services]
+        for pid, path in zip(services, said, strict=True):
+            path.unlink(missing_ok=True)
+            os.kill(pid, signal.SIGRTMIN + 1 + self._shares.index(share))
+        deadline = time.monotonic() + LIMIT_S
+        while not all(path.exists() for path in said):
+            if time.monotonic() > deadline or self._up.poll() is not None:
+                sys.exit(
+                    f"the services do not answer:\n{(self._folder / 'up.log').read_text()[-2000:]}"
+                )
+            time.sleep(0.001)
+        return sum(map(_processor_s, services)), sum(int(path.read_text()) for path in said) / 1e9
 
-    def turn(self, share: float) -> float:
-        """Milliseconds of the services' processor time per trained row, in a turn of this share."""
-        self.switch(share)
-        until = time.monotonic() + SETTLE_S
-        steps, *before = self.after_step(1)
-        while time.monotonic() < until:
-            steps, *before = self.after_step(steps + 1)
-        _, *after = self.after_step(steps + STEPS)
-        return (after[1] - before[1]) / (after[0] - before[0]) * 1e3
+    def turn(self, share: float) -> Turn:
+        """Some steps with this share."""
+        before, (steps, trained) = self.switch(share), self.after_step(0)
+        _, now = self.after_step(steps + STEPS)
+        after = self.switch(share)
+        return Turn(
+            *(
+                (until - since) / (now - trained) * 1e3
+                for since, until in zip(before, after, strict=True)
+            )
+        )
 
-    def after_step(self, step: int) -> tuple[int, int, float]:
-        """Steps, rows that were trained, and seconds of the services' processor time, once so many steps are done."""
+    def after_step(self, step: int) -> tuple[int, int]:
+        """Steps and rows that were trained, once so many steps are done."""
         metrics = self._folder / "run" / "metrics.jsonl"
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline and self._up.poll() is None:
             lines = metrics.read_text().splitlines() if metrics.exists() else []
             done = [line for line in lines if "reward/mean" in line and line.endswith("}")]
             if len(done) >= step:
-                rows = sum(json.loads(line)["batch/rows"] for line in done)
-                return len(done), rows, sum(map(_processor_s, self._services()))
-            time.sleep(0.02)
+                return len(done), sum(json.loads(line)["batch/rows"] for line in done)
+            time.sleep(0.005)
         sys.exit(f"no step {step}:\n{(self._folder / 'up.log').read_text()[-2000:]}")
 
     def _services(self) -> list[int]:
@@ -168,7 +175,7 @@ def main() -> None:
         for share in SHARES:
             spans[share].append(spans_alone(share, turn * ROWS))
     shares = (0.0, options.share, 1.0)
-    cost: dict[float, list[float]] = {share: [] for share in shares}
+    cost: dict[float, list[Turn]] = {share: [] for share in shares}
     draw = random.Random(1)
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent)
@@ -179,6 +186,7 @@ def main() -> None:
             "trainer.val_before_train=false",
             "data.max_response_length=32",
             "data.train_batch_size=16",
+            "queue.max_staleness=0",
         ]
         mesh = SwitchedMesh(folder, changes, shares)
         try:
@@ -187,22 +195,24 @@ def main() -> None:
             while len(cost[0.0]) < 2 or time.monotonic() < until:
                 for share in draw.sample(shares, len(shares)):
                     cost[share].append(mesh.turn(share))
-                told = ", ".join(f"{share}: {values[-1]:.2f}" for share, values in cost.items())
+                told = ", ".join(f"{share}: {values[-1].all:.2f}" for share, values in cost.items())
                 print(f"ms of processor time a row by run.trace {told}", flush=True)
         finally:
             mesh.close()
+    plain = [turn.all for turn in cost[0.0]]
     result = {
         "us_per_row": {str(share): round(median(values), 1) for share, values in spans.items()},
-        "mesh_ms_per_row": round(median(cost[0.0]), 2),
-        "rounds": len(cost[0.0]),
+        "mesh_ms_per_row": round(median(plain), 2),
+        "rounds": len(plain),
         "percent": {
             str(share): interval(
-                [
-                    (traced / plain - 1) * 100
-                    for plain, traced in zip(cost[0.0], cost[share], strict=True)
-                ]
+                [(turn.all / off - 1) * 100 for off, turn in zip(plain, cost[share], strict=True)]
             )
             for share in shares[1:]
+        },
+        "own_percent": {
+            str(share): interval([turn.own / turn.all * 100 for turn in cost[share]])
+            for share in shares
         },
     }
     print(json.dumps(result))

@@ -204,10 +204,15 @@ def traced(method: str, behavior: Behavior) -> Behavior:
     """An interceptor: a call that comes with a trace is a span in it."""
     name = method.removeprefix("/meshrl.v1.")
 
-    async def run(request: Any, context: Context) -> Any:
-        sent = dict(context.invocation_metadata() or ())
-        with tracing.called(name, sent.get(tracing.HEADER)):
+    async def within(header: Any, request: Any, context: Context) -> Any:
+        with tracing.called(name, header):
             return await behavior(request, context)
+
+    def run(request: Any, context: Context) -> Coroutine[Any, Any, Any]:
+        for key, value in context.invocation_metadata() or ():
+            if key == tracing.HEADER:
+                return within(value, request, context)
+        return behavior(request, context)
 
     return run
 

@@ -90,6 +90,27 @@ def test_a_call_carries_its_span_and_the_servicer_goes_on_in_it(folder: Path) ->
     assert call["parent"] == reward["span"] and call["trace"] == reward["trace"]
 
 
+def test_a_step_is_found_again_whatever_else_names_its_number(folder: Path) -> None:
+    tracing.start(folder, "trainer", 1.0)
+    tracing.record_step("training", "r", 1, 7, 1)
+    tracing.record_step("step", "r", 1, 7, 1, root=True)
+    tracing.record_rows("learn", [ROW], 1, step=77)
+    tracing.stop()
+    files = SpanFiles(folder.parent)
+    assert files.steps() == [7]
+    (lane,) = files.timeline(7)["lanes"]
+    assert {span["name"] for span in lane["spans"]} == {"training", "learn"}
+
+
+def test_half_a_character_from_a_model_costs_no_span(folder: Path) -> None:
+    tracing.start(folder, "s", 1.0)
+    with tracing.row_span("rollout", ROW), tracing.span("tool", tool="\ud83d"):
+        pass
+    tool, rollout = written(folder)
+    assert tool["attributes"] == {"tool": "\ud83d"} and rollout["name"] == "rollout"
+    assert not SpanFiles(folder.parent).problem
+
+
 def test_a_failure_is_told_in_its_span(folder: Path) -> None:
     tracing.start(folder, "s", 1.0)
     with pytest.raises(ValueError, match="no"), tracing.row_span("rollout", ROW):

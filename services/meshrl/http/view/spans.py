@@ -40,7 +40,7 @@ class SpanFiles:
 
     def steps(self) -> list[int]:
         """The optimizer steps that have spans."""
-        roots = self._lines('"name": "step"')
+        roots = self._lines('"name":"step"', '"name": "step"')
         return sorted(
             {int(line["attributes"]["step"]) for line in roots if _step(line) is not None}
         )
@@ -51,7 +51,9 @@ class SpanFiles:
         Raises:
             NotFoundError: the step has no spans.
         """
-        own = [line for line in self._lines(f'"step": {step}') if _step(line) == step]
+        own = [
+            line for line in self._lines(f'"step":{step}', f'"step": {step}') if _step(line) == step
+        ]
         own = [line for line in own if "uid" not in line["attributes"]]
         if not own:
             raise NotFoundError(f"step {step} has no spans")
@@ -61,7 +63,7 @@ class SpanFiles:
         beside = list(
             {
                 (line["service"], line["name"], line["start_ns"], line["end_ns"]): line
-                for line in self._lines("")
+                for line in self._lines()
                 if line["end_ns"] >= start and line["start_ns"] <= end and line["name"] != "step"
             }.values()
         )
@@ -83,17 +85,17 @@ class SpanFiles:
             "left_out": max(0, len(beside) - MOST_SPANS),
         }
 
-    def _lines(self, holds: str) -> Iterator[Line]:
-        """The spans of all files whose line holds a text, the older file of a service first."""
+    def _lines(self, *texts: str) -> Iterator[Line]:
+        """The spans of all files whose line holds one of these texts, the older file of a service first."""
         self._broken = {}
-        wanted = holds.encode()
+        wanted = [text.encode() for text in texts or ("",)]
         for path in sorted(self._folder.glob("*.jsonl*"), key=lambda path: path.name[::-1]):
             try:
                 content = path.read_bytes()
             except OSError:  # moved aside meanwhile
                 continue
             for raw in content.splitlines():
-                if wanted not in raw:
+                if not any(text in raw for text in wanted):
                     continue
                 try:
                     line = orjson.loads(raw)
