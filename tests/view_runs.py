@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 import pyarrow as pa
@@ -71,11 +72,20 @@ def add_rows(
     """Log the rows of a step: those of the last group have several turns; `hostile`: the first holds markup."""
     rows: list[dict[str, Any]] = []
     for group in range(groups):
+        made = []
         for index in range(size):
             draw = random.Random(step * 10_000 + group * 100 + index)
             a, b = 12 + (step + 29 * group) % 68, 3 + (step + 7 * group) % 27
-            made = tool_row(draw) if group == groups - 1 else sum_row(draw, a, b)
-            rows.append(_common(directory.name, step, group, index, size, split, draw) | made)
+            row = tool_row(draw) if group == groups - 1 else sum_row(draw, a, b)
+            made.append(_common(directory.name, step, group, index, size, split, draw) | row)
+        rewards = [row["reward"] for row in made]
+        for row in made:
+            own = (row["reward"] - fmean(rewards)) / (pstdev(rewards) + 1e-6)
+            row |= {
+                "advantage": own,
+                "advantages": [own if one else None for one in row["loss_mask"]],
+            }
+        rows += made
     if hostile:
         rows[0]["response"] = HOSTILE + rows[0]["response"]
         rows[0]["prompt"] = HOSTILE + rows[0]["prompt"]
@@ -152,7 +162,7 @@ def sum_row(draw: random.Random, a: int, b: int) -> dict[str, Any]:
         "prompt_length": 31,
         "reward": float(right),
         "reward_components": [("correct", float(right)), ("format", 1.0)],
-    } | _tokens(words, [True] * len(words), 1.0 if right else -1.0, draw)
+    } | _tokens(words, [True] * len(words), draw)
 
 
 def tool_row(draw: random.Random) -> dict[str, Any]:
@@ -187,7 +197,6 @@ def tool_row(draw: random.Random) -> dict[str, Any]:
     } | _tokens(
         words,
         [not first <= at < second for at in range(len(words))],
-        1.0 if right else -1.0,
         draw,
     )
 
@@ -196,9 +205,7 @@ def _split(tokens: str) -> list[str]:
     return tokens.split("|")
 
 
-def _tokens(
-    words: list[str], mask: list[bool], advantage: float, draw: random.Random
-) -> dict[str, Any]:
+def _tokens(words: list[str], mask: list[bool], draw: random.Random) -> dict[str, Any]:
     sampled = [-abs(draw.gauss(0, 0.7)) if own else None for own in mask]
     trained = [None if one is None else min(0.0, one + draw.gauss(0, 0.02)) for one in sampled]
     gaps = [
@@ -213,8 +220,6 @@ def _tokens(
         "trained_mask": mask,
         "rollout_logprobs": sampled,
         "trainer_logprobs": trained,
-        "advantages": [advantage if own else None for own in mask],
-        "advantage": advantage,
         "mismatch": sum(gaps) / len(gaps),
         "spans": [
             {"epoch": 1, "step": 3, "start": 0, "end": middle},

@@ -16,6 +16,8 @@ from ..screenshots import VIEWS, served
 from ..view_runs import SaidServices, add_many_rows, add_steps, two_runs
 
 SCROLL = "const box = document.querySelector('.scroll')"
+IN_ONE_COLUMN = """const lines = [...document.querySelectorAll('.scroll td > *')];
+    return lines.length > 9 && new Set(lines.map((line) => line.getBoundingClientRect().left)).size === 1"""
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no browser: {missing()}")
 
 
@@ -36,6 +38,7 @@ def look_at_every_view(page: Browser, url: str) -> None:
             assert page.run("return document.documentElement.scrollWidth") <= width, (name, width)
             if name == "fleet":
                 assert page.run(f"{SCROLL}; return box.scrollWidth <= box.clientWidth"), width
+                assert width > 640 or page.run(IN_ONE_COLUMN), "lines of a cell stand among labels"
             assert not page.run("return document.querySelector('.problem')?.textContent"), name
     # What the first row says is text, wherever it is shown.
     for address in ("rollouts?step=60", "rollouts?step=60&layout=rows", "rollouts?step=60&row=0"):
