@@ -76,6 +76,7 @@ KNOWN: Mapping[str, Lazy] = {
     "config": Lazy(
         f"{COMMANDS}.config:config", "Check, show, explain recipes; make one from verl."
     ),
+    "data": Lazy("meshrl.cli.data:data", "Check, show, count the rows of a recipe's data."),
     "completion": Lazy("meshrl.cli.completion:completion", "What makes the tab key complete."),
 }
 

@@ -31,6 +31,7 @@ print("HEAVY", code, sorted({"torch", "transformers", "pyarrow"} & sys.modules.k
         ["up", "--help"],
         ["serve", "--help"],
         ["dpo", "--help"],
+        ["data", "check", "--help"],
         ["config", "explain", "rollout.n"],
         ["config", "from-verl", "--", "rollout.n=2"],
         ["config", "check", "my.yaml"],

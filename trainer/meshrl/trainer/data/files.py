@@ -35,15 +35,23 @@ def file_rows(paths: Sequence[Path], reader: str | None = None) -> Iterator[File
         UserError: a file is missing or unreadable, or no reader has the name of its suffix.
     """
     for path in paths:
-        if not path.is_file():
-            raise UserError(f"{path}: no such file")
-        if not has_reader(path, reader):
-            raise UserError(
-                f"{path}: cannot read {path.suffix or 'this'} (want {readable_files()})"
-            )
-        read: Read = plugins.load(READERS, reader or path.suffix[1:], "read")
-        for number, values in read(path):
-            yield FileRow(f"{path}:{number}", values)
+        yield from rows_of(path, reader)
+
+
+def rows_of(path: Path, reader: str | None = None) -> Iterator[FileRow]:
+    """The rows of one file, as `file_rows` gives them.
+
+    After a line that is no row, the iterator of a jsonl file may be asked for the next one; others have ended.
+
+    Raises:
+        UserError: as `file_rows`.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    if not has_reader(path, reader):
+        raise UserError(f"{path}: cannot read {path.suffix or 'this'} (want {readable_files()})")
+    read: Read = plugins.load(READERS, reader or path.suffix[1:], "read")
+    return map(lambda row: FileRow(f"{path}:{row[0]}", row[1]), read(path))
 
 
 def has_reader(path: Path, reader: str | None) -> bool:

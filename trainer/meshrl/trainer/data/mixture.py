@@ -36,6 +36,26 @@ def source_of(where: str, data_source: str, weights: Mapping[str, float]) -> str
     return name
 
 
+def quotas(weights: Mapping[str, float], rows: Mapping[str, int]) -> dict[str, int]:
+    """By the names in `weights`: how many prompts of an epoch are of it, where it has so many `rows`.
+
+    Raises:
+        UserError: one has no rows, or weighs so little that an epoch has none of it.
+    """
+    names, size = sorted(weights), sum(rows.values())
+    counts = dict(zip(names, shares([weights[name] for name in names], size), strict=True))
+    for name, count in counts.items():
+        if not rows.get(name):
+            raise UserError(
+                f"data.weights: no prompt is of {name!r}; want files as in data.train_files or data sources of rows"
+            )
+        if not count:
+            raise UserError(
+                f"data.weights: {name!r} weighs so little that an epoch of {size} prompts has none of it"
+            )
+    return counts
+
+
 class Mixture:
     """The stream. A source is what `source_of` says."""
 
@@ -51,24 +71,11 @@ class Mixture:
         by_name: dict[str, list[int]] = {name: [] for name in sorted(weights)}
         for place, prompt in enumerate(prompts):
             by_name[source_of(prompt.where, prompt.data_source, weights)].append(place)
-        self._names, self._places = list(by_name), list(by_name.values())
-        self._counts = shares([weights[name] for name in self._names], len(prompts))
+        counts = quotas(weights, {name: len(places) for name, places in by_name.items()})
+        self._places = list(by_name.values())
+        self._counts = [counts[name] for name in by_name]
         """Prompts of each source in an epoch."""
         self._shuffle, self._seed = shuffle, seed
-        self._check(prompts)
-
-    def _check(self, prompts: Sequence[Prompt]) -> None:
-        found = ", ".join(sorted({prompt.data_source for prompt in prompts} - {""})) or "none"
-        for name, places, count in zip(self._names, self._places, self._counts, strict=True):
-            if not places:
-                raise UserError(
-                    f"data.weights: no prompt is of {name!r}; want files as in data.train_files or data sources"
-                    f" (the rows have {found})"
-                )
-            if not count:
-                raise UserError(
-                    f"data.weights: {name!r} weighs so little that an epoch of {len(prompts)} prompts has none of it"
-                )
 
     def epoch(self, epoch: int) -> list[tuple[int, int]]:
         """Each draw of an epoch: which pass through its source it belongs to, and the prompt's place."""

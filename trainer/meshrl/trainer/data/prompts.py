@@ -145,6 +145,10 @@ def read_prompt_row(source: FileRow, config: DataConfig) -> PromptRow:
     row, where = source.values, source.where
     value = row.get(config.prompt_key)
     if value is None:
+        if config.prompt_key in row:
+            raise UserError(
+                f"{where}: {config.prompt_key!r} is null, want text or a list of messages"
+            )
         raise UserError(f"{where}: no {config.prompt_key!r} (data.prompt_key); {_columns(row)}")
     refuse_unusable(row, where)
     extra_info = row.get("extra_info") or {}
@@ -177,19 +181,29 @@ def _columns(row: Mapping[str, Any]) -> str:
     return f"the row has {', '.join(map(str, row))}"
 
 
+def prompt_text(row: PromptRow, where: str, config: DataConfig, tokenizer: PromptTokenizer) -> str:
+    """What the model reads: the chat template applied. Raises UserError, which names `where`."""
+    if isinstance(row.prompt, str):
+        return row.prompt
+    variables = config.apply_chat_template_kwargs
+    return templated(as_dicts(row.prompt), where, tokenizer, **variables)
+
+
+def prompt_ids(text: str, where: str, tokenizer: PromptTokenizer) -> Int32:
+    """int32[P] of a prompt's text. Raises UserError where there are none."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if not ids:
+        raise UserError(f"{where}: the prompt is empty")
+    return np.array(ids, dtype=np.int32)
+
+
 def _prompt(index: int, source: FileRow, config: DataConfig, tokenizer: PromptTokenizer) -> Prompt:
     row = read_prompt_row(source, config)
     messages, plain = ((), row.prompt) if isinstance(row.prompt, str) else (row.prompt, "")
-    variables = config.apply_chat_template_kwargs
-    text = plain
-    if messages:
-        text = templated(as_dicts(messages), source.where, tokenizer, **variables)
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    if not ids:
-        raise UserError(f"{source.where}: the prompt is empty")
+    text = prompt_text(row, source.where, config, tokenizer)
     return Prompt(
         index=index,
-        prompt_ids=np.array(ids, dtype=np.int32),
+        prompt_ids=prompt_ids(text, source.where, tokenizer),
         where=source.where,
         messages=messages,
         text=plain,

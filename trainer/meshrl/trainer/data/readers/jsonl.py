@@ -11,20 +11,26 @@ from meshrl.contract.errors import UserError
 
 
 def read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each row with the number of its line.
+    """Each row with the number of its line; after a line that is no row, the next one may be asked for.
 
     Raises:
         UserError: a line that is no JSON object; names the line.
     """
+    return map(lambda line: _row(path, *line), _lines(path))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{where}: not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise UserError(f"{where}: a row is an object, not {type(row).__name__}")
-            yield number, row
+            if line.strip():
+                yield number, line
+
+
+def _row(path: Path, number: int, line: bytes) -> tuple[int, dict[str, Any]]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}:{number}: not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{path}:{number}: a row is an object, not {type(row).__name__}")
+    return number, row
