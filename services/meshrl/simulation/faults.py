@@ -125,7 +125,7 @@ class Scene:
 
 
 TAKEOVER: Final = Scene(
-    share=0.075,
+    share=0.15,
     kinds={
         "trainer": (Kind.KILL, Kind.KILL, Kind.ZOMBIE, Kind.ISOLATED, Kind.ISOLATED),
         "rollout-0": (Kind.KILL, Kind.FLAPS, Kind.FLAPS, Kind.TRANSFER_CORRUPTS),
@@ -159,7 +159,7 @@ SUCCESSOR_DIES_S: Final = (1.0, 6.0)
 def scene_of(seed: int) -> Scene | None:
     """The scene of a seed, if it has one."""
     draw = random.Random(f"scene {seed}").random()
-    for scene in (TAKEOVER, LATE_CHECKPOINT, LOST_CALLS):
+    for scene in (TAKEOVER, LOST_CALLS, LATE_CHECKPOINT):
         if draw < scene.share:
             return scene
         draw -= scene.share
