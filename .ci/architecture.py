@@ -27,7 +27,7 @@ LINES: Mapping[str, int] = {
     "meshrl.sandbox": 1860,
     "meshrl.weights": 7010,
     "meshrl.contract": 6220,
-    "meshrl.simulation": 6130,
+    "meshrl.simulation": 6170,
     "meshrl.rpc": 6050,
     "meshrl.launcher": 4570,
     "meshrl.testing": 3560,

@@ -1,5 +1,7 @@
 """Campaigns: many seeds one after the other, within a number or a time; and a failing seed shrunk to few faults.
 
+campaign ──fork──▶ 25 runs, then the process ends with all that they left ──reports──▶ Totals
+
 `minimise` leaves faults out for as long as the run still fails in the same way: halves first, then single ones.
 """
 
@@ -17,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NoReturn
 
 from meshrl.simulation.faults import Fault, draw_faults
 from meshrl.simulation.mesh import Report, simulate
@@ -91,39 +93,45 @@ def _in_a_fork(
     What a run leaves is full of cycles: to collect it takes a quarter of the time of the run itself.
     """
     receiving, sending = os.pipe()
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            os.close(receiving)
-            gc.disable()
-            with open(sending, "wb") as reports:
-                for seed in seeds:
-                    if time.monotonic() >= until:
-                        break
-                    pickle.dump(run(seed), reports)
-                    reports.flush()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
+    if not (child := os.fork()):
+        os.close(receiving)
+        _send_reports(seeds, run, until, sending)
     os.close(sending)
-    code = None
-    told = 0
+    told, status = 0, -1
     try:
-        with open(receiving, "rb") as reports, suppress(EOFError):
+        with os.fdopen(receiving, "rb") as reports, suppress(EOFError):
             while True:
                 report: Report = pickle.load(reports)
                 told += 1
                 yield report
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        _, status = os.waitpid(child, 0)
     finally:
-        if code is None:
+        if status < 0:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-    if code:
-        raise RuntimeError(f"seed {seeds[min(told, len(seeds) - 1)]} ended its process: {code}")
+    if status:
+        code = os.waitstatus_to_exitcode(status)
+        raise RuntimeError(f"the process of seed {seeds[told]} ended with {code}")
+
+
+def _send_reports(
+    seeds: Sequence[int], run: Callable[[int], Report], until: float, to: int
+) -> NoReturn:
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the campaign, which ends this
+        gc.disable()
+        with os.fdopen(to, "wb") as reports:
+            for seed in seeds:
+                if time.monotonic() >= until:
+                    break
+                pickle.dump(run(seed), reports)
+                reports.flush()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def _processor_s() -> float:

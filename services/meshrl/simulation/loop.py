@@ -99,12 +99,10 @@ class _Future(asyncio.Future[Result]):
 class _Task(asyncio.Task[Result]):
     """Hashed by a counter."""
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Result], *, number: int, **options: Any):
-        self._number = number
-        super().__init__(coroutine, **options)
+    number: int
 
     def __hash__(self) -> int:
-        return self._number
+        return self.number
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -117,14 +115,13 @@ class _Handle(asyncio.TimerHandle):
     _source_traceback = None
 
     def __init__(
-        self, callback: Callable[..., object], args: Any, loop: SimulatedLoop, context: Context
+        self, callback: Callable[..., object], args: Any, context: Context, when: float
     ) -> None:
         self._callback = callback
         self._args = args
-        self._loop = loop
         self._context = context
         self._cancelled = False
-        self._when = loop._now
+        self._when = when
         self.process = context.get(PROCESS)
 
     def cancel(self) -> None:
@@ -192,7 +189,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     ) -> asyncio.Handle:
         """In this moment, after what is ready."""
         context = contextvars.copy_context() if context is None else context
-        handle = _Handle(callback, args, self, context)
+        handle = _Handle(callback, args, context, self._now)
         if not self.over:
             self._ready_now.append(handle)
         return handle
@@ -218,8 +215,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     ) -> asyncio.TimerHandle:
         """At a virtual moment; the order of equal moments is drawn, as asyncio leaves it open."""
         context = contextvars.copy_context() if context is None else context
-        handle = _Handle(callback, args, self, context)
-        handle._when = when
+        handle = _Handle(callback, args, context, when)
         if not self.over:
             heapq.heappush(self._timers, (when, self._random.random(), next(self._order), handle))
         return handle
@@ -267,7 +263,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         **options: Any,
     ) -> asyncio.Task[Any]:
         assert not isinstance(coroutine, Generator)
-        task: asyncio.Task[Any] = _Task(coroutine, number=next(self._number), loop=loop, **options)
+        task: _Task[Any] = _Task.__new__(_Task)
+        task.number = next(self._number)  # `__init__` hashes it
+        asyncio.Task.__init__(task, coroutine, loop=loop, **options)
         if self.over:
             self._late.append(task)
         context: Context | None = options.get("context")
