@@ -23,15 +23,15 @@ import threading
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Final, NamedTuple
+from typing import Final, TypeVar
 
 import orjson
 
@@ -42,12 +42,12 @@ log = logging.getLogger(__name__)
 FOLDER: Final = "spans"
 MAX_BYTES: Final = 16 << 20
 """Of one file; one older file stays beside it."""
-BUFFER_BYTES: Final = 1 << 16
 MOST_WAITING: Final = 10_000
 FLUSH_S: Final = 1.0
 EXPORT_S: Final = 2.0
 HEADER: Final = "traceparent"
 Attributes = Mapping[str, Json]
+Waiting = TypeVar("Waiting")
 
 
 @dataclass(slots=True)
@@ -69,17 +69,6 @@ class Span:
     def header(self) -> str:
         """As W3C trace context."""
         return f"00-{self.trace_id}-{self.span_id}-01"
-
-
-class _RowSpans(NamedTuple):
-    """A span of each of several rows: made when they are written."""
-
-    name: str
-    uids: Sequence[Uid]
-    start_ns: int
-    end_ns: int
-    root: bool
-    attributes: Attributes
 
 
 def row_trace(uid: Uid) -> tuple[str, str]:
@@ -136,8 +125,8 @@ class Tracer:
         self._otlp = otlp
         self._max_bytes = max_bytes
         self._ids = count(int.from_bytes(os.urandom(7)))
-        self._waiting: deque[Span | _RowSpans] = deque()
-        self._count = 0  # about how many spans wait: threads may count at once
+        self._lines: deque[bytes] = deque()
+        self._exported: deque[Span] = deque()
         self._some, self._closing = threading.Event(), threading.Event()
         self._warned: set[str] = set()
         self._thread = threading.Thread(target=self._write_all, name="spans", daemon=True)
@@ -154,18 +143,13 @@ class Tracer:
     def end(self, span: Span) -> None:
         """Hand a span over, as ended now if it has no end."""
         span.end_ns = span.end_ns or time.time_ns()
-        self._hand_over(span, 1)
-
-    def end_rows(self, spans: _RowSpans) -> None:
-        """As `end`, of several rows at once."""
-        self._hand_over(spans, len(spans.uids))
-
-    def _hand_over(self, given: Span | _RowSpans, count: int) -> None:
-        if self._count >= MOST_WAITING:
+        if len(self._lines) >= MOST_WAITING:
             self._warn("spans come faster than they can be written, and some are left out")
             return
-        self._count += count
-        self._waiting.append(given)
+        # A line at once, while all of it is in the cache; bytes also give Python's collector nothing to look at.
+        self._lines.append(self._line(span))
+        if self._otlp is not None:
+            self._exported.append(span)
         if not self._some.is_set():
             self._some.set()
 
@@ -182,34 +166,19 @@ class Tracer:
             self._some.wait()
             closing = self._closing.wait(FLUSH_S)
             self._some.clear()
-            self._count = 0
-            given = [self._waiting.popleft() for _ in range(len(self._waiting))]
-            if not given:
-                continue
-            spans: Iterable[Span] = chain.from_iterable(map(self._made, given))
-            if self._otlp is not None:
-                spans = list(spans)
             try:
-                self._save(spans)
+                self._save(_emptied(self._lines))
             except OSError as error:
                 self._warn(f"{self._path}: spans are left out: {error}")
-            if self._otlp is not None:
+            if self._otlp is not None and (spans := _emptied(self._exported)):
                 self._export(self._otlp, spans)
 
-    def _made(self, given: Span | _RowSpans) -> Iterator[Span]:
-        if isinstance(given, Span):
-            yield given
+    def _save(self, lines: Sequence[bytes]) -> None:
+        if not lines:
             return
-        name, uids, start_ns, end_ns, root, attributes = given
-        for uid in uids:
-            trace, first = row_trace(uid)
-            own, parent = (first, "") if root else (self.new_id(), first)
-            yield Span(name, trace, own, parent, start_ns, end_ns, {"uid": str(uid), **attributes})
-
-    def _save(self, spans: Iterable[Span]) -> None:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with self._path.open("ab", buffering=BUFFER_BYTES) as file:
-            file.writelines(map(self._line, spans))  # one by one: thousands at once leave the cache
+        with self._path.open("ab") as file:
+            file.write(b"".join(lines))
             size = file.tell()
         if size > self._max_bytes:
             self._path.replace(self._path.with_name(f"{self._path.name}.1"))
@@ -230,7 +199,7 @@ class Tracer:
         except TypeError:  # half a character, of a tool's name from a model
             return json.dumps(line).encode() + b"\n"
 
-    def _export(self, url: str, spans: Iterable[Span]) -> None:
+    def _export(self, url: str, spans: Sequence[Span]) -> None:
         body = json.dumps(otlp_message(self._service, spans)).encode()
         asked = urllib.request.Request(
             url, data=body, headers={"content-type": "application/json"}, method="POST"
@@ -245,6 +214,10 @@ class Tracer:
         if what not in self._warned and len(self._warned) < 8:
             self._warned.add(what)
             log.warning("%s", what)
+
+
+def _emptied(waiting: deque[Waiting]) -> list[Waiting]:
+    return [waiting.popleft() for _ in range(len(waiting))]
 
 
 def otlp_message(service: str, spans: Iterable[Span]) -> dict[str, Json]:
@@ -372,8 +345,13 @@ def record_rows(
     if tracer is None:
         return
     end_ns = time.time_ns()
-    if sampled := [uid for uid in uids if tracer.samples(uid)]:
-        tracer.end_rows(_RowSpans(name, sampled, start_ns, end_ns, root, attributes))
+    for uid in uids:
+        if tracer.samples(uid):
+            trace, first = row_trace(uid)
+            own, parent = (first, "") if root else (tracer.new_id(), first)
+            tracer.end(
+                Span(name, trace, own, parent, start_ns, end_ns, {"uid": str(uid), **attributes})
+            )
 
 
 def record_step(
