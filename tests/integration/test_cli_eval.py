@@ -108,6 +108,7 @@ def test_a_person_reads_a_table(recipe: str, capsys: pytest.CaptureFixture[str])
     assert run("eval", recipe, "data.val_max_samples=4") == 0
     out = capsys.readouterr().out
     assert "0.7500" in out and "4 (4 answers)" in out
+    assert "[low, high]: 95 %, bootstrapped over prompts" in out
 
 
 def test_a_judge_reads_the_prompt(

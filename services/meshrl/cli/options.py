@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,21 @@ from click.shell_completion import CompletionItem
 F = TypeVar("F", bound=Callable[..., Any])
 Completion: TypeAlias = Callable[[click.Context, click.Parameter, str], list[CompletionItem[Any]]]
 PATH = click.Path(path_type=Path)
+
+
+class Finite(click.FloatRange):
+    """A number in a range; `nan`, which compares with nothing, and `inf` are none."""
+
+    name = "number"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """See click.ParamType."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is no finite number", param, ctx)
+        return number
 
 
 def recipe_argument(function: F) -> F:

@@ -78,7 +78,7 @@ def up(
     credentials.open_run_directory(directory)
     operator = credentials.file_of_role(directory, credentials.MeshRole.OPERATOR)
     credentials.use(credentials.Credential(operator), credentials.verifiers_file(directory))
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     with run_lock(directory):
         if (line := finished_line(recipe)) is not None:
             console.print(line)

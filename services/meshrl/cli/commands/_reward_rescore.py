@@ -11,6 +11,7 @@ from typing import Final
 import click
 
 from meshrl.cli.find_mesh import find_mesh
+from meshrl.cli.options import Finite
 from meshrl.contract.ports import Queue
 from meshrl.rpc.exit_codes import Exit
 
@@ -25,7 +26,7 @@ STAGE: Final = "reward"
 @click.option("--run", metavar="NAME", envvar="MESHRL_RUN", help="The run's name.")
 @click.option(
     "--patience",
-    type=float,
+    type=Finite(min=0),
     default=RETRY_S,
     show_default=True,
     help="Seconds without progress after which to stop watching.",

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from meshrl.cli.find_mesh import Mesh, find_mesh
 from meshrl.cli.options import json_option, mesh_options
+from meshrl.cli.plain_text import text_console
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import DeadLetter, Uid
@@ -37,7 +37,7 @@ def dead_letters(
     elif not letters:
         click.echo("no row was given up")
     else:
-        Console(highlight=False).print(_table(letters))
+        text_console().print(_table(letters))
 
 
 @dead_letters.command()

@@ -23,8 +23,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from meshrl.cli.options import PATH, json_option, recipe_argument
-from meshrl.cli.plain_text import one_line
+from meshrl.cli.options import PATH, Finite, json_option, recipe_argument
+from meshrl.cli.plain_text import one_line, text_console
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.recipe import has_evaluation
 from meshrl.contract.errors import UserError
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 @click.option("--force", is_flag=True, help="Replace the file of --out if it is there.")
 @click.option(
     "--right",
-    type=float,
+    type=Finite(),
     default=1.0,
     show_default=True,
     help="The least score of a right answer, for pass@k and majority@k.",
@@ -94,7 +94,7 @@ def evaluate(
         del shown["answers"]
         click.echo(json.dumps(shown, indent=2))
         return
-    console = Console(highlight=False)
+    console = text_console()
     console.print(_table(source, report))
     if len(report.sources) > 1:
         console.print(_sources(report))

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
 from meshrl.cli.find_mesh import find_mesh
 from meshrl.cli.membership import Member, Membership, MeshAddress, read_membership
 from meshrl.cli.options import PATH, OptionsAnywhere, json_option
+from meshrl.cli.plain_text import text_console
 from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
 from meshrl.launcher.control import ask_up
@@ -75,7 +75,7 @@ def fleet(
         click.echo(json.dumps(membership_json(membership), indent=2))
     else:
         known = sys.stdout.isatty() or "COLUMNS" in os.environ
-        console = Console(highlight=False, width=None if known else PLAIN_WIDTH)
+        console = text_console(width=None if known else PLAIN_WIDTH)
         console.print(fleet_table(membership, console.width))
 
 
@@ -173,7 +173,7 @@ def _watch(address: MeshAddress, as_json: bool) -> None:
         while True:
             click.echo(json.dumps(membership_json(asyncio.run(read_membership(address)))))
             time.sleep(WATCH_EVERY_S)
-    console = Console(highlight=False)
+    console = text_console()
     with Live(console=console, auto_refresh=False) as live:
         while True:
             membership = asyncio.run(read_membership(address))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import click
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
@@ -19,6 +19,7 @@ from meshrl.cli.commands.queue import tell_audit
 from meshrl.cli.find_mesh import Mesh, find_mesh
 from meshrl.cli.operator import verify_all
 from meshrl.cli.options import json_option, mesh_options
+from meshrl.cli.plain_text import text_console
 from meshrl.config.recipe import EVAL_SUFFIX
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.contract.ports import Queue
@@ -89,7 +90,7 @@ def _show(ledgers: Sequence[Ledger], as_json: bool, audited: Audit | None) -> No
         click.echo(json.dumps(shown, indent=2))
         return
     for one in ledgers:
-        Console(highlight=False).print(_table(one))
+        text_console().print(_table(one))
     if audited is not None:
         tell_audit(audited)
 
@@ -100,7 +101,7 @@ def _watch(mesh: Mesh, as_json: bool) -> None:
         while True:
             click.echo(json.dumps({one.run: asdict(one) for one in _ledgers(mesh)}))
             time.sleep(WATCH_EVERY_S)
-    with Live(console=Console(highlight=False), auto_refresh=False) as live:
+    with Live(console=text_console(), auto_refresh=False) as live:
         while True:
             live.update(Group(*map(_table, _ledgers(mesh))), refresh=True)
             time.sleep(WATCH_EVERY_S)

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from meshrl.cli.options import json_option, recipe_argument
+from meshrl.cli.options import Finite, json_option, recipe_argument
 from meshrl.config.loading import load_recipe
 
-POSITIVE = click.FloatRange(min=0, min_open=True)
+POSITIVE = Finite(min=0, min_open=True)
 COUNT = click.IntRange(min=1)
 
 
@@ -24,7 +24,7 @@ COUNT = click.IntRange(min=1)
 @click.option("--tokens-per-s", type=POSITIVE, help="Sampled by a GPU whose slots are all busy.")
 @click.option(
     "--alone-speedup",
-    type=click.FloatRange(min=1),
+    type=Finite(min=1),
     default=1.0,
     help="How many times as fast a request runs alone as among rollout.slots.",
 )
@@ -36,19 +36,17 @@ COUNT = click.IntRange(min=1)
 @click.option("--length-p99", type=POSITIVE, help="Tokens that 1 response in 100 exceeds.")
 @click.option(
     "--alike",
-    type=click.FloatRange(0, 1),
+    type=Finite(0, 1),
     default=0.0,
     help="Share of the lengths' variance that belongs to the prompt.",
 )
 @click.option("--params", type=POSITIVE, help="Parameters of the model, e.g. 8e9.")
 @click.option("--bandwidth", type=POSITIVE, default=10.0, help="GB/s into each rollout GPU.")
-@click.option("--commit-s", type=click.FloatRange(min=0), default=0.0, help="Pause of an update.")
-@click.option("--reward-s", type=click.FloatRange(min=0), default=0.0, help="Of one reward.")
+@click.option("--commit-s", type=Finite(min=0), default=0.0, help="Pause of an update.")
+@click.option("--reward-s", type=Finite(min=0), default=0.0, help="Of one reward.")
 @click.option("--tool-calls", type=click.IntRange(min=0), default=0, help="Of one response.")
-@click.option("--tool-s", type=click.FloatRange(min=0), default=0.0, help="Of one tool call.")
-@click.option(
-    "--failures-per-day", type=click.FloatRange(min=0), default=0.0, help="Of each worker."
-)
+@click.option("--tool-s", type=Finite(min=0), default=0.0, help="Of one tool call.")
+@click.option("--failures-per-day", type=Finite(min=0), default=0.0, help="Of each worker.")
 @click.option("--restart-s", type=POSITIVE, default=60.0, help="Until a failed worker is back.")
 @click.option("--seed", type=int, default=0)
 @json_option

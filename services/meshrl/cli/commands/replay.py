@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from meshrl.cli.find_mesh import say_which
-from meshrl.cli.options import PATH, json_option
+from meshrl.cli.options import PATH, Finite, json_option
 from meshrl.config.loading import load_run
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import UserError
@@ -27,7 +27,7 @@ TOLERANCE = 1e-6
 @click.option("--step", type=click.IntRange(min=0), required=True, help="As in metrics.jsonl.")
 @click.option(
     "--tolerance",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=TOLERANCE,
     show_default=True,
     help="The largest relative difference that counts as the same.",

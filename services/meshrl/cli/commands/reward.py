@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from meshrl.cli.commands._reward_rescore import rescore_run
 from meshrl.cli.options import PATH, OptionsAnywhere, json_option
+from meshrl.cli.plain_text import text_console
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, Sample, Uid
 from meshrl.rewardd.pool.signatures import Kind
@@ -130,7 +130,7 @@ def list_(context: click.Context, as_json: bool) -> None:
         table.add_row(
             name.name, name.current, str(len(name.versions)), f"{last.action} by {last.by}, {when}"
         )
-    Console(highlight=False).print(table)
+    text_console().print(table)
     of = "the recipe's own" if found.scoring == found.base else f"as {found.followed!r} says"
     click.echo(f"scoring: {found.scoring} ({of})")
     if found.HasField("watch"):

@@ -15,7 +15,7 @@ from rich.text import Text
 from meshrl.api.rows import Row, find_rows
 from meshrl.cli.find_mesh import say_which
 from meshrl.cli.options import PATH
-from meshrl.cli.plain_text import one_line, printable
+from meshrl.cli.plain_text import one_line, printable, text_console
 from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
 
@@ -74,7 +74,7 @@ def rows(
     if not shown:
         click.echo("no logged row is like that")
         return
-    console = Console(highlight=False)
+    console = text_console()
     if uid is not None:
         for row in shown:
             _print_whole(console, row)
@@ -124,6 +124,7 @@ def _print_whole(console: Console, row: Row) -> None:
     reward = [_number(row["reward"], 4)]
     reward += [f"{printable(name)} {value:.4g}" for name, value in row["reward_components"].items()]
     spans = [f"{s['epoch']}.{s['step']} [{s['start']}, {s['end']})" for s in row["spans"] or ()]
+    turns = "1 turn" if row["turns"] == 1 else f"{row['turns']} turns"
     facts = {
         row[
             "split"
@@ -131,7 +132,7 @@ def _print_whole(console: Console, row: Row) -> None:
         "reward": ", ".join(reward),
         **{f"{printable(name)}:": text for name, text in row["reward_texts"].items()},
         "advantage": f"{_number(row['advantage'], 4)}, mismatch {_number(row['mismatch'], 4)}",
-        "tokens": f"{row['prompt_length']} + {row['length']}, {row['turns']} turns of the policy",
+        "tokens": f"{row['prompt_length']} + {row['length']}, {turns} of the policy",
         "versions": f"{', '.join(spans)}; staleness {row['staleness']}",
         "times": _times(row),
         "source": row["data_source"],

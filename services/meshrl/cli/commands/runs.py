@@ -7,12 +7,12 @@ from datetime import datetime
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from meshrl.api.history import HELD_OUT, STEP, RunHistory
 from meshrl.cli.options import PATH, json_option
+from meshrl.cli.plain_text import text_console
 from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME
 from meshrl.contract.errors import UserError
 from meshrl.http.view.settings import compared
@@ -68,7 +68,7 @@ def runs(folder: Path, as_json: bool) -> None:
             clock(run.seconds),
             datetime.fromtimestamp(when).strftime("%m-%d %H:%M") if when else "",
         )
-    Console(highlight=False).print(table)
+    text_console().print(table)
 
 
 @click.command()
@@ -104,7 +104,7 @@ def compare(run: Path, other: Path, as_json: bool) -> None:
     for key, (own, others) in keys.items():
         shown = (Text("(default)" if value is None else value) for value in (own, others))
         table.add_row(Text(key), *shown)
-    Console(highlight=False).print(table)
+    text_console().print(table)
 
 
 def _curve(values: list[float]) -> str:

@@ -9,6 +9,7 @@ import sys
 
 import click
 
+from meshrl.cli.options import Finite
 from meshrl.contract.errors import UserError
 from meshrl.rpc.exit_codes import Exit
 
@@ -16,7 +17,7 @@ from meshrl.rpc.exit_codes import Exit
 @click.command()
 @click.option("--seeds", type=click.IntRange(min=1), help="How many runs; default: 100.")
 @click.option("--seed", type=int, help="The first seed; drawn and printed if it is not given.")
-@click.option("--minutes", type=click.FloatRange(min=0), help="Begin no run after so long.")
+@click.option("--minutes", type=Finite(min=0), help="Begin no run after so long.")
 @click.option("--replay", is_flag=True, help="Run --seed alone, and print what happens.")
 @click.option("--minimise", is_flag=True, help="Find the fewest faults with which --seed fails.")
 @click.option("--mutant", help="Plant this bug; `list` names them.")

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from meshrl.api.history import HELD_OUT, STEP, RunHistory
 from meshrl.cli.find_mesh import RETRY_S, Mesh, find_mesh, say_which
 from meshrl.cli.options import json_option, mesh_options
+from meshrl.cli.plain_text import text_console
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import EngineStats, Ledger, RunState, TrainerStatus
 from meshrl.launcher.address_book import newest_run_dir
@@ -54,7 +54,7 @@ def status(run_dir: Path | None, queue: str | None, run: str | None, as_json: bo
     if as_json:
         click.echo(json.dumps(_json(found), indent=2))
     else:
-        Console(highlight=False).print(_table(mesh, found))
+        text_console().print(_table(mesh, found))
 
 
 def _print_history(history: RunHistory, as_json: bool) -> None:
@@ -85,7 +85,7 @@ def _print_history(history: RunHistory, as_json: bool) -> None:
     table.add_row("more", f"meshrl rows {directory}\nmeshrl ledger --run-dir {directory}")
     if history.state == "stopped":
         table.add_row("go on", f"meshrl up {directory / 'recipe.yaml'}")
-    Console(highlight=False).print(table)
+    text_console().print(table)
 
 
 async def _ask(mesh: Mesh) -> Status:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from meshrl.cli.find_mesh import say_which
 from meshrl.cli.options import PATH, json_option
+from meshrl.cli.plain_text import text_console
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.contract.types import Uid
 from meshrl.http.view.spans import SpanFiles
@@ -45,7 +45,7 @@ def trace(uid: str, run_dir: Path | None, as_json: bool) -> None:
         for span in spans:
             click.echo(json.dumps(span))
         return
-    Console(highlight=False).print(_table(spans))
+    text_console().print(_table(spans))
 
 
 def _parsed(uid: str, run: str) -> Uid:

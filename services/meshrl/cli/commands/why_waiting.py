@@ -7,11 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from meshrl.cli.find_mesh import find_mesh
 from meshrl.cli.options import json_option, mesh_options
+from meshrl.cli.plain_text import text_console
 from meshrl.contract.errors import NotFoundError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Waiting
@@ -43,7 +43,7 @@ def why_waiting(run_dir: Path | None, queue: str | None, run: str | None, as_jso
     elif not waits:
         click.echo("nothing waits")
     else:
-        Console(highlight=False).print(_table(waits))
+        text_console().print(_table(waits))
 
 
 def _table(waits: list[Waiting]) -> Table:

@@ -97,9 +97,8 @@ def _show_warm_start(phase: str, progress: SftProgress) -> None:
 
 
 def _report(recipe: Recipe) -> None:
-    from rich.console import Console
-
     from meshrl.cli.demo.report import History, draw_curves, summary, table
+    from meshrl.cli.plain_text import text_console
 
     directory = recipe.run.path
     history = History.read(recipe.metrics_path)
@@ -107,7 +106,7 @@ def _report(recipe: Recipe) -> None:
     shown = summary(history, ledger, directory / "export")
     (directory / "summary.json").write_text(json.dumps(shown, indent=2) + "\n")
     draw_curves(history, directory / "curves.png")
-    Console(highlight=False).print(table(shown, history))
+    text_console().print(table(shown, history))
     click.echo(f"{directory / 'summary.json'}\n{directory / 'curves.png'}\n{directory / 'export'}")
 
 

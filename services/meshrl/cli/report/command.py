@@ -8,13 +8,13 @@ from operator import methodcaller
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.text import Text
 
 from meshrl.api.history import HELD_OUT, STEP, RunHistory
 from meshrl.api.rows import Row, find_rows
 from meshrl.cli.find_mesh import mesh_of
 from meshrl.cli.options import PATH, completed
+from meshrl.cli.plain_text import text_console
 from meshrl.cli.report.charts import Chart, Curve, braille, save
 from meshrl.cli.report.page import Report, page
 from meshrl.config.recipe import RECIPE_NAME
@@ -91,7 +91,7 @@ def plot(
         save(charts, out)
         click.echo(str(out))
         return
-    console = Console(highlight=False)
+    console = text_console()
     width = console.width if console.is_terminal else PLAIN_WIDTH
     for chart in charts:
         for line in braille(chart, width, ROWS):
