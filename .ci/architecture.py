@@ -21,7 +21,7 @@ CRUMB_LINES = 60
 
 LINES: Mapping[str, int] = {
     "meshrl.trainer": 16940,
-    "meshrl.rollout": 11300,
+    "meshrl.rollout": 11410,
     "meshrl.transferqueue": 10775,
     "meshrl.rewardd": 6415,
     "meshrl.sandbox": 1860,

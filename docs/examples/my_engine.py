@@ -46,6 +46,7 @@ class MyServer:
     name = "My server"
     package = "my_server"
     module: tuple[str, ...] = ("-m", "my_server")
+    key_name = "MY_SERVER_API_KEY"
     plugin: Path | None = None
 
     def __init__(self, config: Config) -> None:
@@ -65,9 +66,9 @@ class MyServer:
         """The environment of a server that is started here."""
         return dict(os.environ)
 
-    def client(self, url: str) -> MyClient:
-        """A client of the server at `url`."""
-        return MyClient(url, self._config)
+    def client(self, url: str, key: str | None) -> MyClient:
+        """A client of the server at `url`, which presents `key`."""
+        return MyClient(url, key, self._config)
 
     async def check(self, client: MyClient, checkpoint: Checkpoint, max_length: int) -> None:
         """Raises UserError for a server that would fail later."""
@@ -78,9 +79,9 @@ class MyServer:
 class MyClient(HttpClient):
     """The server's routes."""
 
-    def __init__(self, url: str, config: Config) -> None:
+    def __init__(self, url: str, key: str | None, config: Config) -> None:
         super().__init__(
-            "My server", url, key=None, silence_s=config.silence_s, update_s=config.update_s
+            "My server", url, key=key, silence_s=config.silence_s, update_s=config.update_s
         )
         self._pause_mode = config.pause_mode
 

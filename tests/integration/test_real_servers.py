@@ -7,7 +7,9 @@ attach to it by `url`; the tests that break it come last, and cost one more star
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -68,6 +71,12 @@ class Kind:
     """Top-p cuts what top-k left; else both cut the whole distribution."""
     lost_file: str
     """What the error says when the staged file is gone."""
+    open_routes: str = "/health$"
+    """A pattern of the routes that need no key."""
+
+    @property
+    def key_name(self) -> str:
+        return f"{self.package.upper()}_API_KEY"
 
     @property
     def venv(self) -> Path:
@@ -116,6 +125,7 @@ SGLANG = Kind(
     seeds=False,  # its deterministic mode has no attention backend for CPUs
     renormalises=False,
     lost_file=".*exit code .*safetensors",
+    open_routes="/(health|ready|metrics)",
 )
 
 
@@ -171,7 +181,7 @@ async def owner(kind: Kind, checkpoint: Path, staging: Path) -> AsyncIterator[Se
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(kind: Kind, owner: ServerEngine, checkpoint: Path) -> AsyncIterator[ServerEngine]:
-    options = {"url": owner.url, "eos_token_ids": [], "stream_interval": 4}
+    options = {**attached_to(kind, owner, checkpoint), "stream_interval": 4}
     attached = kind.build(options, model=checkpoint, slots=SLOTS, tokenizer=Words())
     await attached.start()
     yield attached
@@ -192,6 +202,20 @@ async def all_of(engine: Engine, requests: Sequence[GenerateRequest]) -> list[Re
 def server_log(kind: Kind, checkpoint: Path) -> Path:
     """Where the server writes; also what finds its process."""
     return checkpoint / f"{kind.package}.log"
+
+
+def server_key(kind: Kind, checkpoint: Path) -> str:
+    """The key that the child was given: its own user can read it there."""
+    environ = Path(f"/proc/{server_pid(server_log(kind, checkpoint))}/environ").read_bytes()
+    return dict(each.split("=", 1) for each in environ.decode().split("\0") if "=" in each)[
+        kind.key_name
+    ]
+
+
+def attached_to(kind: Kind, owner: ServerEngine, checkpoint: Path) -> dict[str, object]:
+    """`rollout.engine` of an engine that uses the child of `owner`."""
+    key = server_key(kind, checkpoint)
+    return {"url": owner.url, "env": {kind.key_name: key}, "eos_token_ids": []}
 
 
 class TestContract(EngineSuite):
@@ -350,7 +374,7 @@ async def test_rows_are_leased_by_the_tokens_that_the_servers_cache_holds(
     kind: Kind, owner: ServerEngine, checkpoint: Path
 ) -> None:
     held = kind.cache_tokens
-    options = {"url": owner.url, "eos_token_ids": [], "max_model_len": LONG}
+    options = {**attached_to(kind, owner, checkpoint), "max_model_len": LONG}
     wide = kind.build(options, model=checkpoint, slots=10_000, tokenizer=Words())
     await wide.start()
     try:
@@ -365,7 +389,8 @@ async def test_prefixes_that_another_engine_cached_under_the_same_label_are_not_
 ) -> None:
     prompt = prompts(1, seed=11)[0] * 8  # longer than a block of the cache
     for seed in (8, 9):
-        engine = kind.build({"url": owner.url, "eos_token_ids": []}, model=checkpoint, slots=SLOTS)
+        options = attached_to(kind, owner, checkpoint)
+        engine = kind.build(options, model=checkpoint, slots=SLOTS)
         await engine.start()
         try:
             await commit(engine, tied(seed=seed), Version(7, 0), on_update)
@@ -392,6 +417,37 @@ async def test_the_server_listens_beyond_loopback_only_where_the_page_of_ports_s
     named = [line for line in page.splitlines() if line.startswith(f"| {kind.name}'s workers |")]
     found = reachable_sockets(os.getpid())
     assert len(found) <= len(named), f"{found} are not in docs/reference/ports.md"
+
+
+async def test_every_route_of_a_server_that_is_started_here_asks_for_its_key(
+    kind: Kind, owner: ServerEngine, checkpoint: Path
+) -> None:
+    key = server_key(kind, checkpoint)
+    async with httpx.AsyncClient(base_url=owner.url, trust_env=False) as http:
+        known = {"Authorization": f"Bearer {key}"}
+        paths = (await http.get("/openapi.json", headers=known)).json()["paths"]
+        routes = [(method, path) for path, methods in paths.items() for method in methods]
+        assert len(routes) > 20
+        for headers in ({}, {"Authorization": "Bearer " + "x" * len(key)}):
+            answers = {
+                (method, path): (await http.request(method, path, headers=headers)).status_code
+                for method, path in [*routes, ("get", "/openapi.json"), ("get", "/no/such/route")]
+                if not re.match(kind.open_routes, path)
+            }
+            assert set(answers.values()) == {401}, answers
+        assert (await http.get("/health")).status_code == 200
+    nobody = kind.build({"url": owner.url}, model=checkpoint, slots=SLOTS)
+    with pytest.raises(UserError, match=f"asks for a key: set {kind.key_name} in"):
+        await nobody.start()
+
+
+async def test_other_users_of_the_machine_see_the_key_nowhere(kind: Kind, checkpoint: Path) -> None:
+    log = server_log(kind, checkpoint)
+    key = server_key(kind, checkpoint).encode()
+    assert log.stat().st_mode & 0o077 == 0
+    for command in await asyncio.to_thread(lambda: list(Path("/proc").glob("[0-9]*/cmdline"))):
+        with contextlib.suppress(OSError):
+            assert key not in command.read_bytes()
 
 
 async def test_weights_that_do_not_fit_are_refused_before_any_call_to_the_server(
@@ -425,11 +481,12 @@ async def lose_newest_file(staging: Path) -> None:
 
 
 async def test_a_server_that_allows_less_than_the_engine_promises_is_refused(
-    kind: Kind, owner: ServerEngine, tmp_path: Path
+    kind: Kind, owner: ServerEngine, checkpoint: Path, tmp_path: Path
 ) -> None:
     longer = make_model("Qwen3", head_dim=32, max_position_embeddings=4 * LONG)
     longer.save_pretrained(tmp_path)
-    engine = kind.build({"url": owner.url}, model=tmp_path, slots=SLOTS)
+    options = attached_to(kind, owner, checkpoint)
+    engine = kind.build(options, model=tmp_path, slots=SLOTS)
     with pytest.raises(UserError, match=f"allows {2 * LONG} tokens .* the engine {4 * LONG}"):
         await engine.start()
 
@@ -491,7 +548,7 @@ async def test_a_server_whose_update_failed_is_replaced_and_serves_nothing_until
 async def test_a_failed_update_poisons_a_server_that_cannot_be_replaced(
     kind: Kind, owner: ServerEngine, checkpoint: Path, tmp_path: Path
 ) -> None:
-    options = {"url": owner.url, "staging": str(tmp_path)}
+    options = {**attached_to(kind, owner, checkpoint), "staging": str(tmp_path)}
     engine = kind.build(options, model=checkpoint, slots=SLOTS)
     await engine.start()
     await commit(engine, tied(), Version(1, 0))

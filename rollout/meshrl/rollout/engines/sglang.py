@@ -100,7 +100,8 @@ class SglangServer:
 
     name = "SGLang"
     package = "sglang"
-    module: tuple[str, ...] = ("-P", "-m", "sglang.launch_server")
+    module: tuple[str, ...] = ("-P", "-m", "meshrl_sglang_server")
+    key_name = "SGLANG_API_KEY"
     plugin: Path | None = PLUGIN_DIR
 
     def __init__(self, config: Config) -> None:
@@ -129,11 +130,12 @@ class SglangServer:
         # The reserved tokens may go beyond what the checkpoint allows; no token is ever at such a position.
         return {**os.environ, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
-    def client(self, url: str) -> SglangClient:
-        """A client of the server at `url`."""
+    def client(self, url: str, key: str | None) -> SglangClient:
+        """A client of the server at `url`, which presents `key`."""
         config = self._config
         return SglangClient(
             url,
+            key=key,
             update=config.update,
             silence_s=config.silence_s,
             update_s=config.update_s,
@@ -256,12 +258,12 @@ class SglangClient(HttpClient):
         self,
         url: str,
         *,
+        key: str | None,
         update: str,
         silence_s: float,
         update_s: float,
         sender: Sender | None = None,
     ) -> None:
-        key = os.environ.get("SGLANG_API_KEY")
         super().__init__("SGLang", url, key=key, silence_s=silence_s, update_s=update_s)
         self._update = update
         self._sender = sender

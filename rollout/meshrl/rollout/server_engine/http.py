@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from meshrl.contract.errors import InfraError, UnavailableError, UserError
+from meshrl.contract.errors import InfraError, UnauthenticatedError, UnavailableError, UserError
 
 CONNECT_S = 10.0
 
@@ -52,6 +52,7 @@ class HttpClient:
 
         Raises:
             UserError: the server has no such route.
+            UnauthenticatedError: it asks for another key.
             UnavailableError: nothing listens there.
             InfraError: the call failed.
         """
@@ -64,6 +65,8 @@ class HttpClient:
             raise UnavailableError(f"no {self.who} answers: {error}") from error
         except httpx.HTTPError as error:
             raise InfraError(f"{self.who}, {route}: {_text(error)}") from error
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            raise UnauthenticatedError(f"{self.who} asks for a key")
         if response.status_code == httpx.codes.NOT_FOUND:
             raise UserError(f"{self.who} has no route {route}")
         if not response.is_success:
@@ -91,11 +94,14 @@ class HttpClient:
 
         Raises:
             UserError: the server refuses the request.
+            UnauthenticatedError: it asks for another key.
             InfraError: the server failed, disconnected or sent nothing for `silence_s`.
         """
         timeout = httpx.Timeout(self._silence_s, connect=CONNECT_S)
         try:
             async with self._http.stream("POST", route, json=body, timeout=timeout) as response:
+                if response.status_code == httpx.codes.UNAUTHORIZED:
+                    raise UnauthenticatedError(f"{self.who} asks for a key")
                 if not response.is_success:
                     message = _message(await response.aread())
                     kind = UserError if _is_refusal(response.status_code) else InfraError

@@ -91,7 +91,9 @@ class ServerKind(Protocol[Client]):
     package: str
     """The Python package that its environment must have."""
     module: tuple[str, ...]
-    """Arguments that make that environment's interpreter run the server."""
+    """Arguments that make that environment's interpreter run the server, which asks for its key."""
+    key_name: str
+    """The environment variable with the key of the server."""
     plugin: Path | None
     """A folder for the server's PYTHONPATH; None: nothing of ours runs in its workers."""
 
@@ -105,8 +107,8 @@ class ServerKind(Protocol[Client]):
         """Environment of a server that is started here; `rollout.engine.env` is added to it."""
         ...
 
-    def client(self, url: str) -> Client:
-        """A client of the server at `url`."""
+    def client(self, url: str, key: str | None) -> Client:
+        """A client of the server at `url`, which presents `key`."""
         ...
 
     async def check(self, client: Client, checkpoint: Checkpoint, max_length: int) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import logging
 import os
+import secrets
 import shutil
 import socket
 import sys
@@ -17,7 +18,14 @@ from pathlib import Path
 import httpx
 
 from meshrl.contract.device_share import DeviceShare
-from meshrl.contract.errors import ConfigError, EngineGoneError, InfraError, MeshError, UserError
+from meshrl.contract.errors import (
+    ConfigError,
+    EngineGoneError,
+    InfraError,
+    MeshError,
+    UnauthenticatedError,
+    UserError,
+)
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.config import ServerConfig
 from meshrl.rollout.server_engine.kind import AnyServerKind, ServerClient
@@ -73,16 +81,23 @@ class ManagedServer:
         """
         await self.close()
         url = self._config.url or f"http://127.0.0.1:{_free_port()}"
-        client = self._client = self._kind.client(url)
+        key = self._config.env.get(self._kind.key_name) or os.environ.get(self._kind.key_name)
+        if key is None and self._command:
+            key = secrets.token_urlsafe(32)
+        client = self._client = self._kind.client(url, key)
         try:
             if self._command:
                 self._process = await self._start_child(
-                    checkpoint, max_length, url.rpartition(":")[2]
+                    checkpoint, max_length, url.rpartition(":")[2], key or ""
                 )
             # A typo in `url` fails early; a server that has answered before may take long to come back.
             deadline_s = START_S if self._command or self._was_up else URL_START_S
             await self._ready(self._config.start_s or deadline_s)
-            await self._kind.check(client, checkpoint, max_length)
+            try:
+                await self._kind.check(client, checkpoint, max_length)
+            except UnauthenticatedError as error:
+                where = f"set {self._kind.key_name} in rollout.engine.env or the environment"
+                raise UserError(f"{error}: {where}") from error
             self.cache_tokens = await client.cache_tokens()
             log.info("%s at %s: %s", self.name, url, _cache_message(self.cache_tokens))
             self._was_up = True
@@ -137,11 +152,11 @@ class ManagedServer:
             self._process = None
 
     async def _start_child(
-        self, checkpoint: Checkpoint, max_length: int, port: str
+        self, checkpoint: Checkpoint, max_length: int, port: str, key: str
     ) -> ServerProcess:
         kind, config = self._kind, self._config
         arguments = kind.arguments(checkpoint, max_length=max_length, slots=self._slots, port=port)
-        environment = {**kind.environment(), **config.env}
+        environment = {**kind.environment(), **config.env, kind.key_name: key}
         paths = (str(kind.plugin or ""), environment.get("PYTHONPATH", ""))
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         path = config.log or Path(tempfile.gettempdir()) / f"meshrl-{kind.package}-{port}.log"

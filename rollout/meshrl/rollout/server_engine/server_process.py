@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from meshrl.contract import device_lease
 from meshrl.contract.errors import InfraError
@@ -53,7 +54,7 @@ class ServerProcess:
         guard = Path(__file__).with_name("subprocess_guard.py")
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
-            with self._log.open("wb") as log:
+            with _private(self._log) as log:
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-E", "-S", str(guard), str(self._log), *self._command),
                     stdin=asyncio.subprocess.PIPE,
@@ -108,6 +109,14 @@ def last_error(text: str) -> str:
     faults = [line for line in lines if _FAULT.match(line)]
     causes = [line for line in faults if not _SEE_ABOVE.search(line)]
     return (causes or faults or lines or ["it wrote nothing"])[-1]
+
+
+def _private(path: Path) -> BinaryIO:
+    """An empty file for nobody else: servers log their arguments, a key among them. No link is followed."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    file = os.fdopen(os.open(path, flags, 0o600), "wb")
+    os.fchmod(file.fileno(), 0o600)
+    return file
 
 
 def _tail(path: Path) -> str:
