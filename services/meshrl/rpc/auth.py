@@ -185,11 +185,7 @@ class Authorizer:
         Raises:
             UnauthenticatedError, ForbiddenError, CapacityError (too many requests).
         """
-        try:
-            who = self._find(authorization, names)
-        except UnauthenticatedError:
-            self._requests.count(peer)  # guesses are limited too, by address: there is no name yet
-            raise
+        who = self._known(authorization, peer, names)
         caller = who.name if self._asks else peer
         self._requests.count(caller)
         _require(who, role)
@@ -197,9 +193,18 @@ class Authorizer:
             self._submissions.count(caller)
         return who
 
-    def check(self, authorization: str, role: Role, names: Sequence[str] | None = None) -> None:
-        """As `admit`, without counting. Raises UnauthenticatedError, ForbiddenError."""
-        _require(self._find(authorization, names), role)
+    def check(
+        self, authorization: str, peer: str, role: Role, names: Sequence[str] | None = None
+    ) -> None:
+        """As `admit`, before a body is read; counts guesses only. Raises what `admit` does."""
+        _require(self._known(authorization, peer, names), role)
+
+    def _known(self, authorization: str, peer: str, names: Sequence[str] | None) -> Principal:
+        try:
+            return self._find(authorization, names)
+        except UnauthenticatedError:
+            self._requests.count(peer)  # guesses are limited too, by address: there is no name yet
+            raise
 
     def _find(self, authorization: str, names: Sequence[str] | None) -> Principal:
         if not self._asks:

@@ -62,16 +62,15 @@ class GuardedRegistry:
         """The version that scores the run now. Needs no role: the health route shows it."""
         return self._registry.judge.reward_hash
 
-    def check(self, caller: Caller, role: Role) -> None:
-        """Raise if `caller` lacks `role`; does not count against the rate limit."""
-        self._authorizer.check(caller.authorization, role, caller.names)
-
-    def check_submitter(self, caller: Caller) -> None:
-        """As `check`, before a large body is read; a refusal is audited."""
+    def check(self, caller: Caller, method: Callable[..., Any], name: str = "") -> None:
+        """Raise if `caller` may not call `method`, before a body is read; a refused change is audited."""
+        role = ROLES[method]
         try:
-            self.check(caller, Role.SUBMIT)
+            self._authorizer.check(caller.authorization, caller.peer, role, caller.names)
         except MeshError as error:
-            self._write(caller, "submit", result=error.code, why=error.message)
+            if role is not Role.READ:
+                why = {"result": error.code, "why": error.message}
+                self._write(caller, method.__name__, name=name, **why)
             raise
 
     def read(

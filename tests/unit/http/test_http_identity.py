@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +169,18 @@ async def test_every_route_of_the_gateway_asks_and_agents_alone_claim(run_dir: P
         if role not in (MeshRole.AGENT, MeshRole.OPERATOR)
     }
     assert set(claims.values()) == {403}, claims
+
+
+async def test_no_byte_of_a_strangers_body_is_read(run_dir: Path) -> None:
+    async def unread() -> AsyncIterator[bytes]:
+        raise AssertionError("the body was read")
+        yield b""
+
+    for app in (registry(run_dir), gateway(run_dir)):
+        transport = httpx.ASGITransport(app, raise_app_exceptions=True)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            for method, path in set(routes(app)) - OPEN:
+                place = path.format(name="reward", version="a", session_id="s", model="m")
+                typed = {"content-type": "application/json"}
+                answer = await http.request(method, place, headers=typed, content=unread())
+                assert answer.status_code == 401, (method, path)

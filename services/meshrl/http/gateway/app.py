@@ -14,7 +14,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from meshrl.contract.errors import ForbiddenError, UnauthenticatedError
+from meshrl.contract.errors import CapacityError, ForbiddenError, UnauthenticatedError
 from meshrl.contract.types import PostedReward
 from meshrl.http.body_limit import BodyLimit
 from meshrl.http.gateway import models as m
@@ -76,7 +76,9 @@ def build_app(
         default_response_class=AsciiJSON,
     )
     app.add_middleware(BodyLimit, limit=max_body_bytes, refuse=refusal)
-    app.add_middleware(SessionAuth, sessions=sessions)  # added last, so it runs first
+    app.add_middleware(
+        SessionAuth, sessions=sessions, authorizer=authorizer
+    )  # added last, so it runs first
     install(app)
 
     @app.get("/health", tags=["service"])
@@ -91,28 +93,39 @@ def build_app(
 
 
 class SessionAuth:
-    """ASGI middleware: rejects a request without a session's API key before a byte of the body is read."""
+    """ASGI middleware: rejects a request before a byte of the body is read.
 
-    def __init__(self, app: ASGIApp, sessions: SessionTable) -> None:
+    Of a session: without its API key; that claims one: of a caller who may not.
+    """
+
+    def __init__(self, app: ASGIApp, sessions: SessionTable, authorizer: Authorizer | None) -> None:
         self._app = app
         self._sessions = sessions
+        self._authorizer = authorizer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
-        if scope["type"] == "http" and _is_protected(scope["path"]):
-            authorization = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+        if scope["type"] == "http" and scope["path"].startswith(PROTECTED):
             try:
-                self._sessions.find(authorization)
-            except UnauthenticatedError as error:
+                self._check(Request(scope))
+            except (UnauthenticatedError, ForbiddenError, CapacityError) as error:
                 await refused(error)(scope, receive, send)
                 return
             except SessionEndedError:
                 pass  # the route answers it: some requests to an ended session are repetitions, and succeed
         await self._app(scope, receive, send)
 
+    def _check(self, request: Request) -> None:
+        authorization = request.headers.get("authorization", "")
+        if request.url.path.rstrip("/") != CLAIMS:
+            self._sessions.find(authorization)
+        elif self._authorizer is not None:
+            names = certificate_names(request)
+            self._authorizer.check(authorization, _peer(request), Role.CLAIM, names)
 
-def _is_protected(path: str) -> bool:
-    return path.startswith(PROTECTED) and path.rstrip("/") != CLAIMS
+
+def _peer(request: Request) -> str:
+    return request.client.host if request.client else "unknown"
 
 
 def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRouter:
@@ -184,8 +197,7 @@ def _sessions(
             raise ForbiddenError(
                 "this worker gives out no sessions (rollout.program_options.external)"
             )
-        peer = request.client.host if request.client else "unknown"
-        authorizer.admit(_header(token), peer, Role.CLAIM, certificate_names(request))
+        authorizer.admit(_header(token), _peer(request), Role.CLAIM, certificate_names(request))
         session = await _unless_disconnected(request, sessions.claim(body.wait_s))
         if session is not None and await request.is_disconnected():
             session.finished.set()  # the client does not get it: its row goes back

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 
 from meshrl.http.body_limit import BodyLimit
 from meshrl.http.responses import AsciiJSON
@@ -30,16 +32,30 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
         429: "too many requests, or no room",
     }.items()
 }
+METHODS: Mapping[str, Callable[..., Any]] = {
+    "submit_reward": Registry.submit,
+    "list_rewards": Registry.listing,
+    "get_reward": Registry.name,
+    "get_version": Registry.version,
+    "diff_rewards": Registry.diff,
+    "roll_back": Registry.roll_back,
+    "retire": Registry.retire,
+    "watch": Registry.watch,
+    "score": Registry.score,
+    "compare": Registry.compare,
+}
+"""What each route calls, by the name of its function."""
 _bearer = HTTPBearer(
     auto_error=False, description="A credential of the run, or a token of the tokens file."
 )
 
 
 def _caller(
-    request: Request, token: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+    request: Request,
+    _: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)] = None,  # for OpenAPI
 ) -> Caller:
     return Caller(
-        authorization=f"{token.scheme} {token.credentials}" if token else "",
+        authorization=request.headers.get("authorization", ""),
         peer=request.client.host if request.client else "unknown",
         transport="http",
         names=certificate_names(request),
@@ -47,6 +63,22 @@ def _caller(
 
 
 Who = Annotated[Caller, Depends(_caller)]
+
+
+class _CheckedRoute(APIRoute):
+    """Refuses a caller before a byte of the body is read."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See APIRoute."""
+        handle = super().get_route_handler()
+        method = METHODS[self.name]
+
+        async def checked(request: Request) -> Response:
+            registry: GuardedRegistry = request.app.state.registry
+            registry.check(_caller(request), method, request.path_params.get("name", ""))
+            return await handle(request)
+
+        return checked
 
 
 def build_app(registry: GuardedRegistry, max_body_bytes: int) -> FastAPI:
@@ -65,7 +97,10 @@ def build_app(registry: GuardedRegistry, max_body_bytes: int) -> FastAPI:
         """Whether the service is up."""
         return m.HealthModel(status="serving", scoring=registry.scoring)
 
-    router = APIRouter(prefix="/v1/rewards", tags=["rewards"], responses=PROBLEMS)
+    app.state.registry = registry
+    router = APIRouter(
+        prefix="/v1/rewards", tags=["rewards"], responses=PROBLEMS, route_class=_CheckedRoute
+    )
     for add in (_add_versions, _add_changes, _add_trials):
         add(router, registry)
     app.include_router(router)
@@ -79,7 +114,6 @@ def _add_versions(router: APIRouter, registry: GuardedRegistry) -> None:
     @router.post("", status_code=201, openapi_extra=submission.CONTENT)
     async def submit_reward(request: Request, who: Who) -> m.AcceptedModel:
         """Accept a version and point its name to it."""
-        registry.check_submitter(who)
         body = await submission.read(request)
         accepted = await registry.change(who, Registry.submit, body.submission())
         return m.AcceptedModel(
