@@ -34,7 +34,7 @@ LINES: Mapping[str, int] = {
     "meshrl.cli": 6015,
     "meshrl.deploy": 770,
     "meshrl.http": 3350,
-    "meshrl.verl": 2600,
+    "meshrl.verl": 3640,
     "meshrl.client": 1800,
     "meshrl.config": 3065,
     "meshrl.api": 500,

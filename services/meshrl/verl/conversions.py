@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from typing import Any
 
 from meshrl.contract.plugins import known
 from meshrl.verl.rules import (
+    KEYWORD,
     Answer,
     Convert,
     Given,
@@ -48,9 +50,23 @@ def model_path(value: Any, given: Given) -> Answer:
 def compute_type(value: Any, given: Given) -> Answer:
     """What matrix products run in."""
     full = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(str(value), value)
+    if full == "float16":
+        return no(
+            "gradients are not scaled, so that float16 would lose small ones: bfloat16 or float32"
+        )
     return Answer(
         settings={"model.param_dtype": full}, note="compute type; master weights are float32"
     )
+
+
+def pair(ours: str) -> Convert:
+    """A list, also where quotes make it a text."""
+
+    def convert(value: Any, given: Given) -> Answer:
+        found = json.loads(value) if isinstance(value, str) else value
+        return Answer(settings={ours: found})
+
+    return convert
 
 
 def files_to(ours: str) -> Convert:
@@ -226,42 +242,82 @@ def oversample(value: Any, given: Given) -> Answer:
 
 def engine(value: Any, given: Given) -> Answer:
     """The engine that samples."""
-    if value in ("vllm", "sglang", "trtllm"):
-        note = (
-            ""
-            if value == "vllm"
-            else f"there is no engine {value}; vLLM samples from the same distribution"
-        )
-        return Answer(settings={"rollout.name": "vllm"}, note=note)
+    if value in ("vllm", "sglang"):
+        return Answer(settings={"rollout.name": value})
     if value == "hf":
         return Answer(settings={"rollout.name": "torch"}, note="the embedded engine")
-    return no("rollout.name is torch or vllm: docs/reference/engines.md")
+    if value == "trtllm":
+        note = "there is no engine trtllm; vLLM samples from the same distribution"
+        return Answer(settings={"rollout.name": "vllm"}, note=note)
+    return no("rollout.name is torch, vllm or sglang: docs/reference/engines.md")
+
+
+SGLANG_FLAGS = {
+    "--tensor-parallel-size": "--tp-size",
+    "--pipeline-parallel-size": "--pp-size",
+    "--data-parallel-size": "--dp-size",
+    "--gpu-memory-utilization": "--mem-fraction-static",
+}
+"""What SGLang's server calls an option of vLLM's; the others have no counterpart."""
 
 
 def engine_argument(flag: str, *, switch: bool = False) -> Convert:
-    """An argument of the vLLM server."""
+    """An argument of the server: vLLM's flag, or SGLang's for the same."""
 
     def convert(value: Any, given: Given) -> Answer:
-        if given.get(f"{ROLLOUT}.name") == "hf":
-            return Answer(status=Status.IGNORED, note="the embedded engine has no such setting")
-        if not switch:
-            return (
-                Answer(engine_arguments=(flag, str(value)), note="of the vLLM server")
-                if value is not None
-                else Answer()
-            )
-        words = (flag,) if value else (f"--no-{flag[2:]}",)
+        name = given.get(f"{ROLLOUT}.name")
+        if value is None:
+            return Answer(note="the engine's own choice")
+        if name == "hf" or (name == "sglang" and flag not in SGLANG_FLAGS):
+            engine = "SGLang" if name == "sglang" else "the embedded engine"
+            return Answer(status=Status.IGNORED, note=f"{engine} has no such setting")
+        if name == "sglang":
+            note = "of the SGLang server"
+            return Answer(engine_arguments=(SGLANG_FLAGS[flag], str(value)), note=note)
+        words = ((flag,) if value else (f"--no-{flag[2:]}",)) if switch else (flag, str(value))
         return Answer(engine_arguments=words, note="of the vLLM server")
 
     return convert
 
 
+def engine_keyword(engine: str) -> Convert:
+    """A keyword of the engine's own, as an argument of its server."""
+
+    def convert(value: Any, given: Given) -> Answer:
+        if given.get(f"{ROLLOUT}.name", "vllm") != engine:
+            return Answer(status=Status.IGNORED, note=f"of {engine}, which does not sample here")
+        if engine == "trtllm":
+            return no("there is no engine trtllm")
+        if value is None or (value is False and engine == "sglang"):
+            return Answer(note="the engine's own choice")
+        text = json.dumps(value) if isinstance(value, list | dict) else str(value)
+        return Answer(engine_arguments=(KEYWORD, text), note="an argument of the server")
+
+    return convert
+
+
+def expert_parallel(value: Any, given: Given) -> Answer:
+    """Ranks that share experts: vLLM takes all ranks of an engine."""
+    if value in (None, 0, 1):
+        return Answer(note="experts are on every rank")
+    if given.get(f"{ROLLOUT}.name") == "sglang":
+        return Answer(engine_arguments=("--ep-size", str(value)), note="of the SGLang server")
+    return Answer(engine_arguments=("--enable-expert-parallel",), note="of the vLLM server")
+
+
+def sampling_seed(value: Any, given: Given) -> Answer:
+    """Of all that is drawn."""
+    return Answer(settings={} if value is None else {"run.seed": value}, note="of the whole run")
+
+
 def engine_option(ours: str) -> Convert:
-    """An option of the vLLM engine."""
+    """An option of a server's engine."""
 
     def convert(value: Any, given: Given) -> Answer:
         if value is None or given.get(f"{ROLLOUT}.name") == "hf":
             return Answer(status=Status.IGNORED, note="the engine's own choice")
+        if value == "fp8":
+            return no("engines serve the weights as they are trained")
         return Answer(settings={f"rollout.engine.{ours}": value})
 
     return convert
@@ -372,6 +428,61 @@ def reward_model(path_keys: tuple[str, ...]) -> Convert:
         )
 
     return convert
+
+
+PRIME_DATA = {
+    "filter_accuracy": "algorithm.filter_groups.enable",
+    "accuracy_lower_bound": "algorithm.filter_groups.low",
+    "accuracy_upper_bound": "algorithm.filter_groups.high",
+    "oversample_factor": "algorithm.filter_groups.oversample",
+}
+
+
+def prime(ours: str) -> Convert:
+    """Read by verl's program `main_prime` only."""
+
+    def convert(value: Any, given: Given) -> Answer:
+        if given.program.algorithm != "prime":
+            return no("only PRIME reads it: algorithm.name=prime")
+        return Answer(settings={ours: value})
+
+    return convert
+
+
+def own_log_probs(value: Any, given: Given) -> Answer:
+    """Whether the ratio's denominator is what the engine said."""
+    return Answer(settings={"actor.recompute_old_log_probs": not value})
+
+
+def device(value: Any, given: Given) -> Answer:
+    """What the trainer computes on."""
+    if value in (None, "auto", "cpu", "cuda"):
+        return Answer(settings={"trainer.device": value})
+    return no("the trainer computes on GPUs that torch calls cuda, or on the CPU")
+
+
+def reference_updates(value: Any, given: Given) -> Answer:
+    """How often the frozen model is renewed."""
+    if value in (None, -1) or (given.program.algorithm == "spin" and value == 1):
+        return Answer(note="SPIN's opponent is renewed every step; another reference never")
+    return no("SPIN's opponent is renewed every step, and another reference never")
+
+
+def sync_steps(value: Any, given: Given) -> Answer:
+    """Steps between two versions."""
+    return Answer(note="versions are published every step: queue.max_staleness bounds their age")
+
+
+def reward_style(value: Any, given: Given) -> Answer:
+    """A name of what scores."""
+    match value:
+        case None | "rule":
+            return Answer(note="a function")
+        case "math_verify":
+            return Answer(
+                settings={"reward.functions": [{"name": "math"}]}, note="the package math-verify"
+            )
+    return no("name what scores: reward.functions, reward.custom_reward_function or reward.judges")
 
 
 def trainer_mode(value: Any, given: Given) -> Answer:

@@ -17,11 +17,14 @@ from meshrl.config.explain import Key, Loc, value_text, walk
 from meshrl.config.loading import Written, read_yaml
 from meshrl.config.problems import origin_of
 from meshrl.config.recipe import Recipe
+from meshrl.contract.config import Config
 from meshrl.contract.errors import ConfigError
-from meshrl.trainer.algorithms.recipe_defaults import defaults, places
+from meshrl.trainer.algorithms.recipe_defaults import defaults, merged, places
+from meshrl.trainer.offline.config import SftConfig
 from meshrl.verl.overrides import Override, parse
 from meshrl.verl.programs import Command, Program, refuse_other
-from meshrl.verl.rules import ENGINE_ARGUMENTS, Answer, Given, Rule, Status
+from meshrl.verl.rules import ENGINE_ARGUMENTS, KEYWORD, Given, Rule, Status
+from meshrl.verl.sft_table import rules as sft_rules
 from meshrl.verl.table import rules
 
 _INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
@@ -52,6 +55,8 @@ class Migration:
     findings: tuple[Finding, ...]
     to_do: tuple[str, ...]
     """What `meshrl config check` would still complain about on this machine."""
+    config: type[Config] = Recipe
+    """Of what the recipe is: of a mesh, or of `meshrl sft`."""
 
     def of(self, status: Status) -> list[Finding]:
         """The findings of one kind."""
@@ -77,38 +82,52 @@ def migrate(
         ConfigError: a program that trains nothing, a line that cannot be read, or a value that the recipe cannot
             hold; one line per problem.
     """
-    values, origins, findings = _given(overrides, files)
-    table = rules()
-    program = Program()
     if started is not None:
         refuse_other(started)
+    values, origins, findings = _given(overrides, files)
+    program = Program()
+    if started is not None:
         program = started.program
         findings[:0] = [_of_program(started)] if started.name else []
+    kind: type[Config] = SftConfig if program.sft else Recipe
+    table = sft_rules() if program.sft else rules()
     given = Given(values, {found.key: found.default for found in table}, program)
-    made = _Making(program)
+    made = _Making(program, kind)
     for key, value in sorted(values.items(), key=lambda item: _place(table, item[0])):
         findings.append(made.take(key, value, given, table, origins.get(key, key)))
     for key, value in program.defaults.items():
         if key not in values:
             made.take(key, value, given, table, f"the default of {key}")
     made.fill(given, table)
-    made.say(("run", "name"), name, "")
+    if program.sft:
+        made.say(("output_dir",), f"runs/{name}/model", "")
+    else:
+        made.conventions(given)
+        made.say(("run", "name"), name, "")
     written = Written(made.tree, {(): "the migrated recipe", **made.origins})
-    recipe = written.as_config(Recipe)
-    to_do = [f"{origin_of(written.origins, at)}: {said}" for at, said in cross_checks(recipe)]
+    to_do = []
+    if program.sft:
+        _check_offline(written)
+    else:
+        found = cross_checks(written.with_algorithm().as_config(Recipe))
+        to_do = [f"{origin_of(written.origins, at)}: {said}" for at, said in found]
     return Migration(
-        tree=made.tree, comments=made.comments, findings=tuple(findings), to_do=tuple(to_do)
+        tree=made.tree,
+        comments=made.comments,
+        findings=tuple(findings),
+        to_do=tuple(to_do),
+        config=kind,
     )
 
 
 class _Making:
     """The recipe while it is made."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, kind: type[Config]) -> None:
         self.tree: dict[str, Any] = {}
         self.comments: dict[Loc, str] = {}
         self.origins: dict[Loc, str] = {}
-        self._keys: dict[str, Key] = {key.dotted: key for key in walk(Recipe)}
+        self._keys: dict[str, Key] = {key.dotted: key for key in walk(kind)}
         self._brought: set[tuple[str, ...]] = set()
         """Keys that the algorithm's name brings: no default of verl's is written over them."""
         for ours, value in program.settings.items():
@@ -141,13 +160,14 @@ class _Making:
                 tuple(ours.split(".")), setting, answer.note, origin
             ):
                 added[ours] = setting
-        self._engine(answer, origin)
         if answer.engine_arguments:
-            added[ENGINE_ARGUMENTS] = list(answer.engine_arguments)
+            arguments = _named(found.key, key, answer.engine_arguments)
+            self._engine(arguments, origin)
+            added[ENGINE_ARGUMENTS] = list(arguments)
         return Finding(key=key, value=value, status=answer.status, settings=added, note=answer.note)
 
     def fill(self, given: Given, table: Sequence[Rule]) -> None:
-        """Verl's defaults where a recipe's are others, and the conventions behind the numbers."""
+        """Verl's defaults where a recipe's are others."""
         for found in table:
             if not found.take_default or found.key in given.values:
                 continue
@@ -159,6 +179,9 @@ class _Making:
                     self.say(
                         tuple(ours.split(".")), setting, note, f"verl's default of {found.key}"
                     )
+
+    def conventions(self, given: Given) -> None:
+        """The conventions behind the numbers, and what follows from several keys together."""
         conventions = "verl's numbers: docs/reference/algorithms.md#differences-from-verl"
         for section in ("algorithm", "actor"):
             self.say((section, "conventions"), "verl", conventions)
@@ -187,11 +210,9 @@ class _Making:
             self.comments[at] = note
         return True
 
-    def _engine(self, answer: Answer, origin: str) -> None:
-        if answer.engine_arguments:
-            at = tuple(ENGINE_ARGUMENTS.split("."))
-            self.say(at, [], "", origin)
-            self.tree["rollout"]["engine"]["extra_args"].extend(answer.engine_arguments)
+    def _engine(self, arguments: Sequence[str], origin: str) -> None:
+        self.say(tuple(ENGINE_ARGUMENTS.split(".")), [], "", origin)
+        self.tree["rollout"]["engine"]["extra_args"].extend(arguments)
 
     def _differs(self, ours: str, value: Any) -> bool:
         key = self._keys.get(ours)
@@ -217,6 +238,12 @@ def _of_program(started: Command) -> Finding:
     return Finding(
         key="program", value=started.name, status=status, settings=settings, note=program.refused
     )
+
+
+def _check_offline(written: Written) -> None:
+    """Raises ConfigError for a value that the recipe cannot hold; a model that is not named is no problem yet."""
+    least = {"model": {"path": "."}, "train_files": ["."]}
+    Written(merged(written.tree, least), written.origins).as_config(SftConfig)
 
 
 def _place(table: Sequence[Rule], key: str) -> int:
@@ -250,6 +277,17 @@ def _below(pattern: str, key: str, settings: Mapping[str, Any]) -> Mapping[str, 
         ours.removesuffix("*") + rest if ours.endswith(".*") else ours: v
         for ours, v in settings.items()
     }
+
+
+def _named(pattern: str, key: str, arguments: Sequence[str]) -> Sequence[str]:
+    """`a.*` with KEYWORD: the rest of the key is the argument's name, `--max-seq-len` or `--config.level`."""
+    if arguments[0] != KEYWORD:
+        return arguments
+    first, dot, below = key[len(pattern) - 1 :].partition(".")
+    flag, text = f"{first.replace('_', '-')}{dot}{below}", arguments[1]
+    if text in ("True", "False") and not dot:
+        return (f"--{flag}" if text == "True" else f"--no-{flag}",)
+    return (f"--{flag}", text.lower() if text in ("True", "False") else text)
 
 
 def _unknown(table: Sequence[Rule], key: str) -> str:

@@ -17,6 +17,8 @@ UNSET: Any = object()
 """No value."""
 ENGINE_ARGUMENTS = "rollout.engine.extra_args"
 """Several verl keys add to this one."""
+KEYWORD = "--*"
+"""An argument that is named as the rest of the key is."""
 
 
 class Status(StrEnum):

@@ -22,6 +22,9 @@ from meshrl.verl.programs import Command, Program, chosen
 
 PROGRAM = ("-P", "-m", "meshrl.sandbox.commands")
 LIMITS = Limits(deadline_s=10.0, processes=64, open_files=256)
+NO_COMMAND = (
+    "no verl command found; want a line like python3 -m verl.trainer.main_ppo key=value ..."
+)
 GRACE_S = 20.0
 """Seconds that the sandbox may take besides the script."""
 
@@ -43,10 +46,14 @@ def started(
     Raises:
         ConfigError: it cannot be run or read, or starts no program of verl's; says why and where.
     """
-    run = launched(script, environment, path, arguments) if no_bubblewrap() is None else []
+    sandboxed = no_bubblewrap() is None
+    run = launched(script, environment, path, arguments) if sandboxed else []
     command, others = chosen(run)
     if command is None:
-        command, others = pasted(script, environment)
+        try:
+            command, others = pasted(script, environment)
+        except ConfigError as error:
+            raise (ConfigError(NO_COMMAND) if sandboxed else error) from None
     added = [word for word in arguments if "=" in word and word not in command.arguments]
     return replace(command, arguments=(*command.arguments, *added)), others
 
@@ -59,9 +66,7 @@ def pasted(script: str, environment: Mapping[str, str]) -> tuple[Command, list[s
         return command, others
     if len(statements) == 1 and all("=" in word for word in statements[0]):
         return Command(name="", arguments=tuple(statements[0]), program=Program()), []
-    raise ConfigError(
-        "no verl command found; want a line like python3 -m verl.trainer.main_ppo key=value ..."
-    )
+    raise ConfigError(NO_COMMAND)
 
 
 def launched(

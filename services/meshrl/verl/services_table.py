@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshrl.verl import conversions as to
+from meshrl.verl import names, sections, tools
 from meshrl.verl.conversions import BUDGET, ROLLOUT
 from meshrl.verl.rules import (
     Rule,
@@ -66,26 +67,64 @@ def rollout() -> Iterator[Rule]:
     yield same(
         f"{ROLLOUT}.max_num_seqs", "rollout.slots", note="requests that one engine runs at once"
     )
+    for name in ("nnodes", "n_gpus_per_node"):
+        yield rule(f"{ROLLOUT}.{name}", to.rollout_gpus)
+    yield rule(f"{ROLLOUT}.data_parallel_size", to.engine_argument("--data-parallel-size"))
+    yield rule(f"{ROLLOUT}.expert_parallel_size", to.expert_parallel)
+    yield rule(f"{ROLLOUT}.seed", to.sampling_seed)
+    for name in ("vllm", "sglang", "trtllm"):
+        yield within(f"{ROLLOUT}.engine_kwargs.{name}", "none")
+        yield rule(f"{ROLLOUT}.engine_kwargs.{name}.*", to.engine_keyword(name))
+    yield refused(f"{ROLLOUT}.over_sample_rate", "no row is left out", (None, 0, 0.0), 0)
+    yield refused(f"{ROLLOUT}.quantization", "engines serve the weights as they are trained")
+    yield refused(f"{ROLLOUT}.quantization_config_file", "see rollout.quantization")
+    yield refused(f"{ROLLOUT}.enable_rollout_routing_replay", sections.REPLAY, (None, False), False)
+    yield refused(f"{ROLLOUT}.router_config_path", "workers pull rows: there is no router")
+    for name in ("mtp", "qat"):
+        yield refused(f"{ROLLOUT}.{name}", "see actor_rollout_ref.model and actor")
+        yield ignored(f"{ROLLOUT}.{name}.*", "see actor_rollout_ref.model and actor")
+    apart = "prefill and decoding share an engine here"
+    yield refused(f"{ROLLOUT}.disaggregation.enabled", apart, (None, False), False)
+    yield unless("enabled", f"{ROLLOUT}.disaggregation", "disaggregation is off", apart)
+    for name in ("path", "name"):
+        own = "an engine of your own is a file: docs/how-to/extend.md"
+        yield refused(f"{ROLLOUT}.agent.custom_async_server.{name}", own)
     agents = "an agent loop is a program here: rollout.program, docs/how-to/write-a-program.md"
-    tools = "rollout.program=tools, with your functions or MCP servers in program_options: docs/how-to/tools.md"
-    yield refused(f"{ROLLOUT}.multi_turn.enable", tools, (None, False), False)
+    yield rule(f"{ROLLOUT}.multi_turn.enable", tools.multi_turn)
+    for name in ("tool_config_path", "function_tool_path"):
+        yield rule(f"{ROLLOUT}.multi_turn.{name}", tools.tool_files(name))
+    yield rule(f"{ROLLOUT}.multi_turn.max_assistant_turns", tools.of_tools("max_turns"))
+    yield rule(f"{ROLLOUT}.multi_turn.max_parallel_calls", tools.of_tools("max_calls"))
+    yield rule(f"{ROLLOUT}.multi_turn.tool_response_truncate_side", tools.of_tools("cut"))
+    yield rule(f"{ROLLOUT}.multi_turn.format", tools.tool_format)
+    user = "nobody plays the user: write a program, docs/how-to/write-a-program.md"
+    for name in ("max_user_turns", "num_repeat_rollouts"):
+        yield refused(f"{ROLLOUT}.multi_turn.{name}", user)
+    for name in ("use_inference_chat_template", "tokenization_sanity_check_mode"):
+        yield ignored(f"{ROLLOUT}.multi_turn.{name}", "no turn is tokenized a second time")
+    yield rule(f"{ROLLOUT}.multi_turn.max_tool_response_length", tools.tool_result)
     yield refused(f"{ROLLOUT}.agent.agent_loop_config_path", agents)
     yield refused(
         f"{ROLLOUT}.agent.default_agent_loop",
         agents,
-        (None, "single_turn_agent"),
+        (None, "single_turn_agent", "tool_agent"),
         "single_turn_agent",
     )
     yield refused(f"{ROLLOUT}.ignore_eos", "responses end at the end token", (None, False), False)
-    yield unless("enable", f"{ROLLOUT}.multi_turn", "multi_turn.enable is off", tools)
+    yield unless("enable", f"{ROLLOUT}.multi_turn", "multi_turn.enable is off", tools.OWN)
     yield from ignored_below(
         ROLLOUT,
         (
-            *("free_cache_engine", "load_format", "layered_summon_param", "mode", "trace.*"),
+            *("free_cache_engine", "load_format", "layered_summon_param", "layered_summon", "mode"),
             *("prompt_length", "response_length", "disable_log_stats", "multi_stage_wake_up"),
-            *("update_weights_bucket_megabytes", "checkpoint_engine.*", "skip_tokenizer_init"),
-            *("cudagraph_capture_sizes", "agent.num_workers", "prometheus.*", "profiler.*"),
-            *("logprobs_mode", "scheduling_policy", "server.*", "enable_sleep_mode"),
+            *("update_weights_bucket_megabytes", "skip_tokenizer_init", "full_determinism"),
+            *("cudagraph_capture_sizes", "agent.num_workers", "standalone_gpu_memory_utilization"),
+            *("logprobs_mode", "scheduling_policy", "enable_sleep_mode"),
+            "moe_load_balance_metrics_interval",
+            *(f"trace.{name}" for name in names.TRACE),
+            *(f"checkpoint_engine.{name}" for name in names.CHECKPOINT_ENGINE),
+            *(f"prometheus.{name}" for name in names.PROMETHEUS),
+            *(f"profiler.{name}" for name in names.PROFILER),
         ),
         "of verl's engine in the trainer's process; here it is " + NO_MEANING,
     )
@@ -114,6 +153,24 @@ def reward() -> Iterator[Rule]:
     yield from _overlong("reward_model.overlong_buffer")
     yield rule("reward.reward_model.enable", to.reward_model(("reward.reward_model.model_path",)))
     yield rule("reward_model.enable", to.reward_model(("reward_model.model.path",)))
+    own = "write `compute_score` for one sample: docs/how-to/reward.md"
+    for name in ("path", "name"):
+        yield refused(f"reward.reward_manager.module.{name}", own)
+    for name in ("source", "module_path", "class_name"):
+        yield refused(f"reward_model.reward_loop_{name}", own)
+    for key in ("path", "name"):
+        mine = f"reward.custom_reward_function.{key}"
+        yield rule(
+            f"reward_model.reward_fn.{key}",
+            to.path_to(mine) if key == "path" else same("", mine).convert,
+        )
+    yield rule("reward_model.style", to.reward_style)
+    yield rule("reward_model.model.beta_train", to.prime("algorithm.prime.beta_train"))
+    yield rule("reward_model.model.update", to.prime("algorithm.prime.update"))
+    for key in ("lr", "weight_decay"):
+        ours = f"algorithm.prime.optim.{key}"
+        yield rule(f"reward_model.model.optim.{key}", to.prime(ours))
+    yield rule("reward_model.model.optim.grad_clip", to.prime("algorithm.prime.optim.clip_grad"))
     for key in ("reward.num_workers", "reward_model.num_workers"):
         yield same(key, "reward.workers")
     for at in ("reward.sandbox_fusion", "sandbox_fusion"):
@@ -132,14 +189,19 @@ def reward() -> Iterator[Rule]:
         yield from ignored_below(
             at,
             (
-                *("launch_reward_fn_async", "use_reward_loop", "nccl_timeout", "profiler.*"),
+                *("launch_reward_fn_async", "use_reward_loop", "nccl_timeout"),
+                *(f"profiler.{name}" for name in names.PROFILER),
+                *(f"reward_model.rollout.{name}" for name in names.REWARD_SERVER),
+                *(f"rollout.{name}" for name in names.REWARD_SERVER),
+                *(f"model.fsdp_config.{name}" for name in names.FSDP),
+                "model.fsdp_config.param_offload",
                 *("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "strategy"),
                 *("forward_max_token_len_per_gpu", "ulysses_sequence_parallel_size"),
                 *("enable_resource_pool", "n_gpus_per_node", "nnodes"),
                 *("reward_model.model_path", "reward_model.enable_resource_pool"),
-                *("reward_model.n_gpus_per_node", "reward_model.nnodes", "reward_model.rollout.*"),
-                *("model.path", "model.use_shm", "model.trust_remote_code", "model.fsdp_config.*"),
-                *("model.input_tokenizer", "model.use_remove_padding", "reward_manager.module.*"),
+                *("reward_model.n_gpus_per_node", "reward_model.nnodes"),
+                *("model.path", "model.use_shm", "model.trust_remote_code", "model.external_lib"),
+                *("model.input_tokenizer", "model.use_remove_padding"),
             ),
             "the reward is " + NO_MEANING,
         )
@@ -159,9 +221,9 @@ def trainer() -> Iterator[Rule]:
     yield within("async_training.require_batches", "see data.train_batch_size", 1)
     yield rule("async_training.partial_rollout", to.partial_rollout)
     yield rule("rollout.total_rollout_steps", to.total_rollouts)
-    for section in ("rollout", ROLLOUT):
-        for name in ("nnodes", "n_gpus_per_node"):
-            yield rule(f"{section}.{name}", to.rollout_gpus)
+    for name in ("nnodes", "n_gpus_per_node"):
+        yield rule(f"rollout.{name}", to.rollout_gpus)
+    yield ignored("rollout.n", "actor_rollout_ref.rollout.n decides")
     yield rule("trainer.v1.trainer_mode", to.trainer_mode, "sync")
     yield within("trainer.use_v1", "trainer.v1.trainer_mode decides")
     yield within(
@@ -191,17 +253,35 @@ def trainer() -> Iterator[Rule]:
     yield rule("trainer.resume_mode", to.resume_mode)
     yield same("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep")
     yield within("trainer.max_critic_ckpt_to_keep", "one checkpoint holds both")
-    yield same("trainer.device", "trainer.device")
+    yield rule("trainer.device", to.device)
+    yield rule("trainer.ref_update_freq", to.reference_updates)
     yield refused("trainer.val_only", "meshrl eval RECIPE", (None, False), False)
     for name in ("rollout_data_dir", "validation_data_dir", "log_val_generations"):
         yield within(f"trainer.{name}", "rows are kept in the run's directory: trainer.log_rows")
+    yield rule("trainer.v1.separate_async.parameter_sync_step", to.sync_steps)
+    yield within("trainer.v1.sync", "none")
+    for name in ("custom_sampler.path", "custom_sampler.name"):
+        own = "an order of prompts is a function: data.curriculum; a sampler of rows: queue.sampler"
+        yield refused(f"trainer.v1.sampler.{name}", own)
+    yield refused(
+        "trainer.v1.sampler.sync_refill_failed_groups",
+        "rows that fail are sampled again always",
+        (None, False, True),
+        False,
+    )
+    yield refused(
+        "trainer.checkpoint_callback_class", "checkpoints are files: trainer.default_local_dir"
+    )
+    warm_up = ("colocate_async.num_warmup_batches", "separate_async.num_warmup_batches")
+    mode = (*warm_up, *names.HYBRID, "sampler.sampler_kwargs")
+    yield from ignored_below("trainer.v1", mode, "when verl's engines start and share GPUs")
     yield from ignored_below(
         "trainer",
         (
             *("ray_wait_register_center_timeout", "del_local_ckpt_after_load", "default_hdfs_dir"),
             *("esi_redundant_time", "use_legacy_worker_impl", "resume_from_path"),
-            *("profile_steps", "npu_profile.*", "worker_nsight_options.*"),
-            *("controller_nsight_options.*", "rollout_wait_timeout"),
+            *("profile_steps", "rollout_wait_timeout"),
+            *(f"npu_profile.{name}" for name in names.PROFILER),
         ),
         "bookkeeping of verl's own",
     )
@@ -213,18 +293,22 @@ def elsewhere() -> Iterator[Rule]:
     yield refused("distillation.enabled", "there is no distillation here", (None, False), False)
     there_is_none = "there is no distillation here"
     yield unless("enabled", "distillation", "distillation.enabled is off", there_is_none)
+    yield from ignored_below("async_training", names.DYNAMIC_GPUS, "how verl shares its GPUs")
+    for kind in ("rollout", "rollout_tq", "async_rollout"):
+        stored = "rows are never replaced by stored ones"
+        yield refused(f"skip.{kind}.enable", stored, (None, False), False)
+        yield unless("enable", f"skip.{kind}", f"skip.{kind} is off", stored)
     for section in ("async_training", "skip"):
         yield unnamed(section)
-    for section in (
-        "ray_kwargs",
-        "ray_init",
-        "hydra",
-        "global_profiler",
-        "transfer_queue",
-        "model_engine",
-        "actor_rollout_ref.hybrid_engine",
-        "actor_rollout_ref.nccl_timeout",
-    ):
-        yield ignored(section, "how verl starts its processes")
-        yield ignored(f"{section}.*", "how verl starts its processes")
-    yield ignored("prometheus.*", "every service has /metrics")
+    yield refused(
+        "teacher_key", "there is no distillation here", (None, "data_source"), "data_source"
+    )
+    starts = "how verl starts and watches its processes"
+    yield from ignored_below("ray_kwargs", names.RAY, starts)
+    yield from ignored_below("global_profiler", names.GLOBAL_PROFILER, starts)
+    yield from ignored_below("transfer_queue", names.TRANSFER_QUEUE, starts)
+    yield from ignored_below("prometheus", names.PROMETHEUS, "every service has /metrics")
+    for key in ("ray_init.num_cpus", "model_engine", "hydra.run.dir", "hydra.searchpath"):
+        yield ignored(key, starts)
+    for name in ("hybrid_engine", "nccl_timeout"):
+        yield ignored(f"actor_rollout_ref.{name}", starts)

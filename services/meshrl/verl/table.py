@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from meshrl.verl import conversions as to
-from meshrl.verl import services_table
+from meshrl.verl import sections, services_table
 from meshrl.verl.conversions import ACTOR, BUDGET, MODEL, PACKS
 from meshrl.verl.rules import (
     Rule,
@@ -15,30 +15,21 @@ from meshrl.verl.rules import (
     refused,
     rule,
     same,
+    unless,
     unnamed,
     within,
 )
+from meshrl.verl.tools import tool_files
 
 REF = "actor_rollout_ref.ref"
-FSDP_ONLY = "the trainer is FSDP2 always; only speed and memory differ"
-
-FSDP_KEYS = (
-    *("wrap_policy.*", "mixed_precision.*", "offload_policy", "reshard_after_forward"),
-    *("fsdp_size", "forward_prefetch", "forward_only", "use_orig_params", "model_dtype"),
-    *("full_determinism", "seed", "strategy", "use_torch_compile"),
-    *("entropy_from_logits_with_chunking", "entropy_checkpointing"),
-)
 WORKER_KEYS = (
+    *("nccl_timeout", "load_weight", "data_loader_seed", "use_fused_kernels", "use_remove_padding"),
+    *("use_prefix_grouper", "use_torch_compile", "pad_to_length"),
     *(
-        "use_torch_compile",
-        "checkpoint.*",
-        "profiler.*",
-        "profile.*",
-        "nccl_timeout",
-        "load_weight",
+        "entropy_from_logits_with_chunking",
+        "entropy_from_logits_chunk_size",
+        "entropy_checkpointing",
     ),
-    *("data_loader_seed", "use_fused_kernels", "use_remove_padding", "use_prefix_grouper"),
-    *("entropy_from_logits_with_chunking", "entropy_checkpointing"),
 )
 
 
@@ -79,8 +70,12 @@ def _model() -> Iterator[Rule]:
         "only architectures of transformers itself are trained",
         (None, False),
     )
-    yield same(f"{MODEL}.lora.rank", "model.lora_rank")
-    yield same(f"{MODEL}.lora.alpha", "model.lora_alpha")
+    yield from sections.lora(f"{MODEL}.lora")
+    yield refused(f"{MODEL}.override_config", sections.MODEL_CHANGES)
+    yield refused(f"{MODEL}.exclude_modules", "name what gets adapters: model.target_modules")
+    yield from sections.tokens_ahead(f"{MODEL}.mtp")
+    for name in ("lora_rank", "lora_alpha", "target_modules"):
+        yield same(f"{ACTOR}.peft.{name}", f"model.{name}")
     yield from ignored_below(
         MODEL,
         (
@@ -122,16 +117,27 @@ def _data() -> Iterator[Rule]:
         "write the rows that it makes to parquet: docs/how-to/your-own-data.md",
     )
     yield refused("data.sampler.class_path", "an order of prompts is a function: data.curriculum")
-    yield refused(
-        "data.tool_config_path", "tools are a program: rollout.program, docs/how-to/extend.md"
-    )
+    for name in ("tool_config_path", "function_tool_path"):
+        yield rule(f"data.{name}", tool_files(name))
     yield refused("data.datagen.path", "write the rows to parquet first")
     yield same("data.apply_chat_template_kwargs.*", "data.apply_chat_template_kwargs.*")
+    yield within("data.apply_chat_template_kwargs", "none")
+    for prime in (
+        "filter_accuracy",
+        "accuracy_lower_bound",
+        "accuracy_upper_bound",
+        "oversample_factor",
+    ):
+        yield rule(f"data.{prime}", to.prime(to.PRIME_DATA[prime]))
+    yield refused("data.filter_truncate", "truncated rows are kept", (None, False, True), True)
     yield ignored(
         "data.filter_overlong_prompts_workers", "prompts are measured while they are read"
     )
-    for name in ("image_key", "video_key"):
+    for name in ("image_key", "video_key", "audio_key"):
         yield refused(f"data.{name}", "only text models are trained")
+    for name in ("image_patch_size", "mm_processor_kwargs", "mm_processor_kwargs.*"):
+        yield ignored(f"data.{name}", "read with images only, which are refused")
+    yield ignored("data.custom_cls.name", "see data.custom_cls.path")
     yield from ignored_below(
         "data",
         (
@@ -181,6 +187,8 @@ def _algorithm() -> Iterator[Rule]:
     )
     yield same(f"{at}.sppo_eta", "actor.policy_loss.sppo_eta")
     yield same(f"{at}.dpo_beta", "actor.policy_loss.dpo_beta")
+    for name in ("reward_gt_coef", "reward_dpo_coef"):
+        yield rule(f"{at}.{name}", to.prime(f"algorithm.prime.{name}"))
 
 
 def _actor() -> Iterator[Rule]:
@@ -238,6 +246,12 @@ def _actor() -> Iterator[Rule]:
     yield same(f"{ACTOR}.fsdp_config.optimizer_offload", "actor.optim.offload")
     for name in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size"):
         yield same(f"{ACTOR}.{name}", "model.ulysses_sequence_parallel_size")
+    yield rule(f"{ACTOR}.use_rollout_log_probs", to.own_log_probs)
+    for name in ("megatron", "veomni", "torchtitan"):
+        yield same(f"{ACTOR}.{name}.optimizer_offload", "actor.optim.offload")
+        yield same(f"{ACTOR}.{name}.param_offload", "model.param_offload")
+        yield rule(f"{ACTOR}.{name}.dtype", to.compute_type)
+    yield from sections.quantized(f"{ACTOR}.qat")
     yield refused(
         f"{ACTOR}.shuffle",
         "mini-batches are cut by uid order, the same on every machine",
@@ -253,7 +267,6 @@ def _optimizer(verl: str, ours: str, lr: float) -> Iterator[Rule]:
     for name, default in (
         ("lr", lr),
         ("weight_decay", 0.01),
-        ("betas", None),
         ("eps", None),
         ("clip_grad", 1.0),
     ):
@@ -262,6 +275,7 @@ def _optimizer(verl: str, ours: str, lr: float) -> Iterator[Rule]:
             if default is None
             else same(f"{verl}.{name}", f"{ours}.{name}", default)
         )
+    yield rule(f"{verl}.betas", to.pair(f"{ours}.betas"))
     yield same(f"{verl.removesuffix('.optim')}.grad_clip", f"{ours}.clip_grad")
     yield rule(f"{verl}.lr_warmup_steps", to.warmup_steps(ours, verl))
     yield rule(f"{verl}.lr_warmup_steps_ratio", to.warmup_ratio(ours, verl))
@@ -269,16 +283,11 @@ def _optimizer(verl: str, ours: str, lr: float) -> Iterator[Rule]:
     yield rule(f"{verl}.warmup_style", to.scheduler(ours))
     yield same(f"{verl}.min_lr_ratio", f"{ours}.min_lr_ratio")
     yield refused(f"{verl}.num_cycles", "a cosine falls once", (None, 0.5), 0.5)
-    yield refused(f"{verl}.optimizer", f"{ours}.name is adamw or muon", (None, "AdamW"), "AdamW")
     yield ignored(f"{verl}.total_training_steps", "trainer.total_training_steps")
-    yield from ignored_below(
-        verl,
-        ("optimizer_impl", "zero_indexed_step", "override_optimizer_config"),
-        "of another optimizer implementation",
-    )
+    yield from sections.optimizer(verl, ours)
     yield unnamed(verl)
     if verl.startswith(ACTOR):
-        yield from ignored_below(f"{ACTOR}.fsdp_config", FSDP_KEYS, FSDP_ONLY)
+        yield from sections.engines(ACTOR, "fsdp_config")
         yield from ignored_below(
             ACTOR,
             (*WORKER_KEYS, "rollout_n", "ppo_infer_max_token_len_per_gpu"),
@@ -317,15 +326,28 @@ def _critic() -> Iterator[Rule]:
         yield within(f"critic.{name}", "the actor's packs")
     critic_model = (
         *("enable_gradient_checkpointing", "use_remove_padding", "tokenizer_path", "use_shm"),
-        *(
-            "trust_remote_code",
-            "enable_activation_offload",
-        ),
-        *("use_liger", "use_fused_kernels"),
+        *("trust_remote_code", "enable_activation_offload", "use_liger", "use_fused_kernels"),
+        *("fused_kernel_options.impl_backend", "tiled_mlp.enabled", "tiled_mlp.num_shards"),
+        *("lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path"),
     )
     yield from ignored_below("critic.model", critic_model, "the critic is made as the actor is")
-    for at in ("critic.model.fsdp_config", "critic.fsdp_config"):
-        yield from ignored_below(at, ("param_offload", *FSDP_KEYS), FSDP_ONLY)
+    for name in ("lora_rank", "lora.rank"):
+        yield refused(f"critic.model.{name}", "the critic is trained whole", (None, 0), 0)
+    yield unless("rank", "critic.model.lora", "no adapters: lora.rank is 0", "it is trained whole")
+    for name in ("custom_chat_template", "external_lib", "hf_config_path", "override_config"):
+        yield refused(f"critic.model.{name}", "put it into the checkpoint's own files")
+    yield refused("critic.model.override_config.*", sections.MODEL_CHANGES)
+    yield from sections.tokens_ahead("critic.model.mtp")
+    yield refused("critic.shuffle", "mini-batches are cut by uid order", (None, False), False)
+    yield refused("critic.loss_scale_factor", "the critic's losses are means", (None,))
+    for name in ("param_offload", "ulysses_sequence_parallel_size", "dtype"):
+        for at in ("fsdp", "fsdp_config", "model.fsdp_config"):
+            yield ignored(f"critic.{at}.{name}", "the critic is made as the actor is")
+    engines = ("megatron", "veomni", "torchtitan")
+    offload = [f"{engine}.{part}_offload" for engine in engines for part in ("param", "optimizer")]
+    for name in ("megatron.dtype", "torchtitan.dtype", "fsdp.optimizer_offload", *offload):
+        yield ignored(f"critic.{name}", "the critic is made as the actor is")
+    yield from sections.engines("critic", "fsdp_config", "model.fsdp_config")
     yield from ignored_below(
         "critic",
         (
@@ -354,7 +376,25 @@ def _reference() -> Iterator[Rule]:
         f"{REF}.fsdp_config.param_offload",
         "the reference is a process of its own: nothing to make room for",
     )
-    yield from ignored_below(f"{REF}.fsdp_config", ("optimizer_offload", *FSDP_KEYS), FSDP_ONLY)
+    alone = "the reference is a process of its own, which trains nothing"
+    engine = ("dtype", "ulysses_sequence_parallel_size", "optimizer_offload")
+    yield from ignored_below(f"{REF}.fsdp_config", engine, alone)
+    for section in ("megatron", "veomni", "torchtitan"):
+        keys = ("dtype", "param_offload", "optimizer_offload")
+        yield from ignored_below(f"{REF}.{section}", keys, alone)
+    yield from sections.engines(REF, "fsdp_config")
+    trained = (
+        "optimizer",
+        "name",
+        "lr",
+        "lr_warmup_steps",
+        "lr_warmup_steps_ratio",
+        "betas",
+        "eps",
+    )
+    yield from ignored_below(f"{REF}.optim", trained, alone)
+    schedule = ("total_training_steps", "weight_decay", "clip_grad", "decay_type", "min_lr_factor")
+    yield from ignored_below(f"{REF}.optim", schedule, alone)
     yield from ignored_below(
         REF,
         (*WORKER_KEYS, "strategy", "rollout_n", "ulysses_sequence_parallel_size"),

@@ -9,7 +9,6 @@ from typing import Any
 import yaml
 
 from meshrl.config.explain import value_text
-from meshrl.config.recipe import Recipe
 from meshrl.verl.migrate import Finding, Migration
 from meshrl.verl.rules import Status
 
@@ -29,7 +28,9 @@ def recipe_text(migration: Migration) -> str:
     for found in migration.of(Status.REFUSED):
         lines.append(f"# REFUSED {found.key}={value_text(found.value)}: {found.note}")
     sections = {
-        name: migration.tree[name] for name in Recipe.model_fields if name in migration.tree
+        name: migration.tree[name]
+        for name in migration.config.model_fields
+        if name in migration.tree
     }
     lines += _lines(sections, (), migration)
     return "\n".join(lines) + "\n"

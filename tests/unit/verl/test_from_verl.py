@@ -22,6 +22,7 @@ from . import verl_commands
 from .verl_commands import command_words
 
 A, R, F, M = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
+SGLANG = f"{R}.name=sglang"
 DYNAMIC = f"{A}.use_dynamic_bsz=True"
 TOKENS = "data.max_prompt_length=100 data.max_response_length=200"
 
@@ -35,7 +36,10 @@ def recipe_of(made: Migration, tmp_path: Path) -> Recipe:
 def at(recipe: Recipe, key: str) -> Any:
     found: Any = recipe
     for word in key.split("."):
-        found = found[word] if isinstance(found, dict) else getattr(found, word)
+        if isinstance(found, list):
+            found = found[int(word)]
+        else:
+            found = found[word] if isinstance(found, dict) else getattr(found, word)
     return found
 
 
@@ -136,6 +140,43 @@ MOST_WRITTEN = [
         {"reference.max_tokens_per_batch": 4800},
     ),
     (f"{F}.fsdp_config.param_offload=True", {}),
+    (
+        f"{SGLANG} {R}.tensor_model_parallel_size=4 {R}.gpu_memory_utilization=0.6",
+        {
+            "rollout.name": "sglang",
+            "rollout.engine.extra_args": ["--tp-size", "4", "--mem-fraction-static", "0.6"],
+        },
+    ),
+    (
+        f"{R}.engine_kwargs.vllm.max_seq_len_to_capture=9 {R}.engine_kwargs.vllm.enforce_eager=True"
+        f" {R}.engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL",
+        {
+            "rollout.engine.extra_args": [
+                *("--max-seq-len-to-capture", "9", "--enforce-eager"),
+                *("--compilation-config.cudagraph_mode", "FULL"),
+            ]
+        },
+    ),
+    (f"{M}.lora.rank=8", {"model.lora_rank": 8, "model.lora_alpha": 32}),
+    (
+        f"{M}.lora.rank=8 {M}.lora.target_modules=[linear_proj,linear_fc2]",
+        {"model.target_modules": ("o_proj", "down_proj")},
+    ),
+    (f"{A}.peft.lora_rank=4", {"model.lora_rank": 4}),
+    (
+        f"{A}.optim.lr=2e-6 {A}.optim.min_lr=2e-7 {A}.optim.lr_decay_style=cosine {A}.optim.optimizer=adam",
+        {"actor.optim.min_lr_ratio": 0.1, "actor.optim.lr_scheduler_type": "cosine"},
+    ),
+    (f"{A}.megatron.optimizer_offload=True", {"actor.optim.offload": True}),
+    ("reward_model.style=math_verify", {"reward.functions.0.name": "math"}),
+    (
+        "reward_model.reward_fn.path=/mine.py reward_model.reward_fn.name=score",
+        {
+            "reward.custom_reward_function.path": Path("/mine.py"),
+            "reward.custom_reward_function.name": "score",
+        },
+    ),
+    (f"{R}.nnodes=1 {R}.n_gpus_per_node=4", {"rollout.workers": 4, "placement.rollout": 1}),
     ("critic.model.fsdp_config.optimizer_offload=True", {"critic.optim.offload": True}),
     (
         "critic.optim.lr=3e-5 critic.model.path=/c critic.cliprange_value=0.4",
@@ -340,15 +381,12 @@ def test_what_has_no_meaning_here_is_ignored_with_a_reason() -> None:
         "data.image_key=images",
         "actor_rollout_ref.actor.freeze_layers=4",
         "actor_rollout_ref.actor.router_replay.mode=R3",
-        "actor_rollout_ref.actor.optim.lr_decay_style=cosine",
         f"{R}.repetition_penalty=1.1",
         f"{R}.min_p=0.05",
         f"{R}.quantization=fp8",
         f"{R}.val_kwargs.max_tokens=64",
         "critic.model.freeze=embeddings",
         "actor_rollout_ref.ref.update_every=10",
-        "reward_model.style=math_verify",
-        "reward_model.reward_fn.path=mine.py",
         "trainer.ref_update_freq=100",
         "skip.rollout=true",
     ],

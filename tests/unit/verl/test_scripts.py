@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pyarrow as arrow
+import pyarrow.parquet as parquet
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from meshrl.cli.commands.config import config
@@ -171,7 +175,7 @@ def test_a_program_that_trains_nothing_is_refused_with_the_command_of_ours(
     program: str, said: str, tmp_path: Path
 ) -> None:
     written = tmp_path / "made.yaml"
-    arguments = ["from-verl", "-o", str(written), "--", "python3", "-m", program, "model.path=m"]
+    arguments = ["from-verl", "-o", str(written), "--", "python3", "-m", program, "merge"]
     done = CliRunner().invoke(config, arguments)
     assert isinstance(done.exception, ConfigError) and said in str(done.exception)
     assert not written.exists()
@@ -219,3 +223,105 @@ def test_the_command_line_gives_what_follows_to_the_script(tmp_path: Path) -> No
     done = CliRunner().invoke(config, arguments)
     assert done.exit_code == 0, done.output
     assert "seed: 3" in done.output and "train_batch_size: 9" in done.output
+
+
+SFT = "torchrun --nproc-per-node=8 -m verl.trainer.sft_trainer model.path=/m data.train_files=/t.parquet"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("", {"model.path": "/m", "train_files": ["/t.parquet"], "batch_rows": 256, "max_length": 1024}),
+        ("trainer.total_training_steps=9", {"steps": 9}),
+        ("data.max_token_len_per_gpu=4096", {"max_tokens_per_pack": 4096}),
+        ("data.use_dynamic_bsz=False data.micro_batch_size_per_gpu=2", {"max_tokens_per_pack": 2048}),
+        ("optim.lr=1e-5 optim.lr_scheduler_type=cosine engine=megatron engine.tensor_model_parallel_size=2",
+         {"optim.lr": 1e-5, "optim.lr_scheduler_type": "cosine"}),
+        ("trainer.default_local_dir=/out trainer.save_freq=after_each_epoch", {"output_dir": "/out"}),
+        ("model.lora_rank=32 model.lora_alpha=16", {"model.lora_rank": 32, "model.lora_alpha": 16}),
+    ],
+)  # fmt: skip
+def test_fine_tuning_becomes_a_recipe_of_sft(given: str, says: dict[str, object]) -> None:
+    made = of(f"{SFT} {given}")
+    assert {key: made.get(key) for key in says} == says
+
+
+def test_epochs_become_steps_where_the_rows_can_be_counted(tmp_path: Path) -> None:
+    file = tmp_path / "t.parquet"
+    parquet.write_table(arrow.table({"prompt": ["a"] * 70, "response": ["b"] * 70}), file)
+    line = (
+        f"-m verl.trainer.sft_trainer model.path=m data.train_files={file} data.train_batch_size=32"
+    )
+    assert of(f"{line} trainer.total_epochs=3")["steps"] == 6
+    assert of(line.replace(str(file), "/gone.parquet")).get("steps") is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "tool"),
+    [
+        ({"class_name": "verl.tools.search_tool.SearchTool",
+          "config": {"type": "native", "retrieval_service_url": "http://h/retrieve", "topk": 5, "timeout": 30}},
+         {"search": {"url": "http://h/retrieve", "top_k": 5}, "timeout_s": 30.0}),
+        ({"class_name": "recipe.retool.retool.CustomSandboxFusionTool",
+          "config": {"type": "native", "default_timeout": 20},
+          "tool_schema": {"function": {"name": "code_interpreter"}}},
+         {"python": {}, "name": "code_interpreter", "timeout_s": 20.0}),
+    ],
+)  # fmt: skip
+def test_a_file_of_tools_becomes_tools(
+    entry: dict[str, object], tool: dict[str, object], tmp_path: Path
+) -> None:
+    file = tmp_path / "tools.yaml"
+    file.write_text(yaml.safe_dump({"tools": [entry]}))
+    at = "actor_rollout_ref.rollout.multi_turn"
+    line = (
+        f"-m verl.trainer.main_ppo {at}.enable=True {at}.format=hermes {at}.max_assistant_turns=4"
+    )
+    made = of(f"{line} {at}.tool_config_path={file}")
+    assert made["rollout.program"] == "tools"
+    assert made["rollout.program_options.tools"] == [tool]
+    assert made["rollout.program_options.max_turns"] == 4
+
+
+def test_tools_of_an_mcp_server_keep_their_address_and_selection(tmp_path: Path) -> None:
+    servers, file = tmp_path / "mcp.json", tmp_path / "tools.yaml"
+    servers.write_text(
+        json.dumps({"mcpServers": {"s": {"url": "http://h/mcp", "auth_token": "t"}}})
+    )
+    mcp = {"mcp_servers_config_path": str(servers), "tool_selected_list": ["find"]}
+    file.write_text(
+        yaml.safe_dump({"tools": [{"class_name": "X", "config": {"type": "mcp"}, "mcp": mcp}]})
+    )
+    made = of(f"-m verl.trainer.main_ppo data.tool_config_path={file}")
+    assert made["rollout.program_options.tools"] == [
+        {"url": "http://h/mcp", "headers": {"Authorization": "Bearer t"}, "only": ["find"]}
+    ]
+
+
+def test_a_tool_that_only_verl_can_run_is_refused_with_the_file_and_the_class(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "tools.yaml"
+    file.write_text(yaml.safe_dump({"tools": [{"class_name": "a.Gsm8kTool", "config": {}}]}))
+    made = migrate([f"data.tool_config_path={file}"])
+    assert made.findings[0].status is Status.REFUSED
+    assert str(file) in made.findings[0].note and "Gsm8kTool" in made.findings[0].note
+
+
+def test_an_npu_refuses_its_key_and_not_the_script() -> None:
+    made = migrate(["trainer.device=npu", "data.seed=3"])
+    assert {found.key: found.status for found in made.findings} == {
+        "trainer.device": Status.REFUSED,
+        "data.seed": Status.MAPPED,
+    }
+
+
+def test_what_is_said_of_a_key_is_true() -> None:
+    at = "actor_rollout_ref.rollout"
+    sglang = migrate([f"{at}.name=sglang"])
+    assert sglang.tree["rollout"]["name"] == "sglang" and not sglang.findings[0].note
+    on = migrate([f"{at}.multi_turn.enable=True", f"{at}.multi_turn.max_assistant_turns=2"])
+    assert not any("is off" in found.note for found in on.findings)
+    assert all(found.status is Status.REFUSED for found in on.findings)
+    gpus = migrate(["rollout.nnodes=1", "rollout.n_gpus_per_node=8"])
+    assert not any("did you mean" in found.note for found in gpus.findings)

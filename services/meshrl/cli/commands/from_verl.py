@@ -78,9 +78,9 @@ def from_verl(
         return
     output.write_text(written.recipe_text(migration), encoding="utf-8")
     if not as_json:
-        click.echo(
-            f"{output}: check it with `meshrl config check {output}`, run it with `meshrl up {output}`"
-        )
+        check = f"check it with `meshrl config check {output}`, run it with `meshrl up {output}`"
+        tune = f"run it with `meshrl sft {output}`"
+        click.echo(f"{output}: {tune if ours.program.sft else check}")
 
 
 def _text(script: Path) -> str:

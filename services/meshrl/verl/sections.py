@@ -1,0 +1,177 @@
+"""Sections that stand below several of verl's: training engines, optimizers, LoRA, multi-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from meshrl.verl import names
+from meshrl.verl.rules import (
+    Answer,
+    Convert,
+    Given,
+    Rule,
+    Status,
+    ignored_below,
+    no,
+    refused,
+    rule,
+    same,
+    unless,
+)
+
+SPEED = "how verl's engine computes: speed and memory only"
+QUANTIZED = "no training on quantised weights here"
+REPLAY = "the experts that the engine chose are not replayed in the trainer here"
+MODEL_CHANGES = "it changes the model: change the checkpoint's config.json"
+TOKENS_AHEAD = "heads that predict several tokens are neither trained nor used here"
+_MEGATRON_LAYERS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+
+
+def engine(at: str, keys: tuple[str, ...]) -> Iterator[Rule]:
+    """One training engine's section: what changes no number, and what does."""
+    yield refused(f"{at}.router_replay.mode", REPLAY, (None, "disabled"), "disabled")
+    for name in ("record_file", "replay_file"):
+        yield refused(f"{at}.router_replay.{name}", REPLAY)
+    yield from quantized(f"{at}.qat")
+    yield from ignored_below(at, keys, SPEED)
+    for name in ("override_transformer_config", "override_mcore_model_config"):
+        yield refused(f"{at}.{name}", MODEL_CHANGES)
+        yield refused(f"{at}.{name}.*", MODEL_CHANGES)
+
+
+def engines(at: str, *others: str) -> Iterator[Rule]:
+    """Every engine's section below `at`, and `others`, which hold what `fsdp` does."""
+    for name, keys in names.ENGINES.items():
+        yield from engine(f"{at}.{name}", keys)
+    for name in others:
+        yield from engine(f"{at}.{name}", names.FSDP)
+    bookkeeping = "how verl saves and profiles: trainer.save_freq, trainer.profile"
+    yield from ignored_below(f"{at}.checkpoint", names.CHECKPOINT, bookkeeping)
+    yield from ignored_below(f"{at}.profiler", names.PROFILER, bookkeeping)
+
+
+def quantized(at: str) -> Iterator[Rule]:
+    """Quantisation-aware training."""
+    yield refused(f"{at}.enable", QUANTIZED, (None, False), False)
+    yield unless("enable", at, "qat.enable is off", QUANTIZED)
+
+
+def tokens_ahead(at: str) -> Iterator[Rule]:
+    """Multi-token prediction."""
+    yield refused(f"{at}.enable", TOKENS_AHEAD, (None, False), False)
+    yield unless("enable", at, "mtp.enable is off", TOKENS_AHEAD)
+
+
+def lora(at: str) -> Iterator[Rule]:
+    """Verl's LoRA for Megatron: one more spelling, with an alpha of 32."""
+    yield rule(f"{at}.rank", _rank(at))
+    yield same(f"{at}.alpha", "model.lora_alpha")
+    yield rule(f"{at}.target_modules", _layers(at))
+    yield refused(f"{at}.type", "adapters are plain LoRA", (None, "lora"), "lora")
+    yield refused(f"{at}.dropout", "adapters have no dropout", (None, 0, 0.0), 0.0)
+    for name in ("exclude_modules", "adapter_path"):
+        yield refused(f"{at}.{name}", "name what gets adapters: model.target_modules")
+    starts = (("lora_A_init_method", "xavier"), ("lora_B_init_method", "zero"))
+    for name, default in starts:
+        why = "adapters start as peft starts them"
+        yield refused(f"{at}.{name}", why, (None, default), default)
+    others = ("merge", "dropout_position", "a2a_experimental", "dtype")
+    vision = ("freeze_vision_model", "freeze_vision_projection", "freeze_language_model")
+    yield from ignored_below(at, (*others, *vision), "of Megatron's adapters")
+
+
+def _rank(at: str) -> Convert:
+    def convert(value: Any, given: Given) -> Answer:
+        settings = {"model.lora_rank": value}
+        if value and f"{at}.alpha" not in given:
+            settings["model.lora_alpha"] = 32
+        return Answer(settings=settings)
+
+    return convert
+
+
+def _layers(at: str) -> Convert:
+    def convert(value: Any, given: Given) -> Answer:
+        if not given.get(f"{at}.rank", 0):
+            return Answer(status=Status.IGNORED, note="no adapters: lora.rank is 0")
+        listed = [value] if isinstance(value, str) else list(value)
+        if unknown := [name for name in listed if name not in _MEGATRON_LAYERS]:
+            return no(f"{unknown[0]} is no layer that is known here: set model.target_modules")
+        found = [layer for name in listed for layer in _MEGATRON_LAYERS[name]]
+        return Answer(settings={"model.target_modules": found}, note="Megatron's fused layers")
+
+    return convert
+
+
+def optimizer(verl: str, ours: str) -> Iterator[Rule]:
+    """What the optimizers of verl's engines have besides a rate and a decay."""
+    yield rule(f"{verl}.optimizer", _named(f"{ours}.name"))
+    yield rule(f"{verl}.name", _named(f"{ours}.name"))
+    yield from ignored_below(verl, names.OPTIMIZER, "of another implementation of the optimizer")
+    muon = "the numbers of Muon are torch's here"
+    yield from (Rule(key=f"{verl}.{name}", convert=_of_muon(verl, muon)) for name in names.MUON)
+    for name in ("lr_decay_style", "decay_type"):
+        yield rule(f"{verl}.{name}", _decay(f"{ours}.lr_scheduler_type"))
+    for name in ("min_lr", "lr_min"):
+        yield rule(f"{verl}.{name}", _least(verl, ours))
+    yield same(f"{verl}.min_lr_factor", f"{ours}.min_lr_ratio")
+    rising = "a warm-up starts at 0"
+    for name in ("lr_warmup_init", "lr_start"):
+        yield refused(f"{verl}.{name}", rising, (None, 0, 0.0), 0.0)
+    whole = "the rate falls until the last step"
+    yield refused(f"{verl}.lr_decay_steps", whole)
+    yield refused(f"{verl}.lr_decay_ratio", whole, (None, 1, 1.0), 1.0)
+    yield refused(f"{verl}.lr_wsd_decay_steps", "there is no schedule WSD")
+    for name, default in (
+        ("lr_wsd_decay_style", "exponential"),
+        ("weight_decay_incr_style", "constant"),
+    ):
+        instead = "the weight decay is constant, and there is no schedule WSD"
+        yield refused(f"{verl}.{name}", instead, (None, default), default)
+
+
+def _named(ours: str) -> Convert:
+    def convert(value: Any, given: Given) -> Answer:
+        match str(value).lower():
+            case "none" | "adamw" | "adam":
+                return Answer(note="AdamW")
+            case "muon":
+                return Answer(settings={ours: "muon"})
+        return no(f"there is no optimizer {value!r}: {ours} is adamw or muon")
+
+    return convert
+
+
+def _of_muon(verl: str, instead: str) -> Convert:
+    def convert(value: Any, given: Given) -> Answer:
+        if str(given.get(f"{verl}.optimizer", "")).lower() == "muon":
+            return no(instead)
+        return Answer(status=Status.IGNORED, note="the optimizer is not Muon")
+
+    return convert
+
+
+def _decay(ours: str) -> Convert:
+    def convert(value: Any, given: Given) -> Answer:
+        if value in (None, "constant", "cosine", "linear"):
+            return Answer(settings={ours: value} if value else {})
+        return no(f"there is no schedule {value!r}: {ours} is constant, cosine or linear")
+
+    return convert
+
+
+def _least(verl: str, ours: str) -> Convert:
+    def convert(value: Any, given: Given) -> Answer:
+        if not value:
+            return Answer(note="the rate falls to 0")
+        rate = float(given.get(f"{verl}.lr"))
+        note = f"{value} / a rate of {rate:g}"
+        return Answer(settings={f"{ours}.min_lr_ratio": float(value) / rate}, note=note)
+
+    return convert
