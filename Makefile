@@ -137,6 +137,7 @@ check: venv
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/architecture.py
+	$(BIN)/python benchmarks/hops.py --check
 	$(MAKE) --no-print-directory proto-drift
 
 # Regenerate the committed gRPC code. The generator is pinned low so that its output runs on any newer protobuf.

@@ -5,7 +5,8 @@
 A task of one row goes through admission, rollout, reward and the trainer's calls while every call of a Python
 function is noted; a row before it warms up what happens only once. Files and functions under `meshrl` are counted:
 no generated code, no comprehensions. Everything but the reward function's own process runs in this one, so that both
-ends of each call are seen. `--files` lists the files. The last line is JSON.
+ends of each call are seen. `--files` lists the files; `--check`, part of `make check`, fails beyond MOST. The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ from meshrl.transferqueue.sharding import ShardQueue
 from meshrl.transferqueue.stores import build as build_store
 
 HOPS = ("admit", "stages", "train")
+MOST = {"files": 45, "functions": 400}
+"""That one row may pass."""
+TRIES = 3
+"""With `--check`: on a busy machine a timer may come between, and its functions count."""
 COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "reward")
 
 
@@ -176,20 +181,39 @@ async def _mesh(folder: Path) -> AsyncIterator[QueueClient]:
     await core.close()
 
 
-def main() -> None:
+def noted() -> Calls:
+    """The calls of one row."""
     calls = Calls()
     threading.setprofile(calls.note)
     sys.setprofile(calls.note)
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(pass_rows(Path(folder), calls))
     sys.setprofile(None)
+    return calls
+
+
+def fits(calls: Calls) -> bool:
+    """Within MOST."""
+    return all(calls.counts()["row"][what] <= most for what, most in MOST.items())
+
+
+def main() -> int:
+    calls, checks = noted(), "--check" in sys.argv
+    for _ in range(TRIES - 1):
+        if not checks or fits(calls):
+            break
+        calls = noted()
     if "--files" in sys.argv:
         print(*calls.files(), sep="\n")
     counts = calls.counts()
     for hop, numbers in counts.items():
         print(f"{hop:8} {numbers['files']:4} files {numbers['functions']:5} functions")
+    if checks and not fits(calls):
+        print(f"one row may pass {MOST['files']} files and {MOST['functions']} functions")
+        return 1
     print(json.dumps(counts))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
