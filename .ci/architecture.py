@@ -20,7 +20,7 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 LINES: Mapping[str, int] = {
-    "meshrl.trainer": 16940,
+    "meshrl.trainer": 16975,
     "meshrl.rollout": 11410,
     "meshrl.transferqueue": 10775,
     "meshrl.rewardd": 6415,
@@ -36,7 +36,7 @@ LINES: Mapping[str, int] = {
     "meshrl.http": 3350,
     "meshrl.verl": 3640,
     "meshrl.client": 1800,
-    "meshrl.config": 3065,
+    "meshrl.config": 3345,
     "meshrl.api": 500,
 }
 """The most lines of each package, generated code left out."""

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from meshrl.config.checks import cross_checks, warnings
 from meshrl.config.device_defaults import with_device_defaults
 from meshrl.config.explain import Loc
+from meshrl.config.hub import with_local_paths
 from meshrl.config.machine import ThisMachine
 from meshrl.config.problems import booleans_as_numbers, in_order, origin_of, problems
 from meshrl.config.recipe import Recipe
@@ -63,6 +64,7 @@ def load_recipe(
     check: bool = True,
     sections: Callable[[Recipe], Collection[str]] | Collection[str] | None = None,
     machine: ThisMachine | None = None,
+    hub: bool = True,
 ) -> Recipe:
     """The recipe in `path` with `overrides` applied, the last of several winning.
 
@@ -77,6 +79,7 @@ def load_recipe(
         sections: Check these sections only: the machine of the queue need not have the model. What they are may
             depend on the recipe.
         machine: The one that will run it; None is this one.
+        hub: Have what it names of the Hugging Face hub here; see `meshrl.config.hub`.
 
     Raises:
         ConfigError: one line per problem.
@@ -87,11 +90,15 @@ def load_recipe(
     run = written.tree.setdefault("run", {})
     if isinstance(run, dict) and not run.get("name"):
         run["name"] = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "run"
-    written = written.with_algorithm()
     machine = machine or ThisMachine()
+    written = written.with_algorithm()
     recipe = with_device_defaults(written.as_config(Recipe), machine)
+    checked = sections(recipe) if callable(sections) else sections
+    local = with_local_paths(written.tree, written.origins, machine, checked) if hub else {}
+    if local and local != written.tree:
+        written = Written(local, written.origins)
+        recipe = with_device_defaults(written.as_config(Recipe), machine)
     if check:
-        checked = sections(recipe) if callable(sections) else sections
         broken = [
             f"{origin_of(written.origins, at)}: {sentence}"
             for at, sentence in cross_checks(recipe, machine)
@@ -141,6 +148,10 @@ class Written:
             place: origin for place in recipe_defaults.places(under) if place not in self.origins
         }
         return Written(recipe_defaults.merged(self.tree, under), {**added, **self.origins})
+
+    def with_local_paths(self) -> Written:
+        """The same with local paths of what is on the Hugging Face hub, downloaded. Raises ConfigError."""
+        return Written(with_local_paths(self.tree, self.origins, ThisMachine()), self.origins)
 
     def as_config(self, kind: type[C]) -> C:
         """The configuration that was written. Raises ConfigError, one line per problem."""

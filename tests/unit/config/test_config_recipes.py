@@ -173,9 +173,8 @@ def test_a_key_that_is_gone_is_dropped_from_the_command_line(
             "my.yaml:2: actor.optim.betas.1 is missing; want a number",
         ),
         (
-            "data: {train_files: a.parquet}",
-            "my.yaml:2: data.train_files: got 'a.parquet', want a list, each a path; "
-            "write ['a.parquet']",
+            "trainer: {logger: wandb}",
+            "my.yaml:2: trainer.logger: got 'wandb', want a list, each text",
         ),
         (
             "reward: {functions: [{weight: 2}]}",
@@ -327,7 +326,7 @@ reward: {custom_reward_function: {path: mine.py}}
             ),
             (
                 "data.val_files=[mine.py]",
-                "data.val_files.0: mine.py: want .json, .jsonl or .parquet, or name a reader of your own"
+                "data.val_files.0: mine.py: want .csv, .json, .jsonl or .parquet, or name a reader of your own"
                 " (data.reader)",
             ),
             (

@@ -160,7 +160,8 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "data.train_files=[reward.py]",
-        "data.train_files.0: reward.py: want .json, .jsonl or .parquet, or name a reader of your own (data.reader)",
+        "data.train_files.0: reward.py: want .csv, .json, .jsonl or .parquet, or name a reader of your own"
+        " (data.reader)",
     ),
     (
         "data.weights={sums: 1}",

@@ -236,7 +236,7 @@ def test_too_long_and_not_to_be_skipped_is_an_error(tmp_path: Path) -> None:
         ("a.jsonl", b"[" * 200_000 + b"\n", "a.jsonl:1: not JSON"),
         ("a.jsonl", b'{"prompt": "\xff"}\n', "a.jsonl:1: not JSON"),
         ("a.parquet", b"PAR0", "not a readable parquet file"),
-        ("a.csv", b"prompt\n", "cannot read .csv (want .json, .jsonl or .parquet, or"),
+        ("a.tsv", b"prompt\n", "cannot read .tsv (want .csv, .json, .jsonl or .parquet, or"),
     ],
 )
 def test_an_unreadable_file_is_one_clear_line(

@@ -42,11 +42,18 @@ def _trains(dtype: str) -> str:
 KlEstimator = Annotated[str, AfterValidator(_kl_estimator)]
 
 
+DataFiles = Annotated[
+    list[Path], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+]
+"""Files in a list, or one by itself."""
+
+
 class ModelConfig(Config):
     """The policy."""
 
     path: Path
-    """A Hugging Face checkpoint directory: config.json, safetensors, tokenizer."""
+    """A Hugging Face checkpoint directory (config.json, safetensors, tokenizer), or a model of the hub: `ORG/NAME`,
+    pinned `hf://ORG/NAME@REVISION`."""
     tokenizer_path: Path | None = None
     """The tokenizer's directory; None is `path`."""
     param_dtype: Annotated[Literal["float32", "bfloat16", "float16"], AfterValidator(_trains)] = (
@@ -148,9 +155,9 @@ class FewShotExample(Config):
 class DataConfig(Config):
     """Prompts to train and evaluate on, in verl's schema or plain `prompt`/`answer` rows."""
 
-    train_files: list[Path] = Field(default_factory=list)
-    """Parquet or jsonl files, or what `reader` reads."""
-    val_files: list[Path] = Field(default_factory=list)
+    train_files: DataFiles = Field(default_factory=list)
+    """Parquet, jsonl or csv files, or what `reader` reads; or a data set of the Hugging Face hub, `openai/gsm8k`."""
+    val_files: DataFiles = Field(default_factory=list)
     """Held-out prompts; none switches evaluation off."""
     reasoning_gym: ReasoningGymConfig | None = None
     """Prompts of reasoning-gym, beside those of the files."""

@@ -60,7 +60,7 @@ def check(recipe: Path, overrides: tuple[str, ...], assume: Path | None) -> None
 @json_option
 def show(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Print a recipe with every default and override filled in."""
-    fields = load_recipe(recipe, overrides, check=False).model_dump(mode="json")
+    fields = load_recipe(recipe, overrides, check=False, hub=False).model_dump(mode="json")
     text = json.dumps(fields, indent=2) if as_json else yaml.safe_dump(fields, sort_keys=False)
     click.echo(text.rstrip())
 

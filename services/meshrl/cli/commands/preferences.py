@@ -26,7 +26,7 @@ def dpo(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
     The same command goes on from the newest checkpoint.
     """
-    config = Written.read(recipe, overrides).as_config(DpoConfig)
+    config = Written.read(recipe, overrides).with_local_paths().as_config(DpoConfig)
     # Imported here: with it comes torch, and a wrong recipe should be answered at once.
     from meshrl.trainer.offline.dpo import run
 
@@ -42,7 +42,7 @@ def train_reward(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> Non
     What it writes is scored with by `reward.judges: [{kind: model, options: {path: OUTPUT_DIR}}]`. The same command
     goes on from the newest checkpoint.
     """
-    config = Written.read(recipe, overrides).as_config(RewardModelConfig)
+    config = Written.read(recipe, overrides).with_local_paths().as_config(RewardModelConfig)
     # Imported here: with it comes torch, and a wrong recipe should be answered at once.
     from meshrl.trainer.offline.reward_training import run
 

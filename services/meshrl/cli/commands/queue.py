@@ -71,7 +71,7 @@ def backup(
 @json_option
 def restore(folder: Path, recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Fill the queue of RECIPE, which must be empty and not running, from the backup in FOLDER."""
-    wanted = load_recipe(recipe, overrides, check=False)
+    wanted = load_recipe(recipe, overrides, check=False, hub=False)
 
     parts = _shards_in(folder)
     if len(parts) != wanted.queue.shards:

@@ -18,7 +18,7 @@ from meshrl.trainer.offline.config import SftConfig
 @json_option
 def sft(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Fine-tune on prompt/response rows as RECIPE says (keys: see meshrl.trainer.offline.config.SftConfig)."""
-    config = Written.read(recipe, overrides).as_config(SftConfig)
+    config = Written.read(recipe, overrides).with_local_paths().as_config(SftConfig)
     # Imported here: with it comes torch, and a wrong recipe should be answered at once.
     from meshrl.trainer.offline.sft import SftProgress, run
 

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from meshrl.contract.config import Config
-from meshrl.trainer.config import ModelConfig, PolicyLossConfig
+from meshrl.trainer.config import DataFiles, ModelConfig, PolicyLossConfig
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 
 
@@ -17,9 +17,9 @@ class OfflineConfig(Config):
 
     model: ModelConfig
     """What to start from."""
-    train_files: list[Path] = Field(min_length=1)
+    train_files: DataFiles = Field(min_length=1)
     """Parquet or jsonl files, or what `reader` reads."""
-    val_files: list[Path] = Field(default_factory=list)
+    val_files: DataFiles = Field(default_factory=list)
     """Held-out rows; none measures nothing."""
     reader: str | None = None
     """A module of `meshrl.trainer.data.readers` that reads the files, or a dotted path; None: the one named like a
