@@ -27,7 +27,7 @@ LINES: Mapping[str, int] = {
     "meshrl.sandbox": 1860,
     "meshrl.weights": 7010,
     "meshrl.contract": 6200,
-    "meshrl.simulation": 6170,
+    "meshrl.simulation": 6180,
     "meshrl.rpc": 6050,
     "meshrl.launcher": 4570,
     "meshrl.testing": 3560,

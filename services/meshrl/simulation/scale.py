@@ -36,7 +36,7 @@ from meshrl.contract.types import (
     Task,
     Version,
 )
-from meshrl.simulation.loop import SimulatedLoop, quiet
+from meshrl.simulation.loop import START_S, SimulatedLoop, quiet
 from meshrl.simulation.paced import PacedGpu, Processor
 from meshrl.simulation.setting import Setting
 from meshrl.transferqueue.queue import TransferQueue
@@ -71,6 +71,7 @@ class Outlook:
     """Share of the time in which the queue's processor is busy."""
     steps: int
     virtual_s: float
+    with_warm_up_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -461,6 +462,7 @@ class _Mesh:
             queue_load=(now.busy_s - since.busy_s) / lasted,
             steps=steps,
             virtual_s=lasted,
+            with_warm_up_s=now.at - START_S,
         )
 
 

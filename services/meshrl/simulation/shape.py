@@ -167,6 +167,8 @@ def draw_shape(seed: int) -> Shape:
         deadline_s=150.0 if program is Program.OPENAI else 600.0,
         tokens=32 if program is Program.SINGLE_TURN else CONVERSATION_TOKENS,
     )
+    if shape.ranks == 3 and random.Random(f"ranks {seed}").random() < 0.5:
+        shape = replace(shape, ranks=4)
     scene = scene_of(seed)
     if takeovers := scene in (TAKEOVER, LATE_CHECKPOINT):
         shape = replace(
