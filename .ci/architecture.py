@@ -23,7 +23,7 @@ LINES: Mapping[str, int] = {
     "meshrl.trainer": 16975,
     "meshrl.rollout": 11410,
     "meshrl.transferqueue": 10775,
-    "meshrl.rewardd": 6415,
+    "meshrl.rewardd": 6790,
     "meshrl.sandbox": 1860,
     "meshrl.weights": 7010,
     "meshrl.contract": 6200,

@@ -385,8 +385,12 @@ def resume_mode(value: Any, given: Given) -> Answer:
 def reward_manager(value: Any, given: Given) -> Answer:
     """How rewards are computed."""
     match value:
-        case None | "naive" | "prime" | "rate_limited":
+        case None | "naive" | "prime" | "rate_limited" | "limited":
             return Answer(note="functions are called one sample at a time, several at once")
+        case "batch":
+            return Answer(
+                note="a function with the plural parameters gets many samples in one call"
+            )
         case "dapo":
             return Answer(
                 note="its overlong penalty is algorithm.overlong_buffer, see reward_kwargs"

@@ -12,7 +12,7 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import pydantic
 
 from meshrl.contract.errors import ConfigError, MeshError
 from meshrl.contract.types import Json, Outcome, name_fault
+from meshrl.rewardd.pool import verl_modules
 from meshrl.rewardd.pool.messages import (
     MAX_COMPONENTS,
     MAX_FLOAT32,
@@ -95,6 +96,7 @@ def load(spec: FunctionSpec) -> Scorer:
     Raises:
         ConfigError: it cannot be imported, found or called with verl's signature and its kwargs.
     """
+    verl_modules.offer()
     module = _import(spec) if spec.module else _compile(spec)
     where = spec.path or spec.module
     call = getattr(module, spec.name, None)
@@ -109,6 +111,8 @@ def load(spec: FunctionSpec) -> Scorer:
             arguments = {"config": config(**spec.kwargs)}
         except pydantic.ValidationError as error:
             raise ConfigError(_refusal(spec, config, error)) from error
+    if _takes_columns(call) and spec.kind is Kind.COMPUTE_SCORE:
+        spec = replace(spec, kind=Kind.BATCH)
     _check_signature(where, spec, call, arguments)
     together = call if spec.kind is Kind.BATCH and not inspect.iscoroutinefunction(call) else None
     call = as_compute_score(spec.kind, call)
@@ -159,6 +163,14 @@ def _refusal(
     lines = [f"{'.'.join(map(str, e['loc'])) or 'kwargs'}: {e['msg']}" for e in error.errors()]
     takes = ", ".join(config.model_fields) or "nothing"
     return f"kwargs of reward {spec.component!r}: {'; '.join(lines)} (it takes: {takes})"
+
+
+def _takes_columns(call: Callable[..., Any]) -> bool:
+    """Are its parameters the plural ones of verl's batch manager?"""
+    try:
+        return set(inspect.signature(call).parameters).issuperset(ARGUMENTS[Kind.BATCH])
+    except (TypeError, ValueError):
+        return False  # written in C: it has no signature to look at
 
 
 def _check_signature(
