@@ -348,7 +348,12 @@ class SaidServices:
                     "dead_lettered": {f"deadline of 30 s passed{self._markup}": 44},
                     "resident": resident,
                     "balanced": True,
-                }
+                },
+                {
+                    **{"run": f"{run_dir.name}.eval", "admitted": 640, "trained": 640},
+                    **{"filtered": {}, "stale": {}, "dead_lettered": {}, "resident": {}},
+                    "balanced": True,
+                },
             ],
             "waiting": [
                 {

@@ -16,6 +16,8 @@ from ..screenshots import VIEWS, served
 from ..view_runs import SaidServices, add_many_rows, add_steps, two_runs
 
 SCROLL = "const box = document.querySelector('.scroll')"
+FIRST_PARTS = """return [...document.querySelectorAll('.parts li:first-child .what')]
+    .map((part) => part.innerText)"""
 IN_ONE_COLUMN = """const lines = [...document.querySelectorAll('.scroll td > *')];
     return lines.length > 9 && new Set(lines.map((line) => line.getBoundingClientRect().left)).size === 1"""
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no browser: {missing()}")
@@ -36,6 +38,8 @@ def look_at_every_view(page: Browser, url: str) -> None:
             page.open(f"{base}#/{address}")
             page.until(drawn)
             assert page.run("return document.documentElement.scrollWidth") <= width, (name, width)
+            if name == "flow":
+                assert page.run(FIRST_PARTS) == ["trained", "scored"]
             if name == "fleet":
                 assert page.run(f"{SCROLL}; return box.scrollWidth <= box.clientWidth"), width
                 assert width > 640 or page.run(IN_ONE_COLUMN), "lines of a cell stand among labels"

@@ -23,6 +23,8 @@ export default function flow(place, context) {
 }
 
 function ledger(one) {
+  const done = one.run.endsWith(".eval") ? "scored" : "trained";  // what is held out is not trained on
+  const named = (kind) => (kind === "trained" ? done : kind);
   const order = Object.keys(one.resident).sort((a, b) => STATES.indexOf(a) - STATES.indexOf(b));
   const parts = [
     ["trained", "", one.trained],
@@ -35,14 +37,14 @@ function ledger(one) {
   const most = Math.max(1, ...parts.map(([, , count]) => count));
   return el("section", { class: "card" },
     el("h2", {}, one.run, el("span", { class: `badge ${one.balanced ? "serving" : "out"}` }, one.balanced ? "balanced" : "not balanced")),
-    el("dl", { class: "facts" }, fact("admitted", figure(one.admitted)), fact("trained", figure(one.trained)),
+    el("dl", { class: "facts" }, fact("admitted", figure(one.admitted)), fact(done, figure(one.trained)),
       fact("resident", figure(sum(one.resident))), fact("leased now", figure(one.resident.leased ?? 0)),
       fact("filtered", figure(sum(one.filtered))), fact("stale", figure(sum(one.stale))),
       fact("dead-lettered", figure(sum(one.dead_lettered)))),
     el("div", { class: "stack", role: "img", "aria-label": "Admitted rows by where they are" }, parts.map(([kind, why, count]) =>
-      el("i", { class: kind, title: `${kind} ${why}: ${figure(count)}`, style: { flexGrow: String(count / total) } }))),
+      el("i", { class: kind, title: `${named(kind)} ${why}: ${figure(count)}`, style: { flexGrow: String(count / total) } }))),
     el("ul", { class: "parts" }, parts.map(([kind, why, count]) => el("li", {},
-      el("span", { class: "what" }, el("i", { class: kind }), el("span", {}, kind), why ? el("small", {}, why) : null),
+      el("span", { class: "what" }, el("i", { class: kind }), el("span", {}, named(kind)), why ? el("small", {}, why) : null),
       el("span", { class: "length" }, el("i", { class: kind, style: { width: `${(100 * count) / most}%` } })),
       el("b", {}, figure(count)), el("small", {}, `${((100 * count) / total).toFixed(1)} %`)))));
 }
