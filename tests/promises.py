@@ -2,7 +2,7 @@
 
     make promises                        # all of them, one after the other (about half an hour)
     make promises ONLY=chaos             # those whose command has this word
-    make promises WRITE=1                # also writes the table to docs/reference/promises.md
+    make promises WRITE=1                # also writes the table to docs/reference/promises.md; with ONLY, those rows
 
 The README is the list: each row names a promise and the command that shows it. `SEED=1` and `--seed 1` in a command
 become a fresh seed, which the table shows, so that a broken promise can be repeated. Ctrl-C ends the command that
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -54,6 +54,15 @@ class Shown:
     held: bool
     seconds: float
     last_line: str
+    when: str
+    """The day and the commit."""
+
+    @property
+    def row(self) -> str:
+        """In the table."""
+        said = self.last_line.replace("|", "\\|").replace("`", "'")
+        held = "yes" if self.held else "**no**"
+        return f"| {self.promise.says} | `{self.command}` | {held} | {self.seconds:.0f} | {self.when} | `{said}` |"
 
 
 def promises(readme: str) -> list[Promise]:
@@ -84,7 +93,7 @@ def last_line(output: IO[str]) -> str:
     return lines[-1][-TAIL:] if lines else ""
 
 
-def show(promise: Promise, seed: int) -> Shown:
+def show(promise: Promise, seed: int, when: str) -> Shown:
     """Run the promise's command, with one line of progress on a terminal."""
     command, begin = seeded(promise.command, seed), time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as output:
@@ -109,7 +118,7 @@ def show(promise: Promise, seed: int) -> Shown:
     held = process.returncode == 0
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
-    return Shown(promise, command, held, time.monotonic() - begin, said)
+    return Shown(promise, command, held, time.monotonic() - begin, said, when)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -124,27 +133,28 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def table(shown: Sequence[Shown]) -> Iterator[str]:
-    """The results as lines of Markdown."""
-    yield "| promise | command | held | seconds | its last line |"
-    yield "|---|---|---|---|---|"
-    for each in shown:
-        said = each.last_line.replace("|", "\\|").replace("`", "'")
-        held = "yes" if each.held else "**no**"
-        yield f"| {each.promise.says} | `{each.command}` | {held} | {each.seconds:.0f} | `{said}` |"
+def table(rows: Iterable[str]) -> str:
+    """Rows under their heads, as Markdown."""
+    heads = ("promise", "command", "held", "seconds", "day, commit", "its last line")
+    return "\n".join((f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *rows))
 
 
-def page(shown: Sequence[Shown], commit: str) -> str:
-    """docs/reference/promises.md."""
-    day = datetime.now(UTC).date().isoformat()
+def page(promised: Sequence[Promise], shown: Sequence[Shown], before: str) -> str:
+    """docs/reference/promises.md: what was run now, and of `before`, the page so far, the rows of the others."""
+    new = {each.promise: each.row for each in shown}
+    kept = {line.split("|")[1].strip(): line for line in before.splitlines() if line[:1] == "|"}
+    never = "| not run yet | | | |"
+    rows = [new.get(each) or kept.get(each.says, f"| {each.says} {never} |") for each in promised]
+    held = sum("| yes |" in row for row in rows)
     return "\n".join(
         (
             "# The promises, when they were last tried",
             "",
-            f"`make promises` ran every line of [the README's table](../../README.md) with fresh seeds on {day},",
-            f"at commit `{commit}`. {sum(each.held for each in shown)} of {len(shown)} held.",
+            "`make promises WRITE=1` runs every line of [the README's table](../../README.md) with fresh seeds and"
+            " writes this page;",
+            f"with `ONLY=word` it renews the rows whose command has the word. {held} of {len(rows)} held.",
             "",
-            *table(shown),
+            table(rows),
             "",
         )
     )
@@ -155,24 +165,24 @@ def main() -> int:
     parser.add_argument("--only", default="", help="run the promises whose command has this word")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     options = parser.parse_args()
-    chosen = [
-        each for each in promises((ROOT / "README.md").read_text()) if options.only in each.command
-    ]
+    promised = promises((ROOT / "README.md").read_text())
+    chosen = [each for each in promised if options.only in each.command]
     if not chosen:
         print(f"no promise has {options.only!r} in its command", file=sys.stderr)
         return 2
     commit = subprocess.check_output(("git", "rev-parse", "--short", "HEAD"), cwd=ROOT, text=True)
+    when = f"{datetime.now(UTC).date().isoformat()}, {commit.strip()}"
     shown: list[Shown] = []
     try:
         for promise in chosen:
-            shown.append(result := show(promise, secrets.randbelow(2**31)))
+            shown.append(result := show(promise, secrets.randbelow(2**31), when))
             held = "held" if result.held else "BROKEN"
             print(f"{held:6} {result.seconds:6.0f} s  {result.command}", flush=True)
     except KeyboardInterrupt:
         print(f"ended after {len(shown)} of {len(chosen)}", file=sys.stderr)
-    print("\n".join(("", *table(shown))))
+    print("\n" + table(each.row for each in shown))
     if options.write and len(shown) == len(chosen):
-        PAGE.write_text(page(shown, commit.strip()))
+        PAGE.write_text(page(promised, shown, PAGE.read_text() if PAGE.exists() else ""))
     return 0 if len(shown) == len(chosen) and all(each.held for each in shown) else 1
 
 

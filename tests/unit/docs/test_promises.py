@@ -39,16 +39,23 @@ def test_a_fresh_seed_replaces_the_one_of_the_readme() -> None:
 
 
 def test_a_command_that_fails_is_a_broken_promise_with_its_last_line() -> None:
-    held = promises.show(Promise("it holds", "echo fine; echo SEED=1"), 7)
-    broken = promises.show(Promise("it breaks", "echo 'lost | 3'; exit 1"), 7)
+    held = promises.show(Promise("it holds", "echo fine; echo SEED=1"), 7, "today, abc")
+    broken = promises.show(Promise("it breaks", "echo 'lost | 3'; exit 1"), 7, "today, abc")
     assert (held.held, held.last_line) == (True, "SEED=7")
     assert not broken.held
-    lines = list(promises.table([held, broken]))
-    assert lines[2].startswith("| it holds | `echo fine; echo SEED=7` | yes |")
-    assert "**no**" in lines[3] and "lost \\| 3" in lines[3]
+    assert held.row.startswith("| it holds | `echo fine; echo SEED=7` | yes |")
+    assert "**no**" in broken.row and "lost \\| 3" in broken.row
 
 
-def test_the_page_says_when_and_at_which_commit() -> None:
-    shown = promises.show(Promise("it holds", "true"), 7)
-    assert "at commit `abc123`" in promises.page([shown], "abc123")
-    assert "1 of 1 held" in promises.page([shown], "abc123")
+def test_the_page_renews_what_was_run_and_keeps_the_other_rows_of_the_readme() -> None:
+    three = [Promise("a", "true"), Promise("b", "true"), Promise("c", "true")]
+    first = promises.page(three, [promises.show(each, 7, "monday, abc") for each in three[:2]], "")
+    assert "2 of 3 held" in first and "| c | not run yet |" in first
+    b = Promise("b", "false")
+    second = promises.page([b, three[0]], [promises.show(b, 7, "tuesday, def")], first)
+    rows = [line for line in second.splitlines() if line.startswith(("| a |", "| b |", "| c |"))]
+    assert [row.split(" | ")[0::2][:3] for row in rows] == [
+        ["| b", "**no**", "tuesday, def"],
+        ["| a", "yes", "monday, abc"],
+    ]
+    assert "1 of 2 held" in second
