@@ -21,10 +21,10 @@ CRUMB_LINES = 60
 
 LINES: Mapping[str, int] = {
     "meshrl.trainer": 16975,
-    "meshrl.rollout": 11410,
+    "meshrl.rollout": 11440,
     "meshrl.transferqueue": 10775,
     "meshrl.rewardd": 6790,
-    "meshrl.sandbox": 1860,
+    "meshrl.sandbox": 1870,
     "meshrl.weights": 7010,
     "meshrl.contract": 6200,
     "meshrl.simulation": 6180,

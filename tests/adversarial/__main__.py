@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.adversarial import programs
+from tests.adversarial import programs, python_tool
 from tests.adversarial.attacks import ATTACKS
 from tests.adversarial.campaign import faults, honest_faults, run_campaign, why_not
 
@@ -51,24 +51,34 @@ def policy_programs(only: str) -> Iterator[Row]:
         yield ("code", name, fault)
 
 
+def tool_runs(only: str) -> Iterator[Row]:
+    """The code that a policy gives to the tool `python`."""
+    if (why := why_not(Isolation.STRICT, Path())) is not None:
+        yield ("python", "all", f"skipped: {why}")
+        return
+    for name, fault in asyncio.run(python_tool.run(only)).items():
+        yield ("python", name, fault)
+
+
 def main() -> int:
     """Print a row as it is known; the exit code is 1 if any attack got through."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--level", choices=["strict", "weak", "code"], action="append")
+    parser.add_argument("--level", choices=["strict", "weak", "code", "python"], action="append")
     parser.add_argument("--only", default="", help="attacks whose name holds this text")
     options = parser.parse_args()
     logging.disable(logging.ERROR)
-    levels = options.level or ["strict", "weak", "code"]
+    levels = options.level or ["strict", "weak", "code", "python"]
     print(f"user {os.geteuid()}, Linux {os.uname().release}, Python {sys.version.split()[0]}")
     broken = shown = 0
     with tempfile.TemporaryDirectory(prefix="meshrl-adversarial-") as name:
         Path(name).chmod(0o755)
         for level in levels:
-            rows = (
-                policy_programs(options.only)
-                if level == "code"
-                else functions(Isolation(level), Path(name, level), options.only)
-            )
+            if level == "code":
+                rows = policy_programs(options.only)
+            elif level == "python":
+                rows = tool_runs(options.only)
+            else:
+                rows = functions(Isolation(level), Path(name, level), options.only)
             for what, attack, fault in rows:
                 held = not fault or fault.startswith("skipped")
                 broken += not held

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from tests.adversarial import python_tool
 
 from meshrl.contract.config import read_options
 from meshrl.contract.errors import ConfigError, InfraError
@@ -131,6 +132,14 @@ async def test_without_bubblewrap_there_is_no_tool(monkeypatch: pytest.MonkeyPat
     tools = (await ToolBuilder(config()).toolbox()).of(task(TOKENIZER))
     with pytest.raises(ConfigError, match="needs bubblewrap: there is no bwrap"):
         await say(tools, UIDS[0], "1")
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("only", ["kills", "closes every file", "answers for", "environment"])
+async def test_hostile_code_harms_its_own_row_at_most(only: str) -> None:
+    """`python -m tests.adversarial --level python` runs all."""
+    faults = await python_tool.run(only)
+    assert faults and not any(faults.values()), faults
 
 
 @needs_bubblewrap

@@ -19,7 +19,7 @@ from meshrl.rollout.tools.building import ToolBuilder
 from meshrl.rollout.tools.config import SearchConfig, ToolsConfig
 from meshrl.rollout.tools.formats import search_r1
 from meshrl.rollout.tools.ports import Caller, ToolCall
-from meshrl.rollout.tools.search import passages
+from meshrl.rollout.tools.search import passages, search_function
 
 from .chats import chat_tokenizer
 from .scripted import END, Scripted, task
@@ -88,6 +88,15 @@ def test_a_search_has_one_source_that_exists(tmp_path: Path) -> None:
     pytest.importorskip("bm25s")
     with pytest.raises(ConfigError, match="no passages in the files"):
         program.build({"tools": [{"search": {"folder": str(tmp_path)}}]})
+
+
+def test_the_package_of_the_index_says_nothing(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("bm25s")
+    caplog.set_level("DEBUG")
+    search = search_function(SearchConfig(folder=folder), "o")
+    assert search("lake") and not [each for each in caplog.records if each.name == "bm25s"]
 
 
 @asynccontextmanager
@@ -165,3 +174,39 @@ async def test_what_is_found_follows_in_the_same_turn_and_is_not_trained_on(fold
     assert policy.requests[0].prompt_ids.tolist() == asked.prompt_ids.tolist()
     assert policy.requests[0].sampling.stop[-2:] == ("</search>", "</answer>")
     assert [each["role"] for each in rollout.messages] == ["assistant", "tool", "assistant"]
+
+
+async def test_the_connections_of_a_retriever_end_with_the_tools() -> None:
+    """A server that keeps its connections open sees the end of them."""
+    ended = asyncio.Event()
+    body = json.dumps({"result": [[]]}).encode()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        await reader.readexactly(int(head.split("content-length: ")[1].split("\r\n")[0]))
+        writer.write(f"HTTP/1.1 200 x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+        if not await reader.read():
+            ended.set()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        config = read_options(ToolsConfig, {"tools": [{"search": {"url": url}}]}, where="o")
+        builder = ToolBuilder(config)
+        tools = (await builder.toolbox()).of(task(TOKENIZER))
+        call = ToolCall(name="search", arguments={"query": "x"})
+        await tools.call(call, Caller(task=task(TOKENIZER), uid=UID), TOKENIZER)
+        assert not ended.is_set()
+        await builder.close()
+        async with asyncio.timeout(10):
+            await ended.wait()
+        await builder.close()
+
+
+async def test_an_answer_without_end_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshrl.rollout.tools.retriever.MAX_BYTES", 100)
+    long = [[{"document": {"contents": "t\n" + "x" * 200}}]]
+    async with retriever(200, {"result": long}, []) as url:
+        with pytest.raises(InfraError, match="failed: HTTP 200"):
+            await found("x", url=url)

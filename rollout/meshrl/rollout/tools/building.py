@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+from collections.abc import Callable
+from typing import Protocol
 
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Uid
@@ -15,6 +17,14 @@ from meshrl.rollout.tools.python_sandbox import PythonSandbox, PythonTool
 from meshrl.rollout.tools.search import search_function
 from meshrl.rollout.tools.toolbox import Cut, Toolbox, ToolOffer
 from meshrl.rollout.user_functions import load_function
+
+
+class Closable(Protocol):
+    """Has connections."""
+
+    async def close(self) -> None:
+        """Close them; idempotent."""
+
 
 KEY = "rollout.program_options.tools"
 
@@ -28,6 +38,7 @@ class ToolBuilder:
         self._offers: list[ToolOffer] = []
         self._servers: list[tuple[ToolConfig, McpServer]] = []
         self._sandboxes: list[PythonSandbox] = []
+        self._retrievers: list[Closable] = []
         for where, tool in named_tools(config):
             if tool.python is not None:
                 sandbox = PythonSandbox(tool)
@@ -43,10 +54,17 @@ class ToolBuilder:
                     )
                 self._servers.append((tool, McpServer(tool)))
                 continue
-            if tool.search is not None:
-                function = search_function(tool.search, f"{where}.search")
-            else:
+            function: Callable[..., object]
+            if tool.search is None:
                 function = load_function(tool.function, f"{where}.function")
+            elif tool.search.url:
+                from meshrl.rollout.tools.retriever import Retriever  # with it comes httpx
+
+                retriever = Retriever(tool.search)
+                self._retrievers.append(retriever)
+                function = retriever.search
+            else:
+                function = search_function(tool.search, f"{where}.search")
             built = FunctionTool(
                 function, name=tool.name, stateful=tool.stateful, most_lost=tool.concurrency
             )
@@ -77,9 +95,11 @@ class ToolBuilder:
             sandbox.release(uid)
 
     async def close(self) -> None:
-        """End all servers and sandboxes; idempotent."""
-        servers = (server.close() for _, server in self._servers)
-        await asyncio.gather(*servers, *(sandbox.close() for sandbox in self._sandboxes))
+        """End all servers, sandboxes and connections; idempotent."""
+        ends = [server.close() for _, server in self._servers]
+        ends += [sandbox.close() for sandbox in self._sandboxes]
+        ends += [retriever.close() for retriever in self._retrievers]
+        await asyncio.gather(*ends)
 
 
 def named_tools(config: ToolsConfig) -> list[tuple[str, ToolConfig]]:

@@ -1,74 +1,33 @@
-r"""The tool `search`: BM25 over a folder of text (bm25s), or a retriever over HTTP that speaks Search-R1's protocol.
-
-POST url {"queries": [q], "topk": k, "return_scores": true}
-──▶ {"result": [[{"document": {"contents": "title\ntext"}, "score": 1.5}, …]]}
-"""
+"""The tool `search` over a folder of text: BM25 (bm25s). A service is asked by `retriever`."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Awaitable, Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from meshrl.contract.errors import ConfigError, InfraError
+from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Json
 from meshrl.rollout.tools.config import SearchConfig
-from meshrl.rollout.tools.ports import ToolError
 
 SUFFIXES = (".jsonl", ".md", ".txt")
 
 
-def search_function(
-    config: SearchConfig, where: str
-) -> Callable[[str], str] | Callable[[str], Awaitable[str]]:
-    """The function `search(query)` that the policy calls.
+def search_function(config: SearchConfig, where: str) -> Callable[[str], str]:
+    """The function `search(query)` over `config.folder` that the policy calls.
 
     Raises:
         ConfigError: with the recipe's key `where`: no such folder, nothing in it, a line that is no passage, or no
             package bm25s.
     """
-    return _over_http(config) if config.url else _over_folder(config, where)
-
-
-def passages(folder: Path, where: str) -> Iterator[tuple[str, str]]:
-    r"""Title and text of each passage, files in the order of their names.
-
-    A line of a `.jsonl` file is `{"contents": "title\ntext"}` or `{"title", "text"}`; paragraphs of other files are
-    separated by an empty line, and their title is the file's name.
-
-    Raises:
-        ConfigError: see `search_function`.
-    """
-    check_folder(folder, where)
-    for path in sorted(each for each in folder.rglob("*") if each.suffix in SUFFIXES):
-        if path.suffix != ".jsonl":
-            for paragraph in path.read_text(encoding="utf-8").split("\n\n"):
-                if paragraph.strip():
-                    yield path.stem, paragraph.strip()
-            continue
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    yield _document(json.loads(line))
-                except (KeyError, TypeError, ValueError) as error:
-                    want = 'want {"contents": "title\\ntext"} or {"title": …, "text": …}'
-                    at = f"{where}.folder: {path}:{number}"
-                    raise ConfigError(f"{at}: no passage: {want}", key=f"{where}.folder") from error
-
-
-def check_folder(folder: Path, where: str) -> None:
-    """Raises ConfigError, with the recipe's key `where`, where there is no such folder."""
-    if not folder.is_dir():
-        raise ConfigError(f"{where}.folder: no such folder: {folder}", key=f"{where}.folder")
-
-
-def _over_folder(config: SearchConfig, where: str) -> Callable[[str], str]:
     if importlib.util.find_spec("bm25s") is None:
         need = "a search over a folder needs the extra `search`: pip install meshrl[search]"
         raise ConfigError(f"{where}: {need}", key=where)
     import bm25s
 
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it says each index and each query
     assert config.folder is not None
     found = list(passages(config.folder, where))
     if not found:
@@ -93,44 +52,44 @@ def _over_folder(config: SearchConfig, where: str) -> Callable[[str], str]:
             query: What to search for.
         """
         best, scores = index.retrieve(words([query]), k=most, show_progress=False)
-        return _shown([found[i] for i, score in zip(best[0], scores[0], strict=True) if score > 0])
+        return shown([found[i] for i, score in zip(best[0], scores[0], strict=True) if score > 0])
 
     return search
 
 
-def _over_http(config: SearchConfig) -> Callable[[str], Awaitable[str]]:
-    import httpx
+def passages(folder: Path, where: str) -> Iterator[tuple[str, str]]:
+    r"""Title and text of each passage, files in the order of their names.
 
-    client: list[httpx.AsyncClient] = []  # made by the loop that uses it
+    A line of a `.jsonl` file is `{"contents": "title\ntext"}` or `{"title", "text"}`; paragraphs of other files are
+    separated by an empty line, and their title is the file's name.
 
-    async def search(query: str) -> str:
-        """Search for passages that answer a question.
-
-        Args:
-            query: What to search for.
-        """
-        if not client:
-            client.append(httpx.AsyncClient(timeout=None))
-        asked = {"queries": [query], "topk": config.top_k, "return_scores": True}
-        try:
-            response = await client[0].post(config.url, json=asked)
-        except httpx.HTTPError as error:
-            reason = str(error) or type(error).__name__
-            raise InfraError(f"the retriever {config.url} does not answer: {reason}") from error
-        if response.is_client_error:
-            raise ToolError(f"the retriever refuses the query: {response.text[:200]}")
-        try:
-            response.raise_for_status()
-            (hits,) = response.json()["result"]
-            return _shown([_document(hit.get("document", hit)) for hit in hits[: config.top_k]])
-        except (httpx.HTTPError, AttributeError, KeyError, TypeError, ValueError) as error:
-            problem = f"HTTP {response.status_code}: {response.text[:200]!r}"
-            raise InfraError(f"the retriever {config.url} failed: {problem}") from error
-
-    return search
+    Raises:
+        ConfigError: see `search_function`.
+    """
+    check_folder(folder, where)
+    for path in sorted(each for each in folder.rglob("*") if each.suffix in SUFFIXES):
+        if path.suffix != ".jsonl":
+            for paragraph in path.read_text(encoding="utf-8").split("\n\n"):
+                if paragraph.strip():
+                    yield path.stem, paragraph.strip()
+            continue
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    yield document(json.loads(line))
+                except (KeyError, TypeError, ValueError) as error:
+                    want = 'want {"contents": "title\\ntext"} or {"title": …, "text": …}'
+                    at = f"{where}.folder: {path}:{number}"
+                    raise ConfigError(f"{at}: no passage: {want}", key=f"{where}.folder") from error
 
 
-def _document(document: Json) -> tuple[str, str]:
+def check_folder(folder: Path, where: str) -> None:
+    """Raises ConfigError, with the recipe's key `where`, where there is no such folder."""
+    if not folder.is_dir():
+        raise ConfigError(f"{where}.folder: no such folder: {folder}", key=f"{where}.folder")
+
+
+def document(document: Json) -> tuple[str, str]:
     """Title and text; raises KeyError, TypeError or ValueError for anything else."""
     if "contents" in document:
         title, _, text = document["contents"].partition("\n")
@@ -138,7 +97,7 @@ def _document(document: Json) -> tuple[str, str]:
     return str(document["title"]), str(document["text"])
 
 
-def _shown(hits: list[tuple[str, str]]) -> str:
+def shown(hits: list[tuple[str, str]]) -> str:
     """As Search-R1 shows passages."""
     return "\n".join(
         f"Doc {number}(Title: {title}) {text}" for number, (title, text) in enumerate(hits, start=1)
