@@ -69,7 +69,7 @@ class ModelConfig(Config):
     """Compile each decoder layer: slow at first, faster afterwards; on a CPU this needs a C++ compiler."""
     ulysses_sequence_parallel_size: PositiveInt = 1
     """Number of ranks that share the tokens of each micro-batch, for rows too long for one device. Divides
-    `trainer.nproc` and the attention heads; RL only."""
+    `trainer.nproc` and the attention heads; RL and SFT only."""
     lora_rank: NonNegativeInt = 0
     """Train low-rank adapters of this rank and leave the weights as they are; 0 trains the weights. A critic is
     trained whole."""
@@ -145,6 +145,9 @@ def _variables(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+TemplateVariables = Annotated[dict[str, Any], AfterValidator(_variables)]
+
+
 class FewShotExample(Config):
     """A question with its answer."""
 
@@ -171,9 +174,7 @@ class DataConfig(Config):
     `answer`."""
     answer_required: bool = True
     """A row without an answer is refused; False for tasks that have none, whose reward gets `ground_truth` None."""
-    apply_chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_variables)] = Field(
-        default_factory=dict
-    )
+    apply_chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     """Variables of the chat template, in prompts and in the turns of programs: `{enable_thinking: false}`."""
     system_prompt: str = ""
     """Begins each conversation that has no system message of its own; a prompt that is text becomes a chat. Empty:

@@ -17,7 +17,7 @@ UNUSABLE = ("images", "videos", "audios", "tools")
 def refuse_unusable(row: Mapping[str, object], where: str) -> None:
     """Raises UserError when a row has images, videos, audios or tools beside its prompt."""
     for key in UNUSABLE:
-        if not _empty(row.get(key)):
+        if not is_empty(row.get(key)):
             hint = "name tools in rollout.program_options" if key == "tools" else "prompts are text"
             raise UserError(f"{where}: {key!r} cannot be used ({hint}); leave the column out")
 
@@ -89,7 +89,7 @@ def _message(message: object, where: str, key: str) -> Message:
             f"{where}: {key!r} holds {message!r:.80}, want an object with role and content"
         )
     for name, value in message.items():
-        if name not in ("role", "content") and not _empty(value):
+        if name not in ("role", "content") and not is_empty(value):
             raise UserError(
                 f"{where}: {name!r} of a message in {key!r} cannot be used, only role and content; leave it out"
             )
@@ -102,6 +102,6 @@ def _message(message: object, where: str, key: str) -> Message:
     )
 
 
-def _empty(value: object) -> bool:
+def is_empty(value: object) -> bool:
     """True for what parquet writes into a column or a field that a row does not have."""
     return value is None or (isinstance(value, str | Sequence | Mapping) and not value)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from meshrl.contract.config import Config
-from meshrl.trainer.config import DataFiles, ModelConfig, PolicyLossConfig
+from meshrl.trainer.config import DataFiles, ModelConfig, PolicyLossConfig, TemplateVariables
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 
 
@@ -61,10 +61,16 @@ class OfflineConfig(Config):
 
 
 class SftConfig(OfflineConfig):
-    """Supervised fine-tuning on prompt / response rows: the warm start before RL."""
+    """Supervised fine-tuning on prompt / response rows, or on conversations: the warm start before RL."""
 
     response_key: str = "response"
     """Text."""
+    messages_key: str = "messages"
+    """A whole conversation, in rows without a response: what the assistant says in it is learned."""
+    tools_key: str = "tools"
+    """The schemas of the tools of such a conversation, or JSON of them."""
+    apply_chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
+    """Variables of the chat template: `{enable_thinking: false}`."""
     append_eos: bool = True
     """End every response with the tokenizer's end-of-sequence token."""
     target_exact_match: PositiveFloat | None = None
@@ -79,6 +85,14 @@ class PreferenceConfig(OfflineConfig):
     rejected_key: str = "rejected"
     """The worse one."""
     steps: PositiveInt = 200
+
+    @model_validator(mode="after")
+    def _whole_rows(self) -> Self:
+        if self.model.ulysses_sequence_parallel_size > 1:
+            raise ValueError(
+                "model.ulysses_sequence_parallel_size: tokens of a pair are not shared among ranks; want 1"
+            )
+        return self
 
 
 class DpoConfig(PreferenceConfig):

@@ -27,12 +27,13 @@ from meshrl.trainer.data.pairs import Pair, read_pairs
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.metric_sums import MetricSums
 from meshrl.trainer.learner.optimizer import Optimizers
-from meshrl.trainer.model.packing import pack, plan
+from meshrl.trainer.model.packing import plan
 from meshrl.trainer.model.policy import Policy, build_policy, load_hf
 from meshrl.trainer.offline.config import DpoConfig
+from meshrl.trainer.offline.example import Example, packed
 from meshrl.trainer.offline.loop import Progress, Report, fit
 from meshrl.trainer.offline.pairwise import PairLearner
-from meshrl.trainer.offline.sft import Example, tokenised
+from meshrl.trainer.offline.sft import tokenised
 
 LOSSES = "meshrl.trainer.algorithms.losses"
 
@@ -140,7 +141,7 @@ class PreferenceLesson(PairLearner):
     def _forward(self, chosen: Sequence[int], total: int, tally: MetricSums) -> torch.Tensor:
         device = self._world.device
         rows = [row for index in chosen for row in self._pairs[index].rows]
-        logprobs, _ = self._policy(_pack(rows).to(device), 1.0)
+        logprobs, _ = self._policy(packed(rows).to(device), 1.0)
         if not rows:
             empty: torch.Tensor = logprobs.sum()
             return empty
@@ -205,7 +206,7 @@ def reference_logprobs(
     flat = []
     for chosen in packing.ranks[world.rank]:
         rows = [row for index in chosen for row in pairs[index].rows]
-        logprobs, _ = model(_pack(rows).to(world.device), 1.0)
+        logprobs, _ = model(packed(rows).to(world.device), 1.0)
         flat.append(logprobs.float().cpu().numpy())
     known: dict[int, npt.NDArray[np.float32]] = {}
     for rank, part in enumerate(world.all_gather(np.concatenate(flat))):
@@ -213,7 +214,3 @@ def reference_logprobs(
         sizes = [sum(len(r.tokens) - r.prompt_length for r in pairs[i].rows) for i in owned]
         known |= dict(zip(owned, np.split(part, np.cumsum(sizes)[:-1]), strict=False))
     return [known[index] for index in range(len(pairs))]
-
-
-def _pack(rows: Sequence[Example]) -> Any:
-    return pack([row.tokens for row in rows], [row.prompt_length for row in rows])

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on prompt / response rows: packed, loss on the response only.
+"""Supervised fine-tuning on prompt / response rows and on conversations: packed, loss on what the assistant says.
 
 read ──▶ tokens ──shuffled──▶ batch ──plan──▶ packs ──▶ -mean log p(response) ──▶ step ──▶ export
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,29 +17,20 @@ import torch
 from transformers import AutoTokenizer
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.types import Int32
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.data.files import FileRow, file_rows
 from meshrl.trainer.data.messages import as_dicts, read_prompt, read_text, refuse_unusable
 from meshrl.trainer.data.prompts import templated
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
-from meshrl.trainer.model.packing import Pack, pack, plan
 from meshrl.trainer.model.policy import Policy, build_policy, load_hf
 from meshrl.trainer.offline.config import SftConfig
+from meshrl.trainer.offline.conversation_rows import conversation
+from meshrl.trainer.offline.example import Example, packs
 from meshrl.trainer.offline.loop import Progress, fit
 
 log = logging.getLogger(__name__)
 EXACT_MATCH = "val/exact_match"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Example:
-    """One tokenised row."""
-
-    tokens: Int32
-    """int32[T]: prompt, then response."""
-    prompt_length: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +72,8 @@ def run(config: SftConfig, report: Callable[[SftProgress], None] | None = None) 
     Raises:
         UserError: a row is malformed (names file and row) or the model cannot be loaded.
     """
-    world = World.start(config.device)
+    sharers = config.model.ulysses_sequence_parallel_size
+    world = World.start(config.device, sequence_parallel=sharers)
     try:
         tokenizer_path = config.model.tokenizer_path or config.model.path
         train = read_examples(config, config.train_files, tokenizer_path)
@@ -94,7 +86,7 @@ def run(config: SftConfig, report: Callable[[SftProgress], None] | None = None) 
         done = fit(
             SftLesson(policy, optimizers, config, world, train, held_out),
             policy, optimizers, config, world,
-            kind="sft", count=len(train), rows=[e.tokens for e in train],
+            kind="sft", count=len(train), rows=[e.fingerprint for e in train],
             report=lambda progress: log_progress(SftProgress.of(progress)),
             enough=lambda numbers: target is not None and numbers[EXACT_MATCH] >= target,
         )  # fmt: skip
@@ -127,16 +119,16 @@ class SftLesson:
     def step(self, rows: Sequence[int], rate: float) -> dict[str, float]:
         """One optimizer step."""
         batch = [self._train[row] for row in rows]
-        response_tokens = sum(len(e.tokens) - e.prompt_length for e in batch)
+        learned = sum(example.num_learned for example in batch)
         total = 0.0
-        for packed in _packs(batch, self._budget, self._world):
-            logprobs, _ = self._policy(packed, 1.0)
-            loss = -logprobs.sum() / response_tokens
+        for _, pack in packs(batch, self._budget, self._world):
+            logprobs, _ = self._policy(pack, 1.0)
+            loss = -logprobs.sum() / learned
             # FSDP averages gradients over ranks; the loss is a sum over all of them.
             (loss * self._world.size).backward()
             total += float(loss.detach())
         self._optimizers.step(rate)
-        parts = self._world.all_gather(np.array([total]))
+        parts = self._world.gather_shares(np.array([total]))
         tokens = float(sum(len(e.tokens) for e in batch))
         return {"loss": float(sum(part[0] for part in parts)), "tokens": tokens}
 
@@ -153,25 +145,13 @@ def exact_match(
     policy: Policy, examples: Sequence[Example], max_tokens: int, world: World
 ) -> float:
     """Share of rows of which every response token is the most likely one, given the true tokens before it."""
-    packing = plan([len(e.tokens) for e in examples], ranks=world.size, max_tokens=max_tokens)
     right = 0
-    for rows in packing.ranks[world.rank]:
-        chosen = [examples[row] for row in rows]
-        matches = policy.is_greedy(_pack(chosen).to(world.device)).cpu()
-        sizes = [len(e.tokens) - e.prompt_length for e in chosen]
-        right += sum(bool(part.all()) for part in torch.split(matches, sizes or [0]) if rows)
-    gathered = world.all_gather(np.array([right], dtype=np.int64))
+    for chosen, pack in packs(examples, max_tokens, world):
+        matches = policy.is_greedy(pack).cpu()
+        sizes = [example.num_learned for example in chosen] or [0]
+        right += sum(bool(part.all()) for part in torch.split(matches, sizes) if chosen)
+    gathered = world.gather_shares(np.array([right], dtype=np.int64))
     return float(sum(int(part[0]) for part in gathered)) / len(examples)
-
-
-def _packs(batch: Sequence[Example], max_tokens: int, world: World) -> Iterator[Pack]:
-    packing = plan([len(e.tokens) for e in batch], ranks=world.size, max_tokens=max_tokens)
-    for rows in packing.ranks[world.rank]:
-        yield _pack([batch[row] for row in rows]).to(world.device)
-
-
-def _pack(examples: Sequence[Example]) -> Pack:
-    return pack([e.tokens for e in examples], [e.prompt_length for e in examples])
 
 
 def read_examples(config: SftConfig, files: Sequence[Path], tokenizer_path: Path) -> list[Example]:
@@ -191,6 +171,8 @@ def read_examples(config: SftConfig, files: Sequence[Path], tokenizer_path: Path
 
 def _example(source: FileRow, tokenizer: Any, config: SftConfig) -> Example:
     row, where = source.values, source.where
+    if row.get(config.messages_key) is not None and row.get(config.response_key) is None:
+        return conversation(source, tokenizer, config)
     for key in (config.prompt_key, config.response_key):
         if key not in row:
             raise UserError(f"{where}: no {key!r} (the row has {', '.join(map(str, row))})")

@@ -1,0 +1,211 @@
+"""Rows that are whole conversations: read, rendered, and which of their tokens the assistant said.
+
+    {"messages": [{"role", "content", ...}], "tools": [...]} ──template──▶ text, spans ──▶ tokens, mask
+
+Where the template marks what is generated (`{% generation %}`), its marks count. Else a turn of the assistant is what
+the template adds to the conversation before it, which must begin as the longer conversation does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from meshrl.contract.chat_templates import bound_templates, rendered
+from meshrl.contract.errors import UserError
+from meshrl.trainer.data.files import FileRow
+from meshrl.trainer.data.messages import is_empty, read_text
+from meshrl.trainer.offline.config import SftConfig
+from meshrl.trainer.offline.example import Example
+
+Turn: TypeAlias = dict[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+MEDIA = ("images", "videos", "audios")
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def conversation(source: FileRow, tokenizer: Any, config: SftConfig) -> Example:
+    """The tokens of a conversation, of which those of the assistant are learned.
+
+    Raises:
+        UserError: a message or a tool is malformed, the assistant says nothing, its turns cannot be told, or the row
+            is too long; names file and row.
+    """
+    where, key = source.where, config.messages_key
+    for column in MEDIA:
+        if not is_empty(source.values.get(column)):
+            raise UserError(
+                f"{where}: {column!r} cannot be used (conversations are text); leave the column out"
+            )
+    turns = _turns(source.values[key], where, key)
+    tools = _tools(source.values.get(config.tools_key), where, config.tools_key)
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{where}: {key!r} is a conversation and the tokenizer has no chat template"
+        )
+    options = dict(config.apply_chat_template_kwargs) | ({"tools": tools} if tools else {})
+    try:
+        marked = GENERATION.search(str(tokenizer.chat_template)) is not None
+        text, spans = (_marked if marked else _added)(turns, tokenizer, options)
+    except UserError as error:
+        raise UserError(f"{where}: {error.message}") from error
+    tokens, mask = _encoded(text, spans, tokenizer)
+    if not mask.any():
+        raise UserError(
+            f"{where}: the assistant says nothing in {key!r}, so there is nothing to learn"
+        )
+    if len(tokens) > config.max_length:
+        raise UserError(f"{where}: {len(tokens)} tokens > max_length {config.max_length}")
+    return Example(tokens, int(np.argmax(mask)), mask)
+
+
+def _turns(value: object, where: str, key: str) -> list[Turn]:
+    """The messages as templates read them, empty fields left out."""
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise UserError(f"{where}: {key!r} is {value!r:.60}, want a list of messages")
+    turns = []
+    for number, message in enumerate(value):
+        at = f"{key}.{number}"
+        if not isinstance(message, Mapping):
+            raise UserError(
+                f"{where}: {at!r} is {message!r:.60}, want an object with role and content"
+            )
+        turn: Turn = {name: given for name, given in message.items() if not is_empty(given)}
+        if unknown := [name for name in turn if name not in FIELDS]:
+            raise UserError(f"{where}: {at!r} has {unknown[0]!r}, want only {', '.join(FIELDS)}")
+        if turn.get("role") not in ROLES:
+            raise UserError(
+                f"{where}: the role of {at!r} is {turn.get('role')!r}, want one of {', '.join(ROLES)}"
+            )
+        if "tool_calls" in turn:
+            turn["tool_calls"] = [
+                _call(call, where, at) for call in _list(turn["tool_calls"], where, at)
+            ]
+        # A message that only calls tools has no content; in any other one it is text, which may be empty.
+        if message.get("content") is not None or "tool_calls" not in turn:
+            turn["content"] = (
+                message["content"]
+                if message.get("content") == ""
+                else read_text(message.get("content"), where, f"{at}.content")
+            )
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if name in turn:
+                turn[name] = read_text(turn[name], where, f"{at}.{name}")
+        turns.append(turn)
+    return turns
+
+
+def _list(value: object, where: str, at: str) -> Sequence[Any]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise UserError(f"{where}: tool_calls of {at!r} are {value!r:.60}, want a list")
+    return value
+
+
+def _call(call: object, where: str, at: str) -> Turn:
+    """A tool call in the form of OpenAI's API, with its arguments as an object."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+        raise UserError(
+            f"{where}: {at!r} calls {call!r:.80}, want a function with its name and arguments as an object"
+        )
+    return {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def _tools(value: object, where: str, key: str) -> list[Any]:
+    """The tools that the conversation was given: schemas, or JSON of them."""
+    if isinstance(value, str) and value:
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise UserError(f"{where}: {key!r} is not JSON: {error}") from error
+    if is_empty(value):
+        return []
+    if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
+        raise UserError(f"{where}: {key!r} is {value!r:.60}, want a list of function schemas")
+    return list(value)
+
+
+Rendered: TypeAlias = tuple[str, list[tuple[int, int]]]
+"""The text of a conversation, and from where to where the assistant speaks, in characters."""
+
+
+def _marked(turns: Sequence[Turn], tokenizer: Any, options: Mapping[str, Any]) -> Rendered:
+    """By the template's own marks."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    bound_templates()
+    settings = {**tokenizer.special_tokens_map, "add_generation_prompt": False, **options}
+    try:
+        # Its annotations say a text alone.
+        found: Any = render_jinja_template(
+            conversations=[list(turns)],
+            chat_template=tokenizer.chat_template,
+            return_assistant_tokens_mask=True,
+            **settings,
+        )
+    except Exception as error:  # a template may raise any error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"the chat template refuses the conversation: {reason}") from error
+    (text,), (spans,) = found
+    return text, [(begin, end) for begin, end in spans]
+
+
+def _added(turns: Sequence[Turn], tokenizer: Any, options: Mapping[str, Any]) -> Rendered:
+    """By what each turn of the assistant adds. Raises UserError where a longer conversation begins otherwise."""
+    text, spans = rendered(tokenizer, turns, **options), []
+    for number, turn in enumerate(turns):
+        if turn["role"] != "assistant":
+            continue
+        before = (
+            rendered(tokenizer, turns[:number], add_generation_prompt=True, **options)
+            if number
+            else ""
+        )
+        after = (
+            text
+            if number + 1 == len(turns)
+            else rendered(tokenizer, turns[: number + 1], **options)
+        )
+        if not after.startswith(before) or not text.startswith(after):
+            raise UserError(
+                f"the chat template writes message {number} otherwise where the conversation goes on or ends, so"
+                " its tokens cannot be told: end the row with it, or mark what is generated in the template"
+                " ({% generation %})"
+            )
+        spans.append((len(before), _end(after, len(before), tokenizer)))
+    return text, spans
+
+
+def _end(text: str, begin: int, tokenizer: Any) -> int:
+    """Where a turn that begins at `begin` ends: behind its end token, before white space that no model samples."""
+    stop = tokenizer.eos_token
+    last = text.rfind(stop, begin) if stop else -1
+    return len(text) if last < 0 else last + len(stop)
+
+
+def _encoded(text: str, spans: Sequence[tuple[int, int]], tokenizer: Any) -> tuple[Any, Any]:
+    """int32[T] and bool[T]. Turns are tokenised apart from what is around them, as a model samples them."""
+    ids: list[int] = []
+    mask: list[bool] = []
+    at = 0
+    for begin, end in [*spans, (len(text), len(text))]:
+        for part, learned in ((text[at:begin], False), (text[begin:end], True)):
+            piece = tokenizer.encode(part, add_special_tokens=False) if part else []
+            ids += piece
+            mask += [learned] * len(piece)
+        at = end
+    if mask:
+        mask[0] = False  # nothing predicts the first token
+    return np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_)
