@@ -27,7 +27,7 @@ LINES: Mapping[str, int] = {
     "meshrl.sandbox": 1870,
     "meshrl.weights": 7010,
     "meshrl.contract": 6200,
-    "meshrl.simulation": 6180,
+    "meshrl.simulation": 6215,
     "meshrl.rpc": 6050,
     "meshrl.launcher": 4570,
     "meshrl.testing": 3560,
@@ -36,7 +36,7 @@ LINES: Mapping[str, int] = {
     "meshrl.http": 3350,
     "meshrl.verl": 3640,
     "meshrl.client": 1800,
-    "meshrl.config": 3345,
+    "meshrl.config": 3360,
     "meshrl.api": 500,
 }
 """The most lines of each package, generated code left out."""

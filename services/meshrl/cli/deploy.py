@@ -98,7 +98,7 @@ def slurm(
         program=str(beside) if beside.exists() else "meshrl",
         options=[*(f"{option}={value}" for option, value in named.items() if value), *more],
         stop_before_s=stop_before,
-        encrypted=loaded.tls.cert is not None and not loaded.weights.may_use_gloo,
+        encrypted=loaded.encrypted,
         **job,
     )
     click.echo(written.script(placement), nl=False)

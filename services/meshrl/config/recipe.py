@@ -188,6 +188,11 @@ class Recipe(Config):
         return self.model.tokenizer_path or self.model.path
 
     @property
+    def encrypted(self) -> bool:
+        """Nothing between machines is open: there are certificates, and weights do not go over gloo."""
+        return self.tls.cert is not None and not self.weights.may_use_gloo
+
+    @property
     def takes_turns(self) -> bool:
         """Trainer and engines use one device in turns."""
         return self.placement.colocate == "time_sliced"

@@ -359,8 +359,7 @@ class _Mesh:
         }
         if credentials.role_of(kind) is not None:
             values[credentials.FILE_VARIABLE] = f"{CREDENTIALS_AT}/credential"
-        if self.recipe.tls.cert is None or self.recipe.weights.may_use_gloo:
-            # Calls or weights are not encrypted: the NetworkPolicies keep others out.
+        if not self.recipe.encrypted:  # the NetworkPolicies keep others out
             values["MESHRL_ALLOW_INSECURE_BIND"] = "1"
         if share is not None and share.devices:
             # The pod's own GPUs, which its container numbers from 0.

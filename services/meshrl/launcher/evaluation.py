@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import ConfigError
@@ -169,9 +169,7 @@ async def evaluate(
                 raise ConfigError(
                     "meshrl eval has no agents from outside: name a function or a command"
                 )
-            answering = _Answering(
-                cast(Engine, engine), tokenizer, programs, recipe.rollout.slots, answered
-            )
+            answering = _Answering(engine, tokenizer, programs, recipe.rollout.slots, answered)
             rollouts = await asyncio.gather(*(answering.answer(*pair) for pair in pairs))
         return await _report(judge, [task for task, _ in pairs], rollouts, right)
     finally:

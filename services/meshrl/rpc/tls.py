@@ -127,8 +127,9 @@ class _Channel:
     async def __aexit__(self, *raised: Any) -> None:
         await self.close(None)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.current(), name)
+    async def channel_ready(self) -> None:
+        """As gRPC's, of the channel for calls that start now."""
+        await self.current().channel_ready()
 
 
 class _Method:

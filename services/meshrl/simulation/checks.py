@@ -1,6 +1,6 @@
 """What must hold of every run: the invariants of the mesh, checked while it runs and when it has ended.
 
-QueueServicer ──▶ WatchedQueue ──▶ TransferQueue      each answered call: tokens, batches
+QueueServicer ──▶ WatchedQueue ──▶ ShardQueue         each answered call: tokens, batches
 World ──every second──▶ check_resident                 the ledger against the rows
 World ──at the end──▶ check_history                    the weights against the stored ledger
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from meshrl.contract.types import (
     Batch,
@@ -21,6 +21,7 @@ from meshrl.contract.types import (
     RunState,
     StalePolicy,
     Uid,
+    Version,
     Waiting,
 )
 from meshrl.simulation.stand_ins import TrainedRow
@@ -28,6 +29,7 @@ from meshrl.transferqueue.model.group import Grant, bits
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.operations.lifecycle import REISSUED
 from meshrl.transferqueue.operations.why_waiting import DUE
+from meshrl.transferqueue.sharding import ShardQueue
 
 Problem = Callable[[str], None]
 
@@ -129,72 +131,80 @@ class RowHistory:
         self._problem(f"{verb} of epoch {epoch} was accepted, epoch {self._epoch} has the run")
 
 
-class WatchedQueue:
-    """A queue whose answers go into a `RowHistory`; everything else goes through."""
+class WatchedQueue(ShardQueue):
+    """A queue whose answers go into a `RowHistory`. Mixed in before the class that is simulated."""
 
-    def __init__(self, queue: Any, history: RowHistory) -> None:
-        self._queue = queue
-        self._history = history
+    history: RowHistory
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._queue, name)
-
-    async def acquire(self, run: str, owner: str) -> Any:
+    async def acquire(self, run: str, owner: str) -> RunState:
         """See Queue."""
-        state = await self._queue.acquire(run, owner)
-        self._history.acquired(state.epoch)
+        state = await super().acquire(run, owner)
+        self.history.acquired(state.epoch)
         return state
 
     async def follow(self, state: RunState, owner: str) -> None:
         """See Shard."""
-        await self._queue.follow(state, owner)
-        self._history.followed(state.epoch)
+        await super().follow(state, owner)
+        self.history.followed(state.epoch)
 
-    async def lease(self, runs: Sequence[str], stage: str, *, worker: str, **rest: Any) -> Lease:
+    async def lease(
+        self,
+        runs: Sequence[str],
+        stage: str,
+        *,
+        worker: str,
+        limit: int,
+        at_least: int = 1,
+        version: Version | None = None,
+        wait_s: float,
+    ) -> Lease:
         """See Queue."""
-        lease: Lease = await self._queue.lease(runs, stage, worker=worker, **rest)
-        self._history.leased(stage, worker, lease)
+        lease = await super().lease(
+            *(runs, stage),
+            worker=worker,
+            limit=limit,
+            at_least=at_least,
+            version=version,
+            wait_s=wait_s,
+        )
+        self.history.leased(stage, worker, lease)
         return lease
 
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         """See Queue."""
-        rows = self._history.holders(run, stage, groups)
-        await self._queue.write_packed(run, stage, groups)
-        self._history.written(stage, rows)
+        rows = self.history.holders(run, stage, groups)
+        await super().write_packed(run, stage, groups)
+        self.history.written(stage, rows)
 
-    async def take(self, run: str, *, epoch: int, batch_id: str, **rest: Any) -> Batch:
+    async def take(
+        self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
+    ) -> Batch:
         """See Queue."""
-        batch: Batch = await self._queue.take(run, epoch=epoch, batch_id=batch_id, **rest)
-        self._history.taken(epoch, batch_id, batch)
+        batch = await super().take(
+            run, epoch=epoch, step=step, groups=groups, batch_id=batch_id, wait_s=wait_s
+        )
+        self.history.taken(epoch, batch_id, batch)
         return batch
 
-    async def settle(self, run: str, *, epoch: int, **rest: Any) -> None:
+    async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
         """See Queue."""
-        await self._fenced("settle", epoch, self._queue.settle(run, epoch=epoch, **rest))
+        call = super().settle(run, epoch=epoch, step=step, batch_id=batch_id)
+        await self._fenced("settle", epoch, call)
 
-    async def commit(self, run: str, *, epoch: int, **rest: Any) -> None:
+    async def commit(self, run: str, *, epoch: int, step: int) -> None:
+        """See Queue; a Shard's `commit_and_tell` comes by here too."""
+        await self._fenced("commit", epoch, super().commit(run, epoch=epoch, step=step))
+
+    async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:
         """See Queue."""
-        await self._fenced("commit", epoch, self._queue.commit(run, epoch=epoch, **rest))
-
-    async def commit_and_tell(self, run: str, *, epoch: int, step: int) -> str:
-        """See Shard."""
-        told: list[str] = []
-
-        async def commit() -> None:
-            told.append(await self._queue.commit_and_tell(run, epoch=epoch, step=step))
-
-        await self._fenced("commit", epoch, commit())
-        return told[0]
-
-    async def filter(self, run: str, *, epoch: int, **rest: Any) -> None:
-        """See Queue."""
-        await self._fenced("filter", epoch, self._queue.filter(run, epoch=epoch, **rest))
+        call = super().filter(run, epoch=epoch, uids=uids, reason=reason)
+        await self._fenced("filter", epoch, call)
 
     async def _fenced(self, verb: str, epoch: int, call: Awaitable[None]) -> None:
-        fenced = self._history.fenced(epoch)
+        fenced = self.history.fenced(epoch)
         await call
         if fenced:
-            self._history.accepted(verb, epoch)
+            self.history.accepted(verb, epoch)
 
 
 def check_resident(run: Run, problem: Problem) -> None:

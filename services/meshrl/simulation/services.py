@@ -184,11 +184,13 @@ class Services:
     async def serve_queue(self, incarnation: Incarnation) -> None:
         """The queue, or one of its shards."""
         name = incarnation.process.name
-        queue = await self._parts.queue.open(self.disks[name].open())
+        # A mixin: the simulated class may be one with a planted bug.
+        watched: type[WatchedQueue] = type("Queue", (WatchedQueue, self._parts.queue), {})
+        queue = await watched.open(self.disks[name].open())
+        queue.history = self.histories[name]
         stopping = asyncio.Event()
         incarnation.drain = stopping.set
-        watched: Any = WatchedQueue(queue, self.histories[name])
-        servicers: list[Servicer] = [self._parts.servicer(watched), ShardServicer(watched)]
+        servicers: list[Servicer] = [self._parts.servicer(queue), ShardServicer(queue)]
         endpoint = self.network.listen(_address(name), servicers)
         self.queues[name] = queue
 

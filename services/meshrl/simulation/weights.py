@@ -83,8 +83,25 @@ class _Receiving:
         self._transfers = transfers
         self._clock = asyncio.get_running_loop().time
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._channel, name)
+    async def open(self, deadline_s: float) -> None:
+        """See Channel."""
+        await self._channel.open(deadline_s)
+
+    async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
+        """See Channel."""
+        await self._channel.send(manifest, index, bucket)
+
+    def committed(self, version: Version) -> None:
+        """See Channel."""
+        self._channel.committed(version)
+
+    def abort(self) -> None:
+        """See Channel."""
+        self._channel.abort()
+
+    async def close(self) -> None:
+        """See Channel."""
+        await self._channel.close()
 
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> Uint8 | None:
         """See Channel."""

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol, TypeAlias, cast
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 from meshrl.contract.plugins import check_admitted, load
 from meshrl.contract.types import Version
@@ -105,4 +105,5 @@ def build(name: str, admitted: Collection[str] = ()) -> Sampler:
     Whoever opens a run sends the name, so the service's own recipe says which code it may load. Raises ConfigError.
     """
     check_admitted(PACKAGE, name, admitted, "queue.sampler")
-    return cast(Sampler, load(PACKAGE, name, "Sampler")())
+    make: Callable[[], Sampler] = load(PACKAGE, name, "Sampler")
+    return make()
