@@ -31,7 +31,7 @@ LINES: Mapping[str, int] = {
     "meshrl.rpc": 6050,
     "meshrl.launcher": 4570,
     "meshrl.testing": 3560,
-    "meshrl.cli": 6015,
+    "meshrl.cli": 6030,
     "meshrl.deploy": 770,
     "meshrl.http": 3350,
     "meshrl.verl": 3640,

@@ -121,6 +121,10 @@ def test_explain_of_a_word_finds_the_keys_that_speak_of_it(run: Run) -> None:
     assert any(line.startswith("actor.recompute_old_log_probs") for line in found[1:])
     listed = json.loads(run("config", "explain", "epochs", "--json").out)
     assert "trainer.total_epochs" in [fact["key"] for fact in listed]
+    named = run("config", "explain", "stalness").err
+    assert named == "error: no such key 'stalness'; did you mean 'queue.max_staleness'?\n"
+    elsewhere = run("config", "explain", "rollout.tensor_parallel_size").out
+    assert elsewhere.startswith("placement.rollout = 'auto'")
     ended = run("config", "explain", "zzzz")
     assert ended.code == 2 and ended.err.startswith("error: no such key 'zzzz'; known: ")
 

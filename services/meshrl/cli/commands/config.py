@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -84,7 +86,7 @@ def explain(key: str | None, as_json: bool) -> None:
                 click.echo(_short(one))
         return
     if key is not None and key not in keys:
-        near = nearest(Recipe, tuple(key.split(".")))
+        near = _misspelt(keys, key) or nearest(Recipe, tuple(key.split(".")))
         raise ConfigError(
             f"no such key {key!r}"
             + (f"; did you mean {near!r}?" if near else f"; known: {_sections()}")
@@ -103,12 +105,26 @@ def explain(key: str | None, as_json: bool) -> None:
 
 
 def _search(keys: Iterable[Key], word: str) -> list[Key]:
-    """Keys with a word in their names, then those whose explanation has it; a dotted path is no word."""
+    """Keys with a word in their names, then those whose explanation has it.
+
+    Of a dotted path, such as another framework's, only explanations are searched, for its last part.
+    """
+    section, _, word = word.lower().rpartition(".")
     if not word.replace("_", "").isalnum():
         return []
-    word = word.lower()
-    named = [key for key in keys if word in key.dotted.lower()]
-    return named + [key for key in keys if key not in named and word in key.doc.lower()]
+    named = [] if section else [key for key in keys if word in key.dotted.lower()]
+    spoken = word.replace("_", " ")
+    if section and " " not in spoken:
+        return []
+    texts = {key.dotted: key.doc.lower().replace("-", " ").replace("_", " ") for key in keys}
+    return named + [key for key in keys if key not in named and spoken in texts[key.dotted]]
+
+
+def _misspelt(keys: Iterable[str], word: str) -> str | None:
+    """The first key with a part that is spelt nearly as this word."""
+    parts = {part: key for key in reversed(list(keys)) for part in re.split(r"[._]", key)}
+    close = difflib.get_close_matches(word.lower(), list(parts), n=1, cutoff=0.85)
+    return parts[close[0]] if close else None
 
 
 def _options(key: str) -> dict[str, Key]:
