@@ -154,8 +154,9 @@ def reward() -> Iterator[Rule]:
     yield rule("reward.reward_model.enable", to.reward_model(("reward.reward_model.model_path",)))
     yield rule("reward_model.enable", to.reward_model(("reward_model.model.path",)))
     own = "write `compute_score` for one sample: docs/how-to/reward.md"
-    for name in ("path", "name"):
-        yield refused(f"reward.reward_manager.module.{name}", own)
+    unused = "custom_reward_manager"
+    yield refused("reward.reward_manager.module.path", own)
+    yield refused("reward.reward_manager.module.name", own, (None, unused), unused)
     for name in ("source", "module_path", "class_name"):
         yield refused(f"reward_model.reward_loop_{name}", own)
     for key in ("path", "name"):
