@@ -190,6 +190,7 @@ MOST_WRITTEN = [
         },
     ),
     ("reward.reward_manager.name=naive", {}),
+    ("reward.reward_manager.name=batch reward_model.reward_manager=prime", {}),
     ("reward.reward_model.enable=False", {"reward.judges": []}),
     (
         "trainer.total_epochs=3 trainer.total_training_steps=40",
@@ -342,7 +343,7 @@ def test_a_learned_reward_model_becomes_a_judge(tmp_path: Path) -> None:
         ("algorithm.adv_estimator=mine", "there is no 'mine' here"),
         (f"{R}.multi_turn.enable=True", "rollout.program"),
         ("trainer.resume_mode=/old/global_step_5", "set model.path"),
-        ("reward.reward_manager.name=batch", "compute_score"),
+        ("reward.reward_manager.name=remote", "compute_score"),
         ("reward.reward_model.enable=True", "it needs a path"),
     ],
 )
