@@ -26,6 +26,7 @@ from meshrl.rewardd.config import JudgeConfig
 from meshrl.rewardd.judge import build_part
 from meshrl.rewardd.reward_stage import sample_of
 from meshrl.trainer.config import DataConfig, ModelConfig, PolicyLossConfig
+from meshrl.trainer.data.pairs import read_pairs
 from meshrl.trainer.data.prompts import load_prompts, task_maker
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.offline import dpo, reward_training
@@ -159,6 +160,50 @@ def test_a_loss_that_compares_nothing_is_refused(text_model: Path, tmp_path: Pat
         dpo.run(config)
 
 
+def ask(question: str, *answer: str) -> list[dict[str, str]]:
+    """A question, and its answer if there is one."""
+    asked = [{"role": "user", "content": question}]
+    return [*asked, *({"role": "assistant", "content": text} for text in answer)]
+
+
+@pytest.mark.parametrize(
+    ("row", "pair"),
+    [
+        # TRL: standard and conversational, each with an explicit and an implicit prompt.
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, ("a", "b", "c")),
+        ({"chosen": "sky is blue", "rejected": "sky is black"}, ("sky is", " blue", " black")),
+        (
+            {"chosen": "H: a\n\nA: b c", "rejected": "H: a\n\nA: d"},
+            ("H: a\n\nA:", " b c", " d"),
+        ),
+        (
+            {"prompt": ask("a"), "chosen": ask("a", "b")[1:], "rejected": ask("a", "c")[1:]},
+            (ask("a"), "b", "c"),
+        ),
+        ({"chosen": ask("a", "b"), "rejected": ask("a", "c")}, (ask("a"), "b", "c")),
+        # A text beside conversations that hold it, as in UltraFeedback.
+        ({"prompt": "a", "chosen": ask("a", "b"), "rejected": ask("a", "c")}, (ask("a"), "b", "c")),
+        (
+            {"prompt": ask("a"), "chosen": ask("a", "b"), "rejected": ask("a", "c")},
+            (ask("a"), "b", "c"),
+        ),
+        # verl: prompts as in its reinforcement learning, or as text, responses as text; other columns stay unread.
+        (
+            {"prompt": ask("a"), "chosen": "b", "rejected": "c", "data_source": "x", "score": 1},
+            (ask("a"), "b", "c"),
+        ),
+    ],
+)
+def test_pairs_come_in_the_forms_of_trl_and_verl(tmp_path: Path, row: Row, pair: object) -> None:
+    file = tmp_path / "train.jsonl"
+    write(file, [row])
+    config = DpoConfig.model_validate(
+        {"model": {"path": tmp_path}, "train_files": [file], "output_dir": tmp_path}
+    )
+    (found,) = read_pairs(config, [file])
+    assert (found.prompt, found.chosen, found.rejected) == pair
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
@@ -174,6 +219,30 @@ def test_a_loss_that_compares_nothing_is_refused(text_model: Path, tmp_path: Pat
         ({"prompt": "\ud83d", "chosen": "b", "rejected": "c"}, "'prompt' has .* half of a"),
         ({"prompt": "a", "chosen": "\ud83d", "rejected": "c"}, "'chosen' has .* half of a"),
         ({"prompt": "", "chosen": "b", "rejected": "c"}, r"train\.jsonl:1: empty prompt"),
+        (
+            {"chosen": ask("a", "b"), "rejected": ask("z", "c")},
+            "do not begin with the same messages",
+        ),
+        (
+            {"prompt": "z", "chosen": ask("a", "b"), "rejected": ask("a", "c")},
+            "'prompt' is another conversation than 'chosen' begins with",
+        ),
+        (
+            {"prompt": ask("z"), "chosen": ask("a", "b"), "rejected": ask("a", "c")},
+            "'prompt' is another conversation than 'chosen' begins with",
+        ),
+        (
+            {"prompt": "a", "chosen": ask("a", "b")[1:], "rejected": "c"},
+            "'prompt' is text and a response is messages",
+        ),
+        (
+            {"prompt": ask("a"), "chosen": ask("b"), "rejected": "c"},
+            "last message of 'chosen' is of 'user', want one of the assistant",
+        ),
+        (
+            {"chosen": "the same", "rejected": "other"},
+            "no 'prompt', and 'chosen' and 'rejected' do",
+        ),
     ],
 )
 def test_a_bad_pair_is_named_by_file_and_line(

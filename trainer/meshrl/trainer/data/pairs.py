@@ -1,9 +1,9 @@
-"""Preference rows: a prompt, a chosen and a rejected response, as text or as chat messages.
+"""Preference rows: a prompt, a chosen and a rejected response, text or chat messages, in TRL's and verl's forms.
 
     {"prompt": text or messages, "chosen": text or messages, "rejected": text or messages}
 
-Of messages the last one is the response. Without a `prompt`, the messages before it are the prompt, and must be the
-same for both.
+Of messages the last is the response, and those before it are the prompt; a `prompt` beside them must say the same.
+Without a `prompt`, what both texts begin with is the prompt, up to the white space before their first difference.
 """
 
 from __future__ import annotations
@@ -56,20 +56,61 @@ def _pair(source: FileRow, config: PreferenceConfig) -> Pair:
     for key in (config.chosen_key, config.rejected_key):
         if row.get(key) is None:
             raise UserError(f"{where}: no {key!r} (the row has {', '.join(map(str, row))})")
-    before_chosen, chosen = _split(row[config.chosen_key], where, config.chosen_key)
-    before_rejected, rejected = _split(row[config.rejected_key], where, config.rejected_key)
-    prompt: Any = row.get(config.prompt_key)
+    sides = [(key, row[key]) for key in (config.chosen_key, config.rejected_key)]
+    (before, chosen), (other, rejected) = (_split(value, where, key) for key, value in sides)
+    given = row.get(config.prompt_key)
+    prompt = None if given is None else read_prompt(given, where, config.prompt_key)
+    if before or other:
+        _check_beginnings(before, other, prompt, where, config)
+        return Pair(where=where, prompt=before, chosen=chosen, rejected=rejected)
+    texts = [isinstance(value, str) for _, value in sides]
     if prompt is None:
-        if not before_chosen or before_chosen != before_rejected:
+        cut = _common(chosen, rejected) if all(texts) else 0
+        if not cut:
             raise UserError(
                 f"{where}: no {config.prompt_key!r}, and {config.chosen_key!r} and {config.rejected_key!r} do not"
-                " begin with the same messages"
+                " begin with the same messages or words"
             )
-        prompt = before_chosen
+        return Pair(where=where, prompt=chosen[:cut], chosen=chosen[cut:], rejected=rejected[cut:])
+    if isinstance(prompt, str) and not all(texts):
+        raise UserError(
+            f"{where}: {config.prompt_key!r} is text and a response is messages; want both as text, or as messages"
+        )
+    known = prompt if isinstance(prompt, str) else as_dicts(prompt)
+    return Pair(where=where, prompt=known, chosen=chosen, rejected=rejected)
+
+
+def _check_beginnings(
+    before: Messages, other: Messages, prompt: object, where: str, config: PreferenceConfig
+) -> None:
+    """Raises UserError where the messages before both responses, and the prompt, do not say the same."""
+    if before != other:
+        raise UserError(
+            f"{where}: {config.chosen_key!r} and {config.rejected_key!r} do not begin with the same messages: only"
+            " the last one may differ"
+        )
+    said = [message["content"] for message in before]
+    if isinstance(prompt, str):
+        same = prompt in said
     else:
-        read = read_prompt(prompt, where, config.prompt_key)
-        prompt = read if isinstance(read, str) else as_dicts(read)
-    return Pair(where=where, prompt=prompt, chosen=chosen, rejected=rejected)
+        same = prompt is None or (isinstance(prompt, tuple) and as_dicts(prompt) == before)
+    if not same:
+        raise UserError(
+            f"{where}: {config.prompt_key!r} is another conversation than {config.chosen_key!r} begins with"
+        )
+
+
+def _common(one: str, other: str) -> int:
+    """Characters with which both begin, up to the white space before the first difference."""
+    ends = next(
+        (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+        min(len(one), len(other)),
+    )
+    head = one[:ends]
+    if head != head.rstrip():
+        return len(head.rstrip())
+    *words, _ = head.rsplit(maxsplit=1) or [""]
+    return len(words[0]) if words else 0
 
 
 def _split(value: Any, where: str, key: str) -> tuple[Messages, str]:
@@ -77,4 +118,8 @@ def _split(value: Any, where: str, key: str) -> tuple[Messages, str]:
     if isinstance(value, str):
         return [], read_text(value, where, key)
     messages = as_dicts(read_messages(value, where, key))
+    if messages[-1]["role"] != "assistant":
+        raise UserError(
+            f"{where}: the last message of {key!r} is of {messages[-1]['role']!r}, want one of the assistant"
+        )
     return messages[:-1], messages[-1]["content"]
