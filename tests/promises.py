@@ -43,6 +43,11 @@ class Promise:
     says: str
     command: str
 
+    @property
+    def title(self) -> str:
+        """What it says, with links as the page in docs/reference/ has them."""
+        return self.says.replace("](docs/", "](../")
+
 
 @dataclass(frozen=True)
 class Shown:
@@ -62,7 +67,7 @@ class Shown:
         """In the table."""
         said = self.last_line.replace("|", "\\|").replace("`", "'")
         held = "yes" if self.held else "**no**"
-        return f"| {self.promise.says} | `{self.command}` | {held} | {self.seconds:.0f} | {self.when} | `{said}` |"
+        return f"| {self.promise.title} | `{self.command}` | {held} | {self.seconds:.0f} | {self.when} | `{said}` |"
 
 
 def promises(readme: str) -> list[Promise]:
@@ -144,7 +149,7 @@ def page(promised: Sequence[Promise], shown: Sequence[Shown], before: str) -> st
     new = {each.promise: each.row for each in shown}
     kept = {line.split("|")[1].strip(): line for line in before.splitlines() if line[:1] == "|"}
     never = "| not run yet | | | |"
-    rows = [new.get(each) or kept.get(each.says, f"| {each.says} {never} |") for each in promised]
+    rows = [new.get(each) or kept.get(each.title, f"| {each.title} {never}") for each in promised]
     held = sum("| yes |" in row for row in rows)
     return "\n".join(
         (
