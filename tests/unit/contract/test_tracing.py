@@ -102,6 +102,21 @@ def test_a_step_is_found_again_whatever_else_names_its_number(folder: Path) -> N
     assert {span["name"] for span in lane["spans"]} == {"training", "learn"}
 
 
+def test_a_step_that_was_made_again_is_shown_as_it_was_made_last(folder: Path) -> None:
+    tracing.start(folder, "trainer", 1.0)
+    for epoch, began, ended in ((1, 100, 140), (2, 900, 910)):
+        tracer = tracing._tracer
+        assert tracer is not None
+        trace, root = tracing.step_trace("r", epoch, 7)
+        tracer.end(tracing.Span("step", trace, root, "", began, ended, {"step": 7}))
+        tracer.end(tracing.Span("training", trace, f"{epoch}", root, began, ended, {"step": 7}))
+    tracing.stop()
+    shown = SpanFiles(folder.parent).timeline(7)
+    assert shown["seconds"] == 10 / 1e9
+    (lane,) = shown["lanes"]
+    assert len(lane["spans"]) == 1
+
+
 def test_half_a_character_from_a_model_costs_no_span(folder: Path) -> None:
     tracing.start(folder, "s", 1.0)
     with tracing.row_span("rollout", ROW), tracing.span("tool", tool="\ud83d"):

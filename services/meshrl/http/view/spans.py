@@ -15,6 +15,7 @@ from meshrl.contract.types import Uid
 
 MOST_SPANS = 4000
 """Of one timeline: the longest."""
+NAMES = ("name", "service", "trace")
 Line = dict[str, Any]
 
 
@@ -46,7 +47,7 @@ class SpanFiles:
         )
 
     def timeline(self, step: int) -> dict[str, Any]:
-        """Who did what while a step was made: from its first span to its last one.
+        """Who did what while a step was made, the last time if more than once: from its first span to its last one.
 
         Raises:
             NotFoundError: the step has no spans.
@@ -57,6 +58,9 @@ class SpanFiles:
         own = [line for line in own if "uid" not in line["attributes"]]
         if not own:
             raise NotFoundError(f"step {step} has no spans")
+        # A step that a new trainer made again has a trace for each time: the last one counts.
+        last = max(own, key=lambda line: line["start_ns"])["trace"]
+        own = [line for line in own if line["trace"] == last]
         start = min(line["start_ns"] for line in own)
         end = max(line["end_ns"] for line in own)
         # Rows that were worked on at once have the same span each: one stands for all.
@@ -99,7 +103,7 @@ class SpanFiles:
                     continue
                 try:
                     line = orjson.loads(raw)
-                    if line["start_ns"] <= line["end_ns"] and line["name"] and line["service"]:
+                    if line["start_ns"] <= line["end_ns"] and all(line[key] for key in NAMES):
                         line["attributes"].get("step")
                         yield line
                 except (ValueError, KeyError, TypeError, AttributeError):
