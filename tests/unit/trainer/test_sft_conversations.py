@@ -120,6 +120,21 @@ def test_tools_calls_and_their_answers_go_through_the_template(
         assert learned(chat_model, example) == ("[f]Uab$\nA<fy>$\nTc$\nAd$\n", "<fy>$|d$")
 
 
+def test_variables_of_the_template_count_in_rows_of_both_kinds(
+    chat_model: Path, tmp_path: Path
+) -> None:
+    templated(chat_model, "{% if loud %}S{% endif %}" + ADDED)
+    answer = {"prompt": TALK[1:2], "response": "cd"}
+    data = write(tmp_path / "a.jsonl", {"messages": TALK[1:3]}, answer)
+    made = config(chat_model, data, apply_chat_template_kwargs={"loud": True})
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    rows = [
+        tokenizer.convert_ids_to_tokens(e.tokens.tolist())
+        for e in read_examples(made, [data], chat_model)
+    ]
+    assert ["".join(row) for row in rows] == ["SUab$\nAcd$\n", "SUab$\nAcd$"]
+
+
 def test_a_turn_that_is_written_otherwise_later_is_refused(
     chat_model: Path, tmp_path: Path
 ) -> None:

@@ -182,6 +182,7 @@ def _example(source: FileRow, tokenizer: Any, config: SftConfig) -> Example:
     return tokenised(
         prompt if isinstance(prompt, str) else as_dicts(prompt), response, tokenizer, where,
         append_eos=config.append_eos, max_length=config.max_length,
+        variables=config.apply_chat_template_kwargs,
     )  # fmt: skip
 
 
@@ -193,14 +194,15 @@ def tokenised(
     *,
     append_eos: bool,
     max_length: int,
+    variables: Mapping[str, Any] | None = None,
 ) -> Example:
-    """A prompt (text, or messages that go through the chat template) and its response as tokens.
+    """A prompt (text, or messages that go through the chat template, with `variables`) and its response as tokens.
 
     Raises:
         UserError: it is too long, has an empty prompt or response, or is a chat without a chat template.
     """
     if not isinstance(prompt, str):
-        prompt = templated(prompt, where, tokenizer)
+        prompt = templated(prompt, where, tokenizer, **(variables or {}))
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
     response_ids = tokenizer.encode(response, add_special_tokens=False)
     if append_eos:
