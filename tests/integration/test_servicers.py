@@ -352,15 +352,18 @@ async def test_a_remote_trainer_is_asked_watched_and_stopped() -> None:
 async def test_a_long_wait_is_cut_into_polls() -> None:
     trainer = SteppingTrainer(total=3)
 
-    async def attempt(seconds: float) -> int:
-        return await trainer.save_checkpoint(wait_s=seconds)
+    request = trainer_pb2.SaveCheckpointRequest()
+
+    async def attempt(*, wait_s: float) -> int:
+        assert request.wait_s == wait_s
+        return await trainer.save_checkpoint(wait_s=wait_s)
 
     connection = Connection("trainer", "127.0.0.1:1", retry_s=0, poll_s=0.05)
     with pytest.raises(errors.WaitTimeoutError, match="not durable yet"):
-        await connection.poll(0.2, attempt)
+        await connection.poll(request, attempt, 0.2)
     polls = trainer.deadlines.qsize()
     assert polls > 2
-    waiting = asyncio.create_task(connection.poll(60, attempt))
+    waiting = asyncio.create_task(connection.poll(request, attempt, 60))
     for _ in range(polls + 3):
         assert await trainer.deadlines.get() <= 0.05
     trainer.saved.set()
