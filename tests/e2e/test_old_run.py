@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,7 @@ STEPS_DONE, STEPS = 5, 6
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
+    shutil.unpack_archive(ARCHIVE, tmp_path)
     return tmp_path / "old-run"
 
 
