@@ -37,6 +37,22 @@ PATIENCE_S = 400
 """A wait for a mesh that is longer fails and shows its output. Processes on a busy machine take minutes to start."""
 
 
+def waiting(pid: int) -> str:
+    """What a process and those below it run, and in which call of the kernel each of their threads sleeps."""
+    here = Path("/proc", str(pid))
+    try:
+        command = (here / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        calls = [(task / "wchan").read_text() for task in (here / "task").iterdir()]
+        below = [
+            child
+            for task in (here / "task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
+    except OSError as error:
+        return f"{pid}: {error}"
+    return "\n".join([f"{pid} {calls} {command[:200]}", *[waiting(int(one)) for one in below]])
+
+
 @dataclass(frozen=True)
 class Mesh:
     """The files of one run."""
@@ -121,7 +137,7 @@ class Mesh:
             found = process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             raise AssertionError(
-                f"up did not end in {PATIENCE_S} s:\n{self.output[-6000:]}"
+                f"up did not end in {PATIENCE_S} s:\n{self.output[-6000:]}\n{waiting(process.pid)}"
             ) from None
         assert found == code, f"exit code {found}:\n{self.output[-6000:]}"
 
