@@ -144,9 +144,17 @@ def _fork_preloader(popen: Any, *args: Any, **kwargs: Any) -> None:
         _exec(popen, *args, **kwargs)
         return
     argv, env, more, files = _request(call, call["env"])
+    ready, begun = os.pipe()
     if pid := os.fork():
+        os.close(begun)
+        os.read(ready, 1)  # it has its session: whoever started it may kill its group from now on
+        os.close(ready)
         _started(popen, call, pid)
     else:
+        os.close(ready)
+        if more["session"]:
+            os.setsid()
+        os.close(begun)
         for descriptor in call["pass_fds"]:
             os.set_inheritable(descriptor, True)
         _run({"argv": argv, "env": env, **more}, files)
@@ -217,6 +225,8 @@ def main() -> None:
             os.close(go)
             if os.getppid() != request["parent"]:
                 os._exit(1)
+            if request["session"]:
+                os.setsid()
             control.send(str(os.getpid()).encode())
             control.close()
             _run(request, files)
@@ -230,8 +240,6 @@ def _run(request: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
     """Be the process that was asked for, to its end."""
     code = 1
     try:
-        if request["session"]:
-            os.setsid()
         for number, descriptor in enumerate([os.dup(descriptor) for descriptor in files]):
             os.dup2(descriptor, number)
             os.close(descriptor)

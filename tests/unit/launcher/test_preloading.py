@@ -24,6 +24,7 @@ from meshrl.launcher.supervisor import Supervisor
 
 from .test_up_supervisor import WORKS, Log, alive, running, until
 
+ROOT = Path(__file__).parents[3]
 NOTHING: Any = {"light": ["json"], "torch": ["random", "numpy.random"]}
 
 TELLS = """
@@ -235,3 +236,21 @@ def test_what_is_preloaded_starts_no_thread_and_no_cuda(modules: tuple[str, ...]
         [sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=True
     )
     assert found.stdout.split() == ["1", "True", str(modules == LIGHT)]
+
+
+ENDED_AT_ONCE = """
+import os, subprocess, time
+from meshrl.launcher.preloading import preloading
+from tests import forks
+
+own = os.setsid
+os.setsid = lambda: (time.sleep(0.5), own())  # a fork that comes late to its session
+subprocess.Popen._execute_child = forks._fork_preloader
+with preloading(True, {"light": ["json"], "torch": ["json"]}) as started:
+    assert started is not None
+"""
+
+
+def test_preloaders_that_tests_fork_end_with_an_up_that_ends_at_once() -> None:
+    """`up` kills their process group: it must be theirs by then."""
+    subprocess.run([sys.executable, "-c", ENDED_AT_ONCE], cwd=ROOT, check=True, timeout=60)
