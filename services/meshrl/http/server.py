@@ -83,6 +83,11 @@ class _LimitedProtocol(H11Protocol):
             self._connection.awaits()
 
 
+def address_of(request: Request) -> str:
+    """The caller's address."""
+    return request.client.host if request.client else "unknown"
+
+
 def certificate_names(request: Request) -> tuple[str, ...] | None:
     """The common name and the alternative names of the client's certificate; None: it came without one."""
     names: tuple[str, ...] | None = getattr(request.state, CERTIFICATE, None)

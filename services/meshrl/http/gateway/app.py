@@ -22,7 +22,7 @@ from meshrl.http.gateway.answers import AnswerFormat, StreamedAnswer
 from meshrl.http.gateway.errors import install, refusal, refused
 from meshrl.http.gateway.sessions import SessionTable, address
 from meshrl.http.responses import AsciiJSON
-from meshrl.http.server import certificate_names
+from meshrl.http.server import address_of, certificate_names
 from meshrl.rollout.sessions.agents import task_json
 from meshrl.rollout.sessions.answer_stream import AnswerStream
 from meshrl.rollout.sessions.requests import SessionEndedError
@@ -121,11 +121,7 @@ class SessionAuth:
             self._sessions.find(authorization)
         elif self._authorizer is not None:
             names = certificate_names(request)
-            self._authorizer.check(authorization, _peer(request), Role.CLAIM, names)
-
-
-def _peer(request: Request) -> str:
-    return request.client.host if request.client else "unknown"
+            self._authorizer.check(authorization, address_of(request), Role.CLAIM, names)
 
 
 def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRouter:
@@ -197,7 +193,9 @@ def _sessions(
             raise ForbiddenError(
                 "this worker gives out no sessions (rollout.program_options.external)"
             )
-        authorizer.admit(_header(token), _peer(request), Role.CLAIM, certificate_names(request))
+        authorizer.admit(
+            _header(token), address_of(request), Role.CLAIM, certificate_names(request)
+        )
         session = await _unless_disconnected(request, sessions.claim(body.wait_s))
         if session is not None and await request.is_disconnected():
             session.finished.set()  # the client does not get it: its row goes back

@@ -15,7 +15,7 @@ from meshrl.http.responses import AsciiJSON
 from meshrl.http.rewards import models as m
 from meshrl.http.rewards import submission
 from meshrl.http.rewards.errors import install, problem
-from meshrl.http.server import certificate_names
+from meshrl.http.server import address_of, certificate_names
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rpc.guarded_registry import Caller, GuardedRegistry
 
@@ -56,7 +56,7 @@ def _caller(
 ) -> Caller:
     return Caller(
         authorization=request.headers.get("authorization", ""),
-        peer=request.client.host if request.client else "unknown",
+        peer=address_of(request),
         transport="http",
         names=certificate_names(request),
     )

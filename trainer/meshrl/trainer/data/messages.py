@@ -10,15 +10,18 @@ from collections.abc import Mapping, Sequence
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Message
 
-UNUSABLE = ("images", "videos", "audios", "tools")
+MEDIA = ("images", "videos", "audios")
+UNUSABLE = (*MEDIA, "tools")
 """Columns of a row that belong to its prompt in other data sets, and that a text prompt cannot hold."""
 
 
-def refuse_unusable(row: Mapping[str, object], where: str) -> None:
-    """Raises UserError when a row has images, videos, audios or tools beside its prompt."""
-    for key in UNUSABLE:
+def refuse_unusable(
+    row: Mapping[str, object], where: str, keys: Sequence[str] = UNUSABLE, what: str = "prompts"
+) -> None:
+    """Raises UserError when a row has one of `keys` (images, videos, audios, tools) beside `what` it is."""
+    for key in keys:
         if not is_empty(row.get(key)):
-            hint = "name tools in rollout.program_options" if key == "tools" else "prompts are text"
+            hint = "name tools in rollout.program_options" if key == "tools" else f"{what} are text"
             raise UserError(f"{where}: {key!r} cannot be used ({hint}); leave the column out")
 
 

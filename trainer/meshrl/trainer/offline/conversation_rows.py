@@ -18,14 +18,13 @@ import numpy as np
 from meshrl.contract.chat_templates import bound_templates, rendered
 from meshrl.contract.errors import UserError
 from meshrl.trainer.data.files import FileRow
-from meshrl.trainer.data.messages import is_empty, read_text
+from meshrl.trainer.data.messages import MEDIA, is_empty, read_text, refuse_unusable
 from meshrl.trainer.offline.config import SftConfig
 from meshrl.trainer.offline.example import Example
 
 Turn: TypeAlias = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
-MEDIA = ("images", "videos", "audios")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -37,11 +36,7 @@ def conversation(source: FileRow, tokenizer: Any, config: SftConfig) -> Example:
             is too long; names file and row.
     """
     where, key = source.where, config.messages_key
-    for column in MEDIA:
-        if not is_empty(source.values.get(column)):
-            raise UserError(
-                f"{where}: {column!r} cannot be used (conversations are text); leave the column out"
-            )
+    refuse_unusable(source.values, where, MEDIA, "conversations")
     turns = _turns(source.values[key], where, key)
     tools = _tools(source.values.get(config.tools_key), where, config.tools_key)
     if not tokenizer.chat_template:
