@@ -194,11 +194,45 @@ def _asker(recipe: Recipe) -> str:
     """The key that makes the algorithm need a model beside the policy."""
     if recipe.algorithm.use_kl_in_reward:
         return "algorithm.use_kl_in_reward"
+    if recipe.algorithm.distillation.weight:
+        return "algorithm.distillation.weight"
     if recipe.actor.use_kl_loss:
         return "actor.use_kl_loss"
     if algorithm_needs(recipe).critic:
         return f"algorithm.adv_estimator {recipe.algorithm.adv_estimator}"
     return f"actor.policy_loss.loss_mode {recipe.actor.policy_loss.loss_mode}"
+
+
+def _vocabulary(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
+    """That the reference means the same by a token id as the policy: it is asked for the policy's tokens."""
+    path, own = recipe.reference.path, recipe.tokenizer_dir
+    at: Loc = ("reference", "path")
+    teaches = recipe.algorithm.distillation.weight > 0
+    if teaches and path is None:
+        yield (
+            at,
+            "reference.path: missing: algorithm.distillation.weight wants a teacher, a checkpoint with"
+            " the policy's vocabulary",
+        )
+    if path is None or path == own or not algorithm_needs(recipe).reference:
+        return
+    theirs, ours = machine.vocabulary(path), machine.vocabulary(own)
+    if not theirs or not ours:
+        bare = own if theirs else path
+        if teaches and machine.exists(bare) and "tokenizer.json" not in machine.names(bare):
+            yield (
+                at,
+                f"reference.path: {bare} has no tokenizer.json, so nobody can tell whether teacher and policy"
+                " mean the same by a token; want the tokenizer beside the weights",
+            )
+        return
+    different = sum(theirs.get(token) != number for token, number in ours.items())
+    if different:
+        yield (
+            at,
+            f"reference.path: {different} of the policy's {len(ours)} tokens have another id in {path}, or none:"
+            " its log-probs would be those of other words; want a model with the policy's tokenizer",
+        )
 
 
 def _providers(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
@@ -211,6 +245,7 @@ def _providers(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
         if wanted and path is not None:
             for where, text in checkpoint_checks(at, path, machine):
                 yield where, f"{text} ({_asker(recipe)} needs {column})"
+    yield from _vocabulary(recipe, machine)
     modules = ["torch", "transformers", *(["peft"] if recipe.model.lora_rank else [])]
     for module in modules:
         if not machine.installed(module):

@@ -87,6 +87,17 @@ class ThisMachine:
             return {}
         return value if isinstance(value, dict) else {}
 
+    def vocabulary(self, directory: Path) -> Mapping[str, int]:
+        """Token to id, as tokenizer.json has them; empty where there is none of a known form."""
+        content = self.json(directory / "tokenizer.json")
+        with suppress(KeyError, TypeError, IndexError, ValueError):
+            listed = content["model"]["vocab"]
+            if isinstance(listed, list):  # unigram models: pairs of token and score
+                listed = {pair[0]: number for number, pair in enumerate(listed)}
+            added = {each["content"]: each["id"] for each in content.get("added_tokens") or ()}
+            return {**listed, **added}
+        return {}
+
     def first_rows(self, path: Path, reader: str | None) -> list[FileRow]:
         """The first rows of a data file. Raises UserError."""
         return list(itertools.islice(file_rows([path], reader), FIRST_ROWS))

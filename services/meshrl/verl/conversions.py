@@ -472,6 +472,32 @@ def reference_updates(value: Any, given: Given) -> Answer:
     return no("SPIN's opponent is renewed every step, and another reference never")
 
 
+def teacher(value: Any, given: Given) -> Answer:
+    """On-policy distillation: the reference service with the teacher's model."""
+    if value in (None, False):
+        return Answer(status=Status.IGNORED, note="switched off")
+    loss = "distillation.distillation_loss"
+    mode = str(given.get(f"{loss}.loss_mode", "k3"))
+    if "topk" in mode:
+        return no("a teacher gives the log-prob of the sampled token only: loss_mode=k1")
+    if mode not in ("k1", "kl") or not given.get(f"{loss}.use_policy_gradient", False):
+        return no(
+            "the teacher's judgement is an advantage: loss_mode=k1 use_policy_gradient=true; as a loss:"
+            " actor.use_kl_loss, kl_loss_type k2, reference.path (docs/how-to/distill.md)"
+        )
+    model = given.get("distillation.teacher_models.teacher_model.model_path", None)
+    if not model:
+        return no("of one teacher: distillation.teacher_models.teacher_model.model_path")
+    settings = {
+        "reference.path": expanded(model),
+        "algorithm.distillation.weight": given.get(f"{loss}.distillation_loss_coef", 1.0),
+        "algorithm.distillation.max_log_ratio": given.get(f"{loss}.loss_max_clamp", 10.0),
+    }
+    if not given.get(f"{loss}.use_task_rewards", True):
+        settings["algorithm.distillation.reward_weight"] = 0.0
+    return Answer(settings=settings, note="one advantage, clipped once, for rewards and teacher")
+
+
 def sync_steps(value: Any, given: Given) -> Answer:
     """Steps between two versions."""
     return Answer(note="versions are published every step: queue.max_staleness bounds their age")

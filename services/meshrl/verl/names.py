@@ -40,6 +40,13 @@ CHECKPOINT_ENGINE = _names(
 TRACE = _names("project_name experiment_name backend token2text max_samples_per_step_per_worker")
 PROMETHEUS = _names("enable port file served_model_name")
 
+TEACHER = _names("""
+    cudagraph_capture_sizes data_parallel_size disable_log_stats dtype enable_chunked_prefill enable_prefix_caching
+    enforce_eager engine_kwargs expert_parallel_size free_cache_engine gpu_memory_utilization limit_images load_format
+    max_model_len max_num_batched_tokens max_num_seqs name prompt_length response_length skip_tokenizer_init
+    temperature tensor_model_parallel_size
+    """)
+
 _COMPUTING = _names("""
     use_torch_compile entropy_from_logits_with_chunking entropy_from_logits_chunk_size entropy_checkpointing
     pad_to_length pad_to_length_bucket seed full_determinism forward_only strategy

@@ -291,9 +291,32 @@ def trainer() -> Iterator[Rule]:
 
 def elsewhere() -> Iterator[Rule]:
     """Sections of verl that concern nothing here."""
-    yield refused("distillation.enabled", "there is no distillation here", (None, False), False)
-    there_is_none = "there is no distillation here"
-    yield unless("enabled", "distillation", "distillation.enabled is off", there_is_none)
+    yield rule("distillation.enabled", to.teacher)
+    read = "with distillation.enabled"
+    for name in (
+        *("loss_mode", "use_policy_gradient", "use_task_rewards", "distillation_loss_coef"),
+        *("loss_max_clamp", "topk"),
+    ):
+        yield within(f"distillation.distillation_loss.{name}", read)
+    yield refused(
+        "distillation.distillation_loss.policy_loss_mode",
+        "rewards and teacher share a loss: actor.policy_loss.loss_mode",
+        (None, "vanilla"),
+    )
+    for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
+        yield within(f"distillation.distillation_loss.{name}", "rewards and teacher share a clip")
+    yield ignored("distillation.distillation_loss.log_prob_min_clamp", "of loss_mode top-k only")
+    one = "distillation.teacher_models.teacher_model"
+    yield within(f"{one}.model_path", read)
+    yield ignored(f"{one}.num_replicas", "the teacher is one process: the reference service")
+    for key in (f"{one}.key", "distillation.teacher_key"):
+        yield ignored(key, "of several teachers only, which are refused")
+    for key in ("nnodes", "n_gpus_per_node"):
+        yield ignored(f"distillation.{key}", "the reference service has a place of its own")
+    yield from ignored_below(
+        f"{one}.inference", names.TEACHER, "the teacher is the reference service, with no engine"
+    )
+    yield unless("enabled", "distillation", "distillation.enabled is off", "there is one teacher")
     yield from ignored_below("async_training", names.DYNAMIC_GPUS, "how verl shares its GPUs")
     for kind in ("rollout", "rollout_tq", "async_rollout"):
         stored = "rows are never replaced by stored ones"
@@ -301,9 +324,7 @@ def elsewhere() -> Iterator[Rule]:
         yield unless("enable", f"skip.{kind}", f"skip.{kind} is off", stored)
     for section in ("async_training", "skip"):
         yield unnamed(section)
-    yield refused(
-        "teacher_key", "there is no distillation here", (None, "data_source"), "data_source"
-    )
+    yield ignored("teacher_key", "of several teachers only, which are refused")
     starts = "how verl starts and watches its processes"
     yield from ignored_below("ray_kwargs", names.RAY, starts)
     yield from ignored_below("global_profiler", names.GLOBAL_PROFILER, starts)

@@ -352,6 +352,40 @@ def test_what_cannot_be_done_is_refused_with_what_to_do(written: str, said: str)
     assert said in refused.note
 
 
+LOSS, TEACHER = "distillation.distillation_loss", "distillation.teacher_models.teacher_model"
+ON_POLICY = f"{LOSS}.loss_mode=k1 {LOSS}.use_policy_gradient=True"
+
+
+def test_a_teacher_becomes_the_reference(tmp_path: Path) -> None:
+    words = (
+        f"distillation.enabled=True {ON_POLICY} {TEACHER}.model_path=/t {LOSS}.use_task_rewards=False"
+        f" {LOSS}.distillation_loss_coef=0.5 distillation.nnodes=1 {TEACHER}.inference.name=vllm"
+    )
+    made = migrate(words.split())
+    assert not made.of(Status.REFUSED)
+    recipe = recipe_of(made, tmp_path)
+    assert str(recipe.reference.path) == "/t"
+    assert recipe.algorithm.distillation.weight == 0.5
+    assert recipe.algorithm.distillation.reward_weight == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (f"{LOSS}.loss_mode=forward_kl_topk {TEACHER}.model_path=/t", "sampled token only"),
+        (f"{TEACHER}.model_path=/t", "as a loss: actor.use_kl_loss"),
+        (ON_POLICY, "of one teacher"),
+        (
+            f"{ON_POLICY} {TEACHER}.model_path=/t distillation.teacher_models.b.model_path=/b",
+            "there is one teacher",
+        ),
+    ],
+)
+def test_another_distillation_is_refused_with_what_there_is(written: str, said: str) -> None:
+    (refused,) = migrate(["distillation.enabled=True", *written.split()]).of(Status.REFUSED)
+    assert said in refused.note
+
+
 def test_variables_of_the_chat_template_go_along() -> None:
     words = [
         "+data.apply_chat_template_kwargs.enable_thinking=False",

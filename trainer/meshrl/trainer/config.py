@@ -273,6 +273,20 @@ class OverlongBufferConfig(Config):
     """The penalty at the limit."""
 
 
+class DistillationConfig(Config):
+    """On-policy distillation: a teacher judges every token that the policy sampled (docs/how-to/distill.md)."""
+
+    weight: NonNegativeFloat = 0.0
+    """What the teacher's judgement is multiplied by before it is added to the advantage; above 0, the model in
+    `reference.path` is the teacher. 0: none."""
+    reward_weight: NonNegativeFloat = 1.0
+    """What the advantage from rewards is multiplied by beside a teacher; 0 learns from the teacher alone."""
+    discount: float = Field(default=0.0, ge=0, le=1)
+    """How much of the judgement of the next token counts for a token; 0: each answers for itself."""
+    max_log_ratio: PositiveFloat = 10.0
+    """Bound of |log π_teacher - log π| of a token, in nats: none outweighs its batch."""
+
+
 @with_options("meshrl.trainer.algorithms.advantages")
 class AlgorithmConfig(Config):
     """From rewards to advantages.
@@ -296,6 +310,7 @@ class AlgorithmConfig(Config):
     """Where verl's number is a trap, `verl` reproduces it: docs/reference/algorithms.md lists them."""
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
+    distillation: DistillationConfig = DistillationConfig()
     use_pf_ppo: bool = False
     """PF-PPO: draw the rows of a batch with replacement, weighted by how reliable their reward is."""
     pf_ppo: PfPpoConfig = PfPpoConfig()
@@ -378,10 +393,10 @@ class CriticConfig(Config):
 
 
 class ReferenceConfig(Config):
-    """The frozen model of KL terms; started only when the algorithm asks for `ref_logprobs`."""
+    """The frozen model of KL terms, or a teacher; started only when the algorithm asks for `ref_logprobs`."""
 
     path: Path | None = None
-    """None takes `model.path`."""
+    """None takes `model.path`; a teacher must be named, and have the policy's vocabulary."""
     max_tokens_per_batch: PositiveInt = 16_384
     deterministic: bool | None = None
     """Each row in a forward pass of its own; None: exactly when `queue.max_staleness` is 0."""

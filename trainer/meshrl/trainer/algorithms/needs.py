@@ -69,7 +69,11 @@ def needs_of(algorithm: AlgorithmConfig, actor: ActorConfig) -> Needs:
     implicit = "implicit_rewards" in estimator
     return Needs(
         reference=(
-            algorithm.use_kl_in_reward or actor.use_kl_loss or implicit or "ref_logprobs" in reads
+            algorithm.use_kl_in_reward
+            or actor.use_kl_loss
+            or implicit
+            or "ref_logprobs" in reads
+            or algorithm.distillation.weight > 0
         ),
         critic="values" in estimator,
         implicit_reward=implicit,
@@ -93,6 +97,8 @@ def estimator_needs(algorithm: AlgorithmConfig) -> tuple[str, ...]:
 
 def cannot_learn(algorithm: AlgorithmConfig, actor: ActorConfig, *, rows: int) -> str:
     """Why groups of `rows` rows give no gradient; empty where they may."""
+    if algorithm.distillation.weight:
+        return ""  # a teacher judges each token of a row by itself
     alone = rows == 1 and algorithm.conventions != "verl"
     name = algorithm.adv_estimator
     if alone and plugins.constant(ADVANTAGES, name, "GROUP_BASELINE", False):
@@ -175,6 +181,13 @@ def check(algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
                 key=f"actor.policy_loss.{key}",
             )
     _check_gdpo(options(algorithm, GdpoOptions))
+    mode = loss_name(algorithm, actor)
+    if algorithm.distillation.weight and plugins.constant(LOSSES, mode, "OF_ROWS", False):
+        raise ConfigError(
+            f"algorithm.distillation.weight: the loss {mode} reads one number of a row, and a teacher judges tokens;"
+            " want 0, or a loss over tokens such as vanilla",
+            key="algorithm.distillation.weight",
+        )
     _check_bounds(algorithm.rollout_correction)
     rollout_is_old(algorithm, actor, on_policy=False)
 

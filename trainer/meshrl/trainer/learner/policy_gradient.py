@@ -1,6 +1,6 @@
 """The algorithm of a run, composed of correction, KL in the reward, advantages and loss.
 
-Experience ──correction──▶ mask, weights ──KL in reward──▶ token rewards ──estimator──▶ Targets   (whole batch)
+Experience ──correction──▶ mask, weights ──KL in reward──▶ token rewards ──estimator, teacher──▶ Targets (whole batch)
 MicroBatch ──actor_loss──▶ policy loss, entropy bonus, KL to the reference                             (micro-batch)
 """
 
@@ -17,6 +17,7 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.plugins import load
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, outcome_rewards
 from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.distillation import distil
 from meshrl.trainer.algorithms.kl import KlController, kl_in_reward
 from meshrl.trainer.algorithms.losses._types import LossInputs
 from meshrl.trainer.algorithms.needs import (
@@ -225,9 +226,23 @@ class PolicyGradient:
             ),
             self._algorithm,
         )
-        metrics["advantages/abs_mean"] = float(ragged.token_mean(estimate.advantages.abs()))
+        advantages = estimate.advantages
+        if self._algorithm.distillation.weight:
+            rollout = (
+                experience.rollout_logprobs
+            )  # the same policy, where there is no pass of its own
+            distilled = distil(
+                ragged,
+                advantages,
+                rollout if before.logprobs is None else before.logprobs,
+                _required(experience.ref_logprobs, "ref_logprobs"),
+                self._algorithm.distillation,
+            )
+            advantages = distilled.advantages
+            metrics |= distilled.metrics
+        metrics["advantages/abs_mean"] = float(ragged.token_mean(advantages.abs()))
         return Targets(
-            advantages=estimate.advantages,
+            advantages=advantages,
             returns=estimate.returns,
             token_rewards=rewards,
             mask=ragged.mask,

@@ -17,6 +17,8 @@ from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.config import ActorConfig
 
 NEEDS = ("ref_logprobs",)
+OF_ROWS = True
+"""It reads one advantage of a row, not one of each token."""
 WHOLE_GROUPS = True
 """The rows of a group must be in one micro-batch."""
 

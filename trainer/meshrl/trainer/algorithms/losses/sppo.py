@@ -21,6 +21,8 @@ from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.config import ActorConfig
 
 NEEDS: tuple[str, ...] = ()
+OF_ROWS = True
+"""It reads one advantage of a row, not one of each token."""
 
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:

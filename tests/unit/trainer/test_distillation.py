@@ -1,0 +1,190 @@
+"""On-policy distillation: the teacher's judgement of each token, and a policy that follows it becomes the teacher."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from meshrl.config import load_recipe, needs_reference
+from meshrl.contract.errors import ConfigError
+from meshrl.contract.types import Trajectory, Uid, Version, VersionSpan
+from meshrl.trainer.algorithms.distillation import distil
+from meshrl.trainer.algorithms.ragged import Ragged
+from meshrl.trainer.config import DistillationConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.model.policy import random_hf
+from meshrl.trainer.reference import ReferenceModel
+
+from . import named_algorithms, tiny
+
+PROMPT, ANSWER, ROWS = named_algorithms.PROMPT, 6, 32
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World.start("cpu")
+
+
+class TestJudgement:
+    """Two rows, of three tokens with the middle one not sampled, and of two."""
+
+    ragged = Ragged.from_lengths(
+        torch.tensor([3, 2]), torch.tensor([True, False, True, True, True])
+    )
+    A = torch.tensor([1.0, 0.0, 1.0, -1.0, -1.0])
+    old = torch.tensor([-1.0, -9.0, -2.0, -0.5, -1.0])
+    teacher = torch.tensor([-3.0, -1.0, -1.0, -0.5, -31.0])
+
+    def mixed(self, **config: float) -> list[float]:
+        found = distil(self.ragged, self.A, self.old, self.teacher, DistillationConfig(**config))
+        return found.advantages.tolist()
+
+    def test_each_sampled_token_answers_for_itself(self) -> None:
+        # log π_T - log π_old is -2, -, 1, 0, -30; the last is clipped to -10.
+        assert self.mixed(weight=0.5) == [0.0, 0.0, 1.5, -1.0, -6.0]
+
+    def test_without_rewards_the_teacher_is_alone(self) -> None:
+        assert self.mixed(weight=1.0, reward_weight=0.0, max_log_ratio=30) == [-2, 0, 1, 0, -30]
+
+    def test_a_discount_makes_a_token_answer_for_what_follows(self) -> None:
+        # Over the token that was not sampled, too: -2 + 0.5 · 0 + 0.25 · 1.
+        assert self.mixed(weight=1.0, reward_weight=0.0, discount=0.5) == [-1.75, 0, 1, -5, -10]
+
+    def test_the_reverse_kl_is_the_mean_of_what_was_not_clipped(self) -> None:
+        found = distil(self.ragged, self.A, self.old, self.teacher, DistillationConfig(weight=1))
+        assert found.metrics == {"distillation/reverse_kl": 31 / 4, "distillation/clipped": 0.25}
+
+
+def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
+    logits = torch.tensor([0.3, -1.0, 2.0, 0.5], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([1.0, 1.0, -1.0, 0.0], dtype=torch.float64).log_softmax(0)
+    lp = logits.log_softmax(0)
+    exact = (lp.exp() * (lp - teacher)).sum()
+    # Every token as a row of its own, weighed by how often the policy says it.
+    alone = Ragged.from_lengths(torch.ones(4).long(), torch.ones(4, dtype=torch.bool))
+    D = distil(alone, torch.zeros(4), lp.detach(), teacher, DistillationConfig(weight=1)).advantages
+    surrogate = -(lp.detach().exp() * D * lp).sum()
+    (want,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    (got,) = torch.autograd.grad(surrogate, logits)
+    torch.testing.assert_close(got, want)
+
+
+def test_a_policy_becomes_its_teacher_without_any_reward(
+    tiny_path: Path, tmp_path: Path, world: World
+) -> None:
+    surer = random_hf(tiny.config(), seed=0)
+    with torch.no_grad():
+        surer.model.norm.weight.mul_(8)
+    surer.save_pretrained(tmp_path / "teacher")
+    recipe = named_algorithms.recipe_of(
+        "grpo", tiny_path, "actor.optim={lr: 1.0e-2, lr_warmup_steps: 0, weight_decay: 0.0}",
+        "algorithm.distillation={weight: 1.0, reward_weight: 0.0}", "actor.use_kl_loss=false",
+        f"reference.path={tmp_path / 'teacher'}", "rollout.n=4",
+    )  # fmt: skip
+    assert needs_reference(recipe)
+    learner = named_algorithms.learner_of(recipe, world)
+    teacher = ReferenceModel(tmp_path / "teacher", device="cpu", deterministic=True)
+    apart = []
+    for step in range(20):
+        rows = sampled(learner, teacher, step)
+        apart.append(named_algorithms.learn(learner, recipe, rows, step)["distillation/reverse_kl"])
+    teacher.close()
+    assert apart[0] > 0.1
+    assert np.mean(apart[-5:]) < apart[0] / 2
+
+
+def sampled(learner: Learner, teacher: ReferenceModel, step: int) -> list[Trajectory]:
+    """Answers of the policy as it is, with the teacher's log-probs; the reward says nothing."""
+    factory: Any = AutoModelForCausalLM
+    plain = factory.from_config(tiny.config(), attn_implementation="eager").eval()
+    now = named_algorithms.weights(learner)
+    names = {name: f"policy.hf.{name}" for name, _ in plain.named_parameters()}
+    plain.load_state_dict({name: now[theirs] for name, theirs in names.items()}, strict=False)
+    torch.manual_seed(step)
+    tokens = torch.randint(0, tiny.VOCABULARY, (ROWS, PROMPT))
+    known = torch.zeros(ROWS, PROMPT)
+    with torch.no_grad():
+        for _ in range(ANSWER):
+            logp = plain(tokens).logits[:, -1].float().log_softmax(-1)
+            drawn = torch.multinomial(logp.exp(), 1)
+            tokens = torch.cat([tokens, drawn], 1)
+            known = torch.cat([known, logp.gather(1, drawn)], 1)
+    answers = list(tokens.numpy().astype(np.int32))
+    judged = asyncio.run(teacher.logprobs(answers))
+    mask = np.array([0] * PROMPT + [1] * ANSWER, dtype=np.uint8)
+    span = VersionSpan(version=Version(1, step), start=PROMPT, end=PROMPT + ANSWER)
+    return [
+        Trajectory(
+            uid=Uid("r", f"t{index // 4:02d}", index % 4),
+            tokens=answers[index],
+            loss_mask=mask,
+            rollout_logprobs=known[index].numpy(),
+            spans=(span,),
+            reward=0.0,
+            ref_logprobs=judged[index],
+        )
+        for index in range(ROWS)
+    ]
+
+
+class TestChecks:
+    """A recipe whose teacher cannot teach gets one line before anything starts."""
+
+    TEACHES = "algorithm.distillation.weight=1"
+
+    @pytest.fixture(autouse=True)
+    def _files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("my.yaml").write_text("model: {path: model}\ndata: {train_files: [train.jsonl]}\n")
+        Path("train.jsonl").write_text('{"prompt": "1+1?", "answer": "2"}\n')
+        words = {"model": ["a", "b"], "same": ["a", "b"], "larger": ["a", "b", "c"]}
+        for name, vocabulary in {**words, "other": ["b", "a"], "bare": []}.items():
+            Path(name).mkdir()
+            Path(name, "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+            Path(name, "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+            if vocabulary:
+                known = {"vocab": {word: n for n, word in enumerate(vocabulary)}}
+                added = [{"id": len(vocabulary), "content": "<eos>"}] if name != "larger" else []
+                text = json.dumps({"model": known, "added_tokens": added})
+                Path(name, "tokenizer.json").write_text(text)
+
+    def said(self, *overrides: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load_recipe(Path("my.yaml"), overrides)
+        (only,) = str(caught.value).splitlines()
+        return only
+
+    def test_a_teacher_with_the_same_words_teaches(self) -> None:
+        recipe = load_recipe(Path("my.yaml"), [self.TEACHES, "reference.path=same"])
+        assert needs_reference(recipe)
+
+    def test_a_teacher_must_be_named(self) -> None:
+        assert "reference.path: missing: algorithm.distillation.weight wants" in self.said(
+            self.TEACHES
+        )
+
+    @pytest.mark.parametrize(("teacher", "count"), [("other", 2), ("larger", 1)])
+    def test_a_teacher_with_other_words_is_refused(self, teacher: str, count: int) -> None:
+        line = self.said(self.TEACHES, f"reference.path={teacher}")
+        assert f"reference.path: {count} of the policy's 3 tokens have another id" in line
+
+    def test_so_is_the_reference_of_a_kl_term(self) -> None:
+        line = self.said("actor.use_kl_loss=true", "reference.path=other")
+        assert "2 of the policy's 3 tokens" in line
+
+    def test_a_teacher_without_a_tokenizer_cannot_be_compared(self) -> None:
+        line = self.said(self.TEACHES, "reference.path=bare")
+        assert "reference.path: bare has no tokenizer.json" in line
+
+    @pytest.mark.parametrize("loss", ["dpo", "ipo", "spin", "sppo", "geo_mean"])
+    def test_a_loss_of_whole_rows_cannot_follow_a_teacher(self, loss: str) -> None:
+        line = self.said(self.TEACHES, "reference.path=same", f"actor.policy_loss.loss_mode={loss}")
+        assert f"the loss {loss} reads one number of a row" in line

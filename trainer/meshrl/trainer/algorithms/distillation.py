@@ -1,0 +1,56 @@
+"""On-policy distillation: the policy samples, and a teacher judges each of its tokens.
+
+Agarwal et al. 2024, https://arxiv.org/abs/2306.13649 (reverse KL, student's own samples), in the form of
+https://thinkingmachines.ai/blog/on-policy-distillation: one number a token, used as an advantage,
+
+    D_t = Σ_{k ≥ t} δ^{k-t} clip(log π_T(y_k) - log π_old(y_k), ±c)          A_t ← w_r A_t + w D_t
+
+With δ = 0 the expected gradient is that of the reverse KL of each next token, KL(π || π_T), given what the policy
+itself has said before. Tokens that the policy did not sample have no judgement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshrl.trainer.algorithms.ragged import Ragged
+from meshrl.trainer.config import DistillationConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Distilled:
+    """What `distil` returns."""
+
+    advantages: Tensor
+    """float32[N]"""
+    metrics: Mapping[str, float]
+    """`distillation/reverse_kl`: nats a token, the mean over the batch, not clipped."""
+
+
+@torch.no_grad()
+def distil(
+    ragged: Ragged,
+    advantages: Tensor,
+    old_logprobs: Tensor,
+    teacher_logprobs: Tensor,
+    config: DistillationConfig,
+) -> Distilled:
+    """Advantages from rewards and from a teacher; all inputs float32[N]."""
+    judged = torch.where(ragged.mask, teacher_logprobs - old_logprobs, 0.0)
+    c = config.max_log_ratio
+    D = judged.clamp(-c, c)
+    if config.discount:
+        D = ragged.discounted_suffix_sum(D, torch.full_like(D, config.discount))
+    mixed = config.reward_weight * advantages + config.weight * D
+    beyond = ragged.token_mean((judged.abs() > c).float())
+    return Distilled(
+        advantages=torch.where(ragged.mask, mixed, 0.0),
+        metrics={
+            "distillation/reverse_kl": float(ragged.token_mean(-judged)),
+            "distillation/clipped": float(beyond),
+        },
+    )
