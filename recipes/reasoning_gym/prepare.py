@@ -14,7 +14,7 @@ from meshrl.trainer.data.reasoning_gym import gym_rows
 
 OTHER_ROWS = 1_000_003
 """Between the seed of the recipe and that of the warm start."""
-ENOUGH = 0.12
+ENOUGH = 0.2
 """Exact match that ends the warm start: the rest is left to reinforcement learning."""
 
 

@@ -129,6 +129,9 @@ def _gym(recipe: Recipe, gym: ReasoningGymConfig, machine: ThisMachine) -> Itera
     at: Loc = ("data", "reasoning_gym")
     if gym.chat and not _has_chat_template(recipe.tokenizer_dir, machine):
         yield (*at, "chat"), f"{_key(at)}.chat: the tokenizer has no chat template; set it to false"
+    if gym.curriculum is not None:
+        for wrong in _curriculum(recipe, gym):
+            yield (*at, "curriculum"), f"{_key(at)}.curriculum: {wrong}"
     if not machine.installed(PACKAGE):
         yield at, f"{_key(at)} needs the package reasoning-gym, which is not installed"
     try:
@@ -144,6 +147,18 @@ def _gym(recipe: Recipe, gym: ReasoningGymConfig, machine: ThisMachine) -> Itera
             ("reward", "recipe_sandbox"),
             f"reward.recipe_sandbox: want strict, since answers to {', '.join(evaluated)} are evaluated as Python",
         )
+
+
+def _curriculum(recipe: Recipe, gym: ReasoningGymConfig) -> Iterator[str]:
+    """What keeps levels from following the held-out scores."""
+    data = recipe.data
+    if recipe.trainer.test_freq <= 0:
+        yield "follows held-out scores: want trainer.test_freq above 0"
+    if 0 <= data.val_max_samples < gym.val_size:
+        yield f"follows the scores of all {gym.val_size} held-out prompts: leave data.val_max_samples out"
+    for name in ("train_files", "weights", "curriculum"):
+        if getattr(data, name):
+            yield f"says which prompts are asked, and so does data.{name}: leave one out"
 
 
 def _rows(

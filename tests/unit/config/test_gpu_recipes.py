@@ -41,3 +41,13 @@ def test_a_recipe_for_gpus_is_good_and_takes_what_its_table_says(
     table = (RECIPES / folder / "README.md").read_text().splitlines()
     written = [tuple(map(str.strip, line.split("|")[2:-1])) for line in table if "%" in line]
     assert written == rows
+
+
+@pytest.mark.filterwarnings("ignore")  # the package's own
+def test_the_recipe_of_reasoning_gym_is_good_for_a_real_model() -> None:
+    """Its tasks are made at each level, if the package is here."""
+    pytest.importorskip("reasoning_gym")
+    folder = RECIPES / "reasoning_gym"
+    assumed = Written.read(folder / "machine.yaml", ()).as_config(Assumptions)
+    loaded = load_recipe(folder / "recipe.yaml", (), machine=AssumedMachine(assumed))
+    assert loaded.data.reasoning_gym and loaded.data.reasoning_gym.curriculum

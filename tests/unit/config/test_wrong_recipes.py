@@ -159,6 +159,14 @@ WRONG: list[tuple[str, str]] = [
         "data.reasoning_gym needs the package reasoning-gym, which is not installed",
     ),
     (
+        "data.reasoning_gym={tasks: {gcd: {}}, curriculum: {}}",
+        "data.reasoning_gym: curriculum needs levels: 2 or more",
+    ),
+    (
+        "data.reasoning_gym={tasks: {gcd: {}}, levels: 2, curriculum: {raise_at: 0.5, lower_at: 0.5}}",
+        "data.reasoning_gym.curriculum: lower_at 0.5 wants to be less than raise_at 0.5",
+    ),
+    (
         "data.train_files=[reward.py]",
         "data.train_files.0: reward.py: want .csv, .json, .jsonl or .parquet, or name a reader of your own"
         " (data.reader)",
@@ -459,6 +467,29 @@ def test_a_wrong_recipe_is_one_line_before_anything_starts(override: str, line: 
     (only,) = str(caught.value).splitlines()
     origin = f"command line: {override}: "
     assert only.startswith((origin + line, f"my.yaml: {line}", f"my.yaml:3: {line}"))
+
+
+@pytest.mark.parametrize(
+    ("override", "wrong"),
+    [
+        (
+            "data.train_files=[train.jsonl]",
+            "says which prompts are asked, and so does data.train_files: leave one out",
+        ),
+        ("data.curriculum=length", "and so does data.curriculum: leave one out"),
+        ("trainer.test_freq=-1", "follows held-out scores: want trainer.test_freq above 0"),
+        (
+            "data.val_max_samples=9",
+            "follows the scores of all 100 held-out prompts: leave data.val_max_samples out",
+        ),
+    ],
+)
+def test_what_keeps_levels_from_following_scores_is_said(override: str, wrong: str) -> None:
+    gym = "data={reasoning_gym: {tasks: {gcd: {}}, levels: 2, curriculum: {raise_at: 0.7}}}"
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(Path("my.yaml"), [gym, "trainer.test_freq=5", override], machine=machine())
+    lines = [line for line in str(caught.value).splitlines() if wrong in line]
+    assert len(lines) == 1 and "data.reasoning_gym.curriculum: " in lines[0]
 
 
 def test_a_group_of_one_row_with_a_group_baseline_is_warned_of(

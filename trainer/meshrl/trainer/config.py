@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -17,6 +17,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    model_validator,
 )
 
 from meshrl.contract.config import Config, Machine
@@ -101,6 +102,23 @@ def _scorable(
     return tasks
 
 
+class ReasoningGymCurriculumConfig(Config):
+    """When a task of reasoning-gym goes on to its next level: by its held-out score at the level that it has."""
+
+    raise_at: float = Field(default=0.8, gt=0.0, le=1.0)
+    """The score from which on the next level is asked."""
+    lower_at: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """The score below which the level before is asked again; None: a level never falls."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.lower_at is not None and self.lower_at >= self.raise_at:
+            raise ValueError(
+                f"lower_at {self.lower_at:g} wants to be less than raise_at {self.raise_at:g}"
+            )
+        return self
+
+
 class ReasoningGymConfig(Config):
     """Prompts that reasoning-gym makes; the reward `reasoning_gym` scores the answers."""
 
@@ -117,10 +135,21 @@ class ReasoningGymConfig(Config):
     levels: PositiveInt = 1
     """More than one: that many levels of each task's curriculum, in equal parts; a row's level is
     `extra_info.difficulty`, which `data.curriculum: difficulty` sorts by. Options of a task outrank its level's."""
+    curriculum: ReasoningGymCurriculumConfig | None = None
+    """Each task is asked at one level, which follows its held-out score; `{}` has the defaults. None: rows of all
+    levels."""
     system_prompt: str = "Give your final answer between <answer> and </answer>."
     """Goes before each question; the reward looks for those marks. Empty: nothing."""
     chat: bool = True
     """Prompts are chats, for a tokenizer with a chat template; False: plain text."""
+
+    @model_validator(mode="after")
+    def _has_levels(self) -> Self:
+        if self.curriculum and self.levels < 2:
+            raise ValueError("curriculum needs levels: 2 or more")
+        if self.curriculum and not self.val_size:
+            raise ValueError("curriculum follows held-out scores: want val_size above 0")
+        return self
 
 
 RENDERING = {

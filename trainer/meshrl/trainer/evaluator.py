@@ -27,6 +27,8 @@ from meshrl.contract.types import (
     Trajectory,
     Version,
 )
+from meshrl.trainer.config import ReasoningGymConfig
+from meshrl.trainer.data.levels import LevelHistory, level_scores
 from meshrl.trainer.learner.batch_metrics import component_means, source_means
 from meshrl.trainer.trajectories.log import TrajectoryLog
 
@@ -59,6 +61,8 @@ class Evaluation:
     """The first task's first answer."""
     by_source: Mapping[str, float] = field(default_factory=dict)
     """`<data source>/score`, `…/response_length` and `…/rows`, of the scored rows."""
+    levels: Mapping[str, float] = field(default_factory=dict)
+    """`<task>/level`, which its prompts for training have from now on, and `<task>/score`, the score at its level."""
 
     def metrics(self) -> dict[str, float | str]:
         """As written to metrics.jsonl."""
@@ -67,6 +71,7 @@ class Evaluation:
             "val/response_length": self.length,
             **{f"val/component/{name}": mean for name, mean in self.components.items()},
             **{f"val/source/{name}": mean for name, mean in self.by_source.items()},
+            **{f"val/curriculum/{name}": value for name, value in self.levels.items()},
             "val/tasks": self.tasks,
             "val/lost_tasks": self.lost_tasks,
             "val/seconds": self.seconds,
@@ -88,6 +93,7 @@ class Evaluator:
         owner: str,
         take_wait_s: float = 30.0,
         trajectories: TrajectoryLog | None = None,
+        curriculum: ReasoningGymConfig | None = None,
     ) -> None:
         """Prepare.
 
@@ -98,6 +104,7 @@ class Evaluator:
             owner: Name of the trainer that acquires the eval run.
             take_wait_s: Length of one wait for rows.
             trajectories: Where the rows are kept; the caller closes it.
+            curriculum: Whose levels follow the scores of each evaluation; the run's cursor is their history.
         """
         self.run = spec.run
         self._spec = spec
@@ -106,6 +113,8 @@ class Evaluator:
         self._owner = owner
         self._take_wait_s = take_wait_s
         self._trajectories = trajectories
+        self._curriculum = curriculum
+        self._history = LevelHistory()
         self._epoch = 0
         self._step = 0
 
@@ -118,6 +127,7 @@ class Evaluator:
         await self._queue.open_run(self._spec)
         state = await self._queue.acquire(self.run, self._owner)
         self._epoch, self._step = state.epoch, state.committed_step
+        self._history = LevelHistory.parse(state.cursor)
         await self._queue.rewind(self.run, epoch=self._epoch, step=self._step)
 
     async def evaluate(self, version: Version) -> Evaluation:
@@ -139,7 +149,9 @@ class Evaluator:
             self._trajectories.evaluated(version, {task.task_id: task for task in tasks}, rows)
         scored = [(row, row.reward) for row in rows if row.reward is not None]
         scores = [score for _, score in scored]
-        sources = {task.task_id: task.data_source for task in tasks}
+        by_id = {task.task_id: task for task in tasks}
+        answered = [(by_id[row.uid.task], score) for row, score in scored]
+        levels = await self._decide(self._curriculum, version, answered) if self._curriculum else {}
         lengths = [len(row.tokens) - row.prompt_length for row in rows]
         first = min(
             rows,
@@ -155,8 +167,9 @@ class Evaluator:
             components=component_means([row.reward_components for row in rows]),
             seconds=time.monotonic() - begin,
             sample=first.response_text if first else "",
+            levels=levels,
             by_source=source_means(
-                [sources[row.uid.task] for row, _ in scored],
+                [task.data_source for task, _ in answered],
                 {
                     "score": scores,
                     "response_length": [len(row.tokens) - row.prompt_length for row, _ in scored],
@@ -164,14 +177,38 @@ class Evaluator:
             ),
         )
 
+    async def _decide(
+        self,
+        curriculum: ReasoningGymConfig,
+        version: Version,
+        scored: Sequence[tuple[Task, float]],
+    ) -> dict[str, float]:
+        """Let the levels follow the scores, and store them for the feeder; see `Evaluation.levels`."""
+        assert curriculum.curriculum
+        scores = level_scores(
+            [(task.data_source, task.extra_info, score) for task, score in scored]
+        )
+        before = self._history.levels
+        self._history = self._history.after(
+            version.step, scores, curriculum.curriculum, curriculum.levels
+        )
+        await self._queue.admit(self.run, [], cursor=self._history.text(), wait_s=self._take_wait_s)
+        levels: dict[str, float] = {}
+        for task in curriculum.tasks:
+            levels[f"{task}/level"] = self._history.levels.get(task, 0)
+            if (score := scores.get((task, before.get(task, 0)))) is not None:
+                levels[f"{task}/score"] = score
+        return levels
+
     async def _admit(self, tasks: Sequence[Task]) -> None:
+        cursor = self._history.text() if self._curriculum else tasks[-1].task_id
         admitted = 0
         while admitted < len(tasks):
             try:
                 admitted += await self._queue.admit(
                     self.run,
                     tasks[admitted:],
-                    cursor=tasks[-1].task_id,
+                    cursor=cursor,
                     wait_s=self._take_wait_s,
                 )
             except WaitTimeoutError:

@@ -250,6 +250,7 @@ async def _evaluator(
         owner=setting.owner,
         take_wait_s=recipe.trainer.take_wait_s,
         trajectories=trajectories,
+        curriculum=gym if (gym := recipe.data.reasoning_gym) and gym.curriculum else None,
     )
 
 

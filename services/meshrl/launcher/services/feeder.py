@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from meshrl.config.recipe import Recipe, train_sampling
+from meshrl.config.recipe import EVAL_SUFFIX, Recipe, train_sampling
 from meshrl.config.stages import ServiceKind, train_spec
 
 if TYPE_CHECKING:
     from meshrl.rpc.service_context import ServiceContext
+    from meshrl.trainer.data.levels import LevelStream
+    from meshrl.trainer.data.prompts import PromptSet
 
 
 SERVICE = ServiceKind(sections=("model", "data"), start_order=2, finite=True)
@@ -48,6 +50,22 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             seed=recipe.data.seed,
             curriculum=recipe.data.curriculum,
             weights=recipe.data.weights,
+            levels=_levels(recipe, prompts),
         )
         await server.ready()
         await work_until_stopped(server, feeder.run(), feeder.stop)
+
+
+def _levels(recipe: Recipe, prompts: PromptSet) -> LevelStream | None:
+    from meshrl.trainer.data.levels import LevelStream
+
+    gym = recipe.data.reasoning_gym
+    if gym is None or gym.curriculum is None:
+        return None
+    return LevelStream(
+        prompts.prompts,
+        gym,
+        evaluation=recipe.run.name + EVAL_SUFFIX,
+        batch=recipe.data.train_batch_size,
+        seed=recipe.data.seed,
+    )

@@ -3,7 +3,7 @@
 consumes: a prompt set. waits for: room in the queue, space on its disk. unblocked by: a published version, space, or
 `stop`.
 produces: tasks. Its position lives in the queue, stored in one transaction with the tasks, so a feeder that is
-killed and restarted skips nothing and repeats nothing.
+killed and restarted skips nothing and repeats nothing. With `levels` the position says what was drawn of each.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from meshrl.contract import tracing
-from meshrl.contract.errors import UserError, WaitTimeoutError
+from meshrl.contract.errors import NotFoundError, UserError, WaitTimeoutError
 from meshrl.contract.plugins import load
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import RunState, Task, Uid
+from meshrl.trainer.data.levels import LevelHistory, LevelStream
 from meshrl.trainer.data.mixture import Mixture
 from meshrl.trainer.data.prompts import Prompt, PromptSet
 
@@ -53,6 +54,7 @@ class Feeder:
         seed: int,
         curriculum: str | None = None,
         weights: Mapping[str, float] | None = None,
+        levels: LevelStream | None = None,
         chunk: int = CHUNK,
     ) -> None:
         """Prepare; nothing is admitted before `run`.
@@ -67,6 +69,7 @@ class Feeder:
             seed: Of the order.
             curriculum: Orders each epoch instead of `shuffle`; see `meshrl.trainer.data.curricula`.
             weights: Shares of the sources in each epoch; see `Mixture`. None: every prompt once.
+            levels: Prompts of the level that each task has now, instead of all.
             chunk: Tasks per call.
 
         Raises:
@@ -80,7 +83,9 @@ class Feeder:
         self._total = None if epochs is None else epochs * len(prompts.prompts)
         self._shuffle = shuffle
         self._seed = seed
-        self._chunk = chunk
+        # A chunk has the levels that were in force when it was begun.
+        self._chunk = min(chunk, levels.batch) if levels else chunk
+        self._levels = levels
         self._curriculum = curriculum
         self._curriculum_order: Order | None = (
             load(CURRICULA, curriculum, "order") if curriculum else None
@@ -109,6 +114,8 @@ class Feeder:
         waiting: list[Task] = []
         while not self._stop.is_set():
             # The position is stored when a whole chunk is in, so a chunk is finished before the next one starts.
+            if self._levels and not waiting:
+                await self._follow_scores(self._levels)
             waiting = waiting or list(itertools.islice(tasks, self._chunk))
             if not waiting:
                 await self._close()
@@ -116,6 +123,16 @@ class Feeder:
             admitted = await self._admit(waiting)
             self.position += admitted
             del waiting[:admitted]
+
+    async def _follow_scores(self, levels: LevelStream) -> None:
+        """Take the levels that evaluations decided, and store them before a task is made by them."""
+        try:
+            evaluation = await self._queue.run_state(levels.evaluation)
+        except NotFoundError:
+            return  # the trainer has not opened it yet
+        if levels.adopt(LevelHistory.parse(evaluation.cursor), self.position):
+            cursor = self._cursor(self.position)
+            await self._queue.admit(self._run, [], cursor=cursor, wait_s=ADMIT_WAIT_S)
 
     async def _admit(self, tasks: list[Task]) -> int:
         """Number of admitted tasks; 0 after a timeout or when stopped."""
@@ -159,6 +176,11 @@ class Feeder:
         """The tasks from position `start` on, without end or up to the last epoch."""
         size = len(self._prompts.prompts)
         position = start
+        while self._levels and (self._total is None or position < self._total):
+            turn, place = self._levels.draw(position)
+            prompt = self._prompts.prompts[place]
+            yield self._make_task(prompt, f"{turn}-{prompt.index}")
+            position += 1
         while self._total is None or position < self._total:
             epoch = position // size
             for turn, place in self._draws(epoch)[position % size :]:
@@ -191,20 +213,24 @@ class Feeder:
         return list(order)
 
     def _cursor(self, position: int) -> str:
-        return json.dumps({"position": position, **self._identity()})
+        levels = {"levels": self._levels.state()} if self._levels else {}
+        return json.dumps({"position": position, **levels, **self._identity()})
 
     def _identity(self) -> dict[str, object]:
-        seed = self._seed if self._shuffle or self._curriculum else None
+        seed = self._seed if self._shuffle or self._curriculum or self._levels else None
         identity: dict[str, object] = {"data": self._prompts.fingerprint, "seed": seed}
         if self._weights:
             identity["weights"] = self._weights
-        return {**identity, "curriculum": self._curriculum} if self._curriculum else identity
+        if curriculum := "held-out score" if self._levels else self._curriculum:
+            identity["curriculum"] = curriculum
+        return identity
 
     def _start(self, state: RunState) -> int:
         if not state.cursor:
             return 0
         stored = json.loads(state.cursor)
         position: int = stored.pop("position")
+        levels = stored.pop("levels", None)
         identity = self._identity()
         for key in (*identity, *(stored.keys() - identity)):
             if stored.get(key) != identity.get(key):
@@ -212,4 +238,6 @@ class Feeder:
                     f"run {self._run} was fed {key} {stored.get(key)}, now it is {identity.get(key)}: a resumed run"
                     " needs the same prompts in the same order; use another run.name for other data"
                 )
+        if self._levels:
+            self._levels.restore(levels)
         return position

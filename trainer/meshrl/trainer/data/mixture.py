@@ -56,6 +56,17 @@ def quotas(weights: Mapping[str, float], rows: Mapping[str, int]) -> dict[str, i
     return counts
 
 
+def interleaved(counts: Sequence[int]) -> list[int]:
+    """Each source as often as it counts, so that any stretch has the shares."""
+    # The k-th of n draws of a source stands at (k + ½)/n.
+    return [
+        source
+        for _, source in sorted(
+            ((k + 0.5) / count, source) for source, count in enumerate(counts) for k in range(count)
+        )
+    ]
+
+
 class Mixture:
     """The stream. A source is what `source_of` says."""
 
@@ -79,16 +90,10 @@ class Mixture:
 
     def epoch(self, epoch: int) -> list[tuple[int, int]]:
         """Each draw of an epoch: which pass through its source it belongs to, and the prompt's place."""
-        # The k-th of n draws of a source stands at (k + ½)/n of the epoch, so that any stretch has the shares.
-        turns = sorted(
-            ((k + 0.5) / count, source)
-            for source, count in enumerate(self._counts)
-            for k in range(count)
-        )
         drawn = [epoch * count for count in self._counts]
         orders: dict[tuple[int, int], list[int]] = {}
         draws = []
-        for _, source in turns:
+        for source in interleaved(self._counts):
             turn, at = divmod(drawn[source], len(self._places[source]))
             drawn[source] += 1
             if (source, turn) not in orders:

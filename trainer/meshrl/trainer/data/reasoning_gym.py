@@ -104,10 +104,16 @@ def _make(config: ReasoningGymConfig, wanted: str) -> Iterator[Mapping[str, Any]
 
     names = sorted(config.tasks)
     datasets = {name: _datasets(factory, name, config) for name in names}
-    if wanted == "check":
-        return
     weights = [config.tasks[name].weight for name in names]
     train, held_out = shares(weights, config.size), shares(weights, config.val_size)
+    for name, *counts in zip(names, train, held_out, strict=True) if config.curriculum else ():
+        if min(counts) < config.levels:
+            raise _Refusal(
+                f"curriculum: each of {config.levels} levels of {name} wants a prompt for training and one for"
+                " evaluation: raise size or val_size"
+            )
+    if wanted == "check":
+        return
     rows: list[Mapping[str, Any]] = []
     for name, count, held in zip(names, train, held_out, strict=True):
         levels = [1.0] * config.levels

@@ -1,0 +1,238 @@
+"""Levels of reasoning-gym's tasks that follow held-out scores: decided once, stored, and the same after any kill."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.types import RunSpec, SamplingParams, Task, Version
+from meshrl.trainer.config import ReasoningGymConfig, ReasoningGymCurriculumConfig
+from meshrl.trainer.data.feeder import Feeder
+from meshrl.trainer.data.levels import LevelHistory, LevelStream, level_scores
+from meshrl.trainer.data.prompts import Prompt, PromptSet, task_maker
+from meshrl.trainer.evaluator import Evaluator
+from meshrl.transferqueue import stores
+from meshrl.transferqueue.config import QueueConfig
+from meshrl.transferqueue.model.records import Exit
+from meshrl.transferqueue.queue import TransferQueue
+
+RULE = ReasoningGymCurriculumConfig(raise_at=0.8, lower_at=0.2)
+GYM = ReasoningGymConfig.model_validate(
+    {"tasks": {"gcd": {"weight": 3}, "lcm": {}}, "levels": 3, "curriculum": {"lower_at": 0.2}}
+)
+PROMPTS = tuple(
+    Prompt(
+        index=index,
+        prompt_ids=np.array([index], np.int32),
+        data_source="gcd" if index < 18 else "lcm",
+        extra_info={"difficulty": index % 3},
+    )
+    for index in range(24)
+)
+BATCH = 4
+
+
+def stream(prompts: tuple[Prompt, ...] = PROMPTS) -> LevelStream:
+    return LevelStream(prompts, GYM, evaluation="r.eval", batch=BATCH, seed=7)
+
+
+def raised(*steps: int) -> LevelHistory:
+    """A history in which both tasks went up a level at each of `steps`."""
+    history = LevelHistory()
+    for level, step in enumerate(steps):
+        scores = {("gcd", level): 0.9, ("lcm", level): 0.9}
+        history = history.after(step, scores, RULE, GYM.levels)
+    return history
+
+
+def test_a_level_rises_at_a_high_score_falls_at_a_low_one_and_else_stays() -> None:
+    history = LevelHistory().after(0, {("gcd", 0): 0.8, ("gcd", 1): 0.0, ("lcm", 0): 0.79}, RULE, 3)
+    assert history.levels == {"gcd": 1, "lcm": 0}
+    history = history.after(10, {("gcd", 0): 0.0, ("gcd", 1): 1.0, ("lcm", 0): 0.1}, RULE, 3)
+    assert history.levels == {"gcd": 2, "lcm": 0}  # none is below the first
+    history = history.after(20, {("gcd", 2): 1.0, ("lcm", 1): 1.0}, RULE, 3)
+    assert history.levels == {"gcd": 2, "lcm": 0}  # none is above the last; no score at its level
+    assert history.after(30, {("gcd", 2): 0.19}, RULE, 3).levels == {"gcd": 1}
+    assert LevelHistory.parse(history.text()) == history
+    assert LevelHistory.parse("1.40-7") == LevelHistory() == LevelHistory.parse("")
+
+
+def test_a_step_that_was_evaluated_before_decides_nothing_again() -> None:
+    history = raised(10)
+    assert history.after(10, {("gcd", 1): 1.0}, RULE, 3) is history
+    assert history.after(5, {("gcd", 1): 1.0}, RULE, 3) is history
+
+
+def test_levels_hold_from_their_evaluation_on() -> None:
+    history = raised(10, 20)
+    assert history.at(9) == {}
+    assert history.at(10) == history.at(19) == {"gcd": 1, "lcm": 1}
+    assert history.at(20) == {"gcd": 2, "lcm": 2} == history.levels
+
+
+def test_prompts_of_the_present_level_come_by_weight_and_once_a_pass() -> None:
+    drawing = stream()
+    assert drawing.adopt(raised(0), 3 * BATCH)
+    assert not drawing.adopt(raised(0, 1), 3 * BATCH)  # decided for this position
+    drawn = [drawing.draw(position) for position in range(16)]
+    places = [place for _, place in drawn]
+    assert {place % 3 for place in places} == {1}
+    assert Counter(place < 18 for place in places) == {True: 12, False: 4}
+    assert len(set(drawn)) == 16 and max(turn for turn, _ in drawn) == 1
+
+
+def test_a_level_without_a_prompt_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match="no prompt of lcm is left at level 2"):
+        stream(tuple(p for p in PROMPTS if p.index % 3 < 2 or p.index < 18))
+
+
+def test_scores_are_means_of_the_rows_that_have_a_level() -> None:
+    rows = [
+        ("gcd", {"difficulty": 1}, 1.0),
+        ("gcd", {"difficulty": 1}, 0.0),
+        ("gsm8k", {}, 1.0),
+    ]
+    assert level_scores(rows) == {("gcd", 1): 0.5}
+
+
+async def open_queue(path: Path) -> TransferQueue:
+    config = QueueConfig.model_validate({"store": "memory"})
+    queue = await TransferQueue.open(stores.build(config, path))
+    common = {"group_size": 1, "lease_ttl_s": 30.0}
+    await queue.open_run(RunSpec(run="r", batch_groups=BATCH, max_staleness=0.0, **common))  # type: ignore[arg-type]
+    await queue.open_run(
+        RunSpec(run="r.eval", batch_groups=1, max_staleness=np.inf, gated=False, **common)  # type: ignore[arg-type]
+    )
+    return queue
+
+
+def feeder(queue: TransferQueue) -> Feeder:
+    make = task_maker(
+        "r", group_size=1, sampling=SamplingParams(), program="single_turn", deadline_s=60
+    )
+    prompts = PromptSet(prompts=PROMPTS, skipped=0, fingerprint="p")
+    return Feeder(queue, "r", prompts, make, epochs=None, shuffle=True, seed=7, levels=stream())
+
+
+async def full(queue: TransferQueue) -> None:
+    """Wait for a whole batch."""
+    while len(queue._run("r").by_task) < BATCH:  # noqa: ASYNC110 - the queue tells nobody
+        await asyncio.sleep(0)
+
+
+async def fed(queue: TransferQueue, steps: int, seen: list[str]) -> None:
+    """Make room as `steps` steps of training do, and note the tasks that come in."""
+    for _ in range(steps):
+        await full(queue)
+        state = queue._run("r")
+        seen += state.by_task
+        for group in list(state.by_task.values()):
+            state.remove_group(group, Exit.FILTERED, "trained")
+        state.notify_all()
+
+
+@pytest.mark.parametrize("killed_after", [None, 1, 4])
+async def test_a_killed_feeder_goes_on_at_the_levels_of_its_chunk(
+    tmp_path: Path, killed_after: int | None
+) -> None:
+    """The same tasks in the same order as an uninterrupted one, though scores changed while it was dead."""
+    queue = await open_queue(tmp_path)
+    await queue.admit("r.eval", [], cursor=raised(1).text(), wait_s=0)
+    seen: list[str] = []
+    feeding = asyncio.create_task(feeder(queue).run())
+    if killed_after is not None:
+        await fed(queue, killed_after, seen)
+        await full(queue)  # the next chunk has begun
+        feeding.cancel()
+        await asyncio.gather(feeding, return_exceptions=True)
+        feeding = asyncio.create_task(feeder(queue).run())
+    await fed(queue, 8 - (killed_after or 0), seen)
+    feeding.cancel()
+    await asyncio.gather(feeding, return_exceptions=True)
+    levels = [int(task.split("-")[1]) % 3 for task in seen]
+    assert levels == [0] * 3 * BATCH + [1] * 5 * BATCH  # step 1 was evaluated: from batch 3 on
+    assert len(set(seen)) == len(seen)
+    again = stream()
+    places = []
+    for position in range(len(seen)):
+        if position % BATCH == 0:
+            again.adopt(raised(1), position)
+        places.append("{}-{}".format(*again.draw(position)))
+    assert seen == places
+    await queue.close()
+
+
+async def test_a_chunk_that_was_begun_keeps_its_levels_when_scores_change_before_the_restart(
+    tmp_path: Path,
+) -> None:
+    queue = await open_queue(tmp_path)
+    first = feeder(queue)
+    first.position = 4 * BATCH
+    assert first._levels
+    await first._follow_scores(first._levels)  # stores that this chunk has level 0
+    await queue.admit("r.eval", [], cursor=raised(1).text(), wait_s=0)
+    second = feeder(queue)
+    second.position = second._start(await queue.run_state("r"))
+    assert second._levels and second.position == 4 * BATCH
+    await second._follow_scores(second._levels)
+    assert second._levels.state()["levels"] == {}
+    second.position += BATCH
+    await second._follow_scores(second._levels)
+    assert second._levels.state()["levels"] == {"gcd": 1, "lcm": 1}
+    await queue.close()
+
+
+async def test_a_run_without_levels_does_not_go_on_with_them_nor_the_other_way(
+    tmp_path: Path,
+) -> None:
+    queue = await open_queue(tmp_path)
+    with_levels = feeder(queue)
+    assert with_levels._levels
+    await with_levels._follow_scores(with_levels._levels)
+    without = feeder(queue)
+    without._levels = None
+    with pytest.raises(UserError, match="was fed curriculum held-out score, now it is None"):
+        without._start(await queue.run_state("r"))
+    await queue.admit("r", [], cursor=without._cursor(4), wait_s=0)
+    with pytest.raises(UserError, match="was fed curriculum None, now it is held-out score"):
+        with_levels._start(await queue.run_state("r"))
+    await queue.close()
+
+
+async def test_the_evaluator_stores_what_it_decides_and_the_next_trainer_reads_it(
+    tmp_path: Path,
+) -> None:
+    queue = await open_queue(tmp_path)
+    spec = (await queue.run_state("r.eval")).spec
+    tasks = [
+        Task(
+            run="r.eval",
+            task_id=str(level),
+            prompt_ids=np.array([1], np.int32),
+            data_source="gcd",
+            extra_info={"difficulty": level},
+        )
+        for level in range(3)
+    ]
+    scored = [(task, score) for task, score in zip(tasks, (0.9, 0.5, 0.0), strict=True)]
+
+    def trainer() -> Evaluator:
+        return Evaluator(queue, spec, tasks, owner="t", curriculum=GYM)
+
+    first = trainer()
+    await first.open()
+    decided = await first._decide(GYM, Version(1, 20), scored)
+    assert decided == {"gcd/level": 1, "gcd/score": 0.9, "lcm/level": 0}
+    second = trainer()  # the first was killed; its checkpoint is of step 10
+    await second.open()
+    assert (await second._decide(GYM, Version(2, 20), scored))["gcd/level"] == 1
+    assert (await second._decide(GYM, Version(2, 30), scored))["gcd/score"] == 0.5
+    await second._admit([tasks[0]])  # the next evaluation's tasks leave the history in place
+    history = LevelHistory.parse((await queue.run_state("r.eval")).cursor)
+    assert history.step == 30 and history.at(20) == {"gcd": 1}
+    await queue.close()

@@ -1,0 +1,195 @@
+"""Difficulty that follows the held-out score: `data.reasoning_gym.curriculum`.
+
+    evaluator ── scores of each task by level ──▶ LevelHistory.after ──▶ cursor of the run <run>.eval
+                                                                            │ run_state, before each chunk
+    queue ◀── tasks, with the position in the cursor of <run> ── feeder ◀── LevelHistory.at ▶ LevelStream
+
+Both cursors are stored by the queue with what they belong to, so a kill of trainer or feeder loses and repeats
+nothing: an evaluation of a step that was decided before changes nothing, and a feeder starts from the prompts drawn
+of each level and the levels that its unfinished chunk was begun with. What an evaluation of step e decides holds for
+prompts that are asked two batches after those of step e. With `max_staleness: 0` that evaluation has ended by then,
+so a seed repeats the run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.types import Json
+from meshrl.trainer.config import ReasoningGymConfig, ReasoningGymCurriculumConfig
+from meshrl.trainer.data.mixture import interleaved
+from meshrl.trainer.data.prompts import Prompt
+from meshrl.trainer.data.reasoning_gym import shares
+
+LEVEL: Final = "difficulty"
+"""A row's level in `extra_info`."""
+KEPT: Final = 64
+"""Changes that are remembered: a feeder asks for one of the last few."""
+LAG: Final = 2
+"""Batches between the evaluated step and the first prompts that its scores decide about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelHistory:
+    """Which evaluations changed the levels, and to what."""
+
+    step: int = -1
+    """The last evaluation that was decided about."""
+    changes: tuple[tuple[int, Mapping[str, int]], ...] = ()
+    """Evaluated step and the levels of all tasks since; a task that is missing has level 0."""
+
+    @property
+    def levels(self) -> Mapping[str, int]:
+        """The newest levels."""
+        return self.changes[-1][1] if self.changes else {}
+
+    def at(self, step: int) -> Mapping[str, int]:
+        """The levels that evaluations of `step` and earlier ones made."""
+        return next((levels for made, levels in reversed(self.changes) if made <= step), {})
+
+    def after(
+        self,
+        step: int,
+        scores: Mapping[tuple[str, int], float],
+        config: ReasoningGymCurriculumConfig,
+        levels: int,
+    ) -> LevelHistory:
+        """The history with the evaluation of `step`; unchanged where that step or a later one was decided before.
+
+        Args:
+            step: Of the version that was evaluated.
+            scores: Mean held-out score by task and level; a task without a score at its level keeps it.
+            config: When a level rises and falls.
+            levels: How many there are.
+        """
+        if step <= self.step:
+            return self
+        now: dict[str, int] = {}
+        for task in sorted({task for task, _ in scores}):
+            level = self.levels.get(task, 0)
+            score = scores.get((task, level))
+            if score is not None and score >= config.raise_at:
+                level = min(level + 1, levels - 1)
+            elif score is not None and config.lower_at is not None and score < config.lower_at:
+                level = max(level - 1, 0)
+            now[task] = level
+        changes = self.changes if now == self.levels else (*self.changes, (step, now))
+        return LevelHistory(step=step, changes=changes[-KEPT:])
+
+    def text(self) -> str:
+        """As kept in the queue."""
+        return json.dumps({"step": self.step, "changes": self.changes})
+
+    @classmethod
+    def parse(cls, text: str) -> LevelHistory:
+        """What `text` wrote; empty for the cursor of evaluations that decide about no level."""
+        if not text.startswith("{"):
+            return cls()
+        stored = json.loads(text)
+        return cls(
+            step=stored["step"], changes=tuple((step, levels) for step, levels in stored["changes"])
+        )
+
+
+class LevelStream:
+    """Prompts of each task's present level, tasks in the shares of their weights.
+
+    A level's prompts come in a seeded order, none again before all the others of that level.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        gym: ReasoningGymConfig,
+        *,
+        evaluation: str,
+        batch: int,
+        seed: int,
+    ) -> None:
+        """Sort the prompts by task and level.
+
+        Args:
+            prompts: Those of `data.reasoning_gym`.
+            gym: Tasks with weights, and levels.
+            evaluation: The run whose cursor is the history.
+            batch: Prompts of a training step.
+            seed: Of the order.
+
+        Raises:
+            UserError: a level of a task has no prompt.
+        """
+        self.evaluation, self.batch = evaluation, batch
+        self._names = sorted(gym.tasks)
+        self._seed = seed
+        self._pools: dict[tuple[str, int], list[int]] = {
+            (name, level): [] for name in self._names for level in range(gym.levels)
+        }
+        for place, prompt in enumerate(prompts):
+            self._pools[prompt.data_source, prompt.extra_info[LEVEL]].append(place)
+        for (name, level), places in self._pools.items():
+            if not places:
+                raise UserError(
+                    f"data.reasoning_gym: no prompt of {name} is left at level {level}: raise"
+                    " data.max_prompt_length or data.reasoning_gym.size, or lower data.reasoning_gym.levels"
+                )
+        weights = [gym.tasks[name].weight for name in self._names]
+        self._turns = interleaved(shares(weights, len(prompts)))
+        self._drawn: dict[str, int] = {}
+        self._levels: dict[str, int] = {}
+        self._decided_at = -1
+        self._orders: dict[tuple[str, int, int], list[int]] = {}
+
+    def adopt(self, history: LevelHistory, position: int) -> bool:
+        """Take the levels for the prompts from `position` on; False where they were decided before."""
+        if self._decided_at == position:
+            return False
+        self._decided_at = position
+        self._levels = dict(history.at((position - 1) // self.batch + 1 - LAG))
+        return True
+
+    def draw(self, position: int) -> tuple[int, int]:
+        """The next prompt, which is the run's at `position`: the how-manieth pass over its level, and its place."""
+        name = self._names[self._turns[position % len(self._turns)]]
+        level = self._levels.get(name, 0)
+        key = f"{name}/{level}"
+        drawn = self._drawn.get(key, 0)
+        self._drawn[key] = drawn + 1
+        turn, at = divmod(drawn, len(self._pools[name, level]))
+        return turn, self._order(name, level, turn)[at]
+
+    def state(self) -> dict[str, Json]:
+        """What `restore` goes on from."""
+        return {"drawn": self._drawn, "levels": self._levels, "decided_at": self._decided_at}
+
+    def restore(self, state: Mapping[str, Json]) -> None:
+        """Go on where `state` was asked for."""
+        self._drawn, self._levels = dict(state["drawn"]), dict(state["levels"])
+        self._decided_at = state["decided_at"]
+
+    def _order(self, name: str, level: int, turn: int) -> list[int]:
+        """The places of one pass over a level."""
+        if (name, level, turn) not in self._orders:
+            places = self._pools[name, level]
+            seed = (self._seed, self._names.index(name), level, turn)
+            order = np.random.default_rng(seed).permutation(len(places))
+            self._orders = {k: v for k, v in self._orders.items() if k[:2] != (name, level)}
+            self._orders[name, level, turn] = [places[at] for at in order]
+        return self._orders[name, level, turn]
+
+
+def level_scores(
+    rows: Sequence[tuple[str, Json, float]],
+) -> dict[tuple[str, int], float]:
+    """Mean score by task and level of held-out rows, each its data source, `extra_info` and score."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for source, extra_info, score in rows:
+        level = extra_info.get(LEVEL)
+        if isinstance(level, int):
+            found.setdefault((source, level), []).append(score)
+    return {key: sum(scores) / len(scores) for key, scores in found.items()}
