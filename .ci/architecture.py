@@ -25,7 +25,7 @@ LINES: Mapping[str, int] = {
     "meshrl.transferqueue": 10775,
     "meshrl.rewardd": 6790,
     "meshrl.sandbox": 1870,
-    "meshrl.weights": 7010,
+    "meshrl.weights": 7450,
     "meshrl.contract": 6200,
     "meshrl.simulation": 6215,
     "meshrl.rpc": 6050,

@@ -14,7 +14,8 @@ words move by one. Parts:
     stop    one of three gets SIGSTOP in the middle of an update: the p99 of the others' pauses, and of their waits
             from publishing to serving, from then on, beside those of the same fleet before
     root    bytes that the trainer's process sends for one version to 1, 2, 4 and 8 receivers, in versions
-    hung    every receiver gets SIGSTOP in the middle of an update: seconds that the trainer waits, publish by publish
+    hung    every receiver gets SIGSTOP in the middle of an update: seconds that the trainer waits, publish by
+            publish, with a step between two versions, and at once after one another
     auto    100 updates with `auto` beside each fixed carrier, in turn: receivers here, and said to be elsewhere
 
 Pauses and waits are what the replicas report, by the clock that all processes share. The first two updates of each
@@ -50,6 +51,8 @@ PARTS = ("exact", "speed", "kill", "stop", "root", "hung", "auto")
 NAMES = ["one", "two", "three"]
 WARM = 2
 SMALL = 16 << 20
+_STEP_S = 2.0
+"""Of a trainer's step: a model of 256 MiB takes longer, with a batch worth its name."""
 
 
 class SignallingSource:
@@ -205,8 +208,22 @@ class Bench:
     async def hung(self) -> None:
         """The whole fleet hangs."""
         carrier = self.options.carriers[0]
-        config = self.config(carrier, base_s=3.0, ready_s=3.0)
+        config = self.config(carrier, base_s=3.0)
         weights = Drifting(self.bytes, self.bytes // 4)
+        waits: dict[float, list[float]] = {_STEP_S: [], 0.0: []}
+        for step_s, found in waits.items():
+            found += await self._publish_to_stopped(config, weights, step_s)
+        self.results["hung"] = {
+            "carrier": carrier,
+            "base_s": 3.0,
+            "publish_waits_s_by_step_s": waits,
+        }
+        print(f"hung    {self.results['hung']}", flush=True)
+
+    async def _publish_to_stopped(
+        self, config: dict[str, object], weights: Drifting, step_s: float
+    ) -> list[float]:
+        """What each publish took, the first of a fleet that stops in it."""
         waits = []
         async with opened(config, self.place("hung"), NAMES) as fleet:
             for _ in range(WARM):
@@ -222,12 +239,11 @@ class Bench:
                 began = time.monotonic()
                 await fleet.coordinator.publish(source)
                 waits.append(round(time.monotonic() - began, 3))
-                await asyncio.sleep(0.5)  # the trainer's next step
+                await asyncio.sleep(step_s)
             for name in NAMES:
                 fleet.strike(name, signal.SIGCONT)
             await fleet.until(lambda: all(fleet.state(name) == "serving" for name in NAMES))
-        self.results["hung"] = {"carrier": carrier, "base_s": 3.0, "publish_waits_s": waits}
-        print(f"hung    {self.results['hung']}", flush=True)
+        return waits
 
     async def auto(self) -> None:
         """Beside the fixed ones."""

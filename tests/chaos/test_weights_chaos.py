@@ -81,6 +81,32 @@ async def test_a_stopped_replica_is_out_and_comes_back_at_the_newest_version(mes
     assert stopped.hashes("commit")["1.2"] == healthy.hashes("commit")["1.2"]
 
 
+@over_gloo
+async def test_the_trainer_goes_on_while_its_whole_fleet_is_stopped(mesh: Mesh) -> None:
+    """Its deadlines are of a minute: no replica is given up before the fourth version is handed over."""
+    trainer = await mesh.trainer()
+    replicas = [await mesh.replica("one"), await mesh.replica("two")]
+    await trainer.until(lambda: len(trainer.fleet) == 2)
+    for step in range(2):
+        await trainer.publish(step)
+        await trainer.until(lambda step=step: f"1.{step}" in trainer.all("published"))
+    replicas[1].signal(signal.SIGSTOP)
+    await replicas[1].stopped()
+    pid = replicas[0].child.pid
+    await trainer.publish(2, pid=pid, signal=signal.SIGSTOP, **at_bucket(mesh, 1))
+    for step in (3, 4, 5):
+        await trainer.publish(step)
+    await trainer.until(lambda: "1.5" in trainer.all("carrying"))
+    assert trainer.all("published") == ["1.0", "1.1"]
+    assert "out" not in [state for state, _ in trainer.fleet.values()]
+    for replica in replicas:
+        replica.signal(signal.SIGCONT)
+    await trainer.until(lambda: trainer.all("published")[-1] == "1.5")
+    for replica in replicas:
+        await replica.until(lambda replica=replica: "1.5" in replica.all("commit"))
+        assert replica.hashes("commit")["1.5"] == trainer.hashes("carrying")["1.5"]
+
+
 async def test_replicas_return_to_a_trainer_that_was_killed_and_get_what_it_resumed_from(
     mesh: Mesh,
 ) -> None:

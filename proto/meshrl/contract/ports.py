@@ -307,7 +307,10 @@ class Publisher(Protocol):
     """Carries a version from a source to the whole fleet."""
 
     async def publish(self, source: WeightSource) -> None:
-        """Hand a version over; returns once the previous one is through, so at most one is in transfer."""
+        """Hand a version over; returns once the previous one is through, or takes too long to be waited for.
+
+        At most one is in transfer: then this one waits for its turn, and a newer one replaces it.
+        """
         ...
 
     async def drained(self) -> None:

@@ -16,6 +16,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -45,6 +46,9 @@ _SKIPS = 3
 """Versions in a row that a replica may pass over for a newer one: then it takes the one that it was proposed."""
 _LATE_SHARE = 0.5
 """Stragglers get this share of the time that the faster half took, on top of that time."""
+_PACES = 2.0
+"""A version holds the next one up for so many times what the last committed one took: a slow fleet sets the trainer's
+pace, and one that hangs does not."""
 
 
 class WeightCoordinator:
@@ -81,6 +85,10 @@ class WeightCoordinator:
         self._straggler_wait: asyncio.Task[None] | None = None
         """The task that gives the stragglers of the proposed version their time."""
         self._proposed_at = 0.0
+        self._begun_at = 0.0
+        """When the proposed version, or the one that is being staged, was taken up."""
+        self._pace_s: float | None = None
+        """What the last committed version took from then on."""
         self._closed = False
 
     async def start(self) -> None:
@@ -116,9 +124,10 @@ class WeightCoordinator:
     # The Publisher port: the trainer's side.
 
     async def publish(self, source: WeightSource) -> None:
-        """Hand over a version; returns once the previous one is finished. Publishing twice is publishing once.
+        """Hand over a version; returns once the previous one is finished, or takes too long to be waited for.
 
-        A version in which no replica takes part waits, and counts as finished: the next one replaces it.
+        Then this one waits until it is, and a newer one replaces it; so it is with a version in which no replica
+        takes part. Publishing twice is publishing once.
 
         Raises:
             SourceError: the *previous* version's bytes had changed after its manifest was made.
@@ -130,7 +139,9 @@ class WeightCoordinator:
             raise ConflictError(
                 f"version {version} of {source.manifest.run!r} at a coordinator of {self._run!r}, epoch {self._epoch}"
             )
-        await self.drained()
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self._waits_until):
+                await self.drained()
         newest = self._newest
         if newest is not None and version < newest:
             raise ConflictError(f"version {version} after {newest}: versions never go back")
@@ -146,6 +157,11 @@ class WeightCoordinator:
             raise failure
         if self._closed:
             raise UnavailableError("the weight coordinator is closed")
+
+    @property
+    def _waits_until(self) -> float | None:
+        """When `publish` goes on though a version is in transfer; None before one was committed."""
+        return None if self._pace_s is None else self._begun_at + _PACES * self._pace_s
 
     @property
     def silence_s(self) -> float:
@@ -386,6 +402,7 @@ class WeightCoordinator:
     async def _propose(self) -> None:
         source, parked = self._offered, self._proposed
         assert source is not None
+        self._begun_at = self._clock()
         if parked is not None:
             # Nobody takes part. Staging takes a while: a replica that joined this one meanwhile would be left in it.
             parked.drop()
@@ -402,7 +419,8 @@ class WeightCoordinator:
         if self._straggler_wait is not None:
             self._straggler_wait.cancel()
             self._straggler_wait = None
-        self._offered = None
+        if self._offered is source:  # a newer one may have come while this one was staged
+            self._offered = None
 
     async def _conclude(self) -> None:
         transaction = self._proposed
@@ -412,6 +430,7 @@ class WeightCoordinator:
             # The first says that the fleet serves; one line for each step would fill the log.
             level = logging.INFO if self._committed is None else logging.DEBUG
             self._committed = transaction
+            self._pace_s = self._clock() - self._begun_at
             self._routes.committed(transaction.source)
             await self._on_committed(transaction.version)
             logger.log(level, "version %s is committed", transaction.version)
@@ -451,6 +470,8 @@ class WeightCoordinator:
 
     @property
     def _newest(self) -> Version | None:
+        if self._offered is not None:
+            return self._offered.manifest.version
         newest = self._proposed or self._committed
         return newest.version if newest else None
 

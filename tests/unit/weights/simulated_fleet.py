@@ -233,6 +233,10 @@ class SimulatedFleet:
             assert self.engines[name].hashes == source.manifest.bucket_hashes
         return source
 
+    @property
+    def now(self) -> float:
+        return self._loop.time()
+
     def state(self, name: str) -> ReplicaState | None:
         return next((v.state for v in self.coordinator.fleet().replicas if v.name == name), None)
 

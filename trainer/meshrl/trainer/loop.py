@@ -9,9 +9,9 @@ Step s makes version v = s + 1. What runs beside what, over time, on rank 0:
     writer thread                     the copy that a due checkpoint made before `take` ── durable ▸ commit ▸ queue
     evaluation      held-out tasks of one version, once the fleet has committed it
 
-- `publish` of v waits until the transfer of v-1 is through, then hands v over and returns: the transfer of v runs
-  beside step s + 1, and at most one version is in transfer. A version that the fleet has committed goes to the queue,
-  which admits new tasks by it.
+- `publish` of v waits until the transfer of v-1 is through, but for a fleet that hangs no longer than for one that
+  works; then it hands v over and returns: the transfer of v runs beside step s + 1, and at most one version is in
+  transfer. A version that the fleet has committed goes to the queue, which admits new tasks by it.
 - A checkpoint that is due waits for the write of the one before, copies weights and optimizer state on the compute
   thread, and is written beside the next steps. The queue releases its rows (commit) once it is durable.
 - One evaluation runs at a time, beside training. Training waits for it with `max_staleness: 0` and at step 0.
