@@ -170,7 +170,8 @@ def _algorithm() -> Iterator[Rule]:
         yield same(f"{at}.kl_ctrl.{name}", f"{at}.kl_ctrl.{name}")
     for name in ("reweight_method", "weight_pow"):
         yield same(f"{at}.pf_ppo.{name}", f"{at}.pf_ppo.{name}")
-    for name in ("gdpo_reward_keys", "gdpo_reward_weights", "gigpo.step_advantage_w", "gigpo.mode"):
+    agents = "gigpo.step_advantage_w", "gigpo.mode", "hgpo.mode", "hgpo.length_weight_alpha"
+    for name in ("gdpo_reward_keys", "gdpo_reward_weights", *agents, "hgpo.base_group"):
         yield same(f"{at}.{name}", f"{at}.{name}")
     correction = "rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs"
     for name in (*correction, "rollout_rs_threshold", "bypass_mode", "loss_type"):

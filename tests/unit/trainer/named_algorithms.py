@@ -58,6 +58,8 @@ def trajectories(recipe: Recipe, model: Path) -> list[Trajectory]:
         draw.integers(0, VOCABULARY, PROMPT + int(draw.integers(2, 30))).astype(np.int32)
         for _ in range(ROWS // size * size)
     ]
+    for index, row in enumerate(tokens):  # the rows of a group answer one prompt
+        row[:PROMPT] = tokens[index // size * size][:PROMPT]
     reference = ReferenceModel(model, device="cpu", deterministic=True)
     logprobs = asyncio.run(reference.logprobs(tokens))
     reference.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -13,8 +15,11 @@ import torch
 
 from meshrl.contract.errors import ConfigError, CorruptError, UserError
 from meshrl.contract.types import SamplingParams, Task, Trajectory, Uid, Version, VersionSpan
+from meshrl.trainer.algorithms.advantages._options.hgpo import HgpoConfig
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, outcome_rewards
 from meshrl.trainer.algorithms.advantages.gigpo import compute as gigpo
+from meshrl.trainer.algorithms.advantages.hgpo import compute as hgpo
+from meshrl.trainer.algorithms.advantages.hgpo import of_histories
 from meshrl.trainer.algorithms.agent_steps import anchors_of, steps_of
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.algorithms.rollout_correction import interpolate
@@ -74,6 +79,82 @@ def test_gigpo_judges_each_step_against_steps_from_the_same_observation() -> Non
     # A^E = ±1/2. Returns: 1/4, 1/2, 1 and 0, 0. A^S at the prompt ±1/8, at A 0 (nobody shares it), at B ±1/2.
     expected = [0.5 + 0.125, 0, 0.5, 0, 0.5 + 0.5, -0.5 - 0.125, 0, -0.5 - 0.5]
     torch.testing.assert_close(found, torch.tensor(expected))
+
+
+class TestHgpo:
+    """Three episodes of one prompt that earn 1, 0, 0: observations p A B, p B, p A B."""
+
+    episodes: ClassVar = [0, 0, 0, 1, 1, 2, 2, 2]
+    anchors: ClassVar = [0, 1, 2, 0, 2, 0, 1, 2]
+    returns: ClassVar = [1.0, 1, 1, 0, 0, 0, 0, 0]
+
+    def judged(self, returns: Sequence[float] = returns, **config: Any) -> list[float]:
+        R = torch.tensor(returns)
+        of_episode = torch.tensor([2 / 3, -1 / 3, -1 / 3])
+        episodes = torch.tensor(self.episodes)
+        found = of_histories(
+            *(R, torch.zeros(8, dtype=torch.int64), episodes, torch.tensor(self.anchors)),
+            *(of_episode[episodes], HgpoConfig(**config)),
+        )
+        return found.tolist()
+
+    def test_a_step_is_judged_by_every_part_of_its_history_that_is_shared(self) -> None:
+        # k = 1, weight 2: p and B 2/3, -1/3, -1/3; A 1/2, -1/2. k = 2, weight 3: pA and AB 1/2, -1/2; pB is alone.
+        ends = (2 * 2 / 3 + 3 / 2) / 5, (-2 / 3 - 3 / 2) / 5
+        want = [2 / 3, 1 / 2, ends[0], -1 / 3, -1 / 3, -1 / 3, -1 / 2, ends[1]]
+        assert self.judged(history_length=1) == pytest.approx(want)
+
+    def test_a_longer_history_adds_a_group_of_more_weight(self) -> None:
+        found = self.judged(history_length=2)  # pAB, weight 4: 1/2, -1/2
+        assert found[2] == pytest.approx((2 * 2 / 3 + 3 / 2 + 4 / 2) / 9)
+        assert found[7] == pytest.approx((-2 / 3 - 3 / 2 - 4 / 2) / 9)
+
+    def test_without_history_it_is_gigpos_step_advantage(self) -> None:
+        want = [2 / 3, 1 / 2, 2 / 3, -1 / 3, -1 / 3, -1 / 3, -1 / 2, -1 / 3]
+        assert self.judged(history_length=0) == pytest.approx(want)
+
+    def test_the_episode_may_count_with_weight_one(self) -> None:
+        assert self.judged(history_length=1, base_group=True)[1] == pytest.approx(
+            (2 / 3 + 5 / 2) / 6
+        )
+
+    def test_weights_follow_alpha(self) -> None:
+        found = self.judged(history_length=1, length_weight_alpha=2.0)
+        assert found[2] == pytest.approx((4 * 2 / 3 + 9 / 2) / 13)
+
+    def test_deviations_are_biased(self) -> None:
+        found = self.judged(history_length=0, mode="mean_std_norm")
+        assert found[0] == pytest.approx((2 / 3) / (math.sqrt(2 / 9) + 1e-6))
+
+    def test_equal_returns_say_nothing_and_have_no_weight(self) -> None:
+        assert self.judged([0.1] * 8) == [0.0] * 8
+        # A and AB are 0.7 twice: what is left of the last step is its observation alone.
+        found = self.judged([0.7, 0.7, 0.7, 0.1, 0.1, 0.7, 0.7, 0.7], history_length=2)
+        assert found[2] == pytest.approx(0.2) and found[1] == 0
+
+    def test_episodes_and_rows_of_one_step_give_the_same(self) -> None:
+        rows = [
+            row(("p", 1), ("s", 1), ("A", 1), ("s", 1), ("B", 1), ("s", 1)),
+            row(("p", 1), ("s", 1), ("B", 1), ("s", 1)),
+        ]
+        ragged = layout(rows)
+        steps = steps_of(ragged, [anchors_of(r) for r in rows])
+        rewards = torch.tensor([0.0, 0, 0, 0, 1, 0, 0, 0])
+        batch = AdvantageBatch(ragged=ragged, token_rewards=rewards, steps=steps)
+        config = AlgorithmConfig(gamma=0.5)
+        whole = hgpo(batch, config).advantages[ragged.mask]
+        single = Ragged.from_lengths(
+            torch.ones(5, dtype=torch.int64), torch.ones(5, dtype=torch.bool), torch.zeros(5).long()
+        )
+        of_steps = AdvantageBatch(
+            ragged=single,
+            token_rewards=torch.tensor([0.0, 0, 1, 0, 0]),
+            trajectories=steps.rows,
+            anchors=steps.anchors,
+        )
+        torch.testing.assert_close(hgpo(of_steps, config).advantages, whole)
+        # Returns 1/4, 1/2, 1 and 0, 0: p ±1/8; A and AB are alone; B ±1/2.
+        torch.testing.assert_close(whole, torch.tensor([0.125, 0, 0.5, -0.125, -0.5]))
 
 
 def test_the_last_sibling_is_greedy_and_no_other() -> None:

@@ -62,13 +62,8 @@ def _of_episodes(batch: AdvantageBatch, steps: Steps, config: AlgorithmConfig) -
     """Rows are episodes of `steps`, S in all."""
     ragged, gigpo = batch.ragged, options(config, Options).gigpo
     divide = gigpo.mode == "mean_std_norm"
-    counts = torch.bincount(steps.rows, minlength=ragged.num_rows)
+    R = returns_of_steps(batch, steps, gamma=config.gamma)
     ones = torch.ones(len(steps.rows), dtype=torch.bool)
-    layout = Ragged.from_lengths(counts, ones)
-    sampled = steps.of_token >= 0
-    r = torch.zeros(len(steps.rows), dtype=torch.float64)
-    r = r.index_add(0, steps.of_token[sampled], batch.token_rewards[sampled].double())
-    R = layout.discounted_suffix_sum(r, torch.full_like(r, config.gamma))
     of_prompt = Ragged.from_lengths(torch.ones_like(steps.rows), ones, ragged.groups[steps.rows])
     A_step = step_relative(of_prompt, R, steps.anchors, divide_by_std=divide)
     A_episode = group_relative(
@@ -80,6 +75,16 @@ def _of_episodes(batch: AdvantageBatch, steps: Steps, config: AlgorithmConfig) -
     shared = _shared(of_prompt, steps)
     metrics = {**group_metrics(batch), "advantages/steps_with_shared_observation": shared}
     return Advantages(advantages=A, returns=A, metrics=metrics)
+
+
+def returns_of_steps(batch: AdvantageBatch, steps: Steps, *, gamma: float) -> Tensor:
+    """R float64[S] of the steps of rows that are episodes: what their tokens earned, and what follows."""
+    counts = torch.bincount(steps.rows, minlength=batch.ragged.num_rows)
+    layout = Ragged.from_lengths(counts, torch.ones(len(steps.rows), dtype=torch.bool))
+    sampled = steps.of_token >= 0
+    r = torch.zeros(len(steps.rows), dtype=torch.float64)
+    r = r.index_add(0, steps.of_token[sampled], batch.token_rewards[sampled].double())
+    return layout.discounted_suffix_sum(r, torch.full_like(r, gamma))
 
 
 def _shared(of_prompt: Ragged, steps: Steps) -> float:
