@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 
+from ..collector import collector
 from ..mesh import make_mesh
 
 pytestmark = pytest.mark.slow
@@ -63,7 +65,8 @@ def test_a_policy_calls_tools_and_its_steps_are_compared(
         (made / f"{name}.py").write_text(text)
     (tmp_path / "reward.py").write_text(REWARD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # a service's working directory holds no code
-    mesh.run("trainer.val_before_train=false")
+    with collector() as (url, got):
+        mesh.run("trainer.val_before_train=false", "run.trace=1", f"run.trace_otlp={url}")
     steps = mesh.steps()
     assert [line["step"] for line in steps] == [0, 1]
     for line in steps:
@@ -74,3 +77,17 @@ def test_a_policy_calls_tools_and_its_steps_are_compared(
         assert 0 < line["advantages/steps_with_shared_observation"] <= 1
     ledger = asyncio.run(mesh.ledger())
     assert ledger.balanced and ledger.trained == 2 * 16 and not ledger.dead_lettered
+    sent = {
+        span.span_id.hex(): (resource.resource.attributes[0].value.string_value, span.name)
+        for request in got
+        for resource in request.resource_spans
+        for span in resource.scope_spans[0].spans
+    }
+    lines = [
+        json.loads(line)
+        for path in (mesh.run_dir / "spans").iterdir()
+        for line in path.read_text().splitlines()
+    ]
+    # The collector has what the files have, from each service, the turns and the calls of tools between them too.
+    assert sent == {line["span"]: (line["service"], line["name"]) for line in lines}
+    assert {("feeder", "admit"), ("rollout-0", "tool"), ("trainer", "learn")} <= set(sent.values())

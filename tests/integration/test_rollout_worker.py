@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshrl.contract import rows
+from meshrl.contract import rows, tracing
 from meshrl.contract.errors import ConfigError, InfraError, UnavailableError
 from meshrl.contract.types import (
     ROLLOUT_COLUMNS,
@@ -419,9 +419,21 @@ async def test_two_runs_with_other_delays_are_equal_bit_by_bit(tmp_path: Path) -
     model = make_model("Qwen3", head_dim=8, tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
     first = await deterministic_run(tmp_path, seed=1)
-    second = await deterministic_run(tmp_path, seed=2)
+    tracing.start(tmp_path / "spans", "rollout-0", 1.0)
+    try:
+        second = await deterministic_run(tmp_path, seed=2)
+    finally:
+        tracing.stop()
     assert len(first) == 48
     assert first == second
+    lines = (tmp_path / "spans" / "rollout-0.jsonl").read_text().splitlines()
+    spans = {span["span"]: span for span in map(json.loads, lines)}
+    turns = [span for span in spans.values() if span["name"] == "generate"]
+    assert len(turns) == 48
+    parents = [spans[turn["parent"]] for turn in turns]
+    assert {(span["name"], span["attributes"]["uid"]) for span in parents} == {
+        ("rollout", str(uid)) for uid in first
+    }
     tokens = {uid: np.frombuffer(bits[0], dtype=np.int32) for uid, bits in first.items()}
     assert len({each.tobytes() for each in tokens.values()}) > 40
     uid = next(iter(first))

@@ -303,9 +303,12 @@ class StageWorker:
             tracing.record_rows("write", call.rows, began, stage=self._stage.name)
 
     async def _traced(self, rows: Sequence[LeasedRow]) -> Sequence[StageResult]:
-        """Handle rows: in the span of a row that is alone; of several, a span of each is recorded."""
+        """Handle rows: in the span of a row that is alone; of several, a span of each is recorded.
+
+        The rows of a sync batch run side by side in their handler, which opens their spans.
+        """
         name = self._stage.name
-        if not tracing.is_on():
+        if not tracing.is_on() or self._sync_batch:
             return await self._handle(rows)
         if len(rows) == 1:
             with tracing.row_span(name, rows[0].uid, delivery=rows[0].delivery):

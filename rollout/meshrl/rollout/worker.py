@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol, Self
 
-from meshrl.contract import plugins
+from meshrl.contract import plugins, tracing
 from meshrl.contract.errors import ConfigError, EngineGoneError, InfraError
 from meshrl.contract.ports import Engine, Queue
 from meshrl.contract.rows import conversation_column, rollout_write, times_column
@@ -317,7 +317,8 @@ class RolloutWorker:
 
         async def member(index: int, row: LeasedRow) -> StageResult:
             try:
-                return await self._rollout(row, batch.generator(index))
+                with tracing.row_span(ROLLOUT_STAGE.name, row.uid, delivery=row.delivery):
+                    return await self._rollout(row, batch.generator(index))
             finally:
                 batch.leave(index)
 

@@ -1,16 +1,12 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import http.server
 import json
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf import json_format
 
 from meshrl.contract import tracing
 from meshrl.contract.stage_worker import StageResult, StageWorker
@@ -19,6 +15,7 @@ from meshrl.http.view.spans import SpanFiles
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
+from ...collector import collector, parsed
 from ...contract.queue_actors import Actors, rollout_of, spec, tasks
 
 ROW = Uid("r", "0-1", 2)
@@ -160,50 +157,27 @@ async def test_a_worker_tells_of_each_row_and_of_its_write(folder: Path) -> None
 
 
 def test_a_collector_gets_the_spans_as_otlp(folder: Path) -> None:
-    got: list[dict[str, Any]] = []
-
-    class Collector(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            got.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Collector) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        url = f"http://127.0.0.1:{server.server_port}/v1/traces"
+    with collector() as (url, got):
         tracing.start(folder, "s", 1.0, otlp=url)
         with tracing.row_span("rollout", ROW, delivery=1):
             pass
         tracing.stop()
-        server.shutdown()
-        thread.join()
-    (resource,) = got[0]["resourceSpans"]
-    assert resource["resource"]["attributes"] == [
-        {"key": "service.name", "value": {"stringValue": "s"}}
-    ]
-    (span,) = resource["scopeSpans"][0]["spans"]
-    assert span["name"] == "rollout" and len(span["traceId"]) == 32 and len(span["spanId"]) == 16
-    assert {"key": "meshrl.delivery", "value": {"intValue": "1"}} in span["attributes"]
+    (resource,) = got[0].resource_spans
+    assert resource.resource.attributes[0].key == "service.name"
+    assert resource.resource.attributes[0].value.string_value == "s"
+    (span,) = resource.scope_spans[0].spans
+    assert span.name == "rollout" and len(span.trace_id) == 16 and len(span.span_id) == 8
+    assert ("meshrl.delivery", 1) in [(one.key, one.value.int_value) for one in span.attributes]
 
 
 def test_opentelemetrys_own_parser_takes_what_a_collector_gets() -> None:
     """Field by field: it refuses names and types that its schema does not have."""
-    service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
     given = {"a": 1, "b": 0.5, "c": "text", "d": True, "e": None}
     spans = [
         tracing.Span("learn", "ab" * 16, "cd" * 8, "", 10**18, 10**18 + 5, dict(given)),
         tracing.Span("write", "ab" * 16, "ef" * 8, "cd" * 8, 10**18, 10**18 + 7),
     ]
-    message = tracing.otlp_message("trainer", spans)
-    for span in message["resourceSpans"][0]["scopeSpans"][0]["spans"]:
-        for name in ("traceId", "spanId", "parentSpanId"):  # OTLP's JSON has them in hexadecimal
-            span[name] = base64.b64encode(bytes.fromhex(span[name])).decode()
-    found = json_format.Parse(json.dumps(message), service.ExportTraceServiceRequest())
-    (resource,) = found.resource_spans
+    (resource,) = parsed(tracing.otlp_message("trainer", spans)).resource_spans
     assert resource.resource.attributes[0].value.string_value == "trainer"
     learn, write = resource.scope_spans[0].spans
     assert learn.trace_id.hex() == write.trace_id.hex() == "ab" * 16
