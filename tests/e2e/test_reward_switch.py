@@ -43,7 +43,7 @@ def submit(mesh: Mesh, factor: int, kind: str = "compute_score") -> str:
     said = meshrl(
         mesh, "submit", str(path), "--name", "reward", "--kind", kind, "--tests", str(tests)
     )
-    assert "points to it (1 tests passed)" in said
+    assert "points to it (1 test passed)" in said
     return said.split()[0]
 
 

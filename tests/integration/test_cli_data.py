@@ -54,13 +54,13 @@ def test_check_names_what_is_too_long_what_repeats_and_what_leaks(ask: Ask) -> N
     code, out, err = ask("check")
     assert code == 0
     assert err.splitlines() == [
-        "warning: train: 1 rows are longer than data.max_prompt_length 32 and are skipped,"
+        "warning: train: 1 row longer than data.max_prompt_length 32: skipped,"
         " the first at train.jsonl:5",
-        "warning: train: 1 rows repeat a prompt: train.jsonl:4 = train.jsonl:1",
-        "warning: 1 held-out rows have prompts that are trained on: val.jsonl:2 = more.parquet:1",
+        "warning: train: 1 row with a prompt that came before: train.jsonl:4 = train.jsonl:1",
+        "warning: 1 held-out row with a prompt that is trained on: val.jsonl:2 = more.parquet:1",
     ]
     assert out.splitlines() == [
-        "train: 6 rows are good, 0 are bad", "held out: 2 rows are good, 0 are bad"
+        "train: 6 good rows, 0 bad", "held out: 2 good rows, 0 bad"
     ]  # fmt: skip
     assert ask("check", "--strict")[0] == 2
 
@@ -94,7 +94,7 @@ def test_a_file_that_is_none_and_weights_that_fit_nothing_are_one_line(ask: Ask)
     Path("more.parquet").write_bytes(b"PAR1 broken")
     code, out, err = ask("check")
     assert code == 2 and "more.parquet: not a readable parquet file" in err
-    assert "train: 4 rows are good, 1 are bad" in out
+    assert "train: 4 good rows, 1 bad" in out
 
 
 def test_stats_count_tokens_sources_and_what_an_epoch_asks(ask: Ask) -> None:

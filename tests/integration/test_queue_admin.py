@@ -105,7 +105,7 @@ async def test_a_queue_that_serves_is_backed_up_verified_and_restored(mesh: Mesh
     for target in ([], [backup]):
         where = target or mesh.address
         code, out, _ = await mesh.meshrl("queue", "verify", *where)
-        assert code == 0 and out.startswith("no problems: 1 runs, 10 resident rows")
+        assert code == 0 and out.startswith("no problems: 1 run, 10 resident rows")
         code, out, _ = await mesh.meshrl("queue", "verify", "--json", *where)
         found = json.loads(out)
         assert found["problems"] == [] and found["ledgers"]["run"]["admitted"] == ledger.admitted
@@ -198,7 +198,7 @@ async def test_every_shard_of_a_queue_is_backed_up_verified_and_restored(mesh: M
     assert (code, err) == (0, "") and out.startswith(f"backed up to {backup}: ")
     for where in (twice, [backup]):
         code, out, _ = await mesh.meshrl("queue", "verify", *where)
-        assert code == 0 and out.startswith("no problems: 1 runs, 16 resident rows")
+        assert code == 0 and out.startswith("no problems: 1 run, 16 resident rows")
 
     fresh = f"run.dir={mesh.folder / 'fresh'}"
     code, _, err = await mesh.meshrl("queue", "restore", backup, recipe, fresh)

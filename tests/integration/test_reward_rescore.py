@@ -62,7 +62,7 @@ async def test_resident_rows_are_scored_again_with_the_current_version(tmp_path:
             assert done.stdout.startswith(f"{GROUPS * GROUP} rows scored again in ")
         stuck = await rescore(queues, "--patience", "1.5")
         assert stuck.exit_code == 1
-        assert f"{GROUPS * GROUP} rows are still to be scored" in stuck.stderr
+        assert f"{GROUPS * GROUP} rows still to be scored" in stuck.stderr
         async with serving(judge):
             batch = await queue.take(
                 "train", epoch=1, step=0, groups=GROUPS, batch_id="b", wait_s=60

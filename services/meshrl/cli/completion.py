@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
+from meshrl.cli.recipe_files import templates
 from meshrl.config.explain import Key, config_of, walk
 from meshrl.config.plugin_checks import names_at
 from meshrl.config.recipe import METRICS_NAME, Recipe
@@ -80,6 +81,16 @@ def overrides(
         for name, one in _keys().items()
         if name.startswith(incomplete)
     ]
+
+
+def templates_or_overrides(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem[Any]]:
+    """Recipes that come with meshrl, as the first word, and keys."""
+    found = overrides(context, parameter, incomplete)
+    if context.params.get(parameter.name or ""):
+        return found
+    return [CompletionItem(name) for name in templates() if name.startswith(incomplete)] + found
 
 
 def keys(

@@ -15,6 +15,7 @@ from meshrl.cli.options import json_option, recipe_argument
 from meshrl.cli.plain_text import printable
 from meshrl.config import Recipe, load_recipe
 from meshrl.contract.errors import UserError
+from meshrl.contract.words import counted
 from meshrl.launcher.prompt_tokenizer import load_prompt_tokenizer
 from meshrl.rpc.exit_codes import Exit
 from meshrl.trainer.data.files import FileRow, file_rows, rows_of
@@ -53,7 +54,7 @@ def check(
         for warning in warnings:
             click.echo(f"warning: {warning}", err=True)
         for split in scanned.splits:
-            click.echo(f"{split.name}: {split.rows:,} rows are good, {split.bad:,} are bad")
+            click.echo(f"{split.name}: {counted(split.rows, 'good row')}, {split.bad:,} bad")
     sys.exit(Exit.USER_ERROR if scanned.bad or (strict and warnings) else Exit.DONE)
 
 
@@ -180,12 +181,16 @@ class _Scanned:
                 limit, first = self.recipe.data.max_prompt_length, split.first_too_long
                 done = "skipped" if self.recipe.data.filter_overlong_prompts else "cut"
                 yield (
-                    f"{split.name}: {split.too_long:,} rows are longer than data.max_prompt_length {limit} and are"
+                    f"{split.name}: {counted(split.too_long, 'row')} longer than data.max_prompt_length {limit}:"
                     f" {done}, the first at {first}"
                 )
-            yield from _said(f"{split.name}: {{}} rows repeat a prompt", self._repeats[split.name])
+            yield from _said(
+                f"{split.name}: {{}} with a prompt that came before",
+                "row",
+                self._repeats[split.name],
+            )
         if self._leaked is not None:
-            yield from _said("{} held-out rows have prompts that are trained on", self._leaked)
+            yield from _said("{} with a prompt that is trained on", "held-out row", self._leaked)
 
     def facts(self) -> dict[str, Any]:
         """For programs."""
@@ -196,11 +201,11 @@ class _Scanned:
         return known | {"leaked": _repeats(self._leaked) if self._leaked else None}
 
 
-def _said(text: str, repeats: Repeats) -> Iterator[str]:
+def _said(text: str, what: str, repeats: Repeats) -> Iterator[str]:
     if repeats.rows:
         pairs = "; ".join(f"{one} = {other}" for one, other in repeats.examples)
         more = "; …" if repeats.rows > len(repeats.examples) else ""
-        yield f"{text.format(f'{repeats.rows:,}')}: {pairs}{more}"
+        yield f"{text.format(counted(repeats.rows, what))}: {pairs}{more}"
 
 
 def _repeats(repeats: Repeats) -> dict[str, Any]:
@@ -224,7 +229,7 @@ def _facts(split: Split, repeats: Repeats) -> dict[str, Any]:
 
 
 def _table(split: Split, recipe: Recipe) -> Iterator[str]:
-    yield f"{split.name}: {split.rows:,} rows, {split.tokens:,} tokens of prompts"
+    yield f"{split.name}: {counted(split.rows, 'row')}, {counted(split.tokens, 'token')} of prompts"
     length, where = split.longest
     middle, most = split.quantile(0.5), split.quantile(0.95)
     mean = split.tokens / split.rows
@@ -235,7 +240,7 @@ def _table(split: Split, recipe: Recipe) -> Iterator[str]:
         bar = "█" * (max(1, round(BAR * rows / largest)) if rows else 0)
         yield f"  {first:>{width}}-{last:<{width}} {bar} {rows:,}".rstrip()
     for name, rows in split.sources.most_common():
-        yield f"  {printable(name) or '(no data_source)'}: {rows:,} rows"
+        yield f"  {printable(name) or '(no data_source)'}: {counted(rows, 'row')}"
     if split.weighted:
         for name, count in quotas(recipe.data.weights, split.weighted).items():
             rows = split.weighted[name]

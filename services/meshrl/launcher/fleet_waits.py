@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Waiting
+from meshrl.contract.words import counted
 from meshrl.rollout.circuit_breaker import CircuitState
 from meshrl.rollout.ports import NO_BREAKER, UNSERVED
 from meshrl.rpc.clients.member import MemberClient, MemberReport
@@ -37,7 +38,7 @@ async def _why_not_sampling(address: str) -> str:
 def _reason(report: MemberReport) -> str:
     worker = report.worker
     if worker.breaker not in WELL:
-        times = f"breaker {worker.breaker}, opened {worker.opened} times"
+        times = f"breaker {worker.breaker}, opened {counted(worker.opened, 'time')}"
         return f"its engine, which fails: {worker.last_fault} ({times})"
     if report.engine.version == UNSERVED:
         return "its engine, which serves no version yet"

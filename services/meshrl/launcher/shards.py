@@ -16,6 +16,7 @@ from typing import Final
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import ConflictError, CorruptError, UserError
 from meshrl.contract.files import replace_file
+from meshrl.contract.words import counted
 from meshrl.launcher.control import Answer, Operation
 from meshrl.launcher.plan import LaunchPlan, ProbeOf
 from meshrl.launcher.supervisor import Supervisor
@@ -91,7 +92,7 @@ class ShardOperations:
             self._started = ""
             self._save(_with_shards(self._recipe, shards))
             self._plan.list_shard(name)
-            self._log(f"queue: added {name}, {shards} shards")
+            self._log(f"queue: added {name}, {counted(shards, 'shard')}")
             return {"added": name, "shards": shards}
 
     async def _start(self) -> str:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshrl.contract.types import EngineStats, Ledger, TrainerStatus
+from meshrl.contract.words import counted
 from meshrl.launcher.status import MeshStatus
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -77,7 +78,7 @@ def _figures(mesh_status: MeshStatus, status: TrainerStatus) -> list[str]:
     if status.held_out_score is not None:
         first = next(iter(mesh_status.scores.values()), status.held_out_score)
         parts.append(f"held-out {status.held_out_score:.3f} (began at {first:.3f})")
-    parts += [f"{status.tokens_per_s:,.0f} tokens/s trained", f"{status.samples:,} samples"]
+    parts += [f"{status.tokens_per_s:,.0f} tokens/s trained", counted(status.samples, "sample")]
     parts.append(f"version {status.version}")
     return parts
 
@@ -94,7 +95,7 @@ def _replica(mesh_status: MeshStatus, name: str, stats: EngineStats | None) -> T
         return Text(f"{state.phase}{restarts}", style="yellow")
     text = (
         f"version {stats.version} · {stats.running}/{stats.capacity} running · "
-        f"{stats.tokens_per_s:,.0f} tokens/s · {stats.updates} updates, "
+        f"{stats.tokens_per_s:,.0f} tokens/s · {counted(stats.updates, 'update')}, "
         f"last paused {1000 * stats.update_pause_s:.0f} ms{restarts}"
     )
     return Text(text)
@@ -130,7 +131,7 @@ def step_line(mesh_status: MeshStatus, status: TrainerStatus) -> str:
         parts.append(f"reward {status.reward_mean:.3f}")
     if status.held_out_score is not None:
         parts.append(f"held-out {status.held_out_score:.3f}")
-    parts += [f"{status.tokens_per_s:,.0f} tokens/s", f"{status.samples:,} samples"]
+    parts += [f"{status.tokens_per_s:,.0f} tokens/s", counted(status.samples, "sample")]
     if status.staleness:
         parts.append(f"staleness {mean_staleness(status.staleness):.2f}")
     parts.append(f"{clock(mesh_status.elapsed_s)} elapsed")

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, NoReturn
 
+from meshrl.contract.words import counted
 from meshrl.simulation.faults import Fault, draw_faults
 from meshrl.simulation.mesh import Report, simulate
 from meshrl.simulation.services import Parts
@@ -205,7 +206,8 @@ def _shortened(fault: Fault) -> Fault:
 def story(minimal: Minimal, *, lines: int = 40) -> Iterator[str]:
     """What happened, for a person to read."""
     shape = minimal.shape
-    yield f"seed {minimal.seed}: {len(minimal.faults)} faults are enough ({minimal.runs} runs)"
+    enough = counted(len(minimal.faults), "fault is", "faults are")
+    yield f"seed {minimal.seed}: {enough} enough ({counted(minimal.runs, 'run')})"
     yield f"  mesh: {shape}"
     for fault in minimal.faults:
         yield f"  fault at {fault}"

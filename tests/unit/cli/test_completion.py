@@ -28,6 +28,16 @@ def test_commands_and_keys_are_completed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert bash(monkeypatch, "config", "explain", "rollout.na") == ["plain,rollout.name"]
 
 
+def test_the_first_word_of_init_may_be_a_recipe_that_comes_with_meshrl(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert bash(monkeypatch, "init", "gsm") == ["plain,gsm8k"]
+    offered = bash(monkeypatch, "init", "")
+    assert "plain,tools" in offered and "plain,rollout.n=" in offered
+    assert bash(monkeypatch, "init", "rollout.n=2", "gsm") == []
+    assert bash(monkeypatch, "init", "rollout.name", "=", "to") == ["plain,torch"]
+
+
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [

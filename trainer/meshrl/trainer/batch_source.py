@@ -20,6 +20,7 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.ports import Publisher, Queue
 from meshrl.contract.types import Batch, Json, Uid
+from meshrl.contract.words import counted
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.damaged_rows import dead_letter, unreadable
 from meshrl.trainer.distributed import World
@@ -264,7 +265,8 @@ class BatchSource:
         reasons = Counter(f"{letter.stage}: {letter.reason}" for letter in letters[-rows:])
         reason, count = reasons.most_common(1)[0]
         raise UserError(
-            f"run {run}: {lost} rows were dead-lettered while the trainer waited for one batch of {rows};"
+            f"run {run}: {counted(lost, 'row was', 'rows were')} dead-lettered while the trainer"
+            f" waited for one batch of {rows};"
             f" {count} of the last {min(rows, len(letters))} died of {reason!r}"
             f" (all: meshrl dead-letters; try them again: meshrl dead-letters replay)"
         )

@@ -47,6 +47,7 @@ from meshrl.contract.types import (
     Waiting,
     name_fault,
 )
+from meshrl.contract.words import counted
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.model.group import Grant
 from meshrl.transferqueue.model.records import TakenBatch
@@ -275,7 +276,7 @@ class TransferQueue(RowMethods):
 
         def reason() -> str:
             at = f" at version {version}" if version else ""
-            return f"{min(limit, at_least)} rows of stage {stage}{at}"
+            return f"{counted(min(limit, at_least), 'row')} of stage {stage}{at}"
 
         with self._waits.tracked("lease", runs, worker, reason):
             while True:

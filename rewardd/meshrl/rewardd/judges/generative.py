@@ -15,6 +15,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, field_validat
 from meshrl.contract.config import RegularExpression
 from meshrl.contract.errors import CorruptError, InfraError, UserError
 from meshrl.contract.types import Json, Sample
+from meshrl.contract.words import counted
 from meshrl.rewardd.judges._remote import RemoteJudge, RemoteJudgeConfig
 
 TEMPLATE = """Grade the response to the question.
@@ -86,7 +87,8 @@ class GenerativeJudge(RemoteJudge):
             if (score := self._parsed(answer)) is not None:
                 return {"score": score, "answer": answer}
         raise InfraError(
-            f"the generative judge gave no score in {config.attempts} answers; the last ends with {answer[-120:]!r}"
+            f"the generative judge gave no score in {counted(config.attempts, 'answer')}; the"
+            f" last ends with {answer[-120:]!r}"
         )
 
     def _parsed(self, answer: str) -> float | None:

@@ -13,6 +13,7 @@ import click
 from meshrl.cli.find_mesh import find_mesh
 from meshrl.cli.options import Finite
 from meshrl.contract.ports import Queue
+from meshrl.contract.words import counted
 from meshrl.rpc.exit_codes import Exit
 
 TELL_EVERY_S: Final = 1.0
@@ -41,7 +42,7 @@ def rescore_run(
     left = mesh.ask_queue(lambda asked: _rescore(asked, mesh.run, patience))
     if left:
         click.echo(
-            f"{left} rows are still to be scored, none was in {patience:g} s; they stay in the queue"
+            f"{counted(left, 'row')} still to be scored, none was in {patience:g} s: left in the queue"
             " (meshrl why-waiting says for what)",
             err=True,
         )
@@ -60,10 +61,12 @@ async def _rescore(queue: Queue, run: str, patience: float) -> int:
         if waiting < left:
             left, moved = waiting, now
         done = total - left
-        click.echo(f"{done} of {total} rows, {done / (now - began):.0f} rows/s", err=True)
+        click.echo(
+            f"{done} of {counted(total, 'row')}, {done / (now - began):.0f} rows/s", err=True
+        )
         if now - moved > patience:
             return left
-    click.echo(f"{total} rows scored again in {time.monotonic() - began:.1f} s")
+    click.echo(f"{counted(total, 'row')} scored again in {time.monotonic() - began:.1f} s")
     return 0
 
 

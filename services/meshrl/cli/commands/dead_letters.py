@@ -16,6 +16,7 @@ from meshrl.cli.plain_text import text_console
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import DeadLetter, Uid
+from meshrl.contract.words import counted
 
 
 @click.group("dead-letters", invoke_without_command=True)
@@ -58,7 +59,7 @@ def replay(mesh: Mesh, uids: tuple[str, ...], everything: bool) -> None:
     async def ask(asked: Queue) -> int:
         return await asked.replay(mesh.run, chosen)
 
-    click.echo(f"{mesh.ask_queue(ask)} rows admitted again")
+    click.echo(f"{counted(mesh.ask_queue(ask), 'row')} admitted again")
 
 
 def _letters(mesh: Mesh) -> Sequence[DeadLetter]:

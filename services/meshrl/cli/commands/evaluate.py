@@ -29,6 +29,7 @@ from meshrl.config import Recipe, load_recipe
 from meshrl.config.recipe import has_evaluation
 from meshrl.contract.errors import UserError
 from meshrl.contract.files import replace_file
+from meshrl.contract.words import counted
 from meshrl.rewardd.estimates import Estimate
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def evaluate(
         console.print(_sources(report))
     _print_worst(console, report, worst)
     if out is not None:
-        click.echo(f"{len(report.answers):,} answers in {out}")
+        click.echo(f"{counted(len(report.answers), 'answer')} in {out}")
 
 
 def _check_target(out: Path, force: bool) -> None:
@@ -165,7 +166,7 @@ def _table(source: Path, report: Report) -> Table:
             table.add_row(f"majority@{k}", _interval(found))
     for name, value in report.components.items():
         table.add_row(f"  {name}", f"{value:.4f}")
-    table.add_row("prompts", f"{report.tasks:,} ({report.rows:,} answers)")
+    table.add_row("prompts", f"{report.tasks:,} ({counted(report.rows, 'answer')})")
     table.add_row("length", f"{report.length:.1f} tokens, {report.truncated:.1%} cut short")
     for reason, rows in report.unscored.items():
         table.add_row("not scored", f"{rows:,}: {reason}")

@@ -10,6 +10,7 @@ import click
 
 from meshrl.cli.options import PATH, json_option
 from meshrl.contract.errors import ConfigError, UserError
+from meshrl.contract.words import counted
 from meshrl.rpc.exit_codes import Exit
 
 
@@ -71,7 +72,10 @@ def from_verl(
     # The recipe owns stdout where it has no file.
     click.echo(report, err=output is None)
     if refused and strict:
-        click.echo(f"error: {refused} keys are refused; nothing was written", err=True)
+        click.echo(
+            f"error: {counted(refused, 'key is', 'keys are')} refused; nothing was written",
+            err=True,
+        )
         sys.exit(Exit.USER_ERROR)
     if output is None:
         click.echo(written.recipe_text(migration), nl=False)

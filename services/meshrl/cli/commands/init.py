@@ -56,7 +56,10 @@ HEADING = """\
 
 @click.command()
 @click.argument(
-    "words", nargs=-1, metavar="[TEMPLATE] [KEY=VALUE]...", shell_complete=completed("overrides")
+    "words",
+    nargs=-1,
+    metavar="[TEMPLATE] [KEY=VALUE]...",
+    shell_complete=completed("templates_or_overrides"),
 )
 @click.option("--to", type=PATH, help="The recipe's file (my.yaml); with TEMPLATE: a folder.")
 @click.option("--model", type=PATH, help="A Hugging Face directory.")

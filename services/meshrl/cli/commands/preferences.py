@@ -12,6 +12,7 @@ import click
 
 from meshrl.cli.options import json_option, recipe_argument
 from meshrl.config.loading import Written
+from meshrl.contract.words import counted
 from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig
 
 if TYPE_CHECKING:
@@ -63,4 +64,4 @@ def _reporter(as_json: bool) -> Callable[[Progress], None]:
 
 def _say_end(target: Path, done: Progress, as_json: bool) -> None:
     if not as_json:
-        click.echo(f"{target} after {done.step} steps, {done.seconds:.1f} s")
+        click.echo(f"{target} after {counted(done.step, 'step')}, {done.seconds:.1f} s")

@@ -25,6 +25,7 @@ from meshrl.cli.options import PATH, json_option, mesh_options, overrides_argume
 from meshrl.client.connection import check_address
 from meshrl.config.loading import load_recipe
 from meshrl.contract.errors import ConflictError, UserError
+from meshrl.contract.words import counted
 from meshrl.launcher.address_book import newest_run_dir, run_lock
 from meshrl.launcher.control import ask_up
 from meshrl.rpc.exit_codes import Exit
@@ -143,7 +144,9 @@ def add_shard(address: str | None, run_dir: Path | None, addresses: str | None) 
         directory = run_dir if run_dir is not None else newest_run_dir()
         find_mesh(directory, None, None)  # says what is wrong where no mesh runs
         reply = asyncio.run(ask_up(directory, "add-shard", timeout_s=ADD_SHARD_S))
-        click.echo(f"{reply['added']} is added: the queue has {reply['shards']} shards")
+        click.echo(
+            f"{reply['added']} is added: the queue has {counted(int(str(reply['shards'])), 'shard')}"
+        )
         return
     check_address(address)
     if addresses is None or "," not in addresses:
@@ -170,9 +173,10 @@ def tell_audit(found: Audit) -> None:
         click.echo(problem)
     rows = sum(sum(one.resident.values()) for one in found.ledgers.values())
     click.echo(
-        f"{len(found.problems) or 'no'} problem{'' if len(found.problems) == 1 else 's'}:"
-        f" {len(found.ledgers)} runs, {rows:,} resident rows, {found.records:,} records,"
-        f" {found.values:,} payload values, {found.nbytes:,} bytes"
+        f"{counted(len(found.problems), 'problem') if found.problems else 'no problems'}:"
+        f" {counted(len(found.ledgers), 'run')},"
+        f" {counted(rows, 'resident row')}, {counted(found.records, 'record')},"
+        f" {counted(found.values, 'payload value')}, {counted(found.nbytes, 'byte')}"
     )
 
 
@@ -199,6 +203,6 @@ def _tell_copied(what: str, parts: Sequence[Copied], as_json: bool) -> None:
         click.echo(json.dumps(asdict(copied)))
     else:
         click.echo(
-            f"{what}: {copied.records:,} records, {copied.values:,} payload values,"
-            f" {copied.nbytes:,} bytes"
+            f"{what}: {counted(copied.records, 'record')}, {counted(copied.values, 'payload value')},"
+            f" {counted(copied.nbytes, 'byte')}"
         )

@@ -15,6 +15,7 @@ from meshrl.cli.options import PATH, Finite, json_option
 from meshrl.config.loading import load_run
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import UserError
+from meshrl.contract.words import counted
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
 from meshrl.rpc.exit_codes import Exit
 from meshrl.trainer.trajectories.files import FOLDER
@@ -79,7 +80,7 @@ def replay(run: Path | None, step: int, tolerance: float, as_json: bool) -> None
             figures = ", ".join(f"{name} {value:.6g}" for name, value in made.figures.items())
             worst = max(made.largest.items(), key=lambda one: one[1])
             click.echo(
-                f"step {made.step}: {made.rows} rows, {figures}; largest relative difference"
+                f"step {made.step}: {counted(made.rows, 'row')}, {figures}; largest relative difference"
                 f" {worst[1]:.1e} ({worst[0]})"
             )
             if made.first is not None:

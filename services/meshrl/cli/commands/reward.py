@@ -18,6 +18,7 @@ from meshrl.cli.options import PATH, OptionsAnywhere, json_option
 from meshrl.cli.plain_text import text_console
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, Sample, Uid
+from meshrl.contract.words import counted
 from meshrl.rewardd.pool.signatures import Kind
 from meshrl.rewardd.registry.types import Case, Submission
 from meshrl.rpc.exit_codes import Exit
@@ -107,7 +108,9 @@ def submit(context: click.Context, /, file: Path, name: str | None, **options: A
         else f"points to {done.name.current or 'none'}"
     )
     known = "" if done.created else ", known before"
-    click.echo(f"{done.hash}  {submission.name} {state} ({done.cases} tests passed{known})")
+    click.echo(
+        f"{done.hash}  {submission.name} {state} ({counted(done.cases, 'test')} passed{known})"
+    )
 
 
 @reward.command("list")
@@ -267,12 +270,14 @@ def rescore(context: click.Context, name: str, rows: Path, version: str, out: Pa
                     file.write(json.dumps({**row, **_scored(score)}) + "\n")
                 done += len(part)
                 rate = done / (time.monotonic() - began)
-                click.echo(f"{done} of {len(numbered)} rows, {rate:.0f} rows/s", err=True)
+                click.echo(
+                    f"{done} of {counted(len(numbered), 'row')}, {rate:.0f} rows/s", err=True
+                )
         draft.replace(out)
         return done, faults
 
     done, faults = _ask(context, all_of_it)
-    click.echo(f"{done} rows scored again, {faults} of them without a score: {out}")
+    click.echo(f"{counted(done, 'row')} scored again, {faults} without a score: {out}")
 
 
 @reward.command()
@@ -300,7 +305,8 @@ def _scored(score: Any) -> dict[str, Json]:
 
 def _print_differences(differences: Any) -> None:
     click.echo(
-        f"{differences.a} -> {differences.b}: {differences.compared} of {differences.rows} rows scored by both"
+        f"{differences.a} -> {differences.b}: {differences.compared} of"
+        f" {counted(differences.rows, 'row')} scored by both"
     )
     click.echo(
         f"  equal {differences.equal}, mean {differences.mean_a:.4g} -> {differences.mean_b:.4g}"

@@ -17,6 +17,7 @@ from meshrl.cli.find_mesh import say_which
 from meshrl.cli.options import PATH
 from meshrl.cli.plain_text import one_line, printable, text_console
 from meshrl.contract.errors import UserError
+from meshrl.contract.words import counted
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
 
 LISTED, WHOLE = 20, 8
@@ -124,7 +125,7 @@ def _print_whole(console: Console, row: Row) -> None:
     reward = [_number(row["reward"], 4)]
     reward += [f"{printable(name)} {value:.4g}" for name, value in row["reward_components"].items()]
     spans = [f"{s['epoch']}.{s['step']} [{s['start']}, {s['end']})" for s in row["spans"] or ()]
-    turns = "1 turn" if row["turns"] == 1 else f"{row['turns']} turns"
+    turns = counted(row["turns"], "turn")
     facts = {
         row[
             "split"

@@ -10,6 +10,7 @@ import click
 
 from meshrl.cli.options import json_option, recipe_argument
 from meshrl.config.loading import Written
+from meshrl.contract.words import counted
 from meshrl.trainer.offline.config import SftConfig
 
 
@@ -34,4 +35,4 @@ def sft(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
     done = run(config, report)
     if not as_json:
-        click.echo(f"{config.output_dir} after {done.step} steps, {done.seconds:.1f} s")
+        click.echo(f"{config.output_dir} after {counted(done.step, 'step')}, {done.seconds:.1f} s")

@@ -11,6 +11,7 @@ import click
 
 from meshrl.cli.options import Finite
 from meshrl.contract.errors import UserError
+from meshrl.contract.words import counted
 from meshrl.rpc.exit_codes import Exit
 
 
@@ -77,7 +78,7 @@ def simulate(
     totals = campaign(chosen, minutes=minutes, told=told, run=lambda each: run(each, parts=parts))
     click.echo(
         f"seeds {first} to {first + totals.seeds - 1}: {len(totals.failed)} of {totals.seeds} failed;"
-        f" {totals.rows:,} rows trained, {totals.calls:,} calls, {totals.events:,} events,"
+        f" {counted(totals.rows, 'row')} trained, {counted(totals.calls, 'call')}, {counted(totals.events, 'event')},"
         f" {totals.virtual_s:,.0f} virtual s in {totals.process_s:.0f} s of processor time"
         f" ({totals.per_hour:,.0f} runs/h)"
     )
@@ -90,7 +91,7 @@ def _summary(report: object) -> str:
 
     assert isinstance(report, Report)
     lines = [
-        f"seed {report.seed}: {report.trained} rows in {report.virtual_s:.0f} virtual s,"
+        f"seed {report.seed}: {counted(report.trained, 'row')} in {report.virtual_s:.0f} virtual s,"
         f" {report.events} events {report.trace_hash}"
     ]
     lines += [f"  PROBLEM {problem}" for problem in report.problems[:5]]

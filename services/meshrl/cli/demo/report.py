@@ -14,6 +14,7 @@ from rich.table import Table
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, Ledger
+from meshrl.contract.words import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class History:
         evaluations = tuple(line for line in lines if "val/score/mean" in line)
         if not steps or len(evaluations) < 2:
             raise UserError(
-                f"{path}: {len(steps)} steps and {len(evaluations)} evaluations, too few"
+                f"{path}: {counted(len(steps), 'step')} and {counted(len(evaluations), 'evaluation')}, too few"
             )
         return cls(steps=steps, evaluations=evaluations)
 

@@ -14,6 +14,7 @@ from meshrl.api.rows import Row
 from meshrl.cli.commands.ledger import ledger_rows
 from meshrl.cli.report.charts import Chart, Curve, svg
 from meshrl.contract.types import Ledger
+from meshrl.contract.words import counted
 from meshrl.launcher.view import clock
 
 PANELS: Mapping[str, Sequence[str]] = {
@@ -139,7 +140,7 @@ def _sample(row: Row) -> str:
         f"reward {_number(row['reward'])}",
         f"advantage {_number(row['advantage'])}" if row["advantage"] is not None else "",
         components,
-        f"{row['length']} tokens",
+        counted(row["length"], "token"),
         f"staleness {row['staleness']}" if row["staleness"] is not None else "",
         str(row["uid"]),
     ]

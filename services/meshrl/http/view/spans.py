@@ -12,6 +12,7 @@ import orjson
 from meshrl.contract.errors import NotFoundError
 from meshrl.contract.tracing import FOLDER, row_trace
 from meshrl.contract.types import Uid
+from meshrl.contract.words import counted
 
 MOST_SPANS = 4000
 """Of one timeline: the longest."""
@@ -31,7 +32,7 @@ class SpanFiles:
         """What is wrong with the files, in one line; empty if nothing is."""
         if not self._folder.is_dir():
             return f"{self._folder}: no spans: run.trace says which share of the rows is traced (run.trace=0.1)"
-        told = [f"{name}: {count} lines" for name, count in sorted(self._broken.items())]
+        told = [f"{name}: {counted(count, 'line')}" for name, count in sorted(self._broken.items())]
         return f"{', '.join(told)} cannot be read: left out" if told else ""
 
     def row(self, uid: Uid) -> list[Line]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from meshrl.contract.types import Uid, Waiting
+from meshrl.contract.words import counted
 from meshrl.transferqueue.model.group import Grant, Group, bits
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.waiting import Wait
@@ -70,7 +71,7 @@ def _held(run: Run, unfinished: list[Group], now: float) -> Iterator[Waiting]:
         oldest = min(grant.since for grant in leases)
         ends = min(run.seconds_left(grant) for grant in leases)
         yield Waiting(
-            who=f"{sum(grant.mask.bit_count() for grant in leases)} rows",
+            who=counted(sum(grant.mask.bit_count() for grant in leases), "row"),
             what=f"stage {names[stage]} by {worker}, the first lease ends in {ends:.1f} s",
             since_s=now - oldest,
             owners=(worker,),
@@ -89,7 +90,7 @@ def _unheld(run: Run, unfinished: list[Group], now: float) -> Iterator[Waiting]:
                 by_reason[lost].append((group, 1 << index))
         for lost, rows in by_reason.items():
             yield Waiting(
-                who=f"{sum(mask.bit_count() for _, mask in rows)} rows",
+                who=counted(sum(mask.bit_count() for _, mask in rows), "row"),
                 what=f"a worker of stage {stage.name}{lost}",
                 since_s=now - min(group.since for group, _ in rows),
                 uids=_uids(rows),
@@ -102,7 +103,7 @@ def _failing(run: Run, now: float) -> Iterator[Waiting]:
         if now - failure.last < FAILING_S:
             yield Waiting(
                 who=f"stage {stage}",
-                what=f"rows that fail ({failure.count} times since the first): {failure.reason}",
+                what=f"rows that fail ({counted(failure.count, 'time')} since the first): {failure.reason}",
                 since_s=now - failure.first,
                 uids=(failure.uid,),
             )
@@ -121,14 +122,10 @@ def take_due(run: Run, count: int, step: int) -> tuple[int, int]:
 def take_reason(run: Run, count: int, step: int) -> str:
     """What a take waits for, with the numbers."""
     open_groups = len(run.groups) - run.in_batches
-    reason = (
-        f"{count} complete groups for step {step}: {len(run.complete)} are, of {open_groups} open"
-    )
+    reason = f"{counted(count, 'complete group')} for step {step}: {len(run.complete)} ready, of {open_groups} open"
     if (due := take_due(run, count, step)[1]) > 0:
         reason += f"; {due} that are not {DUE}"
     if open_groups < count:
         closed = "closed" if run.record.feed_closed else "open"
-        reason += (
-            f"; the feed is {closed}, admission has {lifecycle.free_groups(run)} groups of room"
-        )
+        reason += f"; the feed is {closed}, admission has {counted(lifecycle.free_groups(run), 'group')} of room"
     return reason

@@ -22,6 +22,7 @@ from typing import Any
 
 from meshrl.contract.errors import EndOfDataError, MeshError, UserError, WaitTimeoutError
 from meshrl.contract.types import Lease, RunSpec, Version
+from meshrl.contract.words import counted
 from meshrl.transferqueue.sharding.admission import free
 from meshrl.transferqueue.sharding.fan_out import Questions, any_of
 from meshrl.transferqueue.sharding.port import RowCounts, Shard
@@ -64,7 +65,7 @@ class LeaseQuestion:
     def why(self) -> str:
         """What is waited for."""
         at = f" at version {self.version}" if self.version else ""
-        return f"{self.at_least} rows of stage {self.stage}{at}"
+        return f"{counted(self.at_least, 'row')} of stage {self.stage}{at}"
 
     def fresh(self, spec: RunSpec, epoch: int, published: Version) -> bool:
         """Whether rows of the run may go to this engine. Raises UserError when it did not give its version."""

@@ -34,6 +34,8 @@ export function select(label, options, value, onchange) {
   return el("label", {}, el("span", {}, label), box);
 }
 
+export const counted = (count, one, many = `${one}s`) => `${figure(count)} ${count === 1 ? one : many}`;
+
 export const figure = (value) => {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);

@@ -1,7 +1,7 @@
 // Where every admitted row is, what waits for whom, and the rows that were given up.
 
 import { get, of, post } from "./api.js";
-import { el, figure, fill, problemLine, table } from "./dom.js";
+import { counted, el, figure, fill, problemLine, table } from "./dom.js";
 import { asked, fact, runPicker } from "./fleet.js";
 
 const STATES = ["queued", "leased", "pending", "ready", "taken", "settled"];
@@ -63,7 +63,7 @@ const replayIn = (context, said) => async (one, button) => {
   button.disabled = true;
   try {
     const { rows } = await post(of(context.run.key, "replay"), { stage: one.stage, outcome: one.outcome, reason: one.reason });
-    said.textContent = `${figure(rows)} rows are admitted again.`;
+    said.textContent = `${counted(rows, "row is", "rows are")} admitted again.`;
   } catch (error) { said.textContent = error.message; button.disabled = false; }
 };
 

@@ -1,6 +1,6 @@
 // The rows of a step: groups side by side or a table, and one row with its tokens.
 
-import { el, figure, fill, problemLine, select, table } from "./dom.js";
+import { counted, el, figure, fill, problemLine, select, table } from "./dom.js";
 import { get, of } from "./api.js";
 import { runPicker } from "./fleet.js";
 import { rowView } from "./row.js";
@@ -77,7 +77,7 @@ export default function rollouts(place, context) {
     const from = number * limit + 1, to = Math.min(answer.matching, from + limit - 1);
     const pages = el("div", { class: "bar pages" }, turn(-1, "‹"),
       el("span", {}, answer.matching ? `${unit} ${figure(from)} to ${figure(to)} of ${figure(answer.matching)}` : `no ${unit}`,
-        el("small", {}, ` · ${figure(answer.matching_rows ?? answer.matching)} of ${figure(answer.rows)} rows`)),
+        el("small", {}, ` · ${figure(answer.matching_rows ?? answer.matching)} of ${counted(answer.rows, "row")}`)),
       turn(1, "›"));
     fill(body, problemLine(answer.problem), answer.problem ? null : pages,
       layout === "groups" ? answer.page.map((rows) => group(rows, href)) : tableOf(answer.page, href));
@@ -90,7 +90,7 @@ function group(rows, href) {
   const rewards = rows.map((row) => row.reward).filter((one) => one !== null && one !== undefined);
   const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
   return el("section", { class: "card group" },
-    el("h2", {}, rows[0].task, el("small", {}, `${rows[0].data_source ?? ""} · ${rows.length} rows · mean reward ${figure(mean)}`)),
+    el("h2", {}, rows[0].task, el("small", {}, `${rows[0].data_source ?? ""} · ${counted(rows.length, "row")} · mean reward ${figure(mean)}`)),
     el("p", { class: "prompt" }, rows[0].prompt ?? ""),
     el("div", { class: "side" }, rows.map((row) => el("a", { class: `row${row.asked ? "" : " aside"}`, href: href(row) },
       el("span", { class: "head" }, el("b", {}, figure(row.reward)), outcome(row),
