@@ -16,7 +16,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol, TypeAlias
@@ -221,10 +221,12 @@ class StageWorker:
                 else max(0, self._concurrency_limit(self.held))
             )
             rows, surplus = lease.rows[:let_in], lease.rows[let_in:]
+            # A row that is worked on here already was taken back meanwhile, and nobody has said so yet.
+            cancelled = self._cancel({row.uid for row in rows})
             self._held_leases.add(rows, lease.ttl_s)
             self.stats.leased += len(rows)
             for part in self._parts(rows):
-                self._start(part)
+                self._start(part, cancelled)
             if surplus:  # the limit fell while they were on their way
                 await self._release(surplus)
 
@@ -237,10 +239,13 @@ class StageWorker:
         for start in range(0, len(rows), self._rows_per_call):
             yield rows[start : start + self._rows_per_call]
 
-    def _start(self, rows: Iterable[LeasedRow]) -> None:
+    def _start(
+        self, rows: Iterable[LeasedRow], cancelled: Mapping[Uid, asyncio.Task[None]]
+    ) -> None:
         call = _Call(rows={row.uid: row for row in rows})
         self._calls.add(call)
-        call.task = asyncio.create_task(self._work(call), name=f"{self._stage.name}-call")
+        after = {cancelled[uid] for uid in call.rows if uid in cancelled}
+        call.task = asyncio.create_task(self._work(call, after), name=f"{self._stage.name}-call")
         call.task.add_done_callback(lambda task: self._finished(call, task))
 
     async def _capacity(self) -> int:
@@ -285,7 +290,9 @@ class StageWorker:
             draining.cancel()
             await asyncio.gather(asking, draining, return_exceptions=True)
 
-    async def _work(self, call: _Call) -> None:
+    async def _work(self, call: _Call, after: Collection[asyncio.Task[None]]) -> None:
+        if after:  # what they clean up may belong to the row, such as the state of its tools
+            await asyncio.wait(after, timeout=self._release_s)
         rows = list(call.rows.values())
         results: Sequence[StageResult]
         try:
@@ -382,8 +389,13 @@ class StageWorker:
 
         A row whose result is being written may be lost because the write has arrived.
         """
+        self._cancel(lost)
+
+    def _cancel(self, lost: set[Uid]) -> Mapping[Uid, asyncio.Task[None]]:
+        """As `forget`; returns the cancelled tasks by row."""
         if self._progress is not None:
             self._progress.drop(lost)
+        cancelled: dict[Uid, asyncio.Task[None]] = {}
         for call in list(self._calls):
             if not call.done and call.rows.keys() <= lost:
                 log.warning("%s: lease lost on %s", self._stage.name, next(iter(call.rows)))
@@ -391,7 +403,9 @@ class StageWorker:
                 self._calls.discard(call)
                 if call.task:
                     call.task.cancel()
+                    cancelled.update(dict.fromkeys(call.rows, call.task))
                 self._freed.set()
+        return cancelled
 
     async def _release_all(self) -> None:
         """Cancel running calls and give their rows back, so that no one waits for their leases to expire."""

@@ -121,8 +121,10 @@ class GenerationCheckpointer:
         """Save the tokens of a row from here on; returns its saved prefix, for an engine at version `now`.
 
         None: the prefix must not be continued, and no tokens of the row are saved. A prefix so old that its row
-        would be dropped as stale is not continued.
+        would be dropped as stale is not continued, nor is a row that this worker has leased again since then.
         """
+        if (running := self._rows.get(row.uid)) is not None and running.row.token > row.token:
+            return None
         try:
             deltas = recorded_progress(row.prefix) if row.prefix else []
         except CorruptError as error:
@@ -138,9 +140,9 @@ class GenerationCheckpointer:
         self.stats.continued += saved
         return deltas
 
-    def record(self, uid: Uid, delta: GenerateDelta) -> None:
+    def record(self, row: LeasedRow, delta: GenerateDelta) -> None:
         """Record new tokens of a row that runs; other rows are ignored. The end of a turn is not urgent."""
-        entry = self._rows.get(uid)
+        entry = self._running(row)
         if entry is None or not len(delta.tokens):
             return
         entry.unsent.append(delta)
@@ -158,6 +160,16 @@ class GenerationCheckpointer:
         for uid in uids:
             self._rows.pop(uid, None)
 
+    def end(self, row: LeasedRow) -> None:
+        """Save no more tokens of this lease of a row."""
+        if self._running(row) is not None:
+            del self._rows[row.uid]
+
+    def _running(self, row: LeasedRow) -> RunningRow | None:
+        """None where a later lease of the row has its place: their tokens are of two courses of it."""
+        entry = self._rows.get(row.uid)
+        return entry if entry is not None and entry.row.token == row.token else None
+
     async def run(self) -> None:
         """Append whenever tokens are due, until cancelled."""
         while True:
@@ -170,14 +182,14 @@ class GenerationCheckpointer:
             async with asyncio.timeout(FLUSH_S):
                 # A second time for tokens that came while a failed append was repeated.
                 for _ in range(2):
-                    if self._unsaved():
+                    if self.unsaved():
                         await self._append()
-        if count := self._unsaved():
+        if count := self.unsaved():
             log.warning("the last tokens of %d responses were not saved", count)
         self._rows.clear()
         self._stop_timer()
 
-    def _unsaved(self) -> int:
+    def unsaved(self) -> int:
         """Responses with tokens that the queue does not have."""
         return sum(bool(row.sending or row.unsent) for row in self._rows.values())
 
@@ -308,7 +320,7 @@ class ResumableGenerator:
                         # The turn ended earlier in the checkpoint: it is of another course of the row.
                         self._stop_recording()
                     self._parts.append(delta.tokens)
-                    self._checkpointer.record(self._row.uid, delta)
+                    self._checkpointer.record(self._row, delta)
                     yield delta
         finally:
             self._sampling = False
@@ -328,7 +340,7 @@ class ResumableGenerator:
         if self._past:
             past = self._past.popleft()
             return _observes(past) and np.array_equal(new, past.tokens)
-        self._checkpointer.record(self._row.uid, observation(new))
+        self._checkpointer.record(self._row, observation(new))
         return True
 
     def _begins(self, request: GenerateRequest) -> bool:
@@ -348,7 +360,7 @@ class ResumableGenerator:
     def _stop_recording(self) -> None:
         self._recording = False
         self._past.clear()
-        self._checkpointer.drop([self._row.uid])
+        self._checkpointer.end(self._row)
 
 
 def observation(tokens: Int32) -> GenerateDelta:

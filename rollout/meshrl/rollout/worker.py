@@ -347,7 +347,7 @@ class RolloutWorker:
         else:
             result = await self._rollout(row, ResumableGenerator(watched, self.checkpointer, row))
             # Not when it was cancelled: tokens that are not saved yet stay recorded for the flush.
-            self.checkpointer.drop([row.uid])
+            self.checkpointer.end(row)
         fault = isinstance(result, Failure) and result.outcome is Outcome.INFRA_FAULT
         if fault and watched.faulted and breaker.spares(row.uid):
             return Returned(uid=row.uid)

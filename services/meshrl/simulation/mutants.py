@@ -268,7 +268,7 @@ class _SavesNoObservations(RolloutWorker):
         if self.checkpointer is not None:
             record = self.checkpointer.record
             self.checkpointer.record = (  # type: ignore[method-assign]
-                lambda uid, delta: None if delta.version == UNSERVED else record(uid, delta)
+                lambda row, delta: None if delta.version == UNSERVED else record(row, delta)
             )
 
 

@@ -80,6 +80,40 @@ async def test_a_result_that_is_being_written_takes_no_place(queue: Shut) -> Non
     assert loop.stats.written == ROWS
 
 
+async def test_a_row_that_comes_again_ends_the_work_on_it_before_it_begins_anew(
+    queue: Shut,
+) -> None:
+    queue.accepts.set()
+    seen: list[str] = []
+    never = asyncio.Event()
+
+    async def handle(rows: Sequence[LeasedRow]) -> list[RowWrite]:
+        (row,) = rows
+        if row.uid.task == "t0" and not seen:
+            seen.append("taken back")
+            # As if the connection had broken: the queue takes the row back, and nobody tells the worker.
+            await queue.release("run", ROLLOUT_STAGE.name, {row.uid: row.token})
+            try:
+                await never.wait()
+            finally:
+                await asyncio.sleep(0.01)  # what the program of the row cleans up
+                seen.append("cleaned")
+        if row.uid.task == "t0":
+            seen.append("again")
+        return [rollout_of(row, VERSION) for row in rows]
+
+    loop = StageWorker(
+        queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=LIMIT, version=lambda: VERSION
+    )
+    running = asyncio.create_task(loop.run())
+    async with asyncio.timeout(60):
+        while loop.stats.written < ROWS:  # noqa: ASYNC110 - a count that the loop keeps
+            await asyncio.sleep(0.01)
+    assert seen == ["taken back", "cleaned", "again"] and loop.stats.lost == 1
+    loop.drain()
+    await running
+
+
 async def work_until_all_failed(
     queue: Shut, handle: Callable[[Sequence[LeasedRow]], Awaitable[list[Failure]]]
 ) -> StageWorker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,11 @@ import pytest
 from meshrl.contract.types import Columns, LeasedRow, SamplingParams, Task, Trajectory, Uid, Version
 from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.conversation import Budget, Conversation
-from meshrl.rollout.generation_checkpoint import GenerationCheckpointer, ResumableGenerator
+from meshrl.rollout.generation_checkpoint import (
+    GenerationCheckpointer,
+    ResumableGenerator,
+    observation,
+)
 from meshrl.rollout.ports import UNSERVED, Generator
 
 from .checkpoints import FIRST, Checkpoint, forced_logprobs
@@ -35,9 +40,9 @@ def task(**sampling: Any) -> Task:
 async def talk(engine: Generator, row_task: Task) -> Trajectory:
     budget = Budget.of(row_task, turn_tokens=12, turns=4)
     conversation = Conversation(UID, Words(), PROMPT, budget=budget)
-    for observation in OBSERVATIONS:
+    for observed in OBSERVATIONS:
         await conversation.sample(engine, row_task.sampling)
-        assert conversation.observe_tokens(observation)
+        assert conversation.observe_tokens(observed)
     await conversation.sample(engine, row_task.sampling)
     return conversation.rollout().trajectory
 
@@ -116,6 +121,22 @@ async def test_the_checkpoint_of_another_course_of_the_conversation_is_not_conti
     assert row.tokens.tolist() == whole.tokens.tolist()
     first, second = row.spans[:2]
     assert (first.version, second.version) == (Version(1, 1), FIRST)
+    assert not checkpoints.keeps(UID)
+
+
+def test_a_row_that_is_leased_again_is_saved_by_its_new_lease_alone() -> None:
+    checkpoints = checkpointer()
+    row = task()
+    older, newer = leased(row, {}), replace(leased(row, {}), token=2)
+    delta = observation(np.array([11], dtype=np.int32))
+    assert checkpoints.begin(older, FIRST) == [] and checkpoints.begin(newer, FIRST) == []
+    checkpoints.record(older, delta)
+    checkpoints.end(older)
+    assert checkpoints.begin(older, FIRST) is None
+    assert checkpoints.keeps(UID) and not checkpoints.unsaved()
+    checkpoints.record(newer, delta)
+    assert checkpoints.unsaved() == 1
+    checkpoints.end(newer)
     assert not checkpoints.keeps(UID)
 
 
