@@ -21,12 +21,12 @@ CRUMB_LINES = 60
 
 LINES: Mapping[str, int] = {
     "meshrl.trainer": 17900,
-    "meshrl.rollout": 11440,
+    "meshrl.rollout": 11500,
     "meshrl.transferqueue": 10775,
     "meshrl.rewardd": 6790,
     "meshrl.sandbox": 1870,
     "meshrl.weights": 7450,
-    "meshrl.contract": 6220,
+    "meshrl.contract": 6250,
     "meshrl.simulation": 6215,
     "meshrl.rpc": 6050,
     "meshrl.launcher": 4570,

@@ -62,7 +62,8 @@ def _with_engine(recipe: Recipe, machine: ThisMachine) -> Recipe:
 
 def _types_before(recipe: Recipe, machine: ThisMachine) -> Mapping[str, Any]:
     """`param_dtype` and `dtype` of the run that this one goes on with; none for one that begins."""
-    if recipe.trainer.resume_mode != "auto" or not machine.names(recipe.checkpoint_dir):
+    names = machine.names(recipe.checkpoint_dir)
+    if recipe.trainer.resume_mode != "auto" or not any(n.startswith("step-") for n in names):
         return {}
     path = recipe.run.path / RECIPE_NAME
     try:

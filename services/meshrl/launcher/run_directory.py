@@ -92,7 +92,7 @@ def note_finished(recipe: Recipe, mesh_status: MeshStatus) -> None:
 
 def finished_line(recipe: Recipe) -> str | None:
     """What to say of a run that is finished and is not asked for more; None when there is something to do."""
-    if recipe.trainer.resume_mode != "auto" or not any(recipe.checkpoint_dir.glob("*")):
+    if recipe.trainer.resume_mode != "auto" or not any(recipe.checkpoint_dir.glob("step-*")):
         return None
     try:
         note = json.loads((recipe.run.path / FINISHED_NAME).read_text())

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
-from meshrl.contract.errors import CapacityError, InfraError
+from meshrl.contract.errors import CapacityError, FencedError, InfraError
 from meshrl.contract.types import Version
 from meshrl.simulation.loop import Blocked
 from meshrl.trainer.checkpoint.checkpoint import Keep, Tensors, TrainerState
@@ -184,6 +184,8 @@ class CheckpointDisk:
     """The directory of checkpoints, shared by all trainers of a run, also by one that should be dead."""
 
     stored: list[StoredCheckpoint] = field(default_factory=list)
+    epoch: int | None = None
+    """The trainer that may write."""
     sweeps: int = 0
     """A writer that began before the last sweep has lost its directory."""
 
@@ -217,7 +219,8 @@ class SimulatedCheckpoints:
         version = Version(state.epoch, state.step)
         if world.is_main:
             if (world.rank, version) not in self._writing:
-                self._disk.sweeps += 1  # as the real one sweeps before it writes
+                if self._disk.epoch not in (None, state.epoch):
+                    raise FencedError(f"epoch {state.epoch} is fenced, {self._disk.epoch} has them")
                 self._writing[world.rank, version] = (self._takes(), self._disk.sweeps)
             done, sweeps = self._writing[world.rank, version]
             if not done.done():
@@ -260,8 +263,9 @@ class SimulatedCheckpoints:
         for version in sorted((stored.version for stored in self._disk.stored), reverse=True):
             yield version, self._path(root, version)
 
-    def sweep(self, root: Path) -> None:
+    def take_over(self, root: Path, epoch: int) -> None:
         """Take every writer its directory away."""
+        self._disk.epoch = epoch
         self._disk.sweeps += 1
 
     @staticmethod

@@ -319,9 +319,14 @@ class _AcknowledgesUnwritten(SimulatedCheckpoints):
         return self._path(root, version)
 
 
-class _SweepsNothing(SimulatedCheckpoints):
-    def sweep(self, root: Path) -> None:
+class _TakesNothingOver(SimulatedCheckpoints):
+    def take_over(self, root: Path, epoch: int) -> None:
         return
+
+
+class _OnlySweeps(SimulatedCheckpoints):
+    def take_over(self, root: Path, epoch: int) -> None:
+        self._disk.sweeps += 1
 
 
 MUTANTS: Final[Mapping[str, Mutant]] = {
@@ -427,7 +432,11 @@ MUTANTS: Final[Mapping[str, Mutant]] = {
     ),
     "no_sweep": Mutant(
         what="a fenced trainer may still put its checkpoint in place",
-        parts=Parts(checkpoints=_SweepsNothing),
+        parts=Parts(checkpoints=_TakesNothingOver),
+    ),
+    "begun_after_the_sweep": Mutant(
+        what="a fenced trainer may begin a checkpoint once its successor has removed unfinished ones",
+        parts=Parts(checkpoints=_OnlySweeps),
     ),
 }
 """By name."""

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from meshrl.contract.errors import CorruptError
+from meshrl.contract.errors import CorruptError, FencedError, InfraError
 from meshrl.contract.types import Version
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
@@ -102,6 +103,46 @@ def test_leftovers_of_a_killed_writer_are_ignored_and_swept(
     policy, optimizers = fresh(tiny_path, world)
     checkpoint.save(tmp_path, policy, optimizers, state(1), world, keep=2)
     assert not leftover.exists()
+
+
+MOMENTS = {
+    "before it begins": (checkpoint, "_sweep"),
+    "as it asks": (checkpoint, "_check_owner"),
+    "before its tensors": (checkpoint.state_dict_saver, "save"),
+    "after its tensors": (checkpoint, "_hash_together"),
+    "at its end": (checkpoint, "sync"),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("after", [False, True])
+def test_a_trainer_whose_run_is_taken_over_puts_no_checkpoint_in_place(
+    tmp_path: Path,
+    tiny_path: Path,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+    after: bool,
+) -> None:
+    policy, optimizers = fresh(tiny_path, world)
+    checkpoint.take_over(tmp_path, 1)
+    checkpoint.save(tmp_path, policy, optimizers, state(1, epoch=1), world, keep=2)
+    where, name = MOMENTS[moment]
+    product = getattr(where, name)
+    of_the_successor = tmp_path / ".writing-step-00000002-epoch-0002"
+
+    def overtaken(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(where, name, product)
+        result = product(*args, **kwargs) if after else None
+        checkpoint.take_over(tmp_path, 2)
+        of_the_successor.mkdir()
+        return result if after else product(*args, **kwargs)
+
+    monkeypatch.setattr(where, name, overtaken)
+    with pytest.raises((FencedError, InfraError), match=r"epoch 1 is fenced|checkpoint of step 2"):
+        checkpoint.save(tmp_path, policy, optimizers, state(2, epoch=1), world, keep=2)
+    assert [version for version, _ in checkpoint.complete(tmp_path)] == [Version(1, 1)]
+    assert [path.name for path in tmp_path.glob(".writing-*")] == [of_the_successor.name]
 
 
 def test_transformers_loads_an_export_of_the_live_model_and_of_the_checkpoint(

@@ -1,10 +1,17 @@
 """Checkpoints that are complete or absent: torch DCP tensors and a state.json, renamed into place.
 
+    .epoch                 who may write here: the trainer that has the run
     .writing-…/            tensors/ (DCP: models, optimizers), state.json (hash of every file), all fsynced
     step-00000040-epoch-0001/   the same, after one rename
 
 A kill at any moment leaves the last good one; leftovers are ignored and swept. Directories are ordered by Version,
 epoch first: what a trainer that resumed at step 10 has written is newer than its predecessor's step 20.
+
+    writer      make .writing-… ──▶ read .epoch: another? then end ──▶ write ──▶ rename
+    successor   write its .epoch ──▶ remove every .writing-… ──▶ look what there is, and start from it
+
+Whichever comes first, a predecessor that counts as dead puts nothing in place after its successor has looked. Every
+machine of a run must see at once what the others change in the folder.
 
 There is no scheduler and no RNG state in a checkpoint: the learning rate is a pure function of the step, and the
 draws of a step are seeded by (seed, step, rank). `async_checkpointer.py` writes the copies of `freeze` beside
@@ -17,9 +24,11 @@ import dataclasses
 import errno
 import json
 import logging
+import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -38,8 +47,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
-from meshrl.contract.files import sync
+from meshrl.contract.errors import CapacityError, CorruptError, FencedError, InfraError, UserError
+from meshrl.contract.files import replace_file, sync
 from meshrl.contract.types import Json, Version
 from meshrl.trainer.checkpoint.dcp import PlainWriter, SafePlanner, SafeReader
 from meshrl.trainer.distributed import World
@@ -51,6 +60,7 @@ _NAME = re.compile(r"step-(\d+)-epoch-(\d+)")
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp$")
 _WRITING = ".writing-"
 _REMOVING = ".removing-"
+_EPOCH = ".epoch"
 
 Tensors: TypeAlias = dict[str, Any]
 """What DCP calls a state dict: models and optimizers by name, nested."""
@@ -132,8 +142,8 @@ class Checkpoints(Protocol):
         """Complete checkpoints, newest first."""
         ...
 
-    def sweep(self, root: Path) -> None:
-        """Remove unfinished checkpoints, also of a writer that still runs."""
+    def take_over(self, root: Path, epoch: int) -> None:
+        """From now on nobody but a trainer of `epoch` puts a checkpoint in place."""
         ...
 
 
@@ -203,23 +213,23 @@ def write(root: Path, tensors: Tensors, state: TrainerState, world: World, *, ke
 
     Raises:
         CapacityError: the disk is full; the checkpoints before this one are as they were.
-        InfraError: it cannot be written for another reason: a rank is gone, another trainer swept it.
+        FencedError: another trainer has taken the run over; on rank 0.
+        InfraError: it cannot be written for another reason: a rank is gone, another trainer removed it.
     """
+    what = f"the checkpoint of step {state.step}"
     try:
         return _write(root, tensors, state, world, keep)
     except CheckpointException as error:  # DCP's, of one rank or several
         first = next(cause for cause, _ in error.failures.values())
-        raise _failed(root, state, first) from error
+        raise _failed(root, what, first) from error
     except OSError as error:
-        raise _failed(root, state, error) from error
+        raise _failed(root, what, error) from error
 
 
-def _failed(root: Path, state: TrainerState, error: BaseException) -> Exception:
+def _failed(root: Path, what: str, error: BaseException) -> Exception:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return CapacityError(
-            f"no space left in {root} for the checkpoint of step {state.step}; free some and start again"
-        )
-    return InfraError(f"cannot write the checkpoint of step {state.step} in {root}: {error}")
+        return CapacityError(f"no space left in {root} for {what}; free some and start again")
+    return InfraError(f"cannot write {what} in {root}: {error}")
 
 
 def _write(root: Path, tensors: Tensors, state: TrainerState, world: World, keep: Keep) -> Path:
@@ -227,8 +237,9 @@ def _write(root: Path, tensors: Tensors, state: TrainerState, world: World, keep
     writing = root / f"{_WRITING}{final.name}"
     if world.is_main:
         root.mkdir(parents=True, exist_ok=True)
-        sweep(root)
+        _sweep(root, before=state.epoch + 1)
         writing.mkdir()
+        _check_owner(root, state.epoch, writing)
     world.barrier()
     state_dict_saver.save(
         tensors,
@@ -252,12 +263,9 @@ def _write(root: Path, tensors: Tensors, state: TrainerState, world: World, keep
 
 
 def _prune(root: Path, keep: Keep) -> None:
-    """Out of sight by one rename, then removed: a kill in between leaves nothing that looks like a checkpoint."""
     paths = dict(complete(root))
     for version in keep.drops(list(paths)):
-        doomed = root / f"{_REMOVING}{paths[version].name}"
-        paths[version].rename(doomed)
-        shutil.rmtree(doomed)
+        _remove(paths[version])
 
 
 def load(
@@ -374,11 +382,50 @@ def complete(root: Path) -> Iterator[tuple[Version, Path]]:
     yield from sorted(versions, reverse=True)
 
 
-def sweep(root: Path) -> None:
-    """Remove unfinished checkpoints of killed writers. A writer that still runs can then no longer finish its own."""
-    for prefix in (_WRITING, _REMOVING):
-        for path in root.glob(f"{prefix}*"):
-            shutil.rmtree(path)
+def take_over(root: Path, epoch: int) -> None:
+    """From now on nobody but a trainer of `epoch` puts a checkpoint in place; unfinished ones are removed.
+
+    A predecessor that counts as dead and still writes ends with an error, whether it has begun by now or not.
+
+    Raises:
+        CapacityError: the disk is full.
+        InfraError: the folder cannot be written.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        replace_file(root / _EPOCH, str(epoch))
+        _sweep(root)
+    except OSError as error:
+        raise _failed(root, f"the number of epoch {epoch}", error) from error
+
+
+def _check_owner(root: Path, epoch: int, writing: Path) -> None:
+    """Raise FencedError if another epoch has the checkpoints; whoever takes them over later removes `writing`."""
+    try:
+        owner = (root / _EPOCH).read_text()
+    except FileNotFoundError:  # training without a queue: nobody takes over
+        return
+    if owner != str(epoch):
+        writing.rmdir()
+        raise FencedError(f"{root}: epoch {epoch} is fenced, epoch {owner} has the checkpoints")
+
+
+def _sweep(root: Path, *, before: float = math.inf) -> None:
+    """Remove what killed writers have left, and the unfinished checkpoints of epochs before `before`."""
+    for path in root.glob(f"{_REMOVING}*"):
+        shutil.rmtree(path)
+    for path in root.glob(f"{_WRITING}*"):
+        name = _NAME.fullmatch(path.name.removeprefix(_WRITING))
+        if name is None or int(name[2]) < before:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Out of sight by one rename: neither half a checkpoint is seen, nor can its writer go on in what is removed."""
+    doomed = path.with_name(f"{_REMOVING}{path.name.removeprefix(_WRITING)}")
+    with suppress(FileNotFoundError):  # put in place meanwhile, or removed by another successor
+        path.rename(doomed)
+        shutil.rmtree(doomed)
 
 
 def _tensors(

@@ -6,6 +6,7 @@ DCP keeps its index as a pickle: it is read by an unpickler that knows DCP's cla
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,11 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+)
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -102,12 +107,25 @@ def _member(owner: Any, name: str) -> Any:
     return owner[name]
 
 
+class _FolderOfAnother(FileSystem):
+    """Never makes the folder above again: whoever removed it wants nothing written there."""
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """See FileSystem."""
+        Path(path).mkdir(exist_ok=True)
+
+
 class PlainWriter(FileSystemWriter):
-    """Raises the operating system's error where one is the cause of torch's.
+    """Raises the operating system's error where one is the cause of torch's, and writes below a folder that is there.
 
     On a full disk torch's archive writer reports its position in the file, and the cause of that error is lost when
     DCP pickles it for the other ranks.
     """
+
+    def __init__(self, path: Path) -> None:
+        """`path` is made; the folder above it must be there."""
+        super().__init__(path)
+        self.fs = _FolderOfAnother()
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         """See FileSystemWriter."""

@@ -102,9 +102,9 @@ async def _acquire(
             "restore the checkpoint, or start a run with another name"
         )
     state = await queue.acquire(run, settings.owner)
-    # A predecessor that is fenced now may still be writing: without its directory it can put nothing in place.
+    # A predecessor that is fenced now may still be writing, or begin to: from here on it puts nothing in place.
     # What it finished between our look and this is newer than what we saw.
-    checkpoints.sweep(root)
+    checkpoints.take_over(root, state.epoch)
     last = next((path for _, path in checkpoints.complete(root)), None)
     again = settings.trainer.resume_mode == "auto" and last != (newest[0] if newest else None)
     return {"epoch": state.epoch, "look_again": again}
