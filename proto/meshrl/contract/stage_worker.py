@@ -222,7 +222,7 @@ class StageWorker:
             )
             rows, surplus = lease.rows[:let_in], lease.rows[let_in:]
             # A row that is worked on here already was taken back meanwhile, and nobody has said so yet.
-            cancelled = self._cancel({row.uid for row in rows})
+            cancelled = self._cancel({row.uid for row in rows}) if self._calls else {}
             self._held_leases.add(rows, lease.ttl_s)
             self.stats.leased += len(rows)
             for part in self._parts(rows):

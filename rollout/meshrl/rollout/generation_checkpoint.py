@@ -141,9 +141,12 @@ class GenerationCheckpointer:
         return deltas
 
     def record(self, row: LeasedRow, delta: GenerateDelta) -> None:
-        """Record new tokens of a row that runs; other rows are ignored. The end of a turn is not urgent."""
-        entry = self._running(row)
-        if entry is None or not len(delta.tokens):
+        """Record new tokens of a row that runs; other rows are ignored. The end of a turn is not urgent.
+
+        An earlier lease of the row is ignored as well: its tokens are of another course.
+        """
+        entry = self._rows.get(row.uid)
+        if entry is None or entry.row.token != row.token or not len(delta.tokens):
             return
         entry.unsent.append(delta)
         entry.fresh += len(delta.tokens)
@@ -162,13 +165,9 @@ class GenerationCheckpointer:
 
     def end(self, row: LeasedRow) -> None:
         """Save no more tokens of this lease of a row."""
-        if self._running(row) is not None:
-            del self._rows[row.uid]
-
-    def _running(self, row: LeasedRow) -> RunningRow | None:
-        """None where a later lease of the row has its place: their tokens are of two courses of it."""
         entry = self._rows.get(row.uid)
-        return entry if entry is not None and entry.row.token == row.token else None
+        if entry is not None and entry.row.token == row.token:
+            del self._rows[row.uid]
 
     async def run(self) -> None:
         """Append whenever tokens are due, until cancelled."""
