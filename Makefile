@@ -100,7 +100,17 @@ $(SGLANG_READY):
 	  jsonschema==4.26.0 soundfile==0.14.0
 	touch $@
 
-.PHONY: venv-vllm venv-sglang
+# verifiers with TextArena, whose games tests/integration/test_verifiers.py plays.
+VERIFIERS_VENV := .venv-verifiers
+VERIFIERS_READY := $(VERIFIERS_VENV)/.ready-0.4.0
+$(VERIFIERS_READY):
+	rm -rf $(VERIFIERS_VENV)
+	$(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/pip $(INSTALL) verifiers==0.4.0 textarena==0.7.4 nltk
+	touch $@
+
+.PHONY: venv-vllm venv-sglang venv-verifiers
+venv-verifiers: $(VERIFIERS_READY)
 ifeq ($(shell uname -sm),Linux x86_64)
 venv-vllm: $(VLLM_READY)
 venv-sglang: $(SGLANG_READY)
@@ -285,4 +295,4 @@ bench-startup: venv venv-peer-trl
 	$(BIN)/python benchmarks/startup.py
 
 clean:
-	rm -rf $(VENV) $(LOCK_VENV) .venv-vllm .venv-sglang .venv-peer-queue .venv-peer-reward .venv-peer-trl build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(LOCK_VENV) .venv-vllm .venv-sglang $(VERIFIERS_VENV) .venv-peer-queue .venv-peer-reward .venv-peer-trl build dist .mypy_cache .ruff_cache .pytest_cache

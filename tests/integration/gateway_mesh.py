@@ -126,7 +126,8 @@ def make_tasks(tokenizer: HuggingFaceTokenizer, count: int, **changes: Any) -> l
             task_id=f"t{i}",
             prompt_ids=np.array(tokenizer.encode(f"U:{i}+1?<eos>A:"), dtype=np.int32),
             ground_truth=str(i + 1),
-            program="openai",
+            program=changes.get("program", "openai"),
+            extra_info=changes.get("extra_info", {}),
             group_size=changes.get("group_size", 1),
             deadline_s=changes.get("deadline_s", 60.0),
             sampling=SamplingParams(**sampling),
@@ -199,7 +200,7 @@ async def agents_mesh(
             serving_http(app, "127.0.0.1", 0, Certificates(), name="gateway", refuse=refusal)
         )
         programs = await stack.enter_async_context(
-            ProgramCache("openai", options, gateway=sessions)
+            ProgramCache(changes.get("program", "openai"), options, gateway=sessions)
         )
         await programs.start()
         worker = RolloutWorker(

@@ -23,6 +23,7 @@ from meshrl.contract.config import read_options
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Outcome, Task, Uid
 from meshrl.rollout.ports import Generator, GiveBackError, Program, Rollout
+from meshrl.rollout.sessions.agent_server import AgentServer
 from meshrl.rollout.sessions.agents import (
     FUNCTION,
     Agent,
@@ -97,19 +98,24 @@ def build(options: Mapping[str, object], *, gateway: Gateway | None) -> Program:
     return OpenAIProgram(config, gateway)
 
 
+def _agent(config: Config) -> Agent | None:
+    """Who leads the conversations; None: whoever claims them. Raises ConfigError."""
+    if config.function:
+        return FunctionAgent(config.function)
+    if config.command:
+        return CommandAgent(config.command, env=config.env, cwd=config.cwd)
+    return None
+
+
 class OpenAIProgram:
     """Satisfies `meshrl.rollout.ports.Program`."""
 
-    def __init__(self, config: Config, gateway: Gateway) -> None:
+    def __init__(self, config: Config, gateway: Gateway, agent: Agent | None = None) -> None:
         self.external = config.external
         """Rows are leased when external agents request them."""
         self._config = config
         self._gateway = gateway
-        self._agent: Agent | None = None
-        if config.function:
-            self._agent = FunctionAgent(config.function)
-        elif config.command:
-            self._agent = CommandAgent(config.command, env=config.env, cwd=config.cwd)
+        self._agent = agent or _agent(config)
         self._rules = SessionRules(
             branch=config.branch,
             client_sampling=config.client_sampling,
@@ -118,6 +124,16 @@ class OpenAIProgram:
             requests=config.max_requests,
             prompt_tokens=gateway.prompt_tokens,
         )
+
+    async def start(self) -> None:
+        """Start an agent that serves all rows. Raises ConfigError where it does not start."""
+        if isinstance(self._agent, AgentServer):
+            await self._agent.start()
+
+    async def aclose(self) -> None:
+        """End it."""
+        if isinstance(self._agent, AgentServer):
+            await self._agent.aclose()
 
     async def __call__(
         self, task: Task, uid: Uid, engine: Generator, tokenizer: Tokenizer

@@ -1,0 +1,81 @@
+"""The program `verifiers`: rows are episodes of a `verifiers` environment, which is played as it is installed.
+
+    row ─▶ sessions/verifiers_server.py, in verifiers' Python environment ─▶ the environment ─▶ gateway ─▶ engine
+       ◀── its reward ──────────────────────────────────────────────────────────┘
+
+One process per worker plays all of its rows at the same time. See docs/how-to/environments.md.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, PositiveFloat
+
+from meshrl.contract.config import Config as BaseConfig
+from meshrl.contract.config import read_options
+from meshrl.contract.errors import ConfigError
+from meshrl.rollout.ports import Program
+from meshrl.rollout.programs import openai
+from meshrl.rollout.programs.openai import OpenAIProgram
+from meshrl.rollout.sessions.agent_server import AgentServer
+from meshrl.rollout.sessions.gateway import Gateway
+
+USES_GATEWAY = True
+SERVER = Path(__file__).parents[1] / "sessions" / "verifiers_server.py"
+
+
+class Config(BaseConfig):
+    """`rollout.program_options` for `rollout.program: verifiers`."""
+
+    python: str = ".venv-verifiers/bin/python"
+    """The interpreter that has verifiers: an environment of its own."""
+    env: dict[str, Any] = Field(min_length=1)
+    """The `env` section of a verifiers configuration: `{taskset: {id: textarena, game: Hangman-v0}}`."""
+    variables: dict[str, str] = Field(default_factory=dict)
+    """Additional environment variables of the process."""
+    start_timeout_s: PositiveFloat = 120.0
+    """The longest time until the environment is loaded, with its first task."""
+    cancel_timeout_s: PositiveFloat = 10.0
+    """How long the process may go on with an episode whose row has ended; then it is killed and started again."""
+    session: dict[str, Any] = Field(default_factory=dict)
+    """Options of the program `openai` for its conversations: `branch`, `concurrent`, `on_agent_error`, …"""
+
+
+def check(config: Config) -> None:
+    """Check the options before anything starts. Raises ConfigError."""
+    _session(config)
+    if shutil.which(config.python) is None:
+        raise ConfigError(
+            f"rollout.program_options.python: no program {config.python!r} here: make venv-verifiers makes one"
+        )
+
+
+def _session(config: Config) -> openai.Config:
+    leading = {"function", "command", "external", "env", "cwd"}
+    if own := sorted(leading & config.session.keys()):
+        raise ConfigError(
+            f"rollout.program_options.session: {own[0]} is not for the program verifiers"
+        )
+    options = {**config.session, "command": [config.python]}
+    return read_options(openai.Config, options, where="rollout.program_options.session")
+
+
+def build(options: Mapping[str, object], *, gateway: Gateway | None) -> Program:
+    """The program. Raises ConfigError for wrong options, or without a gateway."""
+    config = read_options(Config, options, where="rollout.program_options")
+    if gateway is None:
+        raise ConfigError(
+            "the program verifiers needs a gateway, and only a rollout service has one"
+        )
+    agent = AgentServer(
+        [config.python, "-P", str(SERVER), "serve", json.dumps(config.env)],
+        env={"HF_HUB_OFFLINE": "1", "UV_OFFLINE": "1", **config.variables},
+        start_timeout_s=config.start_timeout_s,
+        cancel_timeout_s=config.cancel_timeout_s,
+    )
+    return OpenAIProgram(_session(config), gateway, agent)

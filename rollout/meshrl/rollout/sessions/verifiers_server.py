@@ -1,0 +1,234 @@
+"""Plays episodes of a `verifiers` environment for a rollout worker, in verifiers' own Python environment.
+
+    python -P verifiers_server.py serve ENV    for `meshrl.rollout.sessions.agent_server`, which says the protocol
+    python -P verifiers_server.py rows ENV START COUNT    prints tasks START … START + COUNT as rows for training
+
+ENV is the `env` section of a verifiers configuration as JSON: `{"taskset": {"id": "textarena", …}}`. Seats whose
+harness is not named get `Chat`, a plain loop in this process, since the package's own start a process with uv for
+every turn. Imports nothing of meshrl. https://github.com/PrimeIntellect-ai/verifiers 0.4
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import itertools
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import verifiers.v1 as vf
+from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.utils.generic import concrete_type
+from verifiers.v1.utils.loaders import environment_class, load_environment
+
+__all__ = ["Chat"]
+
+NAME = Path(__file__).stem
+MODEL = "policy"
+GENERATION_ROWS = 256
+"""Episodes after which an environment is opened anew: it keeps a client of each endpoint that it saw."""
+MOST_INDEX = 1_000_000
+
+
+class ChatConfig(vf.HarnessConfig):  # type: ignore[misc]
+    """No options."""
+
+
+class Chat(vf.Harness[ChatConfig]):  # type: ignore[misc]
+    """Asks for one answer to the conversation so far; the environment says what follows."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: Any,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: Any,
+        tool_interception_url: str | None = None,
+    ) -> Any:
+        """One request, to the episode's own endpoint."""
+        system, prompt = self.resolve_prompt(data)
+        messages = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            messages.append({"role": "user", "content": prompt})
+        else:
+            messages += [message_to_wire(message) for message in prompt or ()]
+        async with httpx.AsyncClient(timeout=None) as client:  # the row has a deadline
+            answer = await client.post(
+                f"{endpoint}/chat/completions",
+                json={"model": ctx.model, "messages": messages},
+                headers={"Authorization": f"Bearer {secret}"},
+            )
+        said = "" if answer.is_success else f"HTTP {answer.status_code}: {answer.text[:500]}"
+        return vf.ProgramResult(0 if answer.is_success else 1, "", said)
+
+
+class Environment:
+    """The environment, its tasks by number, and at most two openings of it."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        """Load it. Raises whatever is wrong with the configuration."""
+        config = copy.deepcopy(config)  # its validation changes it
+        kind = environment_class(config.get("taskset", {}).get("id", ""), config.get("id", ""))
+        config_type = concrete_type(kind, vf.EnvConfig, origin=vf.Env) or vf.EnvConfig
+        for seat in agent_config_fields(config_type.model_construct()):
+            own = config.setdefault(seat, {})
+            own.setdefault("harness", {"id": NAME})
+            own.setdefault("runtime", {"type": "subprocess"})
+        self._config = config_type.model_validate(config)
+        self._env: Any = load_environment(self._config)
+        self._tasks: list[Any] = []
+        self._source: Iterator[Any] = iter(self._env.taskset)
+        self._loading = asyncio.Lock()
+        self._left = 0
+        self._open: Any = None
+        self._users: dict[Any, int] = {}
+        self._stacks: dict[Any, contextlib.AsyncExitStack] = {}
+        self._opening = asyncio.Lock()
+
+    async def task(self, index: Any) -> Any:
+        """The task with that number. Raises ValueError where there is none."""
+        if not isinstance(index, int) or not 0 <= index < MOST_INDEX:
+            raise ValueError(f"extra_info.index is {index!r:.80}, want 0 to {MOST_INDEX - 1}")
+        async with self._loading:
+            missing = index + 1 - len(self._tasks)
+            if missing > 0:
+                self._tasks += await asyncio.to_thread(
+                    lambda: list(itertools.islice(self._source, missing))
+                )
+        if index >= len(self._tasks):
+            raise ValueError(
+                f"the taskset has {len(self._tasks)} tasks, and none with number {index}"
+            )
+        return self._tasks[index]
+
+    @contextlib.asynccontextmanager
+    async def opened(self) -> AsyncIterator[Any]:
+        """The environment, serving; every `GENERATION_ROWS` episodes another opening of it."""
+        async with self._opening:
+            if self._left == 0:
+                env = load_environment(self._config)
+                stack = contextlib.AsyncExitStack()
+                await stack.enter_async_context(env.serving())
+                self._stacks[env], self._users[env] = stack, 0
+                old, self._open, self._left = self._open, env, GENERATION_ROWS
+                await self._close_if_unused(old)
+            self._left -= 1
+            env = self._open
+            self._users[env] += 1
+        try:
+            yield env
+        finally:
+            self._users[env] -= 1
+            await self._close_if_unused(env)
+
+    async def _close_if_unused(self, env: Any) -> None:
+        if env is not None and env is not self._open and not self._users[env]:
+            del self._users[env]
+            await self._stacks.pop(env).aclose()
+
+
+async def play(environment: Environment, call: dict[str, Any]) -> dict[str, float]:
+    """One episode: its reward, and each named part of it. Raises RuntimeError for an episode that failed."""
+    task = await environment.task(call["task"]["extra_info"].get("index"))
+    variable = f"VERIFIERS_SESSION_{call['id']}"
+    os.environ[variable] = call["api_key"]
+    try:
+        client = vf.EvalClientConfig(base_url=call["base_url"], api_key_var=variable)
+        context = vf.ModelContext(client=client, model=MODEL, sampling=vf.SamplingConfig())
+        async with environment.opened() as env:
+            episode = await env.run_episode(task, context)
+    finally:
+        del os.environ[variable]
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if errors or not episode.traces:
+        last = errors[-1] if errors else None
+        raise RuntimeError(f"{last.type}: {last.message}" if last else "no agent took part")
+    parts = {
+        name: reward.value
+        for trace in episode.traces
+        for name, reward in trace.rewards.items()
+        if reward is not None
+    }
+    return {**parts, "score": sum(trace.reward for trace in episode.traces)}
+
+
+async def serve(config: dict[str, Any], answers: int) -> None:
+    """Play what stdin asks for until it ends; `answers` is the file descriptor of the answers."""
+    environment = Environment(config)
+    await environment.task(0)
+    running: dict[int, asyncio.Task[None]] = {}
+
+    def say(message: dict[str, Any]) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        while line:
+            line = line[os.write(answers, line) :]
+
+    async def lead(call: dict[str, Any]) -> None:
+        try:
+            say({"id": call["id"], "reward": await play(environment, call)})
+        except asyncio.CancelledError:
+            say({"id": call["id"], "error": "cancelled"})
+        except Exception as error:
+            say({"id": call["id"], "error": f"{type(error).__name__}: {error}"[:2000]})
+        finally:
+            del running[call["id"]]
+
+    say({"ready": True})
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        message = json.loads(line)
+        if "cancel" in message:
+            if task := running.get(message["cancel"]):
+                task.cancel()
+        else:
+            running[message["id"]] = asyncio.create_task(lead(message))
+
+
+async def rows(config: dict[str, Any], start: int, count: int) -> list[dict[str, Any]]:
+    """Rows for training, which name their tasks by number."""
+    environment = Environment(config)
+    found = []
+    for index in range(start, start + count):
+        data = (await environment.task(index)).data
+        prompt = data.prompt if isinstance(data.prompt, str) and data.prompt else str(data.name)
+        source = config.get("taskset", {}).get("id", "")
+        found.append({"prompt": prompt, "data_source": source, "extra_info": {"index": index}})
+    return found
+
+
+def main() -> int:
+    """See the first lines of this file."""
+    sys.modules[NAME] = sys.modules[__name__]  # where verifiers looks for the harness
+    # Whatever an environment prints is no answer.
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        config = json.loads(sys.argv[2])
+        if sys.argv[1] == "rows":
+            for row in asyncio.run(rows(config, int(sys.argv[3]), int(sys.argv[4]))):
+                os.write(answers, json.dumps(row).encode() + b"\n")
+        else:
+            asyncio.run(serve(config, answers))
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}".replace("\n", " "), file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

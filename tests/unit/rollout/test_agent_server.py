@@ -1,0 +1,120 @@
+"""One process for all conversations of a worker: its answers, its faults, and no wait without an end."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.contract.errors import ConfigError
+from meshrl.contract.types import PostedReward
+from meshrl.rollout.programs import verifiers
+from meshrl.rollout.sessions.agent_server import AgentServer
+from meshrl.rollout.sessions.agents import AgentError
+from meshrl.rollout.sessions.gateway import Address
+
+COMMAND = [sys.executable, str(Path(__file__).with_name("line_server.py"))]
+ADDRESS = Address(base_url="http://127.0.0.1:1/v1", api_key="k")
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[AgentServer]:
+    made = AgentServer(COMMAND, env={}, cancel_timeout_s=0.3)
+    yield made
+    await made.aclose()
+
+
+async def lead(server: AgentServer, do: Any) -> PostedReward | None:
+    async with asyncio.timeout(60):
+        return await server({"do": do}, ADDRESS)
+
+
+async def test_conversations_run_at_the_same_time_in_one_process(server: AgentServer) -> None:
+    await server.start()
+    rewards = await asyncio.gather(*(lead(server, n / 4) for n in range(1, 4)))
+    assert [reward and reward.score for reward in rewards] == [0.25, 0.5, 0.75]
+    assert len({reward.components["pid"] for reward in rewards if reward}) == 1
+    assert await lead(server, None) is None
+
+
+@pytest.mark.parametrize(
+    ("do", "says"),
+    [
+        ("fail", "the maze fell over"),
+        ("die", "ended with 7: out of luck"),
+        ("long", "the answer has 2[0-9]{6} bytes, more than 1048576"),
+        ("words", "a reward's score is 'much', want a finite number"),
+    ],
+)
+async def test_a_fault_has_its_reason_and_the_next_conversation_works(
+    server: AgentServer, do: str, says: str
+) -> None:
+    with pytest.raises(AgentError, match=says):
+        await lead(server, do)
+    reward = await lead(server, 1.0)
+    assert reward and reward.score == 1.0
+
+
+async def test_the_end_of_the_process_fails_all_that_wait(server: AgentServer) -> None:
+    waiting = asyncio.create_task(lead(server, "hang"))
+    await lead(server, 1.0)  # the other one is there by now
+    with pytest.raises(AgentError, match="out of luck"):
+        await lead(server, "die")
+    with pytest.raises(AgentError, match="out of luck"):
+        await waiting
+
+
+async def cancelled(server: AgentServer, do: str) -> None:
+    """A conversation whose row's deadline passes."""
+    call = asyncio.create_task(lead(server, do))
+    await asyncio.sleep(0.2)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+
+
+async def test_a_conversation_that_hangs_ends_with_its_row_and_the_process_stays(
+    server: AgentServer,
+) -> None:
+    before = await lead(server, 1.0)
+    await cancelled(server, "hang")
+    after = await lead(server, 1.0)
+    assert before and after and before.components == after.components
+
+
+async def test_a_process_that_hangs_is_replaced(server: AgentServer) -> None:
+    before = await lead(server, 1.0)
+    await cancelled(server, "block")
+    with pytest.raises(AgentError, match="ended with 137"):  # it had not been replaced yet
+        await lead(server, 1.0)
+    after = await lead(server, 1.0)
+    assert before and after and before.components != after.components
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("late", r"was not ready after 0\.5 s"),
+        ("broken", "ended with 1: no such taskset"),
+    ],
+)
+async def test_a_server_that_does_not_start_is_the_recipe_s_fault(argument: str, says: str) -> None:
+    server = AgentServer(
+        [*COMMAND, argument], env={}, start_timeout_s=0.5 if argument == "late" else 60
+    )
+    with pytest.raises(ConfigError, match=says):
+        await server.start()
+    await server.aclose()
+
+
+def test_options_of_the_program_verifiers_are_checked_before_it_starts() -> None:
+    with pytest.raises(ConfigError, match="no program 'none/python' here: make venv-verifiers"):
+        verifiers.check(verifiers.Config(python="none/python", env={"taskset": {"id": "x"}}))
+    with pytest.raises(ConfigError, match="session: command is not for the program verifiers"):
+        verifiers.check(verifiers.Config(env={"taskset": {}}, session={"command": ["x"]}))
+    with pytest.raises(ConfigError, match=r"session.*'brunch'|brunch"):
+        verifiers.check(verifiers.Config(env={"taskset": {}}, session={"brunch": "last"}))
