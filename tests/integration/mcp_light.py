@@ -1,6 +1,6 @@
-"""An MCP server of the standard library alone, so that it starts at once: `python -E -S mcp_light.py LOG`.
+"""An MCP server of the standard library alone, so that it starts at once: `python -E -S mcp_light.py LOG [mute]`.
 
-The log gets a line with the server's pid at its start, and one for some calls.
+The log gets a line with the server's pid at its start, and one for some calls. A mute one lists no tools.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ def answer(method: str, params: dict[str, Any]) -> dict[str, Any] | None:
             about = {"name": "light", "version": "1"}
             version = params["protocolVersion"]
             return {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": about}
+        case "tools/list" if "mute" in sys.argv:
+            return None
         case "tools/list":
             schema = {"type": "object"}
             tools = [

@@ -132,6 +132,13 @@ async def test_a_hanging_call_is_observed_and_a_hanging_server_is_a_fault(bench:
         await bench.say("stop")
 
 
+async def test_a_server_that_never_lists_its_tools_is_a_fault(bench: Bench) -> None:
+    mute = [sys.executable, "-E", "-S", str(LIGHT), str(bench.log), "mute"]
+    async with asyncio.timeout(60):
+        with pytest.raises(InfraError, match=r"did not list its tools within 5 s"):
+            await bench.open(command=mute, start_timeout_s=5)
+
+
 async def test_an_answer_without_end_is_cut_off_before_it_reaches_the_worker(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,3 +101,8 @@ def strange(a: threading.Event) -> None:
 
 
 not_a_function = 3
+
+
+def hanging_agent(base_url: str, api_key: str, task: object) -> float:
+    hanging.wait(30)
+    return 0.5

@@ -13,9 +13,12 @@ import pytest
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import PostedReward
 from meshrl.rollout.programs import verifiers
+from meshrl.rollout.sessions import agents
 from meshrl.rollout.sessions.agent_server import AgentServer
 from meshrl.rollout.sessions.agents import AgentError
 from meshrl.rollout.sessions.gateway import Address
+
+from . import some_tools
 
 COMMAND = [sys.executable, str(Path(__file__).with_name("line_server.py"))]
 ADDRESS = Address(base_url="http://127.0.0.1:1/v1", api_key="k")
@@ -109,6 +112,27 @@ async def test_a_server_that_does_not_start_is_the_recipe_s_fault(argument: str,
     with pytest.raises(ConfigError, match=says):
         await server.start()
     await server.aclose()
+
+
+async def test_functions_that_never_return_are_not_started_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agents, "MOST_LOST", 2)
+    some_tools.hanging.clear()
+    agent = agents.FunctionAgent("tests.unit.rollout.some_tools.hanging_agent")
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(agent({}, ADDRESS), 0.05)
+    with pytest.raises(AgentError, match="2 calls never returned"):
+        await agent({}, ADDRESS)
+    some_tools.hanging.set()  # they come back after all
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                assert await agent({}, ADDRESS) == PostedReward(score=0.5)
+                break
+            except AgentError:
+                await asyncio.sleep(0.01)
 
 
 def test_options_of_the_program_verifiers_are_checked_before_it_starts() -> None:

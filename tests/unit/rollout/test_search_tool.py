@@ -176,6 +176,27 @@ async def test_what_is_found_follows_in_the_same_turn_and_is_not_trained_on(fold
     assert [each["role"] for each in rollout.messages] == ["assistant", "tool", "assistant"]
 
 
+async def test_a_retriever_that_hangs_is_a_fault_and_no_observation() -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()  # until the client hangs up
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    async with server, asyncio.timeout(60):
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/retrieve"
+        builder = ToolBuilder(
+            read_options(
+                ToolsConfig, {"tools": [{"search": {"url": url}, "timeout_s": 0.2}]}, where="o"
+            )
+        )
+        tools = (await builder.toolbox()).of(task(TOKENIZER))
+        caller = Caller(task=task(TOKENIZER), uid=Uid("run", "t0", 0))
+        asked = ToolCall(name="search", arguments={"query": "Belod"})
+        with pytest.raises(InfraError, match=f"the retriever {url} does not answer in time"):
+            await tools.call(asked, caller, TOKENIZER)
+        await builder.close()
+
+
 async def test_the_connections_of_a_retriever_end_with_the_tools() -> None:
     """A server that keeps its connections open sees the end of them."""
     ended = asyncio.Event()

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +31,8 @@ GUARD = Path(subprocess_guard.__file__)
 OUTPUT_BYTES = 4096
 """How much of the end of a command's output is kept, for the message of a failure."""
 MAX_LINE_BYTES = 1 << 20
+MOST_LOST = 256
+"""Threads of agents that run on although their rows have ended."""
 CHATTY_LOGGERS = ("httpx", "httpx2", "openai")
 """Libraries that would log every request of an agent in this process."""
 PRIVATE = ("MESHRL_", "OPENAI_")
@@ -89,13 +91,15 @@ def posted(value: object) -> PostedReward | None:
 class FunctionAgent:
     """`function(base_url=…, api_key=…, task=…)`. A coroutine function is awaited, any other runs in a thread.
 
-    A thread cannot be ended: one that runs past its deadline finds its session closed, and is not waited for.
+    A thread cannot be ended: one that runs past its deadline finds its session closed, and is not waited for. While
+    `MOST_LOST` of them have not returned no other is started.
     """
 
     def __init__(self, name: str) -> None:
         """`name` is `package.module.function`, or `path/to/file.py:function`. Raises ConfigError."""
         self._name = name
         self._function = load_function(name, FUNCTION)
+        self._lost = 0
         for chatty in CHATTY_LOGGERS:
             logging.getLogger(chatty).setLevel(logging.WARNING)
 
@@ -105,9 +109,42 @@ class FunctionAgent:
         try:
             if inspect.iscoroutinefunction(self._function):
                 return posted(await self._function(**arguments))
-            return posted(await _in_thread(lambda: self._function(**arguments), self._name))
+            return posted(await self._in_thread(arguments))
         except Exception as error:
             raise AgentError(f"{self._name}: {type(error).__name__}: {error}") from error
+
+    async def _in_thread(self, arguments: Mapping[str, Any]) -> Any:
+        """Call the function in its own daemon thread: with a pool, sessions would wait for each other."""
+        if self._lost >= MOST_LOST:
+            raise AgentError(f"{self._lost} calls never returned")
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Any] = loop.create_future()
+
+        def settle(result: Any, error: BaseException | None) -> None:
+            if done.cancelled():
+                self._lost -= 1  # it returned after all
+            elif error is None:
+                done.set_result(result)
+            else:
+                done.set_exception(error)
+
+        def run() -> None:
+            result: Any = None
+            failure: BaseException | None = None
+            try:
+                result = self._function(**arguments)
+            except (
+                BaseException
+            ) as error:  # SystemExit too: the caller waits for the end of the thread
+                failure = error if isinstance(error, Exception) else AgentError(repr(error))
+            with contextlib.suppress(RuntimeError):  # the loop has closed
+                loop.call_soon_threadsafe(settle, result, failure)
+
+        threading.Thread(target=run, name=self._name, daemon=True).start()
+        try:
+            return await done
+        finally:
+            self._lost += done.cancelled()
 
 
 class CommandAgent:
@@ -172,30 +209,3 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGUSR1)
         await asyncio.shield(process.wait())
-
-
-async def _in_thread(call: Callable[[], Any], name: str) -> Any:
-    """Run `call` in its own daemon thread: with a pool, sessions would wait for each other."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(result)
-        else:
-            done.set_exception(error)
-
-    def run() -> None:
-        result: Any = None
-        failure: BaseException | None = None
-        try:
-            result = call()
-        except BaseException as error:  # SystemExit too: the caller waits for the end of the thread
-            failure = error if isinstance(error, Exception) else AgentError(repr(error))
-        with contextlib.suppress(RuntimeError):  # the loop has closed
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return await done

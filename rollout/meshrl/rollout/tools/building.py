@@ -55,6 +55,7 @@ class ToolBuilder:
                 self._servers.append((tool, McpServer(tool)))
                 continue
             function: Callable[..., object]
+            asks = ""
             if tool.search is None:
                 function = load_function(tool.function, f"{where}.function")
             elif tool.search.url:
@@ -62,11 +63,15 @@ class ToolBuilder:
 
                 retriever = Retriever(tool.search)
                 self._retrievers.append(retriever)
-                function = retriever.search
+                function, asks = retriever.search, f"the retriever {tool.search.url}"
             else:
                 function = search_function(tool.search, f"{where}.search")
             built = FunctionTool(
-                function, name=tool.name, stateful=tool.stateful, most_lost=tool.concurrency
+                function,
+                name=tool.name,
+                stateful=tool.stateful,
+                most_lost=tool.concurrency,
+                asks=asks,
             )
             self._offers.append(_offered(built, tool))
         self._toolbox: Toolbox | None = None

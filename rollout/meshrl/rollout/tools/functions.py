@@ -38,12 +38,18 @@ class FunctionTool:
         name: str = "",
         stateful: bool = False,
         most_lost: int = 16,
+        asks: str = "",
     ) -> None:
-        """Raises ConfigError for a function whose parameters no schema can describe."""
+        """`asks` names the service that it waits for: one that is late is a fault, not an observation.
+
+        Raises:
+            ConfigError: no schema can describe the parameters.
+        """
         self.name = name or function.__name__
         self.stateful = stateful
         self._function = function
         self._most_lost = most_lost
+        self._asks = asks
         self._lost = 0
         signature = _signature(function, self.name)
         self._takes_caller = CALLER in signature
@@ -71,6 +77,8 @@ class FunctionTool:
 
     async def check(self, caller: Caller) -> None:
         """See `Tool`."""
+        if self._asks:
+            raise InfraError(f"{self._asks} does not answer in time")
 
     async def _run(self, values: Mapping[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self._function):

@@ -173,7 +173,16 @@ class McpServer:
             InfraError: the server cannot be reached.
         """
         connection = await self._opened(None)
-        found = {tool.name: McpTool(self, tool) for tool in await connection.tools()}
+        limit = self._config.start_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                listed = await connection.tools()
+        except TimeoutError as error:
+            self.release(None)
+            raise InfraError(
+                f"MCP server {self.label} did not list its tools within {limit:g} s"
+            ) from error
+        found = {tool.name: McpTool(self, tool) for tool in listed}
         if self._config.stateful:
             self.release(None)
         for name in self._config.only:
