@@ -324,11 +324,6 @@ class _TakesNothingOver(SimulatedCheckpoints):
         return
 
 
-class _OnlySweeps(SimulatedCheckpoints):
-    def take_over(self, root: Path, epoch: int) -> None:
-        self._disk.sweeps += 1
-
-
 MUTANTS: Final[Mapping[str, Mutant]] = {
     "early_acknowledgement": Mutant(
         what="the queue answers before a change is durable",
@@ -433,10 +428,6 @@ MUTANTS: Final[Mapping[str, Mutant]] = {
     "no_sweep": Mutant(
         what="a fenced trainer may still put its checkpoint in place",
         parts=Parts(checkpoints=_TakesNothingOver),
-    ),
-    "begun_after_the_sweep": Mutant(
-        what="a fenced trainer may begin a checkpoint once its successor has removed unfinished ones",
-        parts=Parts(checkpoints=_OnlySweeps),
     ),
 }
 """By name."""
