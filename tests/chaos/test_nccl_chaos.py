@@ -18,6 +18,7 @@ from .weights_mesh import Mesh, Process
 
 POINTS = [{"at": "join"}, {"at": "middle", "nth": 2}, {"at": "between", "nth": 3}]
 REPLICAS = ["one", "two", "three"]
+"""Ranks 1 to 3 of one communicator."""
 
 
 @pytest.fixture
@@ -55,7 +56,9 @@ async def test_every_death_of_a_nccl_process_costs_a_generation_and_no_version(
 ) -> None:
     faults = [
         {**point, "do": deed, "rank": rank, "once": str(tmp_path / f"{point['at']}-{deed}-{rank}")}
-        for rank, point, deed in itertools.product((0, 1), POINTS, ("kill", "stop"))
+        for rank, point, deed in itertools.product(
+            (0, 2), POINTS, ("kill", "stop")
+        )  # 2: the middle
     ]
     set_up(mesh, deaf=True, faults=faults)
     trainer = await mesh.trainer()

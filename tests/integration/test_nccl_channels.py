@@ -26,6 +26,9 @@ from meshrl.weights.nccl.library import dotted, loaded_nccl
 from meshrl.weights.nccl.process import Facts, NcclProcess, NcclProcesses
 from meshrl.weights.nccl.rendezvous import connect
 
+from ..waiting import until
+from .weights_fleet import opened
+
 AMPLE_S = 60.0
 """A deadline that is not what ends a test."""
 
@@ -370,3 +373,21 @@ def test_two_files_of_nccl_in_one_process_are_seen() -> None:
         "/a/nvidia/nccl/lib/libnccl.so.2",
         "/usr/lib/x86 64/libnccl.so.2.30.7",
     }
+
+
+async def test_a_replica_with_another_nccl_is_named_and_the_others_are_one_communicator(
+    tmp_path: Path,
+) -> None:
+    async with opened("nccl", tmp_path) as fleet:
+        engines = await fleet.joined("one", "two")
+        nccl = settings(version="2.28.9")
+        fleet.config = WeightsConfig.model_validate(fleet.config.model_dump() | {"nccl": nccl})
+        odd = fleet.join("odd")
+        await until(lambda: fleet.state_of("odd") is not None)
+        source = fleet.source(0)
+        await fleet.carry(source)
+        assert fleet.published == [source.manifest.version]
+        assert [engine.hashes for engine in engines] == [source.manifest.bucket_hashes] * 2
+        assert odd.hashes == ()
+        with pytest.raises(ConfigError, match=r"trainer has NCCL 2\.30\.7, the replica 2\.28\.9"):
+            await fleet.controllers.pop("odd")

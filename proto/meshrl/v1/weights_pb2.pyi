@@ -536,14 +536,21 @@ class PlanePropose(_message.Message):
     ENDPOINT_FIELD_NUMBER: _builtins.int
     CARRIER_FIELD_NUMBER: _builtins.int
     HOP_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Where the carrier is met: an address for gloo, a directory relative to the run's for disk."""
     carrier: _builtins.str
     """Which carrier is met there: one that the HELLO named."""
     hop: _builtins.int
-    """Who sends: 0 the trainer, else another replica, by the channel of this number. A second PROPOSE of one version
-    names another sender, and what was verified stays.
+    """Who sends: 0 the trainer, to this replica alone; else another replica, or the trainer to a group, by the channel of
+    this number. A second PROPOSE of one version names another sender, and what was verified stays.
     """
+    group: _builtins.int
+    """The channel is a group of `size` ends, in which this replica has `rank`; 0: it has two."""
+    rank: _builtins.int
+    size: _builtins.int
     @_builtins.property
     def manifest(self) -> Global___WeightManifest: ...
     def __init__(
@@ -553,10 +560,13 @@ class PlanePropose(_message.Message):
         endpoint: _builtins.str = ...,
         carrier: _builtins.str = ...,
         hop: _builtins.int = ...,
+        group: _builtins.int = ...,
+        rank: _builtins.int = ...,
+        size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["carrier", b"carrier", "endpoint", b"endpoint", "hop", b"hop", "manifest", b"manifest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carrier", b"carrier", "endpoint", b"endpoint", "group", b"group", "hop", b"hop", "manifest", b"manifest", "rank", b"rank", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -19,7 +19,7 @@ CARRIERS = "meshrl.weights.carriers"
 
 
 class NcclConfig(Config):
-    """The process that holds one rank, at either end; `carrier: nccl` has one per replica at both ends."""
+    """The process that holds one rank: `carrier: nccl` has one beside the trainer and one beside each engine."""
 
     library: str = "cupy"
     """A module of `meshrl.weights.nccl.libraries` (cupy; stub: sockets, without a GPU), or a dotted path."""

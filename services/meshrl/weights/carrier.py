@@ -9,6 +9,8 @@ A carrier's module may assign these literals, which are read without importing i
     RELAYS = False                               whether a replica can be the sender of another one: its end of a
                                                  channel of rank 0 opens by the same endpoint. The trainer then sends
                                                  a version once, into a chain of replicas
+    GROUPS = False                               whether a channel may have more than two ends: rank 0 sends each
+                                                 bucket once, to all others
 """
 
 from __future__ import annotations
@@ -53,11 +55,15 @@ class Link:
     """0 is the sender's end."""
     hop: int = 0
     """Numbers the channels to one replica in one generation: 0 comes from the trainer, others from replicas."""
+    group: int = 0
+    """Numbers the channels of more than two ends in one epoch; `generation` and `hop` say nothing then."""
     size: int = 2
 
     @property
     def prefix(self) -> str:
         """Names the channel among all channels that ever use the endpoint."""
+        if self.group:
+            return f"{self.run}/e{self.epoch}/all{self.group}"
         hop = f"h{self.hop}" if self.hop else ""
         return f"{self.run}/e{self.epoch}/g{self.generation}{hop}"
 
@@ -134,6 +140,7 @@ class CarrierFacts:
     rate: float
     sparse: bool
     relays: bool
+    groups: bool
 
     @property
     def met(self) -> bool:
@@ -158,6 +165,7 @@ def carrier_facts(name: str) -> CarrierFacts:
         rate=float(str(constant("RATE", 1e9))),
         sparse=bool(constant("SPARSE", False)),
         relays=bool(constant("RELAYS", False)),
+        groups=bool(constant("GROUPS", False)),
     )
 
 

@@ -35,6 +35,7 @@ from meshrl.contract.types import Version, name_fault
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Link, LoadCarrier, RunPaths
 from meshrl.weights.fleet import FleetView, ReplicaState
+from meshrl.weights.groups import Groups
 from meshrl.weights.messages import ReplicaStream, stamp, stamped_version
 from meshrl.weights.replica import Replica, SourceError
 from meshrl.weights.routes import Peer, Routes
@@ -70,6 +71,14 @@ class WeightCoordinator:
         self._epoch = epoch
         self._on_committed = on_committed
         self._routes = Routes(config, paths, load)
+        self._groups = Groups(
+            lambda carrier, number, size: self._routes.group(
+                carrier,
+                Link(
+                    run=run, epoch=epoch, generation=0, endpoint="", rank=0, group=number, size=size
+                ),
+            )
+        )
         self._clock = asyncio.get_running_loop().time
         self._changed = asyncio.Condition()
         self._offered: WeightSource | None = None
@@ -107,6 +116,7 @@ class WeightCoordinator:
         await self._notify()
         # Ends soon: `serve` removes each replica, whatever it does.
         await self._wait_until(lambda: not self._removals)
+        self._groups.close()
         await self._routes.close()
 
     async def __aenter__(self) -> Self:
@@ -212,6 +222,7 @@ class WeightCoordinator:
         finally:
             # Leave the transaction first: the others must not wait while this one is sent the reason.
             replica.give_up(str(failure))
+            self._groups.leave(generation)
             del self._removals[generation]
             if removal.done() and not removal.cancelled():
                 removal.exception()  # looked at: asyncio reports one that nobody did where the replica went by itself
@@ -297,6 +308,7 @@ class WeightCoordinator:
         try:
             await replica.propose(transaction.source, self._before(transaction, replica))
             if may_skip and self._is_superseded(transaction):
+                await replica.skip(transaction.version)
                 transaction.leave(replica.generation)
                 return False
             await replica.prepare(transaction.source)
@@ -414,6 +426,7 @@ class WeightCoordinator:
             )
         await self._routes.stage(source, [replica.peer for replica in self._candidates()])
         members = [replica.generation for replica in self._candidates()]
+        self._assemble(source.manifest.version)
         self._proposed = Transaction(source, members, self._config.quorum, self._config.late_quorum)
         self._proposed_at = self._clock()
         if self._straggler_wait is not None:
@@ -421,6 +434,17 @@ class WeightCoordinator:
             self._straggler_wait = None
         if self._offered is source:  # a newer one may have come while this one was staged
             self._offered = None
+
+    def _assemble(self, version: Version) -> None:
+        """Say to the members of a version which of them can take it in one group."""
+        by_carrier: dict[str, list[Replica]] = {}
+        for replica in self._candidates():
+            if carrier := self._routes.grouped(replica.peer, version):
+                by_carrier.setdefault(carrier, []).append(replica)
+        for carrier, replicas in by_carrier.items():
+            assembly = self._groups.assemble(carrier, [each.generation for each in replicas])
+            for replica in replicas:
+                replica.assemble(version, assembly)
 
     async def _conclude(self) -> None:
         transaction = self._proposed

@@ -23,6 +23,7 @@ from meshrl.contract.types import Version, WeightManifest
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Channel, Link
 from meshrl.weights.fleet import ReplicaState, ReplicaView
+from meshrl.weights.groups import Assembly, FromGroup
 from meshrl.weights.messages import ReplicaStream, digest, manifest_to_message, stamp, wrong_tensors
 from meshrl.weights.routes import Peer, Route, Routes
 from meshrl.weights.senders import FromReplica, FromTrainer, Progress, RelayError
@@ -74,8 +75,10 @@ class Replica:
         """From the trainer, by carrier; open, except the one that `_propose` is opening."""
         self.progress = Progress()
         self._hops = itertools.count(1)
-        self._sender: FromReplica | None = None
-        """The replica that sends to this one, if one does; kept from version to version."""
+        self._sender: FromReplica | FromGroup | None = None
+        """The replica that sends to this one, or the group that it is in; kept from version to version."""
+        self._assembly: tuple[Version, Assembly] | None = None
+        """Of which version it is a member that can be in a group."""
         self._hop = 0
         """Of the channel that is used."""
         self._shunned: set[int] = set()
@@ -129,16 +132,8 @@ class Replica:
         self._route = await self._routes.choose(self.peer, source)
         proposed_at = self._clock()
         with self._carrying():
-            if not await self._choose_sender(source, before):
-                await self._propose(source)
-            else:
-                assert self._sender is not None
-                try:
-                    await self._sender.open(version)
-                    await self._propose(source, self._sender)
-                except RelayError as error:
-                    await self._leave_sender(version, error)
-                    await self._propose(source)
+            await self._choose_sender(source, before)
+            await self._propose_by_sender(source)
         self._opening_s = self._clock() - proposed_at
 
     async def prepare(self, source: WeightSource) -> None:
@@ -173,6 +168,18 @@ class Replica:
         self.last_sync_s = self._clock() - self._began
         self.moved_bytes = self._moving_bytes
 
+    def assemble(self, version: Version, assembly: Assembly) -> None:
+        """It is a member of this version, and can be in a group."""
+        self._assembly = version, assembly
+
+    async def skip(self, version: Version) -> None:
+        """Nothing is sent to it of what was proposed."""
+        self.progress.end()
+        self._leave_assembly()
+        if isinstance(self._sender, FromGroup):
+            await self._sender.close(version)
+            self._sender = None
+
     async def drop(self, version: Version, reason: str) -> None:
         """Withdraw the prepared version; the replica stays in the fleet."""
         self.progress.end()
@@ -182,6 +189,7 @@ class Replica:
         """Mark the replica as out, and abort what is still being sent to it."""
         self.state, self.suspect, self.reason = ReplicaState.OUT, False, reason
         self.progress.leave()
+        self._leave_assembly()
         for channel in self._channels.values():
             channel.abort()
 
@@ -213,10 +221,53 @@ class Replica:
         finally:
             self._moving = False
 
-    async def _choose_sender(self, source: WeightSource, before: Replica | None) -> bool:
-        """Whether another replica sends; then `_sender` is the one."""
+    def _leave_assembly(self) -> None:
+        if self._assembly is not None:
+            self._assembly[1].leave(self.generation)
+
+    async def _propose_by_sender(self, source: WeightSource) -> None:
+        """Propose with the sender that was chosen, or with what follows when that cannot; at last the trainer."""
+        version = source.manifest.version
+        while (sender := self._sender) is not None:
+            try:
+                await sender.open(version)
+                await self._propose(source, sender)
+            except RelayError as error:
+                await self._leave_sender(version, error)
+            else:
+                return
+        await self._propose(source)
+
+    async def _join_group(self, version: Version) -> None:
+        """Be in the group of this version, if there is one to be in: `_sender` is it."""
+        if self._assembly is None or self._assembly[0] != version:
+            return
+        assembly = self._assembly[1]
+        if not assembly.expects(self.generation):
+            return
+        group = await assembly.join(self.generation)
+        if group is None:
+            assembly.done(self.generation)
+            self._sender = None
+        elif not isinstance(self._sender, FromGroup) or self._sender.group is not group:
+            self._sender = FromGroup(group, assembly, self.generation, next(self._hops))
+        else:
+            self._sender = FromGroup(group, assembly, self.generation, self._sender.hop)
+
+    async def _choose_sender(self, source: WeightSource, before: Replica | None) -> None:
+        """`_sender` is the replica that sends, or the group; None: the trainer does, to this one alone."""
         version, route = source.manifest.version, self._route
         assert route is not None
+        if self._assembly is not None and self._assembly[0] == version:
+            if isinstance(self._sender, FromReplica):
+                with suppress(RelayError):
+                    await self._sender.close(version)
+                self._sender = None
+            await self._join_group(version)
+            return
+        if isinstance(self._sender, FromGroup):
+            await self._sender.close(version)
+            self._sender = None
         chosen: Replica | None = None
         if before is not None and len(self._shunned) < _MOST_FAILED:
             chosen = before if self._routes.relays(route, self.peer, before.peer) else None
@@ -234,7 +285,6 @@ class Replica:
             self._sender = FromReplica(
                 *(chosen.generation, chosen.progress, chosen.relay, link), carrier=route.carrier
             )
-        return self._sender is not None
 
     async def relay(self, version: Version, order: pb.PlaneRelay) -> None:
         """Have this replica send to another one. Raises MeshError."""
@@ -245,45 +295,50 @@ class Replica:
         return other.generation in self._shunned
 
     async def _leave_sender(self, version: Version, error: RelayError) -> None:
-        """From now on the trainer sends."""
+        """From now on the trainer sends, or the next group."""
         assert self._sender is not None
         sender, self._sender = self._sender, None
-        if not sender.is_out:
+        if isinstance(sender, FromReplica) and not sender.is_out:
             self._shunned.add(sender.generation)
-        logger.info("%s gets weights %s from the trainer: %s", self.name, version, error)
+        logger.info("%s gets weights %s otherwise: %s", self.name, version, error)
         with suppress(RelayError):
             await sender.close(version)
+        await self._join_group(version)
 
     async def _send_version(self, source: WeightSource) -> None:
         """TRANSFER … RECEIVED of the last bucket, with the right hash."""
         version, route = source.manifest.version, self._route
         assert route is not None
         began = self._clock()
-        sender = self._sender
-        if sender is not None:
+        while (sender := self._sender) is not None:
             try:
                 await self._send_missing(sender, source)
             except RelayError as error:
                 await self._leave_sender(version, error)
-                await self._propose(source)
+                await self._propose_by_sender(source)
             else:
                 with suppress(RelayError):
                     await sender.done(version)
+                break
         if self._sender is None:
             await self._send_missing(FromTrainer(self._channels[route.carrier]), source)
         self._routes.observe(route, version, self._clock() - began, self._opening_s)
 
-    async def _send_missing(self, sender: FromTrainer | FromReplica, source: WeightSource) -> None:
-        """Until every bucket has arrived with the right hash."""
-        for _ in range(1 + self._config.resends):
+    async def _send_missing(
+        self, sender: FromTrainer | FromReplica | FromGroup, source: WeightSource
+    ) -> None:
+        """Until every bucket has arrived with the right hash; a group sends each once."""
+        for _ in range(1 if isinstance(sender, FromGroup) else 1 + self._config.resends):
             await self._transfer(sender, source)
             if not self._missing:
                 return
         what = f"buckets {list(self._missing)} of weights {source.manifest.version}"
-        problem = f"{self.name}: {what} arrived corrupted {1 + self._config.resends} times"
+        problem = f"{self.name}: {what} arrived corrupted, again and again"
         raise RelayError(problem) if sender.hop else CorruptError(problem)
 
-    async def _propose(self, source: WeightSource, sender: FromReplica | None = None) -> None:
+    async def _propose(
+        self, source: WeightSource, sender: FromReplica | FromGroup | None = None
+    ) -> None:
         """Open both ends of the channel from `sender`, or else from the trainer; the replica says what it holds."""
         manifest, route = source.manifest, self._route
         assert route is not None
@@ -294,6 +349,13 @@ class Replica:
             hop=sender.hop if sender else 0,
         )
         self._hop = message.hop
+        if isinstance(sender, FromGroup):
+            group = sender.group
+            message.group, message.size = group.number, group.size
+            message.rank = group.rank(self.generation)
+            if (alone := self._channels.pop(route.carrier, None)) is not None:
+                alone.abort()  # before it was a member
+            group.open(self._config.ready_s)
         await self._send(manifest.version, propose=message)
         opening = self._ready(source)
         if sender is None and route.carrier not in self._channels:
@@ -309,10 +371,15 @@ class Replica:
         every, held = range(len(source.manifest.bucket_bytes)), set(ready.held)
         self._missing = [index for index in every if index not in held]
 
-    async def _transfer(self, sender: FromTrainer | FromReplica, source: WeightSource) -> None:
+    async def _transfer(
+        self, sender: FromTrainer | FromReplica | FromGroup, source: WeightSource
+    ) -> None:
         """Send the missing buckets; then those are missing that arrived corrupted."""
         manifest, wanted = source.manifest, self._missing
         version = manifest.version
+        lacking = set(wanted)
+        if isinstance(sender, FromGroup):
+            wanted = await sender.plan(wanted)
         corrupted: list[int] = []
 
         async def send() -> None:
@@ -331,21 +398,25 @@ class Replica:
                         f"{self.name}: acknowledged bucket {received.bucket}, not {index}"
                     )
                 self._moving_bytes += received.moved_bytes
-                if received.hash != manifest.bucket_hashes[index]:
-                    corrupted.append(index)
-                else:
+                if received.hash == manifest.bucket_hashes[index]:
                     self.progress.holds(index)
-                self._missing = [*corrupted, *wanted[place + 1 :]]
+                elif index in lacking:
+                    corrupted.append(index)
+                self._missing = [*corrupted, *(i for i in wanted[place + 1 :] if i in lacking)]
 
         if not sender.hop or not wanted:
             await self._send(version, transfer=pb.PlaneTransfer(buckets=wanted))
         await together(send(), acknowledge())
-        for index in corrupted if not sender.hop else ():
+        if isinstance(sender, FromGroup) and wanted and not corrupted:
+            await self._send(version, transfer=pb.PlaneTransfer())  # that was all
+        for index in corrupted if not isinstance(sender, FromReplica) else ():
             _check_source(manifest, index, source)
 
-    async def _received(self, nbytes: int, sender: FromTrainer | FromReplica) -> pb.ReplicaReceived:
+    async def _received(
+        self, nbytes: int, sender: FromTrainer | FromReplica | FromGroup
+    ) -> pb.ReplicaReceived:
         """The next RECEIVED of what `sender` sends."""
-        relay = sender if isinstance(sender, FromReplica) else None
+        relay = None if isinstance(sender, FromTrainer) else sender
         deadline_s = self._config.deadline_s(nbytes)
         message = self._receive("received")
         received = (await self._progressing(message, deadline_s, "RECEIVED", relay)).received
@@ -354,7 +425,11 @@ class Replica:
         return received
 
     async def _progressing(
-        self, work: Awaitable[_T], deadline_s: float, what: str, sender: FromReplica | None
+        self,
+        work: Awaitable[_T],
+        deadline_s: float,
+        what: str,
+        sender: FromReplica | FromGroup | None,
     ) -> _T:
         """The result of `work` within the deadline.
 
@@ -369,6 +444,10 @@ class Replica:
             if sender is None or self.stream.quiet_s > deadline_s / 2:
                 raise
             raise RelayError(str(error)) from error
+        except RelayError as error:
+            if isinstance(sender, FromGroup) and self.stream.quiet_s > deadline_s / 2:
+                raise WaitTimeoutError(f"{self.name}: {what}: silent in a group") from error
+            raise
         self.suspect = False
         return result
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -153,6 +153,17 @@ class Routes:
         """Whether a replica that takes `route` can get from another one what that has received."""
         same = not self._choosing or self._receivers(receiver) == self._receivers(sender)
         return same and self._facts[route.carrier].relays
+
+    def grouped(self, peer: Peer, version: Version) -> str:
+        """The carrier of a route that is chosen, if one channel of it can have more than two ends; else empty."""
+        chosen = self._chosen.get(self._receivers(peer))
+        if chosen is None or chosen[0] != version or not self._facts[chosen[1].carrier].groups:
+            return ""
+        return chosen[1].carrier
+
+    def group(self, carrier: str, link: Link) -> Channel:
+        """This end of a channel to several."""
+        return self._carriers[carrier].channel(replace(link, endpoint=self._listening[carrier][1]))
 
     def channel(self, route: Route, link: Link) -> Channel:
         """This end of a channel."""

@@ -75,6 +75,8 @@ class Session:
         """The one that carries the proposed version."""
         self._hop = 0
         """Its number."""
+        self._in_group = False
+        """Whether it has more than two ends."""
         self._proposals = 0
         """That have arrived, and wait for what is done now."""
         self._proposed = asyncio.Event()
@@ -186,16 +188,20 @@ class Session:
         if self._hop_channel is not None:
             self._hop_channel.abort()
             self._hop_channel = None
-        self._hop = proposed.hop
+        self._hop, self._in_group = proposed.hop, bool(proposed.group)
         if not proposed.hop and proposed.carrier in self._channels:
             return self._channels[proposed.carrier]
+        if proposed.group and (alone := self._channels.pop(proposed.carrier, None)) is not None:
+            alone.abort()
         link = Link(
             run=self._run,
             epoch=self._epoch,
             generation=self._generation,
             hop=proposed.hop,
             endpoint=proposed.endpoint,
-            rank=1,
+            group=proposed.group,
+            rank=proposed.rank or 1,
+            size=proposed.size or 2,
         )
         channel = self._carriers[proposed.carrier].channel(link)
         if proposed.hop:
@@ -220,12 +226,16 @@ class Session:
             raise ConflictError(f"buckets of version {version}, which was not proposed")
         for index in indices:
             await self._receive(incoming, index, self._channel)
-        if not incoming.missing:
+        # A group is sent what others lack, too; nothing is what it is told when that was all.
+        if not incoming.missing and not (self._in_group and indices):
             await self._stage(incoming)
 
     async def _receive(self, incoming: Received, index: int, channel: Channel) -> None:
         """One bucket; RECEIVED says what came."""
         manifest, buckets = incoming.manifest, incoming.buckets
+        if index not in incoming.missing:  # in a group: another one lacks it
+            buckets = [*buckets]
+            buckets[index] = np.empty_like(buckets[index])
         received = pb.ReplicaReceived(bucket=index, hop=self._hop)
         try:
             mapped = await self._from_sender(channel.receive(manifest, index, buckets[index]))

@@ -48,6 +48,8 @@ class Wires:
         self.stopped: set[Process] = set()
         self.cut: Callable[[str, str], bool] = lambda sender, receiver: False
         """Whether no channel between two processes opens."""
+        self.cut_groups = False
+        """Whether no channel of more than two ends opens."""
         self.on_bucket: Strike = lambda sender, receiver, index: None
         self.spoil: Callable[[str, str, int], bool] = lambda sender, receiver, index: False
         self.edges: dict[str, _Edge] = {}
@@ -58,6 +60,8 @@ class _Edge:
         self.ends: dict[int, Process] = {}
         self.closed = False
         self.offered: tuple[int, Uint8] | None = None
+        self.wanting: set[int] = set()
+        """Ranks that have not taken what is offered."""
 
 
 class WireCarrier:
@@ -88,7 +92,8 @@ class WireChannel:
         self._edge.ends[link.rank] = this_process()
 
     async def open(self, deadline_s: float) -> None:
-        await self._until(lambda: len(self._edge.ends) == 2 and not self._is_cut, deadline_s)
+        size = self._link.size
+        await self._until(lambda: len(self._edge.ends) == size and not self._is_cut, deadline_s)
         if self._link.rank == 0:
             self._wires.opened.append(self._names)
 
@@ -99,18 +104,19 @@ class WireChannel:
             bucket = bucket.copy()
             bucket[3] ^= 1
         self._edge.offered = index, bucket
-        await self._until(lambda: self._edge.offered is None, self._config.deadline_s(len(bucket)))
+        self._edge.wanting = set(range(1, self._link.size))
+        await self._until(lambda: not self._edge.wanting, self._config.deadline_s(len(bucket)))
         self._wires.sent[self._names[0]] += bucket.nbytes
 
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
         await self._until(
-            lambda: self._edge.offered is not None, self._config.deadline_s(into.nbytes)
+            lambda: self._link.rank in self._edge.wanting, self._config.deadline_s(into.nbytes)
         )
         assert self._edge.offered is not None
         found, bucket = self._edge.offered
         assert found == index
         into[:] = bucket
-        self._edge.offered = None
+        self._edge.wanting.discard(self._link.rank)
 
     def committed(self, version: Version) -> None:
         pass
@@ -127,6 +133,8 @@ class WireChannel:
 
     @property
     def _is_cut(self) -> bool:
+        if self._link.size > 2:
+            return self._wires.cut_groups
         return self._wires.cut(*self._names)
 
     async def _until(self, condition: Callable[[], bool], deadline_s: float) -> None:
@@ -146,7 +154,7 @@ class SimulatedFleet:
     def __init__(self, loop: SimulatedLoop, **options: object) -> None:
         self.wires = Wires()
         self.network = Network(loop, 0, Delays(slow_share=0.0))
-        self.config = WeightsConfig.model_validate({"carrier": f"{__name__}", **options})
+        self.config = WeightsConfig.model_validate({"carrier": __name__, **options})
         self.published: list[Version] = []
         self.processes: dict[str, Process] = {}
         self.engines: dict[str, HashSink] = {}

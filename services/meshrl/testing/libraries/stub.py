@@ -1,6 +1,7 @@
 """A stand-in for NCCL that uses sockets, for machines without a GPU: the same behaviour, and faults on request.
 
-Every rank of a communicator has a connection to rank 0, which is where the unique id points: like NCCL's, it names an
+The ranks of a communicator are a chain, as in NCCL's ring: a broadcast leaves rank 0 once, and each rank passes on
+what it gets, so a rank that is dead or stopped holds up all behind it. The unique id names, like NCCL's, an
 address of the process that made it, and joining blocks until every rank has joined. Device memory is host memory, the
 stream is a thread, collectives on it are asynchronous. Two ways of being stricter than NCCL: ranks whose collectives
 differ fail with both named instead of hanging, and so does a communicator that was not warmed up.
@@ -39,7 +40,10 @@ from meshrl.weights.nccl.library import UNIQUE_ID_BYTES
 from meshrl.weights.nccl.library import Buffer as AnyBuffer
 
 VARIABLE = "MESHRL_NCCL_STUB"
-_HELLO = struct.Struct("<16sII")  # nonce, rank, length of the version that follows
+_HELLO = struct.Struct("<16sIII")  # nonce, rank, its port, length of the version that follows
+_ANSWER = struct.Struct("<16sI")  # version of rank 0, port of the rank behind this one; 0: none
+_PIECE = 1 << 18
+"""Bytes that a rank takes before it passes them on."""
 _WORK = struct.Struct("<4sQ")  # which collective, and its bytes
 _FLOAT_BYTES = 4
 _EAGER_BYTES = 4 << 20
@@ -71,13 +75,15 @@ class Library:
         """Rank 0 waits for all others, the others for rank 0. Raises StubError when versions differ."""
         self._faults.strike("join", rank)
         port, nonce = unique_id.rstrip(b"\0").split(b" ")
+        before = behind = None
         if rank == 0:
             if self._listener is None:
                 raise StubError("rank 0 has to make the unique id")
-            peers = _gather(self._listener, size, nonce, self.version)
+            next_port = _gather(self._listener, size, nonce, self.version)
+            behind = _link(next_port, nonce)
         else:
-            peers = {0: _call(int(port), nonce, rank, self.version)}
-        return Communicator(rank, peers, self._stream, self._faults, deaf=self._deaf)
+            before, behind = _call(int(port), nonce, rank, self.version)
+        return Communicator(rank, before, behind, self._stream, self._faults, deaf=self._deaf)
 
     def buffer(self, memory: mmap.mmap) -> Buffer:
         """A buffer of the same size."""
@@ -133,19 +139,21 @@ class Buffer:
 
 
 class Communicator:
-    """One rank, with a connection to every other (rank 0) or to rank 0."""
+    """One rank, with a connection to the one before it and to the one behind it."""
 
     def __init__(
         self,
         rank: int,
-        peers: dict[int, socket.socket],
+        before: socket.socket | None,
+        behind: socket.socket | None,
         stream: Stream,
         faults: Faults,
         *,
         deaf: bool,
     ) -> None:
         self._rank = rank
-        self._peers = peers
+        self._before = before
+        self._behind = behind
         self._stream = stream
         self._faults = faults
         self._deaf = deaf
@@ -169,7 +177,7 @@ class Communicator:
 
     def abort(self) -> None:
         """Close the connections; the other ranks notice."""
-        for peer in self._peers.values():
+        for peer in filter(None, (self._before, self._behind)):
             with contextlib.suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)
             peer.close()
@@ -178,10 +186,8 @@ class Communicator:
         self._faults.strike("warm_up", self._rank)
         one = bytearray(_FLOAT_BYTES)
         self._agree(b"REDU", _FLOAT_BYTES)
-        for peer in self._peers.values():
-            self._receive(peer, memoryview(one)) if self._rank == 0 else self._send(peer, one)
-        for peer in self._peers.values():
-            self._send(peer, one) if self._rank == 0 else self._receive(peer, memoryview(one))
+        self._to_root(one)
+        self._from_root(memoryview(one))
         self._warm = True
 
     def _broadcast(self, view: memoryview) -> None:
@@ -190,34 +196,34 @@ class Communicator:
         self._faults.strike("bucket", self._rank)
         self._agree(b"CAST", len(view))
         half = len(view) // 2
-        self._move(view[:half])
+        self._from_root(view[:half])
         self._faults.strike("middle", self._rank)
-        self._move(view[half:])
+        self._from_root(view[half:])
         if len(view) > _EAGER_BYTES:
-            self._acknowledge()
+            self._to_root(bytearray(1))  # sockets may buffer more than a device does
         self._faults.strike("between", self._rank)
 
-    def _acknowledge(self) -> None:
-        """Wait for the receivers: sockets may buffer more than a device does."""
-        for peer in self._peers.values():
-            if self._rank == 0:
-                self._receive(peer, memoryview(bytearray(1)))
-            else:
-                self._send(peer, b"\0")
+    def _from_root(self, part: memoryview) -> None:
+        """Down the chain, piece by piece."""
+        for start in range(0, len(part), _PIECE):
+            piece = part[start : start + _PIECE]
+            if self._before is not None:
+                self._receive(self._before, piece)
+            if self._behind is not None:
+                self._send(self._behind, piece)
 
-    def _move(self, part: memoryview) -> None:
-        for peer in self._peers.values():
-            self._send(peer, part) if self._rank == 0 else self._receive(peer, part)
+    def _to_root(self, part: bytearray) -> None:
+        """Up the chain."""
+        if self._behind is not None:
+            self._receive(self._behind, memoryview(part))
+        if self._before is not None:
+            self._send(self._before, part)
 
     def _agree(self, work: bytes, nbytes: int) -> None:
         """Rank 0 sends its operation; a rank with another one fails."""
         mine = _WORK.pack(work, nbytes)
-        if self._rank == 0:
-            for peer in self._peers.values():
-                self._send(peer, mine)
-            return
-        theirs = bytearray(_WORK.size)
-        self._receive(self._peers[0], memoryview(theirs))
+        theirs = bytearray(mine)
+        self._from_root(memoryview(theirs))
         if theirs != mine:
             raise StubError(
                 f"rank 0 does {_WORK.unpack(theirs)}, rank {self._rank} {_WORK.unpack(mine)}: NCCL would hang"
@@ -283,16 +289,15 @@ _ACTIONS: dict[str, Callable[[], object]] = {
 }
 
 
-def _gather(
-    listener: socket.socket, size: int, nonce: bytes, version: str
-) -> dict[int, socket.socket]:
-    peers: dict[int, socket.socket] = {}
+def _gather(listener: socket.socket, size: int, nonce: bytes, version: str) -> int:
+    """Wait for all other ranks, and tell each which is behind it; returns the port of rank 1."""
+    peers: dict[int, tuple[socket.socket, int]] = {}
     while len(peers) < size - 1:
         connection, _ = listener.accept()
         head = bytearray(_HELLO.size)
         try:
             _fill(connection, memoryview(head))
-            theirs, rank, length = _HELLO.unpack(head)
+            theirs, rank, port, length = _HELLO.unpack(head)
             words = bytearray(length)
             _fill(connection, memoryview(words))
         except OSError:
@@ -301,22 +306,49 @@ def _gather(
         if theirs != nonce:
             connection.close()
             continue
-        connection.sendall(version.encode().ljust(16, b"\0"))
+        if version != words.decode():
+            connection.sendall(_ANSWER.pack(version.encode(), 0))
         _check_version(version, words.decode())
-        peers[rank] = connection
+        peers[rank] = connection, port
     listener.close()
-    return peers
+    for rank, (connection, _) in peers.items():
+        behind = peers[rank + 1][1] if rank + 1 in peers else 0
+        connection.sendall(_ANSWER.pack(version.encode(), behind))
+        connection.close()
+    return peers[1][1]
 
 
-def _call(port: int, nonce: bytes, rank: int, version: str) -> socket.socket:
+def _call(
+    port: int, nonce: bytes, rank: int, version: str
+) -> tuple[socket.socket, socket.socket | None]:
+    """The connections to the rank before and to the one behind."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    mine = listener.getsockname()[1]
     try:
-        connection = socket.create_connection(("127.0.0.1", port))
-        connection.sendall(_HELLO.pack(nonce, rank, len(version)) + version.encode())
-        answer = bytearray(16)
-        _fill(connection, memoryview(answer))
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(_HELLO.pack(nonce, rank, mine, len(version)) + version.encode())
+            answer = bytearray(_ANSWER.size)
+            _fill(connection, memoryview(answer))
+        root, next_port = _ANSWER.unpack(answer)
+        _check_version(root.rstrip(b"\0").decode(), version)
+        behind = _link(next_port, nonce) if next_port else None
+        while True:
+            before, _ = listener.accept()
+            theirs = bytearray(len(nonce))
+            with contextlib.suppress(OSError):
+                _fill(before, memoryview(theirs))
+            if theirs == nonce:
+                return before, behind
+            before.close()
     except OSError as error:
         raise StubError(f"NCCL_ERROR_SYSTEM_ERROR: rank 0 has ended ({error})") from error
-    _check_version(answer.rstrip(b"\0").decode(), version)
+    finally:
+        listener.close()
+
+
+def _link(port: int, nonce: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port))
+    connection.sendall(nonce)
     return connection
 
 

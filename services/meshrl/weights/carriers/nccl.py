@@ -1,18 +1,17 @@
-"""Weights over NCCL: a communicator of two ranks per replica, each rank in a process of its own that can be killed.
+"""Weights over NCCL: one communicator of the whole fleet, each rank in a process of its own that can be killed.
 
-    trainer's process ── shared memory ──▶ NCCL process ═ GPU ═ GPU ═▶ NCCL process ── shared memory ──▶ replica's
-                      ◀── messages, socket  rank 0                      rank 1      ── messages, socket ▶ process
+    trainer's process ── shared memory ──▶ NCCL process ═ GPU ═▶ NCCL process ── shared memory ──▶ replica's process
+                      ◀── messages, socket  rank 0         ║      rank 1      ── messages, socket ▶
+                                                           ╚═▶ NCCL process, rank 2 ──▶ …
 
 NCCL blocks: only the end of the process ends a wait for the other ranks, and a broadcast waits for a dead rank for
-ever. So no engine and no trainer calls it. Both ends of a channel start a process, which imports torch
-and cupy and nothing of an engine; whatever goes wrong there, it is killed, and the replica joins again as a new
-generation with a new communicator. Bytes go as uint8 from pinned shared memory through device memory that is neither
-torch's nor the engine's.
+ever. So no engine and no trainer calls it. Every end of a channel starts a process, which imports torch
+and cupy and nothing of an engine; whatever goes wrong there, it is killed. Bytes go as uint8 from pinned shared
+memory through device memory that is neither torch's nor the engine's.
 
-A channel has two ranks, on purpose. In a larger communicator one dead replica stops the broadcast to all others, and
-the coordinator has to make a new generation of all of them; with two ranks it affects only itself. The price is
-fan-out: the trainer's end sends every version once per replica instead of once into a ring or tree, and holds a
-process, a CUDA context (some hundred MB of device memory) and one bucket of pinned and of device memory for each.
+The replicas that take a version together are one communicator, into which the trainer sends each bucket once (see
+`groups.py`). One that dies stops the broadcast to all: all processes are killed, the others are one communicator
+again, and only buckets that somebody lacks are sent. Who joins has one of two ranks until the next version.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ from meshrl.contract.errors import MeshError, UnavailableError, UserError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.carrier import Link, RunPaths
-from meshrl.weights.nccl.process import NcclProcess, NcclProcesses
-from meshrl.weights.nccl.rendezvous import Rendezvous, check_same_nccl, connect
+from meshrl.weights.nccl.process import Facts, NcclProcess, NcclProcesses
+from meshrl.weights.nccl.rendezvous import Rendezvous, WaitingPeer, check_same_nccl, connect
 from meshrl.weights.waiting import within
 
 NEEDS = ("cupy", "cuda")
 RATE = 8e9
+GROUPS = True
 
 
 class Carrier:
@@ -58,9 +58,9 @@ class Carrier:
         """Does nothing: buckets are copied from the source's memory."""
 
     def channel(self, link: Link) -> NcclChannel:
-        """One rank of two."""
+        """One rank."""
         if link.rank == 0:
-            self._rendezvous.expect(link.prefix)
+            self._rendezvous.expect(link.prefix, link.size)
         return NcclChannel(self._config, link, self._processes, self._rendezvous)
 
     async def close(self) -> None:
@@ -70,7 +70,7 @@ class Carrier:
 
 
 class NcclChannel:
-    """One rank of two, in its process."""
+    """One rank, in its process."""
 
     def __init__(
         self, config: WeightsConfig, link: Link, processes: NcclProcesses, rendezvous: Rendezvous
@@ -141,16 +141,21 @@ class NcclChannel:
             raise UnavailableError("it was aborted")
         facts = await process.facts()
         if self._link.rank == 0:
-            peer = await self._rendezvous.wait_for(self._link.prefix)
+            peers = await self._rendezvous.wait_for(self._link.prefix)
             try:
-                check_same_nccl(trainer=facts, replica=peer.facts)
+                for peer in peers:
+                    await _check(facts, peer)
                 unique_id = await process.unique_id()
             except MeshError as error:
-                await peer.refuse(error)
+                for peer in peers:  # the cause, if it is one of them, has been told
+                    await peer.refuse(UnavailableError(str(error)))
                 raise
-            await peer.answer(unique_id)
+            for peer in peers:
+                await peer.answer(unique_id)
         else:
-            unique_id = await connect(self._link.endpoint, self._link.prefix, facts)
+            unique_id = await connect(
+                self._link.endpoint, self._link.prefix, facts, self._link.rank
+            )
         await process.join(self._link.size, unique_id, self._link.rank, deadline_s)
 
     async def _broadcastable(self, manifest: WeightManifest) -> Uint8:
@@ -170,3 +175,12 @@ class NcclChannel:
         if self._process is None or self._aborted:
             raise UnavailableError("it is not open")
         return self._process
+
+
+async def _check(facts: Facts, peer: WaitingPeer) -> None:
+    """Refuse an end that has another NCCL. Raises ConfigError too."""
+    try:
+        check_same_nccl(trainer=facts, replica=peer.facts)
+    except MeshError as error:
+        await peer.refuse(error)
+        raise

@@ -27,6 +27,7 @@ class WaitingPeer:
     """The connection of a replica's end that waits for its answer."""
 
     facts: Facts
+    rank: int
     _writer: asyncio.StreamWriter
 
     async def answer(self, unique_id: bytes) -> None:
@@ -52,13 +53,34 @@ class WaitingPeer:
             self._writer.close()
 
 
+class _Expected:
+    """The other ends of one channel: those that have come, and all once they have; None after `forget`."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.peers: dict[int, WaitingPeer] = {}
+        self.all: asyncio.Future[list[WaitingPeer] | None] = (
+            asyncio.get_running_loop().create_future()
+        )
+
+    def wants(self, rank: int) -> bool:
+        """Whether this end may come, and has not."""
+        return 1 <= rank <= self.count and rank not in self.peers and not self.all.done()
+
+    def add(self, peer: WaitingPeer) -> None:
+        """It has come."""
+        self.peers[peer.rank] = peer
+        if len(self.peers) == self.count:
+            self.all.set_result(list(self.peers.values()))
+
+
 class Rendezvous:
     """The trainer's side: one listening socket for all channels."""
 
     def __init__(self) -> None:
         self._server: asyncio.Server | None = None
         self._token = secrets.token_hex(16)
-        self._expected: dict[str, asyncio.Future[WaitingPeer | None]] = {}
+        self._expected: dict[str, _Expected] = {}
         self._callers: set[asyncio.StreamWriter] = set()
 
     async def listen(self, host: str, port: int) -> str:
@@ -71,26 +93,30 @@ class Rendezvous:
             ) from error
         return f"{host}:{self._server.sockets[0].getsockname()[1]}/{self._token}"
 
-    def expect(self, prefix: str) -> None:
-        """From now on the other end of the channel `prefix` is accepted, once."""
-        self._expected[prefix] = asyncio.get_running_loop().create_future()
+    def expect(self, prefix: str, size: int) -> None:
+        """From now on the other ends of the channel `prefix`, ranks 1 to `size` - 1, are accepted, each once."""
+        self._expected[prefix] = _Expected(size - 1)
 
-    async def wait_for(self, prefix: str) -> WaitingPeer:
-        """The other end, once it connects; the caller has the deadline. Raises UnavailableError after `forget`."""
+    async def wait_for(self, prefix: str) -> list[WaitingPeer]:
+        """The other ends, once all have connected; the caller has the deadline.
+
+        Raises:
+            UnavailableError: after `forget`.
+        """
         expected = self._expected.get(prefix)
-        peer = await asyncio.shield(expected) if expected is not None else None
-        if peer is None:
+        peers = await asyncio.shield(expected.all) if expected is not None else None
+        if peers is None:
             raise UnavailableError("it was aborted")
-        return peer
+        return peers
 
     def forget(self, prefix: str) -> None:
         """The channel is over; idempotent."""
         expected = self._expected.pop(prefix, None)
         if expected is None:
             return
-        if not expected.done():
-            expected.set_result(None)
-        elif (peer := expected.result()) is not None:
+        if not expected.all.done():
+            expected.all.set_result(None)
+        for peer in expected.peers.values():
             peer.leave()
 
     async def close(self) -> None:
@@ -111,10 +137,11 @@ class Rendezvous:
             if hello is None or not hmac.compare_digest(str(hello.get("token")), self._token):
                 raise UnavailableError("the token is wrong")
             expected = self._expected.get(str(hello.get("prefix")))
-            if expected is None or expected.done():
+            rank = hello.get("rank")
+            if expected is None or not isinstance(rank, int) or not expected.wants(rank):
                 raise UnavailableError(f"no end waits for weight channel {hello.get('prefix')}")
             facts = Facts(library=str(hello.get("library")), version=str(hello.get("version")))
-            expected.set_result(WaitingPeer(facts=facts, _writer=writer))
+            expected.add(WaitingPeer(facts=facts, rank=rank, _writer=writer))
             # The connection stays open until it is answered; the caller of `wait_for` has a deadline.
             await writer.wait_closed()
         except (MeshError, TimeoutError, OSError) as error:
@@ -124,7 +151,7 @@ class Rendezvous:
             writer.close()
 
 
-async def connect(endpoint: str, prefix: str, facts: Facts) -> bytes:
+async def connect(endpoint: str, prefix: str, facts: Facts, rank: int = 1) -> bytes:
     """The replica's side: the unique id, bytes[128]; the caller has the deadline.
 
     Raises:
@@ -140,7 +167,8 @@ async def connect(endpoint: str, prefix: str, facts: Facts) -> bytes:
             f"no trainer's end of the weight channel at {address}: {error}"
         ) from error
     try:
-        writer.write(messages.pack({"token": token, "prefix": prefix, **asdict(facts)}))
+        hello = {"token": token, "prefix": prefix, "rank": rank, **asdict(facts)}
+        writer.write(messages.pack(hello))
         answer = await messages.read(reader)
     finally:
         writer.close()

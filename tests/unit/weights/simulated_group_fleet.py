@@ -1,0 +1,6 @@
+"""The carrier of `simulated_fleet` with one channel to all replicas instead of a chain."""
+
+from .simulated_fleet import WireCarrier as Carrier
+
+__all__ = ["Carrier"]
+GROUPS = True
