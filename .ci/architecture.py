@@ -26,7 +26,7 @@ LINES: Mapping[str, int] = {
     "meshrl.rewardd": 6790,
     "meshrl.sandbox": 1870,
     "meshrl.weights": 7480,
-    "meshrl.contract": 6250,
+    "meshrl.contract": 6270,
     "meshrl.simulation": 6240,
     "meshrl.rpc": 6050,
     "meshrl.launcher": 4570,

@@ -26,6 +26,7 @@ from meshrl.contract.errors import EndOfDataError, FencedError, MeshError, WaitT
 from meshrl.contract.held_rows import Held, HeldLeases, WriteBack
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Lease, LeasedRow, Outcome, RowWrite, StageSpec, Uid, Version
+from meshrl.contract.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ LEASE_WAIT_S = 20.0
 """How long one call of `lease` waits; calls are repeated until `drain`."""
 RELEASE_S = 10.0
 """How long giving rows back may take at the end: a queue with a full disk takes nothing, and leases expire anyway."""
+TELL_LOST_S = 30.0
+"""A line of lost rows is followed by the next one so long after, with those in between."""
 NUMBERS = re.compile(r"\d+")
 KIND_CHARS = 200
 KINDS = 16
@@ -131,6 +134,8 @@ class StageWorker:
     ) -> None:
         self.stats = StageStats()
         self._warned: set[str] = set()
+        self._lost_untold = 0
+        self._tell_lost_at = 0.0
         self._queue = queue
         self._runs = tuple(runs)
         self._stage = stage
@@ -325,6 +330,15 @@ class StageWorker:
         tracing.record_rows(name, (row.uid for row in rows), began, rows=len(rows))
         return results
 
+    def _count_lost(self, rows: int, how: str) -> None:
+        """Rows that are no more this worker's: when one of a group fails for good, all others go, so tell seldom."""
+        self.stats.lost += rows
+        self._lost_untold += rows
+        if time.monotonic() >= self._tell_lost_at:
+            what = counted(self._lost_untold, "row")
+            log.warning("%s: %s lost, the last one: %s", self._stage.name, what, how)
+            self._lost_untold, self._tell_lost_at = 0, time.monotonic() + TELL_LOST_S
+
     def _finished(self, call: _Call, task: asyncio.Task[None]) -> None:
         self._calls.discard(call)
         self._held_leases.drop(call.rows.values())
@@ -345,8 +359,7 @@ class StageWorker:
             self.stats.written += len(writes) - len(refused)
             for uid, error in refused.items():
                 if isinstance(error, FencedError):
-                    log.info("%s: result is no longer wanted: %s", self._stage.name, error)
-                    self.stats.lost += 1
+                    self._count_lost(1, f"a result is no longer wanted: {error}")
                 else:  # the row itself is wrong, so it would be refused again
                     reason = str(error)
                     failures.append(Failure(uid=uid, outcome=Outcome.INFRA_FAULT, reason=reason))
@@ -398,8 +411,7 @@ class StageWorker:
         cancelled: dict[Uid, asyncio.Task[None]] = {}
         for call in list(self._calls):
             if not call.done and call.rows.keys() <= lost:
-                log.warning("%s: lease lost on %s", self._stage.name, next(iter(call.rows)))
-                self.stats.lost += len(call.rows)
+                self._count_lost(len(call.rows), f"the lease on {next(iter(call.rows))} ended")
                 self._calls.discard(call)
                 if call.task:
                     call.task.cancel()

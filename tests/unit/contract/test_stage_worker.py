@@ -14,6 +14,7 @@ from meshrl.contract.types import (
     Outcome,
     PackedGroup,
     RowWrite,
+    Uid,
     Version,
 )
 from meshrl.transferqueue.queue import TransferQueue
@@ -154,3 +155,34 @@ async def test_the_first_failure_of_each_kind_is_a_warning_and_why_waiting_tells
     (entry,) = entries
     assert f"rows that fail ({loop.stats.failed} times since the first): " in entry.what
     assert "at reward.py:3 in compute_score" in entry.what and len(entry.uids) == 1
+
+
+async def test_lost_rows_are_told_now_and_then_with_their_number(
+    queue: Shut, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group of which one row fails for good takes the others from their workers: hundreds of rows a minute."""
+    held: list[Uid] = []
+
+    async def handle(rows: Sequence[LeasedRow]) -> list[Failure]:
+        held.extend(row.uid for row in rows)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    loop = StageWorker(
+        queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=ROWS, version=lambda: VERSION
+    )
+    working = asyncio.create_task(loop.run())
+    async with asyncio.timeout(30):
+        while len(held) < ROWS:  # noqa: ASYNC110 (no event)
+            await asyncio.sleep(0.01)
+    for uid in held[:3]:
+        loop.forget({uid})
+    told = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert told == [f"rollout: 1 row lost, the last one: the lease on {held[0]} ended"]
+    monkeypatch.setattr(loop, "_tell_lost_at", 0.0)
+    loop.forget({held[3]})
+    told = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert told[1:] == [f"rollout: 3 rows lost, the last one: the lease on {held[3]} ended"]
+    assert loop.stats.lost == 4
+    working.cancel()
+    await asyncio.wait([working])
