@@ -35,7 +35,7 @@ from trainer_step import write_model
 
 # isort: split
 from ours import batch_of, learner_of, rows_of
-from work import DEMO, GROUP, WIDE, Work
+from work import DEMO, GROUP, SMALL, WIDE, Work
 
 from meshrl.contract.rows import reward_inputs, reward_write, rollout_write, trajectory
 from meshrl.contract.types import (
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, help="of 8 rows in a step")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    known = {"demo": DEMO, "wide": WIDE}
+    known = {work.name: work for work in (DEMO, SMALL, WIDE)}
     results = []
     for name in given.work.split(","):
         with tempfile.TemporaryDirectory() as directory:

@@ -1,17 +1,19 @@
-"""What tracing costs: of one row's spans in all services, and of a mesh in which it is switched off and on in turns.
+"""What tracing costs: of one row's spans in all services, and of whole meshes with and without it, two at a time.
 
-    python benchmarks/trace_cost.py [--minutes 8] [--share 0.1]
+    python benchmarks/trace_cost.py [--minutes 20] [--share 0.1] [--groups 8]
 
 First the spans of a row alone, with `run.trace` at 0, 0.1 and 1, medians of nine turns.
 
-Then one `meshrl up` of 128 rows a step, with a learning rate that changes nothing and answers as short as the
-demo's (32 tokens: the less a row costs, the more its spans weigh). It is on policy, so that each step has the work of
-its own rows. All services switch between no tracing, `--share` and 1 at a signal, each once a round, in an order that
-is drawn: a machine that slows down meets all three. At a switch each writes the spans that it still has, and says so.
-Counted is the processor time of all services per trained row (each process's own clock, in ns), and what of it
-tracing took: its functions and its writer's thread, by the clock of their thread. The last line is JSON: the mean
-difference to no tracing in percent, which holds all that tracing does to a service and all noise of the machine,
-and the share of tracing's own time, each with its 95 % confidence interval over the rounds.
+Then two equal `meshrl up` side by side, of 8 rows a group, with a learning rate that changes nothing and answers as
+short as the demo's (32 tokens: the less a row costs, the more its spans weigh). They are on policy, so that each step
+has the work of its own rows. For some seconds one of them is traced and the other is not, then the other way round,
+with `--share` and 1 in turn. Whatever else the machine does slows both down in the same seconds, so their ratio tells
+little of it; and what makes one of the two cheaper for all of its life cancels when they change places. All services
+switch at a signal, at the end of a step, and write the spans that they still have. Counted is the processor time of
+all services per trained row (each process's own clock, in ns), and what of it tracing took: its functions and its
+writer's thread, by the clock of their thread. The last line is JSON: how much more a traced row takes in percent,
+which holds all that tracing does to a service, and the share of tracing's own time, each with its 95 % confidence
+interval over the pairs of blocks. One thing is in both: with tracing, a server looks at the metadata of each call.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from math import log
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import NamedTuple
@@ -38,10 +41,9 @@ from meshrl.contract.types import Uid
 SHARES = (0.0, 0.1, 1.0)
 ROWS = 1000
 ROUNDS = 9
-BEFORE = 4
-"""Steps before the first turn: imports and first batches are over."""
-STEPS = 2
-"""Of a turn."""
+BEFORE = 20
+"""Steps before the first block: imports and first batches are over."""
+BLOCK_S = 10.0
 
 
 def one_row(number: int) -> None:
@@ -66,13 +68,19 @@ def spans_alone(share: float, first: int) -> float:
         return (time.process_time() - began) / ROWS * 1e6
 
 
-class Turn(NamedTuple):
-    """Milliseconds of processor time per trained row."""
+class Spent(NamedTuple):
+    """Of a mesh since its start, or in a block."""
 
-    all: float
-    """Of the services."""
-    own: float
+    all_s: float
+    """Seconds of processor time of the services."""
+    own_s: float
     """Of tracing in them, and of the clock that measures it."""
+    rows: int
+    """That were trained."""
+
+    def since(self, other: Spent) -> Spent:
+        """What came after `other`."""
+        return Spent(*(now - then for now, then in zip(self, other, strict=True)))
 
 
 class SwitchedMesh:
@@ -117,17 +125,10 @@ class SwitchedMesh:
             time.sleep(0.001)
         return sum(map(_processor_s, services)), sum(int(path.read_text()) for path in said) / 1e9
 
-    def turn(self, share: float) -> Turn:
-        """Some steps with this share."""
-        before, (steps, trained) = self.switch(share), self.after_step(0)
-        _, now = self.after_step(steps + STEPS)
-        after = self.switch(share)
-        return Turn(
-            *(
-                (until - since) / (now - trained) * 1e3
-                for since, until in zip(before, after, strict=True)
-            )
-        )
+    def edge(self, share: float) -> Spent:
+        """Wait for the end of a step, go on with this share, and say what all was spent until then."""
+        _, rows = self.after_step(self.after_step(0)[0] + 1)
+        return Spent(*self.switch(share), rows)
 
     def after_step(self, step: int) -> tuple[int, int]:
         """Steps and rows that were trained, once so many steps are done."""
@@ -158,68 +159,78 @@ def _processor_s(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | 2)
 
 
-def more(plain: Sequence[float], traced: Sequence[float]) -> dict[str, float]:
-    """Than plain, in percent: differences of each round by the mean of plain, since a mean of ratios is too high."""
-    mean = fmean(plain)
-    return interval([(one - off) / mean * 100 for off, one in zip(plain, traced, strict=True)])
+def block(meshes: Sequence[SwitchedMesh], traced: int, share: float) -> tuple[Spent, Spent]:
+    """What the traced mesh spent in some seconds, and what the other one did."""
+    before = [mesh.edge(share if at == traced else 0.0) for at, mesh in enumerate(meshes)]
+    time.sleep(BLOCK_S)
+    after = [mesh.edge(0.0) for mesh in meshes]
+    spent = [now.since(then) for now, then in zip(after, before, strict=True)]
+    return spent[traced], spent[1 - traced]
 
 
 def interval(percent: Sequence[float]) -> dict[str, float]:
-    """Mean, and its 95 % confidence interval (normal: there are dozens of rounds)."""
-    mean, half = fmean(percent), 1.96 * stdev(percent) / len(percent) ** 0.5
+    """Mean, and its 95 % confidence interval (by Student's factor for 20 pairs; more have a slightly smaller one)."""
+    mean, half = fmean(percent), 2.09 * stdev(percent) / len(percent) ** 0.5
     return {"mean": round(mean, 2), "from": round(mean - half, 2), "to": round(mean + half, 2)}
 
 
-def small_rows(folder: Path) -> list[str]:
-    """Overrides: rows as short as the demo's, 128 a step, on policy, by weights that stay."""
+def small_rows(folder: Path, groups: int) -> list[str]:
+    """Overrides: rows as short as the demo's, on policy, by weights that stay."""
     return [
         *assets(folder)[:-1],
         *("trainer.total_epochs=100000", "trainer.test_freq=-1", "trainer.save_freq=100000"),
         *("actor.optim.lr=1e-12", "trainer.val_before_train=false", "queue.max_staleness=0"),
-        *("data.max_response_length=32", "data.train_batch_size=16"),
+        *("data.max_response_length=32", f"data.train_batch_size={groups}"),
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--minutes", type=float, default=8, help="of rounds: one turn of each share"
-    )
-    parser.add_argument("--share", type=float, default=0.1, help="of traced groups, beside 0 and 1")
+    parser.add_argument("--minutes", type=float, default=20, help="of blocks, for both shares")
+    parser.add_argument("--share", type=float, default=0.1, help="of traced groups, beside 1")
+    parser.add_argument("--groups", type=int, default=8, help="of a step, of 8 rows each")
     options = parser.parse_args()
     spans: dict[float, list[float]] = {share: [] for share in SHARES}
     for turn in range(ROUNDS):
         for share in SHARES:
             spans[share].append(spans_alone(share, turn * ROWS))
     shares = (0.0, options.share, 1.0)
-    cost: dict[float, list[Turn]] = {share: [] for share in shares}
-    draw = random.Random(1)
-    with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent)
-        changes = [*small_rows(folder), "trainer.total_training_steps=100000"]
-        mesh = SwitchedMesh(folder, changes, shares)
-        try:
+    more: dict[float, list[float]] = {share: [] for share in shares[1:]}
+    own: dict[float, list[float]] = {share: [] for share in shares[1:]}
+    plain: list[float] = []
+    with tempfile.TemporaryDirectory() as parent, ExitStack() as running:
+        meshes = []
+        for name in ("first", "second"):
+            folder = Path(parent, name)
+            folder.mkdir()
+            changes = [*small_rows(folder, options.groups), "trainer.total_training_steps=100000"]
+            meshes.append(SwitchedMesh(folder, changes, shares))
+            running.callback(meshes[-1].close)
+        for mesh in meshes:
             mesh.after_step(BEFORE)
-            until = time.monotonic() + 60 * options.minutes
-            while len(cost[0.0]) < 2 or time.monotonic() < until:
-                for share in draw.sample(shares, len(shares)):
-                    cost[share].append(mesh.turn(share))
-                told = ", ".join(f"{share}: {values[-1].all:.2f}" for share, values in cost.items())
-                print(f"ms of processor time a row by run.trace {told}", flush=True)
-        finally:
-            mesh.close()
-    plain = [turn.all for turn in cost[0.0]]
+        until = time.monotonic() + 60 * options.minutes
+        pair = 0
+        while len(more[1.0]) < 2 or time.monotonic() < until:
+            for share in shares[1:]:
+                ratios = []
+                for traced in (0, 1) if pair % 2 else (1, 0):
+                    one, other = block(meshes, traced, share)
+                    plain.append(other.all_s / other.rows * 1e3)
+                    ratios.append(log(one.all_s / one.rows * other.rows / other.all_s))
+                    own[share].append(one.own_s / one.all_s * 100)
+                more[share].append(fmean(ratios) * 100)
+                print(
+                    f"run.trace={share}: {more[share][-1]:+.2f} %, its own time"
+                    f" {fmean(own[share][-2:]):.2f} %; a row {plain[-1]:.2f} ms",
+                    flush=True,
+                )
+            pair += 1
     result = {
         "us_per_row": {str(share): round(median(values), 1) for share, values in spans.items()},
         "mesh_ms_per_row": round(median(plain), 2),
-        "rounds": len(plain),
-        "percent": {
-            str(share): more(plain, [turn.all for turn in cost[share]]) for share in shares[1:]
-        },
-        "own_percent": {
-            str(share): interval([turn.own / turn.all * 100 for turn in cost[share]])
-            for share in shares
-        },
+        "pairs": pair,
+        "percent": {str(share): interval(values) for share, values in more.items()},
+        "own_percent": {str(share): interval(values) for share, values in own.items()},
     }
     print(json.dumps(result))
 

@@ -100,3 +100,5 @@ class Row:
 WIDE = Work(name="wide", vocab=100_000, hidden=128, layers=2, groups=2, prompt=8, response=64)
 DEMO = Work(name="demo", vocab=99, hidden=96, layers=3, groups=8, prompt=48, response=256)
 """The demo's shape: `meshrl.cli.demo.tiny_model`."""
+SMALL = Work(name="small", vocab=16_000, hidden=256, layers=6, groups=8, prompt=64, response=256)
+"""Nine million parameters: little for a language model, twenty-six times the demo's."""
