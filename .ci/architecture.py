@@ -21,7 +21,7 @@ CRUMB_LINES = 60
 
 LINES: Mapping[str, int] = {
     "meshrl.trainer": 18050,
-    "meshrl.rollout": 12050,
+    "meshrl.rollout": 12180,
     "meshrl.transferqueue": 10775,
     "meshrl.rewardd": 6790,
     "meshrl.sandbox": 1870,

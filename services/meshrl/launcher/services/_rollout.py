@@ -23,6 +23,7 @@ from meshrl.launcher.stage_service import (
     work_until_stopped,
 )
 from meshrl.rollout.engines import build_engine
+from meshrl.rollout.loop_watchdog import LoopWatchdog
 from meshrl.rollout.time_slices import SleepingEngine, TimeSlicedEngine
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import ProgramCache, RolloutWorker
@@ -101,9 +102,10 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
                 await (turns or engine).start()
                 await server.ready()
                 beside = first_ends(agent.run(), turns.run()) if turns else agent.run()
-                await work_until_stopped(
-                    server, worker.run(grace_s=STAGE_GRACE_S), drain, beside=beside
-                )
+                with LoopWatchdog():
+                    await work_until_stopped(
+                        server, worker.run(grace_s=STAGE_GRACE_S), drain, beside=beside
+                    )
             except InfraError as error:
                 if worker.stats.written:
                     raise

@@ -1,0 +1,59 @@
+"""The recipe frozen_lake: gymnasium's environment as rows of the program `user`, and the ways that it shows first."""
+
+from __future__ import annotations
+
+import random
+import runpy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.contract.rows import column_posted
+from meshrl.contract.types import POSTED_REWARD, Outcome, PostedReward, Uid
+from meshrl.rollout.programs import user
+
+from .chats import chat_tokenizer
+from .scripted import END, Scripted, task
+
+RECIPE = Path(__file__).parents[3] / "recipes/frozen_lake"
+
+
+@pytest.fixture
+def prepare(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Any]:
+    pytest.importorskip("gymnasium")
+    monkeypatch.syspath_prepend(str(RECIPE))
+    return runpy.run_path(str(RECIPE / "prepare.py"))
+
+
+async def test_an_episode_is_a_row_with_the_environments_reward(
+    prepare: Mapping[str, Any],
+) -> None:
+    board = "SFFFFHFHFFFHHFFG"
+    way = [action for _, action in prepare["turns"](board, random.Random(0), 1.0)]
+    tokenizer, uid = chat_tokenizer(), Uid("run", "t0", 0)
+    for said, reward in (
+        (way, PostedReward(score=1.0, components={"moves": 6.0, "wrong": 0.0})),
+        (["lr", *way], PostedReward(score=1.0, components={"moves": 6.0, "wrong": 1.0})),
+        (["d", "r"], PostedReward(score=0.0, components={"moves": 2.0, "wrong": 0.0})),  # a hole
+        (["l"] * 12, PostedReward(score=0.0, components={"moves": 12.0, "wrong": 0.0})),
+    ):
+        policy = Scripted(tokenizer, [turn + END for turn in said])
+        program = user.build({"function": f"{RECIPE}/lake.py:play", "posts_reward": True})
+        asked = task(tokenizer, max_tokens=2000, extra_info={"board": board})
+        rollout = await program(asked, uid, policy, tokenizer)
+        assert column_posted(rollout.columns[POSTED_REWARD]) == reward
+        assert rollout.outcome is Outcome.OK
+        row = rollout.trajectory
+        assert policy.text(row.tokens[row.loss_mask.astype(bool)]) == "".join(t + END for t in said)
+
+
+def test_each_lake_has_a_way_and_none_is_both_trained_on_and_held_out(
+    prepare: Mapping[str, Any],
+) -> None:
+    train, held_out = prepare["lakes"]()
+    assert len(train) > 500 and len(held_out) > 100 and not set(train) & set(held_out)
+    for board in train[:50]:
+        away = prepare["steps_to_goal"](board)
+        assert len(prepare["turns"](board, random.Random(0), 0.0)) == away[0] >= 6
