@@ -114,6 +114,16 @@ class FeedPromises:
         assert await actors.feed(tasks(2), cursor="two") == 2
         assert (await queue.run_state("run")).cursor == "two"
 
+    async def test_the_cursor_moves_without_a_task_also_where_there_is_no_room(
+        self, queue: Queue
+    ) -> None:
+        actors = Actors(queue)
+        await actors.start(spec(max_staleness=1.0))
+        assert await actors.feed(tasks(10), cursor="ten") == 4
+        assert await actors.feed([], cursor="decided") == 0
+        assert (await queue.run_state("run")).cursor == "decided"
+        assert (await actors.ledger()).admitted == 8
+
     async def test_admitting_a_task_twice_is_admitting_it_once(self, queue: Queue) -> None:
         actors = Actors(queue)
         await actors.start()
