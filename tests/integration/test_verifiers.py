@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from meshrl.contract.types import Outcome
+from meshrl.rollout.programs import verifiers as program
 from meshrl.testing.engines.echo import Behaviour
 
 from .gateway_agents import echoing
@@ -72,6 +73,20 @@ async def test_a_game_of_textarena_is_played_in_several_turns(
         assert 1 <= len(turns) <= 3
         assert 0.0 <= mesh.posted(uid).score <= 1.0
         assert "game_reward" in mesh.posted(uid).components
+
+
+async def test_an_environment_is_opened_anew_now_and_then(
+    talking_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    often = tmp_path / program.SERVER.name
+    text = program.SERVER.read_text()
+    assert "GENERATION_ROWS = 256" in text
+    often.write_text(text.replace("GENERATION_ROWS = 256", "GENERATION_ROWS = 2"))
+    monkeypatch.setattr(program, "SERVER", often)
+    given = options({"taskset": {"id": "verifiers_sums"}}, PYTHONPATH=str(Path(__file__).parent))
+    row_options = {"program": "verifiers", "extra_info": {"index": 0}, "group_size": 7}
+    async with agents_mesh(talking_model, given, sampling={"max_tokens": 3}, **row_options) as mesh:
+        assert len(await mesh.rows(1)) == 7
 
 
 async def test_a_task_that_there_is_not_is_a_fault_with_its_reason(talking_model: Path) -> None:

@@ -94,10 +94,7 @@ class Environment:
         self._tasks: list[Any] = []
         self._source: Iterator[Any] = iter(self._env.taskset)
         self._loading = asyncio.Lock()
-        self._left = 0
-        self._open: Any = None
-        self._users: dict[Any, int] = {}
-        self._stacks: dict[Any, contextlib.AsyncExitStack] = {}
+        self._open: Opening | None = None
         self._opening = asyncio.Lock()
 
     async def task(self, index: Any) -> Any:
@@ -120,26 +117,53 @@ class Environment:
     async def opened(self) -> AsyncIterator[Any]:
         """The environment, serving; every `GENERATION_ROWS` episodes another opening of it."""
         async with self._opening:
-            if self._left == 0:
-                env = load_environment(self._config)
-                stack = contextlib.AsyncExitStack()
-                await stack.enter_async_context(env.serving())
-                self._stacks[env], self._users[env] = stack, 0
-                old, self._open, self._left = self._open, env, GENERATION_ROWS
-                await self._close_if_unused(old)
-            self._left -= 1
-            env = self._open
-            self._users[env] += 1
+            if self._open is None or self._open.left == 0:
+                new = Opening(load_environment(self._config))
+                try:
+                    await asyncio.shield(new.ready)
+                except BaseException:
+                    new.release()
+                    raise
+                if self._open:
+                    self._open.release()
+                self._open = new
+            opening = self._open
+            opening.left -= 1
+            opening.users += 1
         try:
-            yield env
+            yield opening.env
         finally:
-            self._users[env] -= 1
-            await self._close_if_unused(env)
+            opening.release()
 
-    async def _close_if_unused(self, env: Any) -> None:
-        if env is not None and env is not self._open and not self._users[env]:
-            del self._users[env]
-            await self._stacks.pop(env).aclose()
+
+class Opening:
+    """One opening of an environment: a task enters and leaves it, once nobody uses it any more."""
+
+    def __init__(self, env: Any) -> None:
+        """Begin to open it; `ready` tells when it is, or why not."""
+        self.env = env
+        self.left = GENERATION_ROWS
+        self.users = 1  # who opened it, until another opening takes its place
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unused = asyncio.Event()
+        self._holder = asyncio.create_task(self._hold())
+
+    def release(self) -> None:
+        """One user less."""
+        self.users -= 1
+        if self.users == 0:
+            self._unused.set()
+
+    async def _hold(self) -> None:
+        try:
+            async with self.env.serving():
+                self.ready.set_result(None)
+                await self._unused.wait()
+        except Exception as error:
+            if self.ready.done():
+                print(f"closing the environment: {error!r}", file=sys.stderr)
+            else:
+                self.ready.set_exception(error)
 
 
 async def play(environment: Environment, call: dict[str, Any]) -> dict[str, float]:
