@@ -36,15 +36,15 @@ venv: $(VENV)/.ready
 
 # The tools of the supply chain, in an environment of their own: they do not belong to what they pin and check.
 LOCK_VENV := .venv-lock
-LOCK_READY := $(LOCK_VENV)/.ready-1
+LOCK_READY := $(LOCK_VENV)/.ready-2
 $(LOCK_READY):
 	rm -rf $(LOCK_VENV)
 	$(PYTHON) -m venv $(LOCK_VENV)
-	$(LOCK_VENV)/bin/pip $(INSTALL) uv==0.13.9 pip-audit==2.10.1
+	$(LOCK_VENV)/bin/pip $(INSTALL) uv==0.13.9 pip-audit==2.10.1 cyclonedx-bom==7.5.0
 	touch $@
 
 # Pin what pyproject.toml asks for, with hashes. Pins stay as they are where they still fit: `make lock UPGRADE=--upgrade`.
-.PHONY: lock audit
+.PHONY: lock audit sbom
 UPGRADE ?=
 LOCK_FORM := --generate-hashes --no-emit-package torch --no-emit-index-url --no-emit-find-links --no-annotate --no-header
 lock: $(LOCK_READY)
@@ -59,6 +59,13 @@ lock: $(LOCK_READY)
 # Known vulnerabilities of the locked packages, asked of osv.dev: 1 if there are any, 2 if it cannot be reached.
 audit: $(LOCK_READY)
 	@$(LOCK_VENV)/bin/python .ci/audit.py $(LOCK)
+
+# What Python packages are in the images, in CycloneDX: of each image's lock, with the hashes, and torch beside the full one's.
+sbom: $(LOCK_READY)
+	mkdir -p build/sbom
+	for image in core full; do { cat deploy/$$image.lock; [ $$image = core ] || echo torch==$(TORCH); } | \
+	  $(LOCK_VENV)/bin/cyclonedx-py requirements --pyproject pyproject.toml --mc-type application --output-reproducible \
+	    --validate --output-format JSON --output-file build/sbom/$$image.cdx.json - || exit; done
 
 # An environment of its own for vLLM's CPU build (a community wheel, x86-64 Linux only): the least that its server needs.
 # Its full dependencies pull torchvision's CUDA build, which breaks `import transformers` beside a CPU torch.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,11 @@ def timed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def switch(number: int, _: object) -> None:
+    """In a thread: the one that was interrupted may hold a lock of the tracer."""
+    threading.Thread(target=switch_to, args=(SHARES[number - signal.SIGRTMIN - 1],)).start()
+
+
+def switch_to(share: float) -> None:
     """Write what is left, go on with another share, and say how much tracing took so far."""
     tracing = sys.modules.get("meshrl.contract.tracing")
     if tracing is not None and (first or tracing._tracer):
@@ -44,7 +50,6 @@ def switch(number: int, _: object) -> None:
                 setattr(tracing._Open, name, timed(getattr(tracing._Open, name)))
             tracing.Tracer._write_all = timed(tracing.Tracer._write_all)
         tracing.stop()
-        share = SHARES[number - signal.SIGRTMIN - 1]
         tracing.start(first[0]._path.parent, first[0]._service, share)
     made = FOLDER / f"switching.{os.getpid()}"
     made.write_text(str(spent_ns[0]))
