@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -168,3 +169,29 @@ async def test_a_reward_service_that_anybody_could_submit_to_is_refused(tmp_path
         "error: host '0.0.0.0' can be reached from other machines, where anybody could submit a reward: "
         "set reward.registry.tokens (meshrl reward token) or tls.client_ca, or bind 127.0.0.1"
     )
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [("none.yaml", "none.yaml: no such recipe"), ("wrong.yaml", "no such key")],
+)
+async def test_a_service_that_cannot_start_stays_where_its_supervisor_would_start_it_again(
+    tmp_path: Path, named: str, said: str
+) -> None:
+    (tmp_path / "wrong.yaml").write_text("quee: {}\n")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "meshrl.cli", "serve", "queue", named),
+        cwd=tmp_path,
+        env={**os.environ, "MESHRL_STAY_ON_USER_ERROR": "1"},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    lines = []
+    while not lines or "waiting to be stopped" not in lines[-1]:
+        line = await asyncio.wait_for(process.stderr.readline(), 60)
+        assert line, lines
+        lines.append(line.decode())
+    assert lines[0].startswith("error: ") and said in lines[0], lines
+    assert process.returncode is None
+    process.terminate()
+    assert await process.wait() == Exit.USER_ERROR

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Collection, MutableMapping
@@ -81,12 +82,42 @@ log = logging.getLogger(__name__)
     type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
     default="INFO",
 )
-def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any) -> None:
+@click.option(
+    "--stay-on-user-error",
+    envvar="MESHRL_STAY_ON_USER_ERROR",
+    is_flag=True,
+    help="Where exit code 2 is due, wait for SIGTERM first: for supervisors that would start it again.",
+)
+def serve(
+    service: str,
+    recipe: Path,
+    overrides: tuple[str, ...],
+    stay_on_user_error: bool,
+    **options: Any,
+) -> None:
     """Run one SERVICE of RECIPE until SIGTERM or Ctrl-C, which drain it.
 
     SERVICE is queue, rollout, reward, reference, trainer, feeder, or a stage of the recipe.
     """
     die_with_parent()
+    try:
+        code = _serve(service, recipe, overrides, options)
+    except UserError as error:
+        if not stay_on_user_error:
+            raise
+        for line in str(error).splitlines():
+            click.echo(f"error: {line}", err=True)
+        code = Exit.USER_ERROR
+    if code == Exit.USER_ERROR and stay_on_user_error:
+        signals = (signal.SIGTERM, signal.SIGINT)
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        click.echo("the same command would fail again: waiting to be stopped", err=True)
+        signal.sigwait(signals)
+    sys.exit(code)
+
+
+def _serve(service: str, recipe: Path, overrides: tuple[str, ...], options: dict[str, Any]) -> int:
+    """The service until its end; returns its exit code. Raises UserError: it cannot start like this."""
     logging.basicConfig(
         level=options["log_level"].upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
@@ -123,7 +154,7 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
             click.echo(
                 f"error: {name} cannot listen on {host}:{wanted}: the port is in use", err=True
             )
-            sys.exit(Exit.PORT_IN_USE)
+            return Exit.PORT_IN_USE
     settings = ServerSettings(
         host=host,
         port=port,
@@ -140,7 +171,7 @@ def serve(service: str, recipe: Path, overrides: tuple[str, ...], **options: Any
     )
     run = plugins.load(SERVICES, module_of(loaded, service), "run")
     context = ServiceContext(name=name, kind=service, settings=settings, addresses=peers)
-    sys.exit(run_service(lambda: run(loaded, context)))
+    return run_service(lambda: run(loaded, context))
 
 
 def take_share(
