@@ -20,7 +20,7 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 LINES: Mapping[str, int] = {
-    "meshrl.trainer": 18050,
+    "meshrl.trainer": 18500,
     "meshrl.rollout": 12180,
     "meshrl.transferqueue": 10775,
     "meshrl.rewardd": 6790,
@@ -29,14 +29,14 @@ LINES: Mapping[str, int] = {
     "meshrl.contract": 6270,
     "meshrl.simulation": 6240,
     "meshrl.rpc": 6050,
-    "meshrl.launcher": 4570,
+    "meshrl.launcher": 4590,
     "meshrl.testing": 3600,
     "meshrl.cli": 6110,
     "meshrl.deploy": 770,
     "meshrl.http": 3350,
     "meshrl.verl": 3670,
     "meshrl.client": 1800,
-    "meshrl.config": 3430,
+    "meshrl.config": 3460,
     "meshrl.api": 500,
 }
 """The most lines of each package, generated code left out."""

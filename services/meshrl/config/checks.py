@@ -181,12 +181,34 @@ def _algorithm(recipe: Recipe) -> Iterator[Problem]:
             f"queue.group_policy: {recipe.queue.group_policy} may leave out the greedy row that"
             f" algorithm.adv_estimator {recipe.algorithm.adv_estimator} needs; want all",
         )
+    if algorithm_needs(recipe).data_answers:
+        yield from _own_answers(recipe)
     judged = recipe.algorithm.filter_groups
     low, high = judged.low, judged.high
     if judged.enable and low is not None and high is not None and low > high:
         yield (
             ("algorithm", "filter_groups", "low"),
             f"algorithm.filter_groups.low: {low:g} is above high, {high:g}",
+        )
+
+
+def _own_answers(recipe: Recipe) -> Iterator[Problem]:
+    """What pairs of the data's answers with the policy's want beside the algorithm."""
+    asks = f"algorithm.adv_estimator {recipe.algorithm.adv_estimator}"
+    if recipe.rollout.n != 1:
+        yield (
+            ("rollout", "n"),
+            f"rollout.n: {recipe.rollout.n}: {asks} pairs one answer of the policy with the data's; want 1",
+        )
+    if recipe.data.reasoning_gym is not None:
+        yield (
+            ("data", "reasoning_gym"),
+            f"data.reasoning_gym: its tasks have no text that {asks} could learn from; want data.train_files",
+        )
+    if recipe.rollout.program != "single_turn":
+        yield (
+            ("rollout", "program"),
+            f"rollout.program: the data's answer is one turn, as {asks} needs it; want single_turn",
         )
 
 

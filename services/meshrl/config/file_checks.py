@@ -9,7 +9,7 @@ from pathlib import Path
 
 from meshrl.config.explain import Loc
 from meshrl.config.machine import ThisMachine
-from meshrl.config.recipe import Recipe
+from meshrl.config.recipe import Recipe, algorithm_needs
 from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError, MeshError, UserError
 from meshrl.rewardd.config import RewardFunctionConfig
@@ -19,7 +19,7 @@ from meshrl.sandbox.sandbox import Isolation
 from meshrl.trainer.config import ReasoningGymConfig
 from meshrl.trainer.data.files import FileRow, has_reader, readable_files
 from meshrl.trainer.data.mixture import source_of
-from meshrl.trainer.data.prompts import PromptRow, read_prompt_row
+from meshrl.trainer.data.prompts import PromptRow, own_answer, read_prompt_row
 from meshrl.trainer.data.reasoning_gym import PACKAGE
 
 Problem = tuple[Loc, str]
@@ -171,6 +171,8 @@ def _rows(
             yield at, f"{_key(at)}: {path} has no rows"
         for row in rows:
             read = _checked_row(row, recipe, machine)
+            if at[1] == "train_files" and algorithm_needs(recipe).data_answers:
+                own_answer(read.response, row.where, recipe.data)
             if weights:
                 source_of(row.where, read.data_source, weights)
     except (UserError, UnicodeDecodeError) as error:

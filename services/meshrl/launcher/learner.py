@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
 
 from meshrl.config.recipe import Recipe, algorithm_needs
+from meshrl.contract.types import Int32
 from meshrl.launcher.prompts import read_prompts
 from meshrl.trainer.algorithms.advantages._options.prime import Options as PrimeOptions
 from meshrl.trainer.algorithms.needs import rollout_is_old
 from meshrl.trainer.algorithms.options import options
+from meshrl.trainer.data.prompts import own_answer
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers
@@ -44,6 +50,7 @@ def build_learner(recipe: Recipe, total_steps: int | None, world: World) -> Lear
         critic=_critic(recipe, total_steps, world) if needs.critic else None,
         rewarder=_rewarder(recipe, total_steps, world) if needs.implicit_reward else None,
         token_rewards=recipe.reward.token_rewards,
+        answers=_answers(recipe) if needs.data_answers else None,
     )
 
 
@@ -53,6 +60,17 @@ def training_steps(recipe: Recipe) -> int:
         return recipe.trainer.total_training_steps
     prompts = read_prompts(recipe).prompts
     return math.ceil(len(prompts) * recipe.trainer.total_epochs / recipe.data.train_batch_size)
+
+
+def _answers(recipe: Recipe) -> dict[int, Int32]:
+    """The data's own answers by the number of their prompt, as the policy would end them, as long as it may speak."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(recipe.tokenizer_dir)
+    found = {}
+    for prompt in read_prompts(recipe).prompts:
+        text = own_answer(prompt.response, prompt.where, recipe.data)
+        ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        found[prompt.index] = np.array(ids[: recipe.data.max_response_length], dtype=np.int32)
+    return found
 
 
 def _temperature(recipe: Recipe) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,6 +84,20 @@ def trajectories(recipe: Recipe, model: Path) -> list[Trajectory]:
     return rows
 
 
+def trajectory_of(task: str, prompt: Sequence[int], answer: Sequence[int]) -> Trajectory:
+    """One sampled answer, with a reward of 0."""
+    tokens = np.array([*prompt, *answer], dtype=np.int32)
+    mask = np.array([0] * len(prompt) + [1] * len(answer), dtype=np.uint8)
+    return Trajectory(
+        uid=Uid("r", task, 0),
+        tokens=tokens,
+        loss_mask=mask,
+        rollout_logprobs=np.where(mask, -3.5, 0).astype(np.float32),
+        spans=(VersionSpan(version=Version(1, 0), start=len(prompt), end=len(tokens)),),
+        reward=0.0,
+    )
+
+
 def batch_of(recipe: Recipe, rows: list[Trajectory]) -> tuple[Batch, dict[str, float] | None]:
     """The manifest, and the greedy rewards where the algorithm wants them."""
     extra = algorithm_needs(recipe).extra_rows
@@ -118,8 +133,9 @@ def row_logprobs(learner: Learner, recipe: Recipe, rows: list[Trajectory]) -> to
     by_uid = {row.uid: row for row in rows}
     own = MicroBatcher.of(made, [by_uid[uid] for uid in made.uids(0)], learner.world)
     flat = own.forward(learner.policy, lambda pack: learner.policy(pack, 1.0)[0])
-    parts = torch.split(flat, [len(by_uid[row.uid].tokens) - PROMPT for row in made.rows])
-    masks = [torch.from_numpy(by_uid[row.uid].loss_mask[PROMPT:]).bool() for row in made.rows]
+    in_order = [by_uid[row.uid] for row in made.rows]
+    parts = torch.split(flat, [len(row.tokens) - row.prompt_length for row in in_order])
+    masks = [torch.from_numpy(row.loss_mask[row.prompt_length :]).bool() for row in in_order]
     found = {
         row.uid: part[mask].mean() for row, part, mask in zip(made.rows, parts, masks, strict=True)
     }

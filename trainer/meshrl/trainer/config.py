@@ -201,6 +201,9 @@ class DataConfig(Config):
     answer_key: str | None = None
     """The column of the answer that a response is compared with; None takes `reward_model.ground_truth`, else
     `answer`."""
+    response_key: str | None = None
+    """The column of the whole text that the data answer, which `algorithm.adv_estimator: data_answer` learns from;
+    None takes the answer."""
     answer_required: bool = True
     """A row without an answer is refused; False for tasks that have none, whose reward gets `ground_truth` None."""
     apply_chat_template_kwargs: TemplateVariables = Field(default_factory=dict)

@@ -21,7 +21,7 @@ LOSSES = "meshrl.trainer.algorithms.losses"
 PROVIDED = frozenset(
     {
         *("old_logprobs", "sum_pi_squared", "reward_components", "group_sizes"),
-        *("values", "implicit_rewards", "reward_baselines", "steps"),
+        *("values", "implicit_rewards", "reward_baselines", "steps", "data_answers"),
     }
 )
 """Fields of AdvantageBatch that this mesh can fill, besides the reward."""
@@ -41,6 +41,8 @@ class Needs:
     """One more row per group, sampled greedily; it is not trained, its reward is the group's baseline."""
     steps: bool
     """Where the steps of a row begin, and from which observation."""
+    data_answers: bool
+    """The data's own answer as one more row beside each: the trainer tokenises it."""
     old_logprobs: bool
     """Log-probs before the update, for more than the loss."""
     sum_pi_squared: bool
@@ -79,6 +81,7 @@ def needs_of(algorithm: AlgorithmConfig, actor: ActorConfig) -> Needs:
         implicit_reward=implicit,
         greedy="reward_baselines" in estimator,
         steps="steps" in estimator,
+        data_answers="data_answers" in estimator,
         old_logprobs=(
             algorithm.use_kl_in_reward
             or corrects(algorithm)
@@ -97,8 +100,8 @@ def estimator_needs(algorithm: AlgorithmConfig) -> tuple[str, ...]:
 
 def cannot_learn(algorithm: AlgorithmConfig, actor: ActorConfig, *, rows: int) -> str:
     """Why groups of `rows` rows give no gradient; empty where they may."""
-    if algorithm.distillation.weight:
-        return ""  # a teacher judges each token of a row by itself
+    if algorithm.distillation.weight or "data_answers" in estimator_needs(algorithm):
+        return ""  # a teacher judges each token of a row; the data's answer makes a pair of it
     alone = rows == 1 and algorithm.conventions != "verl"
     name = algorithm.adv_estimator
     if alone and plugins.constant(ADVANTAGES, name, "GROUP_BASELINE", False):
@@ -142,6 +145,8 @@ def rollout_is_old(algorithm: AlgorithmConfig, actor: ActorConfig, *, on_policy:
         ConfigError: they are, and a correction is to compare the two.
     """
     correction = algorithm.rollout_correction
+    if "data_answers" in estimator_needs(algorithm):
+        return False  # nobody sampled these
     if correction.proximal == "interpolate" and (corrects(algorithm) or correction.bypass_mode):
         raise ConfigError(
             "algorithm.rollout_correction.proximal: interpolate corrects by itself; leave bypass_mode, rollout_rs and"
@@ -182,6 +187,8 @@ def check(algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
             )
     _check_gdpo(options(algorithm, GdpoOptions))
     mode = loss_name(algorithm, actor)
+    if "data_answers" in estimator_needs(algorithm):
+        _check_data_answers(algorithm, actor)
     if algorithm.distillation.weight and plugins.constant(LOSSES, mode, "OF_ROWS", False):
         raise ConfigError(
             f"algorithm.distillation.weight: the loss {mode} reads one number of a row, and a teacher judges tokens;"
@@ -190,6 +197,26 @@ def check(algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
         )
     _check_bounds(algorithm.rollout_correction)
     rollout_is_old(algorithm, actor, on_policy=False)
+
+
+def _check_data_answers(algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
+    """Raises ConfigError for whatever reads of a row what the data's answers do not have."""
+    at = f"algorithm.adv_estimator {algorithm.adv_estimator}"
+    correction = algorithm.rollout_correction
+    for wrong, key, want in (
+        (loss_name(algorithm, actor) != "spin", "actor.policy_loss.loss_mode", "spin"),
+        (needs_of(algorithm, actor).reference, "actor.use_kl_loss", "no reference"),
+        (corrects(algorithm) or correction.bypass_mode, "algorithm.rollout_correction", "none"),
+        (
+            correction.proximal == "interpolate",
+            "algorithm.rollout_correction.proximal",
+            "recompute",
+        ),
+        (actor.recompute_old_log_probs is False, "actor.recompute_old_log_probs", "null"),
+        (algorithm.use_pf_ppo, "algorithm.use_pf_ppo", "false"),
+    ):
+        if wrong:
+            raise ConfigError(f"{key}: {at} pairs rows that nobody sampled; want {want}", key=key)
 
 
 def _check_bounds(correction: RolloutCorrectionConfig) -> None:

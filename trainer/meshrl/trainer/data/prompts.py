@@ -60,6 +60,8 @@ class Prompt:
     data_source: str = ""
     ground_truth: Json = None
     extra_info: Mapping[str, Json] = field(default_factory=dict)
+    response: Json = None
+    """What the data answer; None where they do not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +136,7 @@ class PromptRow:
     ground_truth: Json
     extra_info: Mapping[str, Json]
     data_source: str
+    response: Json = None
 
 
 def read_prompt_row(source: FileRow, config: DataConfig) -> PromptRow:
@@ -154,9 +157,11 @@ def read_prompt_row(source: FileRow, config: DataConfig) -> PromptRow:
     extra_info = row.get("extra_info") or {}
     if not isinstance(extra_info, Mapping):
         raise UserError(f"{where}: extra_info is {type(extra_info).__name__}, want an object")
+    answer = _ground_truth(row, where, config)
     return PromptRow(
         prompt=_introduced(read_prompt(value, where, config.prompt_key), config),
-        ground_truth=_ground_truth(row, where, config),
+        ground_truth=answer,
+        response=row.get(config.response_key) if config.response_key else answer,
         extra_info=extra_info,
         data_source=str(row.get("data_source") or ""),
     )
@@ -210,7 +215,18 @@ def _prompt(index: int, source: FileRow, config: DataConfig, tokenizer: PromptTo
         data_source=row.data_source,
         ground_truth=row.ground_truth,
         extra_info=row.extra_info,
+        response=row.response,
     )
+
+
+def own_answer(response: Json, where: str, config: DataConfig) -> str:
+    """The text of the data's own answer. Raises UserError, which names `where`."""
+    if not isinstance(response, str) or not response.strip():
+        raise UserError(
+            f"{where}: {config.response_key or 'the answer'} is {response!r:.40}, want the text of the data's own"
+            " answer (data.response_key), which SPIN learns from"
+        )
+    return response
 
 
 def templated(

@@ -201,6 +201,8 @@ class Experience:
     """B names of the data sets that the rows come from; "" is none."""
     replicas: tuple[str, ...]
     """B names of the engine replicas that sampled the rows."""
+    data_answers: torch.Tensor | None
+    """bool[B]: rows that are the data's own answers, beside what the policy said."""
     reward_baselines: torch.Tensor | None
     """float32[B]: the reward of the greedy response to each row's prompt."""
     steps: Steps | None
@@ -264,6 +266,7 @@ def assemble(
         versions=order.tokens([_versions(row) for row in own], np.int64),
         data_sources=tuple(order.objects([row.data_source for row in own])),
         replicas=tuple(order.objects([row.replica for row in own])),
+        data_answers=None,
         reward_baselines=None if baselines is None else _baselines(schedule.rows, baselines),
         steps=None if anchors is None else steps_of(ragged, anchors),
         staleness=torch.tensor([max(0, step - row.oldest.step) for row in schedule.rows]),
@@ -275,6 +278,11 @@ def gather_tokens(schedule: Schedule, own: Sequence[torch.Tensor], world: World)
     lengths = [len(part) for part in own]
     order = _Order(schedule, world, lengths)
     return order.tokens([part.numpy() for part in own], np.float32)
+
+
+def row_objects(schedule: Schedule, world: World, own: Sequence[Any]) -> list[Any]:
+    """One JSON value per row of the batch, from those of this rank's rows."""
+    return _Order(schedule, world, [0] * len(own)).objects(own)
 
 
 def _versions(row: Trajectory) -> npt.NDArray[np.int64]:

@@ -9,6 +9,7 @@ Targets are computed for the whole batch on every rank alike; a rank forwards it
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from meshrl.contract.types import DATA_SOURCE, TOKEN_REWARDS, Batch, Json, Trajectory
+from meshrl.contract.types import (
+    DATA_SOURCE,
+    TOKEN_REWARDS,
+    Batch,
+    Int32,
+    Json,
+    Trajectory,
+)
 from meshrl.trainer.algorithms.losses._types import LossInputs
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import ActorConfig
@@ -36,6 +44,7 @@ from meshrl.trainer.learner.micro_batcher import MicroBatcher
 from meshrl.trainer.learner.optimizer import Optimizers, Trained, learning_rate, norms_of
 from meshrl.trainer.learner.policy_gradient import ForwardOutputs, MicroBatch, Objective, Targets
 from meshrl.trainer.learner.reward_learner import RewardLearner
+from meshrl.trainer.learner.unfolding import Unfolded, unfolded, with_answer
 from meshrl.trainer.learner.value_learner import ValueLearner
 from meshrl.trainer.model.policy import Policy
 from meshrl.trainer.utilisation import ModelWork
@@ -66,6 +75,7 @@ class Learner:
         critic: ValueLearner | None = None,
         rewarder: RewardLearner | None = None,
         token_rewards: bool = False,
+        answers: Mapping[int, Int32] | None = None,
     ) -> None:
         """Keep the parts.
 
@@ -81,6 +91,7 @@ class Learner:
             critic: Where the objective needs values.
             rewarder: Where it needs process rewards.
             token_rewards: Whether rows have a reward for each token, which then count instead of the score.
+            answers: The data's answers in tokens, by the number of their prompt, where the objective needs them.
         """
         self.policy = policy
         self.optimizers = optimizers
@@ -95,6 +106,7 @@ class Learner:
         self._total_steps = total_steps
         self._critic = critic
         self._rewarder = rewarder
+        self._answers = answers
         self._work = ModelWork.of(
             policy.hf.config.get_text_config(), frozen=policy.adapter is not None
         )
@@ -147,11 +159,17 @@ class Learner:
         """
         # Draws are a function of (seed, step, share of the rows): a resumed run draws what the killed one drew.
         torch.manual_seed(_seed(self._seed, step, self.world.data_rank))
-        rows = MicroBatcher.of(schedule, own, self.world)
         experience = assemble(
             schedule, own, self.world, baselines=baselines, with_steps=self.needs.steps
         )
         process_rewards, metrics = None, experience_metrics(experience)
+        whole, parts = experience, self._parts(schedule, own)
+        if parts is not None:
+            schedule, own = parts.schedule, parts.own
+            experience = dataclasses.replace(
+                assemble(schedule, own, self.world), data_answers=parts.number == 1
+            )
+        rows = MicroBatcher.of(schedule, own, self.world)
         if self._rewarder is not None:
             process_rewards, learned = self._rewarder.learn(rows, experience, step)
             metrics |= learned
@@ -167,19 +185,36 @@ class Learner:
             metrics |= self._improve(minis, work, step)
             metrics["batch/tflops"] = self._tflops(schedule, experience)
         logprobs, ragged = self._logprobs_before(before, work)
+        known = Learned(experience, targets, logprobs, before.values)
+        if parts is not None:
+            logprobs = parts.folded(logprobs, experience, whole, torch.nan)
+            ragged = whole.ragged.with_mask(whole.ragged.mask & ~logprobs.isnan())
+            of_rows = parts.folded_targets(targets, experience, whole)
+            known = Learned(whole, of_rows, logprobs, None)
         if observe is not None:
-            observe(Learned(experience, targets, logprobs, before.values))
+            observe(known)
         return {
             **metrics,
             **batch_mismatch(
-                *(ragged, logprobs, experience.rollout_logprobs),
-                *(experience.versions, experience.replicas),
+                *(ragged, logprobs, whole.rollout_logprobs), *(whole.versions, whole.replicas)
             ),
             **targets.metrics,
             "batch/rows": len(schedule.rows),
             "batch/tokens": sum(row.num_tokens for row in schedule.rows),
             "batch/micro_batches": sum(len(m.ranks[0]) for m in schedule.mini_batches),
         }
+
+    def _parts(self, schedule: Schedule, own: Sequence[Trajectory]) -> Unfolded | None:
+        """The rows that are trained instead of the queue's; None: the queue's."""
+        if self._answers is None:
+            return None
+        return unfolded(
+            schedule,
+            [with_answer(row, self._answers) for row in own],
+            self.world,
+            max_tokens=self._actor.ppo_max_token_len_per_gpu,
+            together=True,
+        )
 
     def _tflops(self, schedule: Schedule, experience: Experience) -> float:
         """What the policy's update needs, in 10^12 operations of all ranks; 0 for a model that is not known."""

@@ -223,6 +223,7 @@ class PolicyGradient:
                 group_sizes=experience.group_sizes,
                 implicit_rewards=before.implicit_rewards,
                 steps=experience.steps,
+                data_answers=experience.data_answers,
             ),
             self._algorithm,
         )

@@ -38,6 +38,8 @@ class AdvantageBatch:
     """int64[B]: rows that each row's group was asked for; a partial group has fewer in the batch."""
     implicit_rewards: Tensor | None = None
     """float32[N]: PRIME's β (log π_φ - log π_ref)."""
+    data_answers: Tensor | None = None
+    """bool[B]: rows that are the data's own answers; the others are the policy's (SPIN)."""
     steps: Steps | None = None
     """The steps of rows that are whole episodes (GiGPO)."""
     trajectories: Tensor | None = None

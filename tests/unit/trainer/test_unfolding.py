@@ -1,0 +1,259 @@
+"""Rows of the queue that are trained as several, and SPIN's pairs of what the policy and what the data say."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from meshrl.config import load_recipe
+from meshrl.contract.errors import ConfigError
+from meshrl.contract.types import Trajectory
+from meshrl.launcher.learner import build_learner
+from meshrl.trainer.algorithms.advantages._types import AdvantageBatch
+from meshrl.trainer.algorithms.advantages.data_answer import compute
+from meshrl.trainer.algorithms.needs import rollout_is_old
+from meshrl.trainer.algorithms.ragged import Ragged
+from meshrl.trainer.config import AlgorithmConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.learner.experience import assemble, schedule
+from meshrl.trainer.learner.learner import Learned
+from meshrl.trainer.learner.unfolding import Part, Unfolded, unfolded
+
+from . import named_algorithms, rank_work
+
+SPIN = "algorithm={name: spin, adv_estimator: data_answer}"
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World.start("cpu")
+
+
+class TwoRanks:
+    """One of two ranks in threads, as far as rows are exchanged."""
+
+    data_size = 2
+
+    def __init__(self, rank: int, barrier: threading.Barrier, shares: list[Any]) -> None:
+        self.data_rank, self._barrier, self._shares = rank, barrier, shares
+
+    def gather_shares(self, own: Any) -> list[Any]:
+        self._shares[self.data_rank] = own
+        self._barrier.wait(timeout=30)
+        found = list(self._shares)
+        self._barrier.wait(timeout=30)
+        return found
+
+
+def halves(row: Trajectory) -> list[Part]:
+    """A row as two: the second begins at the middle of the response and keeps two tokens before it."""
+    middle = (row.prompt_length + len(row.tokens)) // 2
+    cutting = [(0, middle), (middle - 2, len(row.tokens))]
+    parts = []
+    for start, end in cutting:
+        mask = row.loss_mask[start:end].copy()
+        mask[: 2 if start else 0] = 0
+        parts.append(
+            Part(
+                row=replace(
+                    row,
+                    tokens=row.tokens[start:end],
+                    loss_mask=mask,
+                    rollout_logprobs=row.rollout_logprobs[start:end],
+                    spans=(),
+                ),
+                start=start,
+            )
+        )
+    return parts
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_every_part_is_on_one_rank_once_and_ranks_agree(together: bool) -> None:
+    rows = {row.uid: row for row in rank_work.trajectories()}
+    made = schedule(
+        rank_work.batch(list(rows.values())), ranks=2, max_tokens=48, mini_batch_groups=3
+    )
+    barrier, shares = threading.Barrier(2), [None, None]
+
+    def of_rank(rank: int) -> Unfolded:
+        return unfolded(
+            made,
+            [halves(rows[uid]) for uid in made.uids(rank)],
+            cast(World, TwoRanks(rank, barrier, shares)),
+            max_tokens=48,
+            together=together,
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(of_rank, range(2))
+    assert first.schedule == second.schedule and first.offsets == second.offsets
+    assert first.origin.tolist() == sorted([*range(10), *range(10)])
+    placed = sorted([*first.schedule.own(0), *first.schedule.own(1)])
+    assert placed == list(range(20))
+    for rank, found in enumerate((first, second)):
+        own = found.schedule.own(rank)
+        for place, part in zip(own, found.own, strict=True):
+            row = found.schedule.rows[place]
+            assert row.uid == part.uid and row.num_tokens == len(part.tokens)
+    for mini in first.schedule.mini_batches:
+        assert len(mini.ranks[0]) == len(mini.ranks[1])
+        for micro in (micro for rank in mini.ranks for micro in rank):
+            tokens = [first.schedule.rows[place].num_tokens for place in micro]
+            assert len(micro) <= 2 or sum(tokens) <= 48
+            if together:
+                assert sorted(micro) == [
+                    p for at in sorted(set(micro)) if at % 2 == 0 for p in (at, at + 1)
+                ]
+
+
+def test_columns_of_parts_lie_where_their_tokens_are_in_the_row(world: World) -> None:
+    rows = rank_work.trajectories()
+    made = schedule(rank_work.batch(rows), ranks=1, max_tokens=4096, mini_batch_groups=None)
+    by_uid = {row.uid: row for row in rows}
+    own = [by_uid[uid] for uid in made.uids(0)]
+    whole = assemble(made, own, world)
+    parts = unfolded(made, [halves(r) for r in own], world, max_tokens=4096, together=False)
+    experience = assemble(parts.schedule, parts.own, world)
+    # What each part was sampled with is what its row was: as a column of tokens, there and back.
+    tokens = torch.cat(
+        [
+            torch.from_numpy(part.tokens[part.prompt_length :].astype(np.float32))
+            for part in ordered(parts.schedule.own(0), parts.own)
+        ]
+    )
+    back = parts.folded(tokens, experience, whole, -1)
+    want = torch.cat(
+        [
+            torch.from_numpy(row.tokens[row.prompt_length :].astype(np.float32))
+            for row in ordered(made.own(0), own)
+        ]
+    )
+    mask = whole.ragged.mask
+    assert torch.equal(back[mask], want[mask])
+
+
+def ordered(places: Sequence[int], rows: Sequence[Trajectory]) -> list[Trajectory]:
+    return [row for _, row in sorted(zip(places, rows, strict=True), key=lambda pair: pair[0])]
+
+
+class TestSpin:
+    """A model of letters that is shown what to answer."""
+
+    @pytest.fixture
+    def recipe_file(self, text_model: Path, tmp_path: Path) -> Path:
+        lines = [
+            {"prompt": f"ask{letter}", "answer": "x", "text": f"say{letter}{letter}"}
+            for letter in "abcdefgh"
+        ]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        path = tmp_path / "spin.yaml"
+        path.write_text(
+            f"model: {{path: {text_model}}}\n"
+            f"data: {{train_files: [{tmp_path / 'rows.jsonl'}], response_key: text, train_batch_size: 8,"
+            " max_prompt_length: 8, max_response_length: 8}\n"
+            "actor: {optim: {lr: 3.0e-3, lr_warmup_steps: 0, weight_decay: 0.0}, ppo_mini_batch_size: 4}\n"
+            "rollout: {name: torch, n: 1}\n"
+        )
+        return path
+
+    def test_the_datas_answers_become_likelier_and_the_policys_own_less(
+        self, recipe_file: Path, world: World
+    ) -> None:
+        recipe = load_recipe(recipe_file, [SPIN])
+        learner = build_learner(recipe, None, world)
+        rows = said(recipe_file)
+        shown: list[Learned] = []
+        before = named_algorithms.row_logprobs(learner, recipe, rows)
+        answers = [replace(row, **answered(row)) for row in rows]
+        chosen = named_algorithms.row_logprobs(learner, recipe, answers)
+        for step in range(4):
+            metrics = learn(learner, recipe, rows, step, shown)
+        assert (named_algorithms.row_logprobs(learner, recipe, rows) < before).all()
+        assert (named_algorithms.row_logprobs(learner, recipe, answers) > chosen).all()
+        # Of two updates the first begins at the opponent, with a margin of 0; the second is right about every pair.
+        assert metrics["actor/dpo_accuracy"] == 0.5
+        # What is logged are the queue's rows, with their signs.
+        assert shown[0].experience.ragged.num_rows == 8
+        assert (shown[0].targets.advantages == -1).all()
+        assert shown[0].logprobs.shape == (32,) and torch.isfinite(shown[0].logprobs).all()
+
+    def test_log_probs_of_the_opponent_are_computed(self, recipe_file: Path) -> None:
+        recipe = load_recipe(recipe_file, [SPIN, "queue.max_staleness=4"])
+        assert not rollout_is_old(recipe.algorithm, recipe.actor, on_policy=False)
+
+    @pytest.mark.parametrize(
+        ("wrong", "line"),
+        [
+            ("rollout.n=2", "rollout.n: 2: algorithm.adv_estimator data_answer pairs one answer"),
+            ("data.response_key=textt", "textt is None, want the text of the data's own"),
+            ("actor.policy_loss.loss_mode=vanilla", "actor.policy_loss.loss_mode: algorithm.adv"),
+            ("actor.use_kl_loss=true", "want no reference"),
+            ("algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction: "),
+            ("actor.recompute_old_log_probs=false", "actor.recompute_old_log_probs: "),
+            ("algorithm.use_pf_ppo=true", "algorithm.use_pf_ppo: "),
+            ("rollout.program=tools", "rollout.program"),
+        ],
+    )
+    def test_what_pairs_cannot_have_is_refused(
+        self, recipe_file: Path, wrong: str, line: str
+    ) -> None:
+        with pytest.raises(ConfigError) as caught:
+            load_recipe(recipe_file, [SPIN, wrong])
+        assert line in str(caught.value)
+
+
+def said(recipe_file: Path) -> list[Trajectory]:
+    """Four letters of the policy's own to each prompt."""
+    draw = np.random.default_rng(1)
+    row = named_algorithms.trajectory_of
+    return [
+        row(f"0-{n}", letters("ask" + "abcdefgh"[n]), draw.integers(0, 36, 4)) for n in range(8)
+    ]
+
+
+def letters(text: str) -> list[int]:
+    return [ord(letter) - ord("a") for letter in text]
+
+
+def answered(row: Trajectory) -> dict[str, Any]:
+    """The columns of the data's answer to `row`'s prompt."""
+    letter = int(row.tokens[row.prompt_length - 1])
+    answer = [*letters("say"), letter, letter, 36]
+    tokens = np.array([*row.tokens[: row.prompt_length], *answer], dtype=np.int32)
+    mask = np.array([0] * row.prompt_length + [1] * len(answer), dtype=np.uint8)
+    return {
+        "tokens": tokens,
+        "loss_mask": mask,
+        "rollout_logprobs": np.zeros(len(tokens), np.float32),
+    }
+
+
+def learn(
+    learner: Any, recipe: Any, rows: list[Trajectory], step: int, shown: list[Learned]
+) -> Any:
+    made = learner.schedule(named_algorithms.batch_of(recipe, rows)[0])
+    by_uid = {row.uid: row for row in rows}
+    own = [by_uid[uid] for uid in made.uids(0)]
+    return learner.learn(made, own, step, None, shown.append)
+
+
+def test_a_pair_of_which_one_side_says_nothing_has_no_sign() -> None:
+    ragged = Ragged.from_lengths(
+        torch.tensor([2, 1, 0, 1]), torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
+    )
+    batch = AdvantageBatch(
+        ragged=ragged,
+        token_rewards=torch.zeros(4),
+        data_answers=torch.tensor([False, True, False, True]),
+    )
+    assert compute(batch, AlgorithmConfig()).advantages.tolist() == [-1, -1, 1, 0]

@@ -1,0 +1,162 @@
+"""From a row of the queue to several that are trained: the queue counts one, whole, and the learner sees its parts.
+
+    rows of a batch ──parts──▶ a schedule of parts ──learn──▶ columns of parts ──folded──▶ columns of the rows
+
+What leases, settles, drops and counts knows nothing of parts: a row is settled once, whole, and is as old as its
+oldest token. Parts stay on the rank that fetched their row. B = parts of the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from meshrl.contract.types import Int32, Trajectory
+from meshrl.trainer.distributed import World
+from meshrl.trainer.learner.experience import Experience, MiniBatch, Schedule, row_objects
+from meshrl.trainer.learner.policy_gradient import Targets
+from meshrl.trainer.model.packing import cut
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Part:
+    """One row that is trained."""
+
+    row: Trajectory
+    start: int | None = 0
+    """The place of its first token in the queue's row; None: its tokens are not the row's."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Unfolded:
+    """The parts of a batch, in the order of its rows; the same on every rank but for `own`."""
+
+    schedule: Schedule
+    own: Sequence[Trajectory]
+    """The parts of `schedule.own(world.data_rank)`, in that order."""
+    origin: torch.Tensor
+    """int64[B]: the row of each part."""
+    number: torch.Tensor
+    """int64[B]: which part of its row it is, from 0."""
+    offsets: Sequence[int | None]
+    """B places of a part's first response token among its row's; None: it has none there."""
+
+    def folded(
+        self, values: torch.Tensor, parts: Experience, whole: Experience, empty: float
+    ) -> torch.Tensor:
+        """[N of `parts`] to [N of `whole`]; `empty` where no part has the token."""
+        to, of = whole.ragged.offsets, parts.ragged.offsets
+        result = torch.full((whole.ragged.num_tokens,), empty, dtype=values.dtype)
+        for part, offset in enumerate(self.offsets):
+            if offset is not None:
+                start, size = int(of[part]), int(of[part + 1] - of[part])
+                at = int(to[self.origin[part]]) + offset
+                result[at : at + size] = values[start : start + size]
+        return result
+
+    def folded_targets(self, targets: Targets, parts: Experience, whole: Experience) -> Targets:
+        """Targets of the rows; 0 where no part has a token."""
+
+        def column(values: torch.Tensor) -> torch.Tensor:
+            return self.folded(values, parts, whole, 0)
+
+        return dataclasses.replace(
+            targets,
+            advantages=column(targets.advantages),
+            returns=column(targets.returns),
+            token_rewards=column(targets.token_rewards),
+            mask=column(targets.mask),
+            old_logprobs=None if targets.old_logprobs is None else column(targets.old_logprobs),
+            weights=None if targets.weights is None else column(targets.weights),
+        )
+
+
+def unfolded(
+    schedule: Schedule,
+    parts: Sequence[Sequence[Part]],
+    world: World,
+    *,
+    max_tokens: int,
+    together: bool,
+) -> Unfolded:
+    """Cut the parts of rows into micro-batches anew. Every rank calls this.
+
+    Args:
+        schedule: Of the queue's rows.
+        parts: Of each row of `schedule.own(world.data_rank)`, in that order.
+        world: The ranks.
+        max_tokens: Of a micro-batch.
+        together: The parts of a row stay in one micro-batch.
+    """
+    rows = [[(len(part.row.tokens), _offset(of[0], part)) for part in of] for of in parts]
+    told = row_objects(schedule, world, rows)
+    places = [(row, number) for row, of in enumerate(told) for number in range(len(of))]
+    numbers: list[list[int]] = [[] for _ in told]
+    for place, (row, _) in enumerate(places):
+        numbers[row].append(place)
+    lengths = [int(told[row][number][0]) for row, number in places]
+    minis = []
+    for mini in schedule.mini_batches:
+        shares = []
+        for rank in mini.ranks:
+            of_rows = [numbers[row] for micro in rank for row in micro]
+            units = of_rows if together else [[place] for unit in of_rows for place in unit]
+            sizes = [sum(lengths[place] for place in unit) for unit in units]
+            shares.append(
+                [
+                    tuple(place for unit in micro for place in units[unit])
+                    for micro in cut(sizes, max_tokens)
+                ]
+            )
+        most = max(len(share) for share in shares)
+        ranks = tuple(tuple(share) + ((),) * (most - len(share)) for share in shares)
+        chosen = tuple(place for share in shares for micro in share for place in micro)
+        minis.append(MiniBatch(rows=chosen, ranks=ranks))
+    made = dataclasses.replace(
+        schedule,
+        rows=tuple(
+            dataclasses.replace(schedule.rows[row], num_tokens=lengths[place])
+            for place, (row, _) in enumerate(places)
+        ),
+        mini_batches=tuple(minis),
+    )
+    mine = {
+        place: part.row
+        for row, of in zip(schedule.own(world.data_rank), parts, strict=True)
+        for place, part in zip(numbers[row], of, strict=True)
+    }
+    return Unfolded(
+        schedule=made,
+        own=[mine[place] for place in made.own(world.data_rank)],
+        origin=torch.tensor([row for row, _ in places]),
+        number=torch.tensor([number for _, number in places]),
+        offsets=[told[row][number][1] for row, number in places],
+    )
+
+
+def _offset(first: Part, part: Part) -> int | None:
+    """Of a part's response in its row's, which begins with the response of the `first` part."""
+    if part.start is None:
+        return None
+    return part.start + part.row.prompt_length - first.row.prompt_length
+
+
+def with_answer(row: Trajectory, answers: Mapping[int, Int32]) -> tuple[Part, Part]:
+    """What the policy said, and what the data say to the same prompt: the part that is to be preferred."""
+    answer = answers[int(row.uid.task.rpartition("-")[2])]
+    prompt = row.tokens[: row.prompt_length]
+    none = np.zeros(len(prompt) + len(answer), dtype=np.float32)
+    mask = none.astype(np.uint8)
+    mask[len(prompt) :] = 1
+    said = dataclasses.replace(
+        row,
+        tokens=np.concatenate([prompt, answer]).astype(np.int32),
+        loss_mask=mask,
+        rollout_logprobs=none,
+        spans=(),
+    )
+    return Part(row=row), Part(row=said, start=None)
