@@ -14,6 +14,7 @@ import numpy as np
 from meshrl.contract import rows
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.types import (
+    PARTS,
     POSTED_REWARD,
     ROLLOUT_COLUMNS,
     Columns,
@@ -99,7 +100,9 @@ class Mesh:
         """Trajectories of the first `count` groups that are complete."""
         batch = await self.queue.take(RUN, epoch=1, step=0, groups=count, batch_id="b", wait_s=60)
         uids = [row.uid for row in batch.rows]
-        found = await self.queue.fetch(RUN, uids, (*ROLLOUT_COLUMNS, POSTED_REWARD))
+        has_parts = PARTS in (await self.queue.run_state(RUN)).spec.stages[0].writes
+        columns = (*ROLLOUT_COLUMNS, POSTED_REWARD, *(PARTS,) * has_parts)
+        found = await self.queue.fetch(RUN, uids, columns)
         self.taken = dict(zip(uids, found, strict=True))
         return {uid: rows.trajectory(uid, columns) for uid, columns in self.taken.items()}
 
@@ -157,7 +160,8 @@ async def agents_mesh(
     async with AsyncExitStack() as stack:
         queue = await TransferQueue.open(MemoryStore())
         stack.push_async_callback(queue.close)
-        stages = [rollout_stage(posted=True), *[reward_stage(posted=True)] * scored]
+        parts = options.get("branch") == "each"
+        stages = [rollout_stage(posted=True, parts=parts), *[reward_stage(posted=True)] * scored]
         spec = RunSpec(
             run=RUN,
             group_size=prompts[0].group_size,

@@ -93,6 +93,32 @@ async def test_log_probs_and_usage_are_those_of_the_row(talking_model: Path) -> 
         assert texts == [mesh.tokenizer.decode([t for d in deltas for t in d.tokens.tolist()])]
 
 
+async def test_an_agent_that_forgets_is_one_row_of_the_queue_with_a_part_for_each_step(
+    talking_model: Path,
+) -> None:
+    async def windowed(client: AsyncOpenAI, task: Any) -> None:
+        text = "nothing"
+        for _ in range(3):
+            seen: list[Any] = [{"role": "user", "content": f"last: {text}"}]
+            asked = client.chat.completions.create(model="m", messages=seen, max_tokens=8)
+            text = (await asked).choices[0].message.content or ""
+
+    options = {**leading(windowed), "branch": "each"}
+    async with agents_mesh(talking_model, options, tasks=2, group_size=2) as mesh:
+        rows = await mesh.rows(2)
+        assert len(rows) == 4
+        for uid, row in rows.items():
+            check_exact(mesh, uid, row)
+            starts = [part.start for part in row.parts]
+            assert len(starts) == 3 and all(len(part.anchors) == 1 for part in row.parts)
+            # Each part begins as a request does, and the row is what its parts are.
+            assert {int(row.tokens[start]) for start in starts} == {int(row.tokens[0])}
+        await mesh.queue.settle(RUN, epoch=1, step=0, batch_id="b")
+        await mesh.queue.commit(RUN, epoch=1, step=1)
+        ledger = await mesh.queue.ledger(RUN)
+        assert (ledger.admitted, ledger.trained, ledger.balanced) == (4, 4, True)
+
+
 async def test_a_weight_update_during_a_conversation_labels_each_token_with_its_version(
     talking_model: Path,
 ) -> None:

@@ -16,6 +16,7 @@ from meshrl.contract.precision import Precision, with_rounded_logprobs
 from meshrl.contract.types import (
     CONVERSATION,
     DATA_SOURCE,
+    PARTS,
     REWARD_INPUTS,
     REWARD_TIMES,
     ROLLOUT_TIMES,
@@ -30,6 +31,7 @@ from meshrl.contract.types import (
     PayloadGroup,
     PostedReward,
     RowFacts,
+    RowPart,
     RowWrite,
     Sample,
     Score,
@@ -136,6 +138,26 @@ def column_posted(column: npt.NDArray[np.uint8]) -> PostedReward | None:
     return PostedReward(score=found["score"], components=found["components"])
 
 
+def parts_column(parts: Sequence[RowPart]) -> Uint8:
+    """Parts as JSON in uint8[n]."""
+    return text_column(json.dumps([[part.start, list(part.anchors)] for part in parts]))
+
+
+def _column_parts(uid: Uid, column: npt.NDArray[np.uint8], tokens: int) -> tuple[RowPart, ...]:
+    """The inverse of `parts_column`. Raises CorruptError."""
+    try:
+        found = [
+            RowPart(start=int(start), anchors=tuple(map(str, anchors)))
+            for start, anchors in json.loads(column_text(column))
+        ]
+    except (ValueError, TypeError) as error:
+        raise CorruptError(f"row {uid}: column {PARTS} is malformed: {error}") from error
+    starts = [part.start for part in found]
+    if not starts or starts[0] != 0 or sorted(set(starts)) != starts or starts[-1] >= tokens:
+        raise CorruptError(f"row {uid}: parts begin at {starts[:8]}, of {tokens} tokens")
+    return tuple(found)
+
+
 def reward_inputs(sample: Sample) -> Uint8:
     """What `sample_again` needs beside the response, as JSON in uint8[n]."""
     messages = [[m.role, m.content] for m in sample.messages]
@@ -195,6 +217,7 @@ def trajectory(uid: Uid, columns: Columns) -> Trajectory:
         if CONVERSATION in columns
         else (),
         data_source=column_text(columns[DATA_SOURCE]) if DATA_SOURCE in columns else "",
+        parts=_column_parts(uid, columns[PARTS], len(tokens)) if PARTS in columns else (),
         replica=column_text(columns["replica"]) if "replica" in columns else "",
     )
 

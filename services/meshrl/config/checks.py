@@ -15,7 +15,7 @@ from meshrl.config.file_checks import Problem, checkpoint_checks, file_checks, m
 from meshrl.config.machine import ThisMachine
 from meshrl.config.placement import place
 from meshrl.config.plugin_checks import LOGGERS, plugin_checks
-from meshrl.config.recipe import Recipe, algorithm_needs
+from meshrl.config.recipe import Recipe, algorithm_needs, trains_each_branch
 from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms import needs as algorithm_rules
@@ -183,6 +183,8 @@ def _algorithm(recipe: Recipe) -> Iterator[Problem]:
         )
     if algorithm_needs(recipe).data_answers:
         yield from _own_answers(recipe)
+    if trains_each_branch(recipe):
+        yield from _each_branch(recipe)
     judged = recipe.algorithm.filter_groups
     low, high = judged.low, judged.high
     if judged.enable and low is not None and high is not None and low > high:
@@ -190,6 +192,23 @@ def _algorithm(recipe: Recipe) -> Iterator[Problem]:
             ("algorithm", "filter_groups", "low"),
             f"algorithm.filter_groups.low: {low:g} is above high, {high:g}",
         )
+
+
+def _each_branch(recipe: Recipe) -> Iterator[Problem]:
+    """What reads a row as one sequence, and so cannot read one of several branches."""
+    needs, key = algorithm_needs(recipe), "rollout.program_options.branch"
+    for wrong, what in (
+        (needs.reference, "a reference (actor.use_kl_loss, algorithm.use_kl_in_reward, a teacher)"),
+        (needs.critic or needs.implicit_reward, "a model beside the policy"),
+        (needs.whole_groups, f"the loss {recipe.actor.policy_loss.loss_mode}"),
+        (recipe.algorithm.use_pf_ppo, "algorithm.use_pf_ppo"),
+        (recipe.reward.token_rewards, "reward.token_rewards"),
+    ):
+        if wrong:
+            yield (
+                ("rollout", "program_options"),
+                f"{key}: each, and {what} reads a row as one sequence; want another branch, or none of it",
+            )
 
 
 def _own_answers(recipe: Recipe) -> Iterator[Problem]:

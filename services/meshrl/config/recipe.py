@@ -253,6 +253,11 @@ def posts_rewards(recipe: Recipe) -> bool:
     return uses_gateway(recipe) or bool(recipe.rollout.program_options.get("posts_reward"))
 
 
+def trains_each_branch(recipe: Recipe) -> bool:
+    """True when a row has all branches of its conversation, and the trainer takes it apart."""
+    return recipe.rollout.program_options.get("branch") == "each"
+
+
 def has_evaluation(recipe: Recipe) -> bool:
     """True when held-out prompts are given."""
     gym = recipe.data.reasoning_gym

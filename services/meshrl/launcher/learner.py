@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from meshrl.config.recipe import Recipe, algorithm_needs
+from meshrl.config.recipe import Recipe, algorithm_needs, trains_each_branch
 from meshrl.contract.types import Int32
 from meshrl.launcher.prompts import read_prompts
 from meshrl.trainer.algorithms.advantages._options.prime import Options as PrimeOptions
@@ -50,6 +50,7 @@ def build_learner(recipe: Recipe, total_steps: int | None, world: World) -> Lear
         critic=_critic(recipe, total_steps, world) if needs.critic else None,
         rewarder=_rewarder(recipe, total_steps, world) if needs.implicit_reward else None,
         token_rewards=recipe.reward.token_rewards,
+        parts=trains_each_branch(recipe),
         answers=_answers(recipe) if needs.data_answers else None,
     )
 

@@ -11,9 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshrl.contract.errors import CapacityError, InfraError, UserError
-from meshrl.contract.rows import column_posted, conversation_column
+from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
+from meshrl.contract.rows import (
+    column_posted,
+    conversation_column,
+    rollout_write,
+    trajectory,
+)
 from meshrl.contract.types import (
+    PARTS,
     POSTED_REWARD,
     Outcome,
     PostedReward,
@@ -21,6 +27,7 @@ from meshrl.contract.types import (
     Task,
     Trajectory,
     Uid,
+    Version,
 )
 from meshrl.rollout.sessions.requests import (
     Answer,
@@ -426,3 +433,58 @@ def test_a_call_that_cannot_be_read_is_text(tokenizer: HuggingFaceTokenizer, tex
     pieces, (whole, tail, calls) = shown(tokenizer, "so: " + text, tools=True)
     assert (whole, calls) == ("so: " + text, ())
     assert "".join(pieces) + tail == whole
+
+
+async def test_every_branch_is_a_part_of_the_row_behind_the_history_that_it_had(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    # An agent that remembers its last answer only, asked about the same sum in its second and third turn.
+    engine = Scripted(tokenizer, "one", "two", "three")
+    session = session_of(tokenizer, engine, SessionRules(branch=Branch.EACH))
+    await say(session, user("1+2?"))
+    await say(session, user("you said one"), user("sure?"))
+    await say(session, user("you said two"), user("sure?"))
+    rollout = session.rollout()
+    found = rollout.trajectory
+    check_sampled(found, engine.sampled)
+    columns = {**rollout_write(found, Outcome.OK, "stop", Version(0, 0)).columns, **rollout.columns}
+    parts = trajectory(found.uid, columns).parts
+    ends = [*(part.start for part in parts[1:]), len(found.tokens)]
+    for part, end, request, (tokens, _) in zip(
+        parts, ends, engine.requests, engine.sampled, strict=True
+    ):
+        assert found.tokens[part.start : end].tolist() == [*request.prompt_ids.tolist(), *tokens]
+    (first,), (second,), (third,) = (part.anchors for part in parts)
+    assert second == third != first
+    assert session.left_out == 0 and len(rollout.messages) == 6
+
+
+async def test_a_turn_that_branches_share_is_trained_once(tokenizer: HuggingFaceTokenizer) -> None:
+    engine = Scripted(tokenizer, "one", "two", "three")
+    session = session_of(tokenizer, engine, SessionRules(branch=Branch.EACH))
+    first = await say(session, user("1+2?"))
+    await say(session, user("1+2?"), assistant(first.text), user("sure?"))
+    await say(session, user("1+2?"), assistant(first.text), user("really?"))
+    rollout = session.rollout()
+    check_sampled(rollout.trajectory, engine.sampled)
+    parts = json.loads(bytes(rollout.columns[PARTS]))
+    assert [len(anchors) for _, anchors in parts] == [2, 1]
+    # The first answer is context in the second part, which holds all that the third request showed.
+    part = rollout.trajectory.tokens[parts[1][0] :].tolist()
+    shown = engine.requests[2].prompt_ids.tolist()
+    assert part == [*shown, *engine.sampled[2][0]]
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "[[1, []]]", "[[0, []], [9, []]]", "{", "[[0, []], [0, []]]"]
+)
+def test_parts_that_cannot_be_are_a_corrupt_row(text: str) -> None:
+    columns = {
+        "tokens": np.zeros(4, dtype=np.int32),
+        "loss_mask": np.ones(4, dtype=np.uint8),
+        "rollout_logprobs": np.zeros(4, dtype=np.float32),
+        "spans": np.zeros((0, 4), dtype=np.int64),
+        PARTS: np.frombuffer(text.encode(), dtype=np.uint8),
+    }
+    with pytest.raises(CorruptError, match="parts"):
+        trajectory(Uid("r", "t", 0), columns)

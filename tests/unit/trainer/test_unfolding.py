@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.config import load_recipe
+from meshrl.config import load_recipe, train_spec
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.types import Trajectory
+from meshrl.contract.types import PARTS, RowPart, Trajectory, Uid
 from meshrl.launcher.learner import build_learner
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch
 from meshrl.trainer.algorithms.advantages.data_answer import compute
@@ -26,7 +26,7 @@ from meshrl.trainer.config import AlgorithmConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.experience import assemble, schedule
 from meshrl.trainer.learner.learner import Learned
-from meshrl.trainer.learner.unfolding import Part, Unfolded, unfolded
+from meshrl.trainer.learner.unfolding import Part, Unfolded, branches, unfolded
 
 from . import named_algorithms, rank_work
 
@@ -144,6 +144,110 @@ def test_columns_of_parts_lie_where_their_tokens_are_in_the_row(world: World) ->
 
 def ordered(places: Sequence[int], rows: Sequence[Trajectory]) -> list[Trajectory]:
     return [row for _, row in sorted(zip(places, rows, strict=True), key=lambda pair: pair[0])]
+
+
+def test_branches_are_trained_as_rows_of_their_own_and_judged_as_one_episode(
+    tiny_path: Path, world: World
+) -> None:
+    # Two episodes of one prompt earn 1 and 0; the second step of each sees another history than its first.
+    draw = np.random.default_rng(2)
+    row = named_algorithms.trajectory_of
+    steps = [
+        [row("t", draw.integers(0, 37, 3 + n), draw.integers(0, 37, 4 + n)) for n in range(2)]
+        for _ in range(2)
+    ]
+    grpo = ("algorithm={adv_estimator: dr_grpo}", "actor.loss_agg_mode=token-mean")
+    found = []
+    for parts in (True, False):
+        recipe = named_algorithms.recipe_of(
+            "grpo", tiny_path, *grpo, "actor.use_kl_loss=false", "actor.policy_loss.loss_mode=vanilla",
+            *named_algorithms.GRADIENTS, "queue.max_staleness=0",
+            f"rollout.n={2 if parts else 4}",
+            *(("rollout.program_options={branch: each}",) if parts else ()),
+        )  # fmt: skip
+        learner = named_algorithms.learner_of(recipe, world)
+        rows = (
+            [episode(of, index) for index, of in enumerate(steps)]
+            if parts
+            else [
+                replace(step, uid=Uid("r", "t", 2 * index + n), reward=1.0 - index)
+                for index, of in enumerate(steps)
+                for n, step in enumerate(of)
+            ]
+        )
+        shown: list[Learned] = []
+        start = named_algorithms.weights(learner)
+        metrics = learn(learner, recipe, rows, 0, shown)
+        found.append((named_algorithms.weights(learner), start, metrics, shown[0]))
+    (ours, start, metrics, shown_parts), (theirs, _, _, _) = found
+    for key in ours:
+        torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=2e-5)
+    assert any(not torch.equal(ours[key], start[key]) for key in ours)
+    assert metrics["batch/rows"] == 4
+    # What is logged are two rows: the advantage of the episode at each sampled token, none at what it was shown.
+    whole = shown_parts.experience
+    assert whole.ragged.num_rows == 2
+    expected = torch.where(whole.ragged.mask, torch.tensor([0.5, -0.5])[whole.ragged.rows], 0.0)
+    torch.testing.assert_close(shown_parts.targets.advantages, expected)
+    assert torch.equal(~shown_parts.logprobs.isnan(), whole.ragged.mask)
+
+
+def episode(steps: Sequence[Trajectory], index: int) -> Trajectory:
+    """One row of the queue: its steps, end to end."""
+    starts = np.cumsum([0, *(len(step.tokens) for step in steps)]).tolist()
+    return Trajectory(
+        uid=Uid("r", "t", index),
+        tokens=np.concatenate([step.tokens for step in steps]),
+        loss_mask=np.concatenate([step.loss_mask for step in steps]),
+        rollout_logprobs=np.concatenate([step.rollout_logprobs for step in steps]),
+        spans=tuple(
+            replace(span, start=span.start + start, end=span.end + start)
+            for step, start in zip(steps, starts, strict=False)
+            for span in step.spans
+        ),
+        parts=tuple(RowPart(start=start, anchors=(f"o{start}",)) for start in starts[:-1]),
+        reward=1.0 - index,
+    )
+
+
+def test_parts_of_a_row_whose_first_says_nothing_lie_where_they_are(world: World) -> None:
+    silent = named_algorithms.trajectory_of("t0", [1, 2, 3], [])
+    speaks = named_algorithms.trajectory_of("t0", [4, 5], [6, 7])
+    row = replace(episode([silent, speaks], 0), uid=Uid("r", "t0", 0))
+    made = schedule(rank_work.batch([row]), ranks=1, max_tokens=99, mini_batch_groups=None)
+    found = unfolded(made, [branches(row)], world, max_tokens=99, together=False)
+    whole = assemble(made, [row], world)
+    parts = assemble(found.schedule, found.own, world)
+    assert found.folded(torch.tensor([8.0, 9.0]), parts, whole, 0).tolist() == [8, 9]
+    assert found.spread(torch.tensor([8.0, 9.0]), parts, whole).tolist() == [8, 9]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ("actor.use_kl_loss=true", "each, and a reference"),
+        ("algorithm.adv_estimator=gae", "each, and a model beside the policy"),
+        ("actor.policy_loss.loss_mode=spin", "each, and the loss spin"),
+    ],
+)
+def test_what_reads_a_row_as_one_sequence_is_refused(
+    wrong: str, line: str, text_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (tmp_path / "agent.py").write_text("def lead(base_url, api_key, task): ...\n")
+    path = tmp_path / "each.yaml"
+    path.write_text(
+        f"model: {{path: {text_model}}}\ndata: {{train_files: [{tmp_path / 'rows.jsonl'}],"
+        " max_prompt_length: 8, max_response_length: 8}\n"
+        f"rollout: {{name: torch, program: openai, n: 2, program_options: {{branch: each,"
+        f" function: '{tmp_path / 'agent.py'}:lead'}}}}\n"
+    )
+    recipe = load_recipe(path, [])
+    (rollout,) = [stage for stage in train_spec(recipe).stages if stage.name == "rollout"]
+    assert PARTS in rollout.writes
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(path, [wrong])
+    assert line in str(caught.value)
 
 
 class TestSpin:

@@ -207,6 +207,16 @@ class RowFacts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowPart:
+    """One branch of a row: a sequence of its own, from `start` to the next part's."""
+
+    start: int
+    """The place of its first token in the row."""
+    anchors: tuple[str, ...]
+    """Of each run of sampled tokens: a name of the observation that it answers, equal for equal ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """A row: one sampled answer with everything the mesh has added to it so far."""
 
@@ -237,6 +247,8 @@ class Trajectory:
     """Of its task, once it has a reward."""
     conversation: tuple[Mapping[str, Json], ...] = ()
     """What follows the prompt, of rows of several turns: messages with `role`, `content`, `name`, `tool_calls`."""
+    parts: tuple[RowPart, ...] = ()
+    """Of a row that has every branch of its conversation, in order; empty: the row is one sequence."""
     replica: str = ""
     """Who sampled it: the rollout worker's name. Where several did, one going on from another, the last of them."""
 

@@ -30,6 +30,8 @@ TOKEN_REWARDS = "token_rewards"
 """float32[T]: what each token is rewarded with, where the run asks for that."""
 POSTED_REWARD = "posted_reward"
 """uint8[n]: what the agent that made a row says it is worth, as JSON; empty for nothing. In runs of agents."""
+PARTS = "parts"
+"""uint8[n]: where the parts of a row begin and what their steps answer, as JSON; in runs that train each alone."""
 ROLLOUT_TIMES = "rollout_times"
 """float64[2]: when work on the row began and ended, in seconds since 1970 by the worker's clock."""
 CONVERSATION = "conversation"
@@ -48,9 +50,14 @@ ROLLOUT_STAGE = StageSpec(name="rollout", reads=(), writes=ROLLOUT_COLUMNS)
 REWARD_STAGE = StageSpec(name="reward", reads=("response_text", "loss_mask"), writes=REWARD_COLUMNS)
 
 
-def rollout_stage(*, posted: bool = False) -> StageSpec:
-    """The rollout stage of a run; `posted`: its agents may say themselves what a row is worth."""
-    writes = (*ROLLOUT_COLUMNS, POSTED_REWARD) if posted else ROLLOUT_COLUMNS
+def rollout_stage(*, posted: bool = False, parts: bool = False) -> StageSpec:
+    """The rollout stage of a run.
+
+    Args:
+        posted: Its agents may say themselves what a row is worth.
+        parts: A row has every branch of its conversation.
+    """
+    writes = (*ROLLOUT_COLUMNS, *(POSTED_REWARD,) * posted, *(PARTS,) * parts)
     return StageSpec(name=ROLLOUT_STAGE.name, reads=(), writes=writes)
 
 

@@ -59,7 +59,8 @@ class Config(BaseConfig):
     """Working directory of `command`."""
     branch: Branch = Branch.LAST
     """Which branch of a conversation with several becomes the row: `last` (with the last answer), `longest` (with the
-    most sampled tokens), or `only` (a request that begins another branch is refused)."""
+    most sampled tokens), `only` (a request that begins another branch is refused), or `each`: all of them, every one
+    trained behind the history that it had (docs/how-to/train-an-agent.md)."""
     client_sampling: bool = False
     """Use the `temperature` and `top_p` of requests. Otherwise those of `rollout` are used, under which the trainer
     computes log-probs."""

@@ -22,8 +22,9 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from meshrl.contract.errors import CapacityError, InfraError, MeshError, UserError
-from meshrl.contract.rows import posted_column
+from meshrl.contract.rows import parts_column, posted_column
 from meshrl.contract.types import (
+    PARTS,
     POSTED_REWARD,
     GenerateRequest,
     Int32,
@@ -39,6 +40,7 @@ from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.ports import Generator, Rollout
 from meshrl.rollout.sessions.answer_stream import AnswerStream
 from meshrl.rollout.sessions.history import Completion, History, Place, ShownMessage, Turn
+from meshrl.rollout.sessions.parts import joined
 from meshrl.rollout.sessions.requests import (
     Answer,
     ContextLengthError,
@@ -62,6 +64,8 @@ class Branch(StrEnum):
     """The one with the most sampled tokens."""
     ONLY = "only"
     """There may be only one: a request that does not continue the last answer is refused."""
+    EACH = "each"
+    """All of them, one behind the other, each trained by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,11 +177,19 @@ class Session:
         said = (path[0].messages[-1:], *(turn.messages for turn in path[1:]))
         messages = tuple(chain(*said)) if len(path) > 1 else ()
         columns = {POSTED_REWARD: posted_column(self.reward)}
+        if self._rules.branch is Branch.EACH:
+            turns = self.history.turns
+            row, parts = joined(turns, lambda leaf: self._conversation(leaf).rollout().trajectory)
+            columns = {**columns, PARTS: parts_column(parts)}
+            messages = tuple(chain(*(turn.messages[-2:] for turn in turns)))
+            rollout = replace(rollout, trajectory=row)
         return replace(rollout, columns=columns, messages=messages)
 
     @property
     def left_out(self) -> int:
-        """Sampled tokens that are not on the branch that becomes the row."""
+        """Sampled tokens that are not in the row."""
+        if self._rules.branch is Branch.EACH:
+            return 0
         every = sum(len(turn.response.tokens) for turn in self.history.turns)
         chosen = self._chosen()
         return every - (chosen.sampled if chosen else 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshrl.config.recipe import Recipe, posts_rewards
+from meshrl.config.recipe import Recipe, posts_rewards, trains_each_branch
 from meshrl.config.stages import LONGEST_LOAD_S, Columns, ServiceKind
 from meshrl.contract.types import rollout_stage
 from meshrl.weights.carrier import carrier_facts, offered
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _columns(recipe: Recipe, evaluation: bool) -> Columns:
-    stage = rollout_stage(posted=posts_rewards(recipe))
+    stage = rollout_stage(posted=posts_rewards(recipe), parts=trains_each_branch(recipe))
     return Columns(reads=stage.reads, writes=stage.writes)
 
 

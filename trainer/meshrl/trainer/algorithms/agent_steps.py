@@ -31,7 +31,9 @@ class Steps:
 
 
 def anchors_of(row: Trajectory) -> list[str]:
-    """A hash of the tokens between the last step (or the beginning) and each step of `row`."""
+    """A hash of the tokens between the last step (or the beginning) and each step of `row`; of parts, as they say."""
+    if row.parts:
+        return [anchor for part in row.parts for anchor in part.anchors]
     sampled = np.asarray(row.loss_mask, dtype=bool)
     edges = np.diff(np.concatenate([[False], sampled, [False]]).astype(np.int8))
     starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)

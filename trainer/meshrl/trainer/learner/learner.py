@@ -19,6 +19,7 @@ import torch
 
 from meshrl.contract.types import (
     DATA_SOURCE,
+    PARTS,
     TOKEN_REWARDS,
     Batch,
     Int32,
@@ -44,7 +45,7 @@ from meshrl.trainer.learner.micro_batcher import MicroBatcher
 from meshrl.trainer.learner.optimizer import Optimizers, Trained, learning_rate, norms_of
 from meshrl.trainer.learner.policy_gradient import ForwardOutputs, MicroBatch, Objective, Targets
 from meshrl.trainer.learner.reward_learner import RewardLearner
-from meshrl.trainer.learner.unfolding import Unfolded, unfolded, with_answer
+from meshrl.trainer.learner.unfolding import Unfolded, branches, unfolded, with_answer
 from meshrl.trainer.learner.value_learner import ValueLearner
 from meshrl.trainer.model.policy import Policy
 from meshrl.trainer.utilisation import ModelWork
@@ -76,6 +77,7 @@ class Learner:
         rewarder: RewardLearner | None = None,
         token_rewards: bool = False,
         answers: Mapping[int, Int32] | None = None,
+        parts: bool = False,
     ) -> None:
         """Keep the parts.
 
@@ -92,13 +94,15 @@ class Learner:
             rewarder: Where it needs process rewards.
             token_rewards: Whether rows have a reward for each token, which then count instead of the score.
             answers: The data's answers in tokens, by the number of their prompt, where the objective needs them.
+            parts: Whether a row has all branches of its conversation, which are trained each by itself.
         """
         self.policy = policy
         self.optimizers = optimizers
         self.world = world
         self.needs = objective.needs
-        per_token = (TOKEN_REWARDS,) if token_rewards else ()
-        self.columns = (*COLUMNS, *per_token, *objective.needs.columns)
+        self.trains_parts = parts
+        asked = (*(TOKEN_REWARDS,) * token_rewards, *(PARTS,) * parts)
+        self.columns = (*COLUMNS, *asked, *objective.needs.columns)
         self._objective = objective
         self._actor = actor
         self._temperature = temperature
@@ -166,9 +170,9 @@ class Learner:
         whole, parts = experience, self._parts(schedule, own)
         if parts is not None:
             schedule, own = parts.schedule, parts.own
-            experience = dataclasses.replace(
-                assemble(schedule, own, self.world), data_answers=parts.number == 1
-            )
+            experience = assemble(schedule, own, self.world)
+        if parts is not None and self._answers is not None:
+            experience = dataclasses.replace(experience, data_answers=parts.number == 1)
         rows = MicroBatcher.of(schedule, own, self.world)
         if self._rewarder is not None:
             process_rewards, learned = self._rewarder.learn(rows, experience, step)
@@ -176,7 +180,7 @@ class Learner:
         values = None if self._critic is None else self._critic.values(rows)
         alone = self._critic is not None and self._critic.learns_alone(step)
         before = self._before(rows, experience, values, process_rewards, passes=alone)
-        targets = self._objective.targets(experience, before)
+        targets = self._targets(experience, before, whole, parts)
         minis = self._mini_batches(schedule, experience, step)
         if self._critic is not None and values is not None:
             metrics |= self._critic.learn(rows, minis, experience, values, targets, step)
@@ -206,15 +210,36 @@ class Learner:
 
     def _parts(self, schedule: Schedule, own: Sequence[Trajectory]) -> Unfolded | None:
         """The rows that are trained instead of the queue's; None: the queue's."""
-        if self._answers is None:
+        if self._answers is None and not self.trains_parts:
             return None
         return unfolded(
             schedule,
-            [with_answer(row, self._answers) for row in own],
+            [branches(r) if self._answers is None else with_answer(r, self._answers) for r in own],
             self.world,
             max_tokens=self._actor.ppo_max_token_len_per_gpu,
-            together=True,
+            together=self._answers is not None,
         )
+
+    def _targets(
+        self,
+        experience: Experience,
+        before: ForwardOutputs,
+        whole: Experience,
+        parts: Unfolded | None,
+    ) -> Targets:
+        """Advantages of what is forwarded; branches of a row are judged as the one episode that they are."""
+        if parts is None or self._answers is not None:
+            return self._objective.targets(experience, before)
+
+        def column(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else parts.folded(values, experience, whole, 0)
+
+        of_rows = dataclasses.replace(
+            before,
+            logprobs=column(before.logprobs),
+            sum_pi_squared=column(before.sum_pi_squared),
+        )
+        return parts.spread_targets(self._objective.targets(whole, of_rows), experience, whole)
 
     def _tflops(self, schedule: Schedule, experience: Experience) -> float:
         """What the policy's update needs, in 10^12 operations of all ranks; 0 for a model that is not known."""

@@ -9,7 +9,8 @@ oldest token. Parts stay on the rank that fetched their row. B = parts of the ba
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,21 +59,22 @@ class Unfolded:
                 result[at : at + size] = values[start : start + size]
         return result
 
+    def spread(self, values: torch.Tensor, parts: Experience, whole: Experience) -> torch.Tensor:
+        """[N of `whole`] to [N of `parts`]: the inverse of `folded` where parts have tokens."""
+        number = torch.arange(parts.ragged.num_tokens)
+        places = self.folded(number, parts, whole, -1)
+        there = places >= 0
+        result = torch.zeros(parts.ragged.num_tokens, dtype=values.dtype)
+        result[places[there]] = values[there]
+        return result
+
+    def spread_targets(self, targets: Targets, parts: Experience, whole: Experience) -> Targets:
+        """Targets of the parts."""
+        return _mapped(targets, lambda values: self.spread(values, parts, whole))
+
     def folded_targets(self, targets: Targets, parts: Experience, whole: Experience) -> Targets:
         """Targets of the rows; 0 where no part has a token."""
-
-        def column(values: torch.Tensor) -> torch.Tensor:
-            return self.folded(values, parts, whole, 0)
-
-        return dataclasses.replace(
-            targets,
-            advantages=column(targets.advantages),
-            returns=column(targets.returns),
-            token_rewards=column(targets.token_rewards),
-            mask=column(targets.mask),
-            old_logprobs=None if targets.old_logprobs is None else column(targets.old_logprobs),
-            weights=None if targets.weights is None else column(targets.weights),
-        )
+        return _mapped(targets, lambda values: self.folded(values, parts, whole, 0))
 
 
 def unfolded(
@@ -92,7 +94,7 @@ def unfolded(
         max_tokens: Of a micro-batch.
         together: The parts of a row stay in one micro-batch.
     """
-    rows = [[(len(part.row.tokens), _offset(of[0], part)) for part in of] for of in parts]
+    rows = [[(len(part.row.tokens), _offset(_begins(of), part)) for part in of] for of in parts]
     told = row_objects(schedule, world, rows)
     places = [(row, number) for row, of in enumerate(told) for number in range(len(of))]
     numbers: list[list[int]] = [[] for _ in told]
@@ -138,11 +140,55 @@ def unfolded(
     )
 
 
-def _offset(first: Part, part: Part) -> int | None:
-    """Of a part's response in its row's, which begins with the response of the `first` part."""
-    if part.start is None:
-        return None
-    return part.start + part.row.prompt_length - first.row.prompt_length
+def _mapped(targets: Targets, column: Callable[[torch.Tensor], torch.Tensor]) -> Targets:
+    return dataclasses.replace(
+        targets,
+        advantages=column(targets.advantages),
+        returns=column(targets.returns),
+        token_rewards=column(targets.token_rewards),
+        mask=column(targets.mask),
+        old_logprobs=None if targets.old_logprobs is None else column(targets.old_logprobs),
+        weights=None if targets.weights is None else column(targets.weights),
+    )
+
+
+def branches(row: Trajectory) -> list[Part]:
+    """The branches of a row, each a sequence of its own; a row without parts is one."""
+    bounds = [*(part.start for part in row.parts), len(row.tokens)]
+    if len(bounds) < 3:
+        return [Part(row=row)]
+    found = []
+    for start, end in itertools.pairwise(bounds):
+        spans = [
+            dataclasses.replace(span, start=span.start - start, end=span.end - start)
+            for span in row.spans
+            if start <= span.start < end
+        ]
+        part = dataclasses.replace(
+            row,
+            tokens=row.tokens[start:end],
+            loss_mask=row.loss_mask[start:end],
+            rollout_logprobs=row.rollout_logprobs[start:end],
+            spans=tuple(spans),
+            parts=(),
+        )
+        found.append(Part(row=part, start=start))
+    return found
+
+
+def _begins(parts: Sequence[Part]) -> int:
+    """Where the response of the queue's row begins: with the first token that was sampled in a part of it."""
+    places = [
+        part.start + part.row.prompt_length
+        for part in parts
+        if part.start is not None and part.row.loss_mask.any()
+    ]
+    return min(places, default=0)
+
+
+def _offset(begins: int, part: Part) -> int | None:
+    """Of a part's response in its row's."""
+    return None if part.start is None else max(0, part.start + part.row.prompt_length - begins)
 
 
 def with_answer(row: Trajectory, answers: Mapping[int, Int32]) -> tuple[Part, Part]:

@@ -117,6 +117,8 @@ def replay(
         raise UserError(
             "the algorithm's greedy rows are its baseline, and are not logged: no replay"
         )
+    if learner.trains_parts:
+        raise UserError("rows of several branches are logged as one sequence: no replay")
     for step in steps:
         if not file_of(folder, "train", step).is_file():
             raise UserError(f"{file_of(folder, 'train', step)} is missing: its rows are needed")
