@@ -229,10 +229,11 @@ class Bench:
             for _ in range(WARM):
                 await fleet.update(weights)
 
+            running = [*NAMES]
+
             def stop(bucket: int) -> None:
-                if bucket == 1:
-                    for name in NAMES:
-                        fleet.strike(name, signal.SIGSTOP)
+                while bucket == 1 and running:  # once: the version is sent again afterwards
+                    fleet.strike(running.pop(), signal.SIGSTOP)
 
             for step in range(4):
                 source = weights.version(Version(1, 100 + step), stop if step == 0 else None)

@@ -115,7 +115,7 @@ def trainer_need(recipe: Recipe, model: Architecture, gpus: int) -> Need:
     gathered = 2 * element * model.layer_parameters + element * model.vocabulary * model.hidden
     tokens = math.ceil(actor.ppo_max_token_len_per_gpu / config.ulysses_sequence_parallel_size)
     layer = model.layer_activations(tokens, element)
-    if config.enable_gradient_checkpointing:
+    if config.enable_gradient_checkpointing and not config.keep_matmuls:
         activations = layer + model.layers * tokens * element * model.hidden
     else:
         activations = layer * model.layers

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch._dynamo.utils import counters
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
     MixtralConfig,
@@ -51,6 +52,23 @@ def update(policy: Policy, optimizers: Optimizers, seed: int) -> None:
     logprobs, entropies = policy(pack(rows, [PROMPT] * len(rows)), 1.0)
     (-logprobs.mean() - 0.1 * entropies.mean()).backward()
     optimizers.step(1e-2)
+
+
+def test_selective_checkpointing_computes_no_product_twice_and_learns_the_same(
+    world: World,
+) -> None:
+    found = {}
+    for name, options in (
+        ("kept", {}),
+        ("selective", {"enable_gradient_checkpointing": True, "keep_matmuls": True}),
+        ("recomputed", {"enable_gradient_checkpointing": True}),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            weights = learned(world, tiny.config(num_hidden_layers=3), 1, **options)
+        found[name] = counter.get_total_flops(), weights
+    assert found["selective"][0] == found["kept"][0] < found["recomputed"][0]
+    for name, weight in found["kept"][1].items():
+        torch.testing.assert_close(found["selective"][1][name], weight, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("option", ["param_offload", "enable_gradient_checkpointing"])

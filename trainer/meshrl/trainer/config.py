@@ -64,6 +64,9 @@ class ModelConfig(Config):
     began with. Master weights and optimizer state are float32 always."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    keep_matmuls: bool = False
+    """With `enable_gradient_checkpointing`: keep what matrix products and attention gave, and recompute the rest
+    (selective checkpointing), which costs memory and hardly any time. What is compiled decides that for itself."""
     param_offload: bool = False
     """Keep weights, gradients and optimizer state in the CPU's memory; a layer is on the device while it computes."""
     use_torch_compile: bool = False
@@ -79,6 +82,15 @@ class ModelConfig(Config):
     target_modules: str | tuple[str, ...] = "all-linear"
     """Which modules get an adapter: a list of names, `all-linear`, or as in peft a pattern of full names. In a
     mixture of experts `all-linear` leaves out MLPs, and adapters on experts are refused."""
+
+    @model_validator(mode="after")
+    def _keeps_what_would_be_recomputed(self) -> Self:
+        if self.keep_matmuls and (not self.enable_gradient_checkpointing or self.use_torch_compile):
+            raise ValueError(
+                "keep_matmuls says what gradient checkpointing keeps in layers that are not compiled: want "
+                "enable_gradient_checkpointing: true and use_torch_compile: false"
+            )
+        return self
 
 
 class ReasoningGymTaskConfig(Config):

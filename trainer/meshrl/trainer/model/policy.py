@@ -9,6 +9,7 @@ forward, so that FSDP has the output embedding gathered there, and only response
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -20,7 +21,11 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import UserError
@@ -39,6 +44,7 @@ HfModel: TypeAlias = Any
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 """`layer_types` whose attention `meshrl_packed` computes."""
 Model = TypeVar("Model", bound=nn.Module)
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm")
 
 
 class Policy(nn.Module):
@@ -224,7 +230,7 @@ def check_heads(hf: HfModel, size: int) -> None:
 def shard(model: Model, hf: HfModel, world: World, config: ModelConfig) -> Model:
     """Make `model`, built around the decoder of `hf`, an FSDP2 module on the world's device."""
     if config.enable_gradient_checkpointing and not config.use_torch_compile:
-        _recompute_activations(hf)
+        _recompute_activations(hf, keep_matmuls=config.keep_matmuls)
     compute = getattr(torch, config.param_dtype)
     how: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
@@ -270,12 +276,21 @@ def _place_buffers(model: Model, world: World) -> Model:
     return model
 
 
-def _recompute_activations(hf: HfModel) -> None:
-    how = {"use_reentrant": False}  # FSDP2's hooks need the non-reentrant kind
+def _recompute_activations(hf: HfModel, *, keep_matmuls: bool) -> None:
+    how: dict[str, Any] = {"use_reentrant": False}  # FSDP2's hooks need the non-reentrant kind
+    if keep_matmuls:
+        how["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
     if hasattr(hf, "activation_checkpointing_enable"):  # transformers >= 5.13
         hf.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
     else:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+
+
+def _keep_products(_: object, operation: Any, *inputs: object, **named: object) -> CheckpointPolicy:
+    """What takes time is kept: matrix products, and every kernel of attention."""
+    name = operation.__name__.partition(".")[0]
+    costly = name in _PRODUCTS or "attention" in name or "attn" in name
+    return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def decoder_layers(hf: HfModel) -> nn.ModuleList:
