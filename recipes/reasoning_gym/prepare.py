@@ -14,8 +14,6 @@ from meshrl.trainer.data.reasoning_gym import gym_rows
 
 OTHER_ROWS = 1_000_003
 """Between the seed of the recipe and that of the warm start."""
-MEASURED = 96
-"""Rows of the warm start that are answered, not learned."""
 ENOUGH = 0.12
 """Exact match that ends the warm start: the rest is left to reinforcement learning."""
 
@@ -31,25 +29,18 @@ def main() -> None:
     assert gym is not None
     kept_back = {row.values["prompt"] for row in gym_rows(gym, held_out=True)}
     other = gym.model_copy(update={"seed": gym.seed + OTHER_ROWS, "size": 20_000})
-    # Held-out questions of the recipe are left out; easy levels have few others.
-    pairs = [
-        (row.values["prompt"], row.values["answer"])
-        for row in gym_rows(other, held_out=False)
-        if row.values["prompt"] not in kept_back
-    ]
+    pairs, held_out = (
+        [
+            (row.values["prompt"], row.values["answer"])
+            for row in gym_rows(other, held_out=held)
+            if row.values["prompt"] not in kept_back
+        ]
+        for held in (False, True)
+    )
     warm_start(
         options.directory,
-        [
-            Stage(
-                name="answers",
-                pairs=pairs[MEASURED:],
-                steps=2000,
-                lr=3e-3,
-                seed=options.seed,
-                enough=ENOUGH,
-            )
-        ],
-        pairs[:MEASURED],
+        [Stage(name="answers", pairs=pairs, steps=2000, lr=3e-3, seed=options.seed, enough=ENOUGH)],
+        held_out[:96],
         seed=options.seed,
         report=lambda name, now: print(f"{name}: step {now.step}, loss {now.loss:.3f}"),
     )
