@@ -31,7 +31,7 @@ LINES: Mapping[str, int] = {
     "meshrl.rpc": 6050,
     "meshrl.launcher": 4590,
     "meshrl.testing": 3600,
-    "meshrl.cli": 6110,
+    "meshrl.cli": 6125,
     "meshrl.deploy": 770,
     "meshrl.http": 3350,
     "meshrl.verl": 3670,

@@ -1,14 +1,14 @@
 """What tracing costs: of one row's spans in all services, and of whole meshes with and without it, two at a time.
 
-    python benchmarks/trace_cost.py [--minutes 20] [--share 0.1] [--groups 8]
+    python benchmarks/trace_cost.py [--minutes 20] [--shares 0.1,1] [--groups 4]
 
 First the spans of a row alone, with `run.trace` at 0, 0.1 and 1, medians of nine turns.
 
 Then two equal `meshrl up` side by side, of 8 rows a group, with a learning rate that changes nothing and answers as
 short as the demo's (32 tokens: the less a row costs, the more its spans weigh). They are on policy, so that each step
 has the work of its own rows. For some seconds one of them is traced and the other is not, then the other way round,
-with `--share` and 1 in turn. Whatever else the machine does slows both down in the same seconds, so their ratio tells
-little of it; and what makes one of the two cheaper for all of its life cancels when they change places. All services
+with each of `--shares` in turn. Whatever else the machine does slows down both in the same seconds, so their ratio
+says little of it; and what makes one of the two cheaper for all of its life cancels when they change places. All services
 switch at a signal, at the end of a step, and write the spans that they still have. Counted is the processor time of
 all services per trained row (each process's own clock, in ns), and what of it tracing took: its functions and its
 writer's thread, by the clock of their thread. The last line is JSON: how much more a traced row takes in percent,
@@ -186,15 +186,15 @@ def small_rows(folder: Path, groups: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=20, help="of blocks, for both shares")
-    parser.add_argument("--share", type=float, default=0.1, help="of traced groups, beside 1")
-    parser.add_argument("--groups", type=int, default=8, help="of a step, of 8 rows each")
+    parser.add_argument("--minutes", type=float, default=20, help="of blocks, for all shares")
+    parser.add_argument("--shares", default="0.1,1", help="of traced groups, beside none")
+    parser.add_argument("--groups", type=int, default=4, help="of a step, of 8 rows each")
     options = parser.parse_args()
     spans: dict[float, list[float]] = {share: [] for share in SHARES}
     for turn in range(ROUNDS):
         for share in SHARES:
             spans[share].append(spans_alone(share, turn * ROWS))
-    shares = (0.0, options.share, 1.0)
+    shares = (0.0, *map(float, options.shares.split(",")))
     more: dict[float, list[float]] = {share: [] for share in shares[1:]}
     own: dict[float, list[float]] = {share: [] for share in shares[1:]}
     plain: list[float] = []
@@ -210,7 +210,7 @@ def main() -> None:
             mesh.after_step(BEFORE)
         until = time.monotonic() + 60 * options.minutes
         pair = 0
-        while len(more[1.0]) < 2 or time.monotonic() < until:
+        while pair < 2 or time.monotonic() < until:
             for share in shares[1:]:
                 ratios = []
                 for traced in (0, 1) if pair % 2 else (1, 0):

@@ -17,6 +17,19 @@ Completion: TypeAlias = Callable[[click.Context, click.Parameter, str], list[Com
 PATH = click.Path(path_type=Path)
 
 
+class _Run(click.Path):
+    """A run's directory, or its name in runs/."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """See click.ParamType."""
+        path = Path(str(super().convert(value, param, ctx)))
+        named = Path("runs") / path
+        return named if not path.exists() and named.is_dir() else path
+
+
+RUN = _Run(path_type=Path)
+
+
 class Finite(click.FloatRange):
     """A number in a range; `nan`, which compares with nothing, and `inf` are none."""
 
@@ -90,7 +103,7 @@ def mesh_options(function: F) -> F:
     """How to find a running mesh."""
     run_dir = click.option(
         "--run-dir",
-        type=PATH,
+        type=RUN,
         envvar="MESHRL_RUN_DIR",
         help="The run's directory; the newest runs/*/mesh.json if not given.",
     )

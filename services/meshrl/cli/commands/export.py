@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from meshrl.cli.find_mesh import say_which
-from meshrl.cli.options import PATH
+from meshrl.cli.options import PATH, RUN
 from meshrl.config.loading import load_run
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
@@ -22,7 +22,7 @@ def _size(context: click.Context, parameter: click.Parameter, value: str) -> str
 
 @click.command()
 @click.argument("target", type=PATH)
-@click.option("--run-dir", type=PATH, help="The run's directory; the newest one if not given.")
+@click.option("--run-dir", type=RUN, help="The run's directory; the newest one if not given.")
 @click.option(
     "--checkpoint", type=PATH, help="A checkpoint directory; the run's newest if not given."
 )

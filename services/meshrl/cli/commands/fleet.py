@@ -19,7 +19,7 @@ from rich.table import Table
 
 from meshrl.cli.find_mesh import find_mesh
 from meshrl.cli.membership import Member, Membership, MeshAddress, read_membership
-from meshrl.cli.options import PATH, OptionsAnywhere, json_option
+from meshrl.cli.options import RUN, OptionsAnywhere, json_option
 from meshrl.cli.plain_text import text_console
 from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
@@ -45,7 +45,7 @@ REASON_WIDTH = 12
 @click.group(cls=OptionsAnywhere, invoke_without_command=True)
 @click.option(
     "--run-dir",
-    type=PATH,
+    type=RUN,
     envvar="MESHRL_RUN_DIR",
     help="The run's directory; the newest runs/*/mesh.json if not given.",
 )

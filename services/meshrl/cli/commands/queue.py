@@ -21,7 +21,7 @@ from meshrl.cli.operator import (
     shards_of,
     verify_all,
 )
-from meshrl.cli.options import PATH, json_option, mesh_options, overrides_argument
+from meshrl.cli.options import PATH, RUN, json_option, mesh_options, overrides_argument
 from meshrl.client.connection import check_address
 from meshrl.config.loading import load_recipe
 from meshrl.contract.errors import ConflictError, UserError
@@ -123,7 +123,7 @@ def verify(
 @click.argument("address", metavar="[HOST:PORT]", required=False)
 @click.option(
     "--run-dir",
-    type=PATH,
+    type=RUN,
     envvar="MESHRL_RUN_DIR",
     help="The directory of a running `meshrl up`; the newest runs/*/mesh.json if not given.",
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from meshrl.cli.find_mesh import say_which
-from meshrl.cli.options import PATH, Finite, json_option
+from meshrl.cli.options import RUN, Finite, json_option
 from meshrl.config.loading import load_run
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import UserError
@@ -24,7 +24,7 @@ TOLERANCE = 1e-6
 
 
 @click.command()
-@click.argument("run", type=PATH, required=False, envvar="MESHRL_RUN_DIR")
+@click.argument("run", type=RUN, required=False, envvar="MESHRL_RUN_DIR")
 @click.option("--step", type=click.IntRange(min=0), required=True, help="As in metrics.jsonl.")
 @click.option(
     "--tolerance",

@@ -14,7 +14,7 @@ import click
 from rich.table import Table
 
 from meshrl.cli.commands._reward_rescore import rescore_run
-from meshrl.cli.options import PATH, OptionsAnywhere, json_option
+from meshrl.cli.options import PATH, RUN, OptionsAnywhere, json_option
 from meshrl.cli.plain_text import text_console
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, Sample, Uid
@@ -31,7 +31,7 @@ RESCORE_ROWS = 2048
 @click.group(cls=OptionsAnywhere)
 @click.option(
     "--run-dir",
-    type=PATH,
+    type=RUN,
     envvar="MESHRL_RUN_DIR",
     help="The run's directory; the newest runs/*/mesh.json if not given.",
 )

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from meshrl.api.rows import Row, find_rows
 from meshrl.cli.find_mesh import say_which
-from meshrl.cli.options import PATH
+from meshrl.cli.options import RUN
 from meshrl.cli.plain_text import one_line, printable, text_console
 from meshrl.contract.errors import UserError
 from meshrl.contract.words import counted
@@ -25,7 +25,7 @@ LISTED, WHOLE = 20, 8
 
 
 @click.command()
-@click.argument("run", type=PATH, required=False, envvar="MESHRL_RUN_DIR")
+@click.argument("run", type=RUN, required=False, envvar="MESHRL_RUN_DIR")
 @click.option(
     "--step",
     metavar="N|N-M|all",

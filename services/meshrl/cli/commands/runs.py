@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshrl.api.history import HELD_OUT, STEP, RunHistory
-from meshrl.cli.options import PATH, json_option
+from meshrl.cli.options import PATH, RUN, json_option
 from meshrl.cli.plain_text import text_console
 from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME
 from meshrl.contract.errors import UserError
@@ -72,8 +72,8 @@ def runs(folder: Path, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("run", type=PATH)
-@click.argument("other", type=PATH)
+@click.argument("run", type=RUN)
+@click.argument("other", type=RUN)
 @json_option
 def compare(run: Path, other: Path, as_json: bool) -> None:
     """Show where the figures and the recipes of two runs, given by their directories, differ."""

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshrl.cli.find_mesh import say_which
-from meshrl.cli.options import PATH, json_option
+from meshrl.cli.options import RUN, json_option
 from meshrl.cli.plain_text import text_console
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.contract.types import Uid
@@ -25,7 +25,7 @@ WAIT_S = 0.05
 @click.command()
 @click.argument("uid")
 @click.option(
-    "--run-dir", type=PATH, envvar="MESHRL_RUN_DIR", help="The newest run here if not given."
+    "--run-dir", type=RUN, envvar="MESHRL_RUN_DIR", help="The newest run here if not given."
 )
 @json_option
 def trace(uid: str, run_dir: Path | None, as_json: bool) -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 from meshrl.api.history import HELD_OUT, STEP, RunHistory
 from meshrl.api.rows import Row, find_rows
 from meshrl.cli.find_mesh import mesh_of
-from meshrl.cli.options import PATH, completed
+from meshrl.cli.options import PATH, RUN, completed
 from meshrl.cli.plain_text import text_console
 from meshrl.cli.report.charts import Chart, Curve, braille, save
 from meshrl.cli.report.page import Report, page
@@ -33,7 +33,7 @@ PLAIN_WIDTH = 80
 
 
 @click.command()
-@click.argument("run", type=PATH, required=False, envvar="MESHRL_RUN_DIR")
+@click.argument("run", type=RUN, required=False, envvar="MESHRL_RUN_DIR")
 @click.option(
     "--out", type=PATH, help=f"The file; {REPORT_NAME} in the run's directory if not given."
 )
@@ -58,9 +58,9 @@ def report(run: Path | None, out: Path | None) -> None:
 
 
 @click.command()
-@click.argument("run", type=PATH)
+@click.argument("run", type=RUN)
 @click.argument("metrics", nargs=-1, metavar="[METRIC]...", shell_complete=completed("metrics"))
-@click.option("--with", "others", type=PATH, multiple=True, help="Another run, over this one.")
+@click.option("--with", "others", type=RUN, multiple=True, help="Another run, over this one.")
 @click.option("--out", type=PATH, help="A picture: .svg, or .png and others by matplotlib.")
 @click.option("--log", is_flag=True, help="Logarithmic values.")
 @click.option("--list", "listed", is_flag=True, help="Name the metrics that RUN has.")
