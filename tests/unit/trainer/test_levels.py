@@ -100,8 +100,8 @@ def test_scores_are_means_of_the_rows_that_have_a_level() -> None:
     assert level_scores(rows) == {("gcd", 1): 0.5}
 
 
-async def open_queue(path: Path) -> TransferQueue:
-    config = QueueConfig.model_validate({"store": "memory"})
+async def open_queue(path: Path, store: str = "memory") -> TransferQueue:
+    config = QueueConfig.model_validate({"store": store})
     queue = await TransferQueue.open(stores.build(config, path))
     common = {"group_size": 1, "lease_ttl_s": 30.0}
     await queue.open_run(RunSpec(run="r", batch_groups=BATCH, max_staleness=0.0, **common))  # type: ignore[arg-type]
@@ -170,12 +170,14 @@ async def test_a_killed_feeder_goes_on_at_the_levels_of_its_chunk(
 async def test_a_chunk_that_was_begun_keeps_its_levels_when_scores_change_before_the_restart(
     tmp_path: Path,
 ) -> None:
-    queue = await open_queue(tmp_path)
+    queue = await open_queue(tmp_path, "disk")
     first = feeder(queue)
     first.position = 4 * BATCH
     assert first._levels
     await first._follow_scores(first._levels)  # stores that this chunk has level 0
     await queue.admit("r.eval", [], cursor=raised(1).text(), wait_s=0)
+    await queue.close()
+    queue = await open_queue(tmp_path, "disk")  # what the queue has on disk, and no more
     second = feeder(queue)
     second.position = second._start(await queue.run_state("r"))
     assert second._levels and second.position == 4 * BATCH
