@@ -8,12 +8,13 @@ Then two equal `meshrl up` side by side, of 8 rows a group, with a learning rate
 short as the demo's (32 tokens: the less a row costs, the more its spans weigh). They are on policy, so that each step
 has the work of its own rows. For some seconds one of them is traced and the other is not, then the other way round,
 with each of `--shares` in turn. Whatever else the machine does slows down both in the same seconds, so their ratio
-says little of it; and what makes one of the two cheaper for all of its life cancels when they change places. All services
-switch at a signal, at the end of a step, and write the spans that they still have. Counted is the processor time of
-all services per trained row (each process's own clock, in ns), and what of it tracing took: its functions and its
-writer's thread, by the clock of their thread. The last line is JSON: how much more a traced row takes in percent,
-which holds all that tracing does to a service, and the share of tracing's own time, each with its 95 % confidence
-interval over the pairs of blocks. One thing is in both: with tracing, a server looks at the metadata of each call.
+says little of it; and what makes one of the two cheaper for all of its life cancels when they change places. All
+services switch at a signal, at the end of a step, and write the spans that they still have. Counted is the processor
+time of all services per trained row (each process's own clock, in ns), and what of it tracing took: its functions
+and its writer's thread, by the clock of their thread. The last line is JSON: how much more a traced row takes in
+percent, which holds all that tracing does to a service, and the share of tracing's own time, each with its 95 %
+confidence interval over the pairs of blocks. One thing is in both: with tracing, a server looks at the metadata of
+each call.
 """
 
 from __future__ import annotations
