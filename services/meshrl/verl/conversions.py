@@ -363,7 +363,8 @@ def machines(value: Any, given: Given) -> Answer:
         return Answer(note="one machine")
     return Answer(
         status=Status.IGNORED,
-        note="start services where they belong: docs/how-to/several-machines.md",
+        note=f"the trainer's ranks are on one machine, engines on the others: meshrl slurm --nodes {value}, or"
+        " placement.machines (docs/how-to/several-machines.md)",
     )
 
 

@@ -386,6 +386,11 @@ def test_another_distillation_is_refused_with_what_there_is(written: str, said: 
     assert said in refused.note
 
 
+def test_machines_are_answered_with_how_services_come_onto_them() -> None:
+    (said,) = migrate(["trainer.nnodes=2"]).of(Status.IGNORED)
+    assert "meshrl slurm --nodes 2, or placement.machines" in said.note
+
+
 def test_variables_of_the_chat_template_go_along() -> None:
     words = [
         "+data.apply_chat_template_kwargs.enable_thinking=False",
