@@ -20,7 +20,7 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 LINES: Mapping[str, int] = {
-    "meshrl.trainer": 18350,
+    "meshrl.trainer": 18600,
     "meshrl.rollout": 12280,
     "meshrl.transferqueue": 10775,
     "meshrl.rewardd": 6790,
@@ -36,7 +36,7 @@ LINES: Mapping[str, int] = {
     "meshrl.http": 3350,
     "meshrl.verl": 3670,
     "meshrl.client": 1800,
-    "meshrl.config": 3460,
+    "meshrl.config": 3520,
     "meshrl.api": 500,
 }
 """The most lines of each package, generated code left out."""

@@ -178,7 +178,7 @@ async def test_a_merge_that_comes_out_differently_is_never_served(
     sent = learning.sent(0)
     adapter = sent.manifest.adapter
     assert adapter is not None
-    wrong = replace(sent.manifest, adapter=replace(adapter, alpha=adapter.alpha + 1))
+    wrong = replace(sent.manifest, adapter=replace(adapter, scale=adapter.scale * 2))
     async with opened("disk", tmp_path) as fleet:
         stand(fleet, model)
         engine = fleet.join("a")

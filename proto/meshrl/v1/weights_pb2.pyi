@@ -182,13 +182,14 @@ class WeightAdapter(_message.Message):
 
     BASE_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
-    ALPHA_FIELD_NUMBER: _builtins.int
+    SCALE_FIELD_NUMBER: _builtins.int
     TARGETS_FIELD_NUMBER: _builtins.int
     MERGED_FIELD_NUMBER: _builtins.int
     base: _builtins.str
     """xxh3-128 over the checkpoint that it belongs to, hexadecimal."""
     rank: _builtins.int
-    alpha: _builtins.int
+    scale: _builtins.float
+    """alpha / rank, or alpha / sqrt(rank)."""
     @_builtins.property
     def targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Modules of the model."""
@@ -202,13 +203,13 @@ class WeightAdapter(_message.Message):
         *,
         base: _builtins.str = ...,
         rank: _builtins.int = ...,
-        alpha: _builtins.int = ...,
+        scale: _builtins.float = ...,
         targets: _abc.Iterable[_builtins.str] | None = ...,
         merged: Global___WeightManifest | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["merged", b"merged"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "base", b"base", "merged", b"merged", "rank", b"rank", "targets", b"targets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "merged", b"merged", "rank", b"rank", "scale", b"scale", "targets", b"targets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

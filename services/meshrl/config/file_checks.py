@@ -40,18 +40,27 @@ def model_checks(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
         yield at, f"{_key(at)}: {tokenizer} has no tokenizer ({', '.join(TOKENIZERS[:3])})"
     if recipe.model.lora_rank and not wrong:
         yield from _adapters(recipe, machine)
+    if (start := recipe.model.lora_adapter_path) is not None:
+        stored = machine.json(start / "adapter_config.json")
+        if problem := recipe.model.adapter_mismatch(stored):
+            yield ("model", "lora_adapter_path"), problem
+        elif "adapter_model.safetensors" not in machine.names(start):
+            yield (
+                ("model", "lora_adapter_path"),
+                f"model.lora_adapter_path: {start} has no adapter_model.safetensors",
+            )
 
 
 def _adapters(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
-    at: Loc = ("model", "target_modules")
     targets, modules = recipe.model.target_modules, machine.modules(recipe.model.path)
-    if isinstance(targets, str):
+    for key in ("target_modules", "exclude_modules"):
+        pattern = getattr(recipe.model, key)
         try:
-            re.compile(targets)
+            re.compile(pattern if isinstance(pattern, str) else "")
         except re.error as error:
-            yield at, f"model.target_modules: {targets!r} is no regular expression: {error}"
-        return
-    for target in targets if modules is not None else ():
+            yield ("model", key), f"model.{key}: {pattern!r} is no regular expression: {error}"
+    at: Loc = ("model", "target_modules")
+    for target in targets if modules is not None and not isinstance(targets, str) else ():
         if not any(name == target or name.endswith(f".{target}") for name in modules or ()):
             last = sorted({name.rpartition(".")[2] for name in modules or ()})
             near = difflib.get_close_matches(target, last, n=1)

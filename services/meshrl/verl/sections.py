@@ -75,8 +75,8 @@ def lora(at: str) -> Iterator[Rule]:
     yield rule(f"{at}.target_modules", _layers(at))
     yield refused(f"{at}.type", "adapters are plain LoRA", (None, "lora"), "lora")
     yield refused(f"{at}.dropout", "adapters have no dropout", (None, 0, 0.0), 0.0)
-    for name in ("exclude_modules", "adapter_path"):
-        yield refused(f"{at}.{name}", "name what gets adapters: model.target_modules")
+    yield refused(f"{at}.exclude_modules", "name what gets adapters: model.target_modules")
+    yield refused(f"{at}.adapter_path", "give peft's form of it: model.lora_adapter_path")
     starts = (("lora_A_init_method", "xavier"), ("lora_B_init_method", "zero"))
     for name, default in starts:
         why = "adapters start as peft starts them"

@@ -48,11 +48,12 @@ def _model() -> Iterator[Rule]:
         yield same(f"model.{name}", f"model.{name}")
     yield from sections.lora("model.lora")
     yield from sections.tokens_ahead("model.mtp")
-    for name in ("custom_chat_template", "external_lib", "lora_adapter_path", "hf_config_path"):
+    yield same("model.exclude_modules", "model.exclude_modules")
+    yield rule("model.lora_adapter_path", to.path_to("model.lora_adapter_path"))
+    for name in ("custom_chat_template", "external_lib", "hf_config_path"):
         yield refused(f"model.{name}", "put it into the checkpoint's own files")
     for name in ("override_config", "override_config.*"):
         yield refused(f"model.{name}", sections.MODEL_CHANGES)
-    yield refused("model.exclude_modules", "name what gets adapters: model.target_modules")
     own = "only architectures of transformers itself are trained"
     yield refused("model.trust_remote_code", own, (None, False), False)
     speed = (

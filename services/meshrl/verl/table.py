@@ -62,7 +62,9 @@ def _model() -> Iterator[Rule]:
     yield same(f"{MODEL}.lora_rank", "model.lora_rank")
     yield same(f"{MODEL}.lora_alpha", "model.lora_alpha")
     yield same(f"{MODEL}.target_modules", "model.target_modules")
-    for name in ("custom_chat_template", "external_lib", "lora_adapter_path", "hf_config_path"):
+    yield same(f"{MODEL}.exclude_modules", "model.exclude_modules")
+    yield rule(f"{MODEL}.lora_adapter_path", to.path_to("model.lora_adapter_path"))
+    for name in ("custom_chat_template", "external_lib", "hf_config_path"):
         yield refused(f"{MODEL}.{name}", "put it into the checkpoint's own files")
     yield refused(f"{MODEL}.override_config.*", "change the checkpoint's config.json")
     yield refused(
@@ -72,7 +74,6 @@ def _model() -> Iterator[Rule]:
     )
     yield from sections.lora(f"{MODEL}.lora")
     yield refused(f"{MODEL}.override_config", sections.MODEL_CHANGES)
-    yield refused(f"{MODEL}.exclude_modules", "name what gets adapters: model.target_modules")
     yield from sections.tokens_ahead(f"{MODEL}.mtp")
     for name in ("lora_rank", "lora_alpha", "target_modules"):
         yield same(f"{ACTOR}.peft.{name}", f"model.{name}")

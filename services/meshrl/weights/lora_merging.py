@@ -85,7 +85,7 @@ def _weight(
     if kind != "weight" or module not in adapter.targets:
         return weight
     a, b = (parts[f"{module}.lora_{side}.weight"] for side in "AB")
-    return merged(weight, a, b, adapter.rank, adapter.alpha)
+    return merged(weight, a, b, adapter.rank, adapter.scale)
 
 
 def _tensor(spec: TensorSpec, data: Uint8) -> torch.Tensor:

@@ -74,7 +74,7 @@ def manifest_to_message(manifest: WeightManifest) -> pb.WeightManifest:
             pb.WeightAdapter(
                 base=adapter.base,
                 rank=adapter.rank,
-                alpha=adapter.alpha,
+                scale=adapter.scale,
                 targets=adapter.targets,
                 merged=manifest_to_message(adapter.merged),
             )
@@ -112,7 +112,7 @@ def _adapter_from_message(about: pb.WeightStamp, message: pb.WeightAdapter) -> A
     return Adapter(
         base=message.base,
         rank=message.rank,
-        alpha=message.alpha,
+        scale=message.scale,
         targets=tuple(message.targets),
         merged=manifest_from_message(about, message.merged),
     )

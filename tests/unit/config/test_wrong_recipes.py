@@ -397,6 +397,14 @@ WRONG: list[tuple[str, str]] = [
         "model.target_modules: the model has no module 'q_porj'; did you mean 'q_proj'? (it has k_proj, q_proj)",
     ),
     (
+        "model={path: lora, lora_rank: 8, exclude_modules: '*proj'}",
+        "model.exclude_modules: '*proj' is no regular expression",
+    ),
+    (
+        "model={path: lora, lora_rank: 8, lora_adapter_path: empty}",
+        "model.lora_adapter_path: empty is no LoRA adapter of peft's (no adapter_config.json)",
+    ),
+    (
         "model={path: lora, lora_rank: 8, target_modules: '*proj'}",
         "model.target_modules: '*proj' is no regular expression: nothing to repeat at position 0",
     ),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import UserError
@@ -113,6 +114,50 @@ def test_export_and_snapshot_are_merged_and_decode_greedily_as_the_policy_does(
         torch.testing.assert_close(policy(made, 1.0)[0], exact, rtol=0, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
+def test_peft_reads_what_is_exported_and_training_starts_from_it(
+    tmp_path: Path, tiny_path: Path, world: World
+) -> None:
+    settings = {
+        "use_rslora": True,
+        "exclude_modules": ["down_proj"],
+        "target_modules": "all-linear",
+    }
+    policy, optimizers = fresh(tiny_path, world, **settings)
+    for seed in range(3):
+        learn(policy, optimizers, seed)
+    checkpoint.save(tmp_path / "ckpt", policy, optimizers, state(1), world, keep=2)
+    export_checkpoint(tmp_path / "ckpt", tmp_path / "merged", model=tiny_path)
+    stored = export_checkpoint(
+        tmp_path / "ckpt", tmp_path / "adapter", model=tiny_path, adapter_only=True
+    )
+    assert (stored / "tokenizer.json").is_file()
+    ids = torch.from_numpy(tiny.rows(1, seed=9)[0])[None].long()
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_path), stored)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=0, atol=1e-5)
+    assert not any("down_proj" in name for name in lora.targets(policy.hf))
+
+    other, _ = fresh(tiny_path, world, lora_adapter_path=stored, **settings)
+    for (name, ours), (_, theirs) in zip(
+        policy.named_tensors(), other.named_tensors(), strict=True
+    ):
+        assert torch.equal(ours.full_tensor(), theirs.full_tensor()), name  # type: ignore[attr-defined]
+    whole, whole_optimizers = fresh(tiny_path, world, lora_rank=0)
+    checkpoint.save(tmp_path / "whole", whole, whole_optimizers, state(1), world, keep=2)
+    with pytest.raises(UserError, match="the run trains all weights"):
+        export_checkpoint(tmp_path / "whole", tmp_path / "x", model=tiny_path, adapter_only=True)
+    for changes, said in (
+        ({"lora_rank": 8}, r"want model.lora_rank=4"),
+        ({"use_rslora": False}, r"want model.use_rslora=True"),
+        ({"exclude_modules": ()}, r"lacks model.*down_proj.*want the adapter's own target_modules"),
+        ({"target_modules": ["q_proj"]}, r"has model.*, and the recipe lacks it"),
+        ({"lora_adapter_path": tmp_path}, r"unreadable: .*adapter_config.json"),
+    ):
+        with pytest.raises(UserError, match=said):
+            fresh(tiny_path, world, **{"lora_adapter_path": stored, **settings, **changes})
+
+
 def test_another_adapter_or_none_is_refused_in_one_line(
     tmp_path: Path, tiny_path: Path, world: World
 ) -> None:
@@ -149,13 +194,13 @@ def test_a_fingerprint_is_of_tensors_not_of_files(tmp_path: Path, tiny_path: Pat
 def test_merging_is_exact_for_any_share_of_the_rows_and_number_of_threads() -> None:
     torch.manual_seed(0)
     weight, a, b = torch.randn(301, 2_000), torch.randn(5, 2_000), torch.randn(301, 5)
-    whole = lora.merged(weight, a, b, 5, 16)
+    whole = lora.merged(weight, a, b, 5, 16 / 5)
     torch.testing.assert_close(whole, weight + 16 / 5 * (b @ a), rtol=1e-5, atol=1e-5)
-    part = lora.merged(weight[130:137], a, b[130:137], 5, 16)
+    part = lora.merged(weight[130:137], a, b[130:137], 5, 16 / 5)
     assert torch.equal(part, whole[130:137])
     torch.set_num_threads(2)
     try:
-        assert torch.equal(lora.merged(weight, a, b, 5, 16), whole)
+        assert torch.equal(lora.merged(weight, a, b, 5, 16 / 5), whole)
     finally:
         torch.set_num_threads(1)
 

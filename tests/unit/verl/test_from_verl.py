@@ -79,6 +79,11 @@ MOST_WRITTEN = [
     (f"{M}.enable_gradient_checkpointing=False", {"model.enable_gradient_checkpointing": False}),
     (f"{M}.lora_rank=0 {M}.lora_alpha=16", {}),
     (f"{M}.lora_rank=8 {M}.lora_alpha=32", {"model.lora_rank": 8, "model.lora_alpha": 32}),
+    (f"{M}.lora_rank=8 {M}.exclude_modules=[gate]", {"model.exclude_modules": ("gate",)}),
+    (
+        f"{M}.lora_rank=8 {M}.lora_adapter_path=/a",
+        {"model.lora_rank": 8, "model.lora_adapter_path": Path("/a")},
+    ),
     (f"{A}.strategy=fsdp2", {}),
     (f"{A}.optim.lr=2e-6", {"actor.optim.lr": 2e-6}),
     (
@@ -416,7 +421,6 @@ def test_what_has_no_meaning_here_is_ignored_with_a_reason() -> None:
 @pytest.mark.parametrize(
     "written",
     [
-        f"{M}.exclude_modules=[lm_head]",
         f"{M}.mtp.enable=True",
         "data.image_key=images",
         "actor_rollout_ref.actor.freeze_layers=4",

@@ -5,7 +5,7 @@ An option that only one estimator or loss reads is defined beside it; see `algor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -79,9 +79,34 @@ class ModelConfig(Config):
     trained whole."""
     lora_alpha: PositiveInt = 16
     """Adapters are multiplied by `lora_alpha / lora_rank`."""
+    use_rslora: bool = False
+    """Multiply by `lora_alpha / √lora_rank` instead (https://arxiv.org/abs/2312.03732)."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Which modules get an adapter: a list of names, `all-linear`, or as in peft a pattern of full names. In a
     mixture of experts `all-linear` leaves out MLPs, and adapters on experts are refused."""
+    exclude_modules: str | tuple[str, ...] = ()
+    """Which of them get none all the same: a list of names, or a pattern of full names."""
+    lora_adapter_path: Path | None = None
+    """A directory that peft wrote, whose adapter training starts from: its rank, alpha and modules must be the
+    recipe's. A resumed run goes on from its own checkpoint."""
+
+    def adapter_mismatch(self, stored: Mapping[str, Any]) -> str:
+        """What of peft's `adapter_config.json` is not as here, and what would be right; empty if nothing is."""
+        at = f"model.lora_adapter_path: {self.lora_adapter_path}"
+        kind = "DoRA" if stored.get("use_dora") else stored.get("peft_type")
+        if kind != "LORA":
+            return f"{at} is no LoRA adapter of peft's ({kind or 'no adapter_config.json'})"
+        if stored.get("bias", "none") != "none" or stored.get("modules_to_save"):
+            return f"{at} has trained biases or whole modules beside its adapter: merge it into a model instead"
+        wanted = {
+            "lora_rank": stored.get("r"),
+            "lora_alpha": stored.get("lora_alpha"),
+            "use_rslora": bool(stored.get("use_rslora")),
+        }
+        other = [
+            f"model.{key}={value}" for key, value in wanted.items() if getattr(self, key) != value
+        ]
+        return f"{at} was made with other settings: want {' '.join(other)}" if other else ""
 
     @model_validator(mode="after")
     def _keeps_what_would_be_recomputed(self) -> Self:

@@ -52,13 +52,14 @@ class WeightManifest:
 class Adapter:
     """How the tensors of a manifest, `<module>.lora_A.weight` and `<module>.lora_B.weight`, become weights.
 
-    W + (alpha / rank) B A for each target, in float32; every other tensor is the base's. Then all are cast.
+    W + scale B A for each target, in float32; every other tensor is the base's. Then all are cast.
     """
 
     base: str
     """xxh3-128 hex over the checkpoint that the adapter belongs to."""
     rank: int
-    alpha: int
+    scale: float
+    """alpha / rank, or alpha / √rank."""
     targets: tuple[str, ...]
     """Modules of the model that have an A and a B."""
     merged: WeightManifest

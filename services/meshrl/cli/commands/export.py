@@ -40,6 +40,9 @@ def _size(context: click.Context, parameter: click.Parameter, value: str) -> str
     callback=_size,
     help="Of one safetensors file: a number with MB or GB; larger models get several.",
 )
+@click.option(
+    "--adapter", is_flag=True, help="Write the LoRA adapter as peft reads it, not merged."
+)
 @click.option("--force", is_flag=True, help="Replace TARGET if it is there.")
 def export(
     target: Path,
@@ -47,6 +50,7 @@ def export(
     checkpoint: Path | None,
     dtype: str,
     max_shard_size: str,
+    adapter: bool,
     force: bool,
 ) -> None:
     """Write the newest checkpoint of a run to TARGET: config, safetensors, tokenizer; LoRA is merged."""
@@ -69,7 +73,7 @@ def export(
         tokenizer=recipe.tokenizer_dir,
         dtype=dtype,
         max_shard_size=max_shard_size,
+        adapter_only=adapter,
     )
-    click.echo(
-        f"{made}: run {address_book.run}, {source}: load it with transformers, vLLM or SGLang"
-    )
+    readers = "peft, vLLM or SGLang, as an adapter" if adapter else "transformers, vLLM or SGLang"
+    click.echo(f"{made}: run {address_book.run}, {source}: load it with {readers}")

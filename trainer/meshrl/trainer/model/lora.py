@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): W + (α/r) B A, of which only A and B are trained.
+"""LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): W + s B A, of which only A and B are trained; s = α/r.
 
 peft puts the adapters into the model in place, so decoder and output embedding stay where the policy looks for them.
 An export, and every engine, has them merged, under the names that they have without an adapter. What travels to the
@@ -7,12 +7,16 @@ fleet is A and B alone: `merged` gives the same bits wherever it is computed.
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +28,10 @@ LoraLayer: TypeAlias = Any
 """A `peft.tuners.lora.LoraLayer`."""
 NAME = "default"
 """Of the one adapter, in peft's dictionaries."""
+SETTINGS_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+"""Of a directory of peft's."""
+PREFIX = "base_model.model."
+"""Of a tensor's name there."""
 _BASE = ".base_layer."
 _MLP = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate"}
 """Names that peft gives to experts."""
@@ -35,29 +43,41 @@ _SEED = 0
 
 def describe(config: ModelConfig, base: str | None) -> dict[str, Json]:
     """The description of an adapter in its checkpoint; `base` is the fingerprint of its base model."""
-    targets = config.target_modules
-    return {
+    described: dict[str, Json] = {
         "lora_rank": config.lora_rank,
         "lora_alpha": config.lora_alpha,
-        "target_modules": targets if isinstance(targets, str) else sorted(targets),
+        "target_modules": _listed(config.target_modules),
         "base": base,
     }
+    if config.use_rslora:
+        described["use_rslora"] = True
+    if config.exclude_modules:
+        described["exclude_modules"] = _listed(config.exclude_modules)
+    return described
+
+
+def _listed(modules: str | Sequence[str]) -> Json:
+    return modules if isinstance(modules, str) else sorted(modules)
 
 
 def add_adapter(hf: nn.Module, config: ModelConfig) -> None:
     """Freeze `hf` and put trainable adapters beside its target modules, in place.
 
     Raises:
-        UserError: a target that the model has not, or one whose weight the trainer reads past its forward.
+        UserError: a target that the model has not, or one whose weight the trainer reads past its forward; an adapter
+            to start from that is not of this form.
     """
     # A second that other runs need not spend.
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora.layer import ParamWrapper
 
+    excluded = config.exclude_modules
     lora = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
+        use_rslora=config.use_rslora,
         target_modules=_target_modules(hf, config),
+        exclude_modules=(excluded if isinstance(excluded, str) else list(excluded)) or None,
         lora_dropout=0.0,
     )
     try:
@@ -81,6 +101,48 @@ def add_adapter(hf: nn.Module, config: ModelConfig) -> None:
                 "model.target_modules: adapters on the input or output embedding are not supported;"
                 " name other modules, or all-linear"
             )
+    if config.lora_adapter_path is not None:
+        _start_from(config.lora_adapter_path, hf, config)
+
+
+@torch.no_grad()
+def _start_from(path: Path, hf: nn.Module, config: ModelConfig) -> None:
+    """Fill the adapters from a directory of peft's."""
+    at = f"model.lora_adapter_path: {path}"
+    try:
+        if problem := config.adapter_mismatch(json.loads((path / SETTINGS_FILE).read_text())):
+            raise UserError(problem)
+        stored = load_file(path / WEIGHTS_FILE)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{at}: unreadable: {error}") from error
+    given = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
+    own = {name: weight.parameter for name, weight in adapters(hf)}
+    for name in sorted(given.keys() ^ own.keys()):
+        has, wants = ("has", "lacks it") if name in given else ("lacks", "has it")
+        raise UserError(
+            f"{at} {has} {name}, and the recipe {wants}: want the adapter's own target_modules"
+        )
+    for name, parameter in own.items():
+        if given[name].shape != parameter.shape:
+            shapes = f"{list(given[name].shape)}, and the model wants {list(parameter.shape)}"
+            raise UserError(f"{at}: {name} is {shapes}: it is of another model")
+        parameter.copy_(given[name])
+
+
+def peft_settings(config: ModelConfig, hf: nn.Module) -> dict[str, Json]:
+    """What peft calls an adapter's config, of a model with adapters in place."""
+    from peft import LoraConfig
+
+    found = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        use_rslora=config.use_rslora,
+        target_modules=list(targets(hf)),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(config.path),
+        inference_mode=True,
+    ).to_dict()  # type: ignore[no-untyped-call]
+    return {key: sorted(v) if isinstance(v, set) else v for key, v in found.items()}
 
 
 def _target_modules(hf: nn.Module, config: ModelConfig) -> str | list[str]:
@@ -141,15 +203,21 @@ def adapters(hf: nn.Module) -> Iterator[tuple[str, Weight]]:
             yield f"{name}.lora_B.weight", Weight(module.lora_B[NAME].weight)
 
 
+def scale(hf: nn.Module) -> float:
+    """What every adapter is multiplied by."""
+    layers: Iterator[LoraLayer] = (m for m in hf.modules() if hasattr(m, "lora_A"))
+    return float(next(layers).scaling[NAME])
+
+
 def targets(hf: nn.Module) -> tuple[str, ...]:
     """Modules that have an adapter, in layer order."""
     return tuple(name for name, module in hf.named_modules() if hasattr(module, "lora_A"))
 
 
 def merged(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rank: int, alpha: int
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rank: int, scale: float
 ) -> torch.Tensor:
-    """W + (α/r) B A, of float32[out, in], float32[r, in] and float32[out, r].
+    """W + s B A, of float32[out, in], float32[r, in] and float32[out, r].
 
     Summed rank by rank, each product and each sum rounded by itself: unlike a matmul's, its bits do not depend on
     the device, the number of threads or how rows are sharded. It takes twice a matmul's time at r = 16.
@@ -164,17 +232,17 @@ def merged(
         for index in range(1, rank):
             torch.mul(part[:, index : index + 1], a[index : index + 1], out=product)
             delta.add_(product)
-        delta.mul_(alpha / rank).add_(weight[some])
+        delta.mul_(scale).add_(weight[some])
     return merged
 
 
 def _with_adapter(weight: torch.Tensor, layer: LoraLayer) -> torch.Tensor:
     """`merged`, sharded as the weight is: by rows."""
     a, b = layer.lora_A[NAME].weight.detach(), layer.lora_B[NAME].weight.detach()
-    rank, alpha = layer.r[NAME], layer.lora_alpha[NAME]
+    rank, scale = layer.r[NAME], layer.scaling[NAME]
     if not isinstance(weight, DTensor):
-        return merged(weight, a, b, rank, alpha)
-    local = merged(weight.to_local(), a.full_tensor(), b.to_local(), rank, alpha)
+        return merged(weight, a, b, rank, scale)
+    local = merged(weight.to_local(), a.full_tensor(), b.to_local(), rank, scale)
     return DTensor.from_local(
         local,
         weight.device_mesh,

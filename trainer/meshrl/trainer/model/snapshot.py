@@ -21,7 +21,7 @@ import xxhash
 from meshrl.contract.types import Adapter, TensorSpec, Uint8, Version, WeightManifest
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model.checkpoint_names import Published
-from meshrl.trainer.model.lora import targets
+from meshrl.trainer.model.lora import scale, targets
 from meshrl.trainer.model.policy import Policy
 
 
@@ -71,7 +71,7 @@ def take_snapshot(
     adapter = Adapter(
         base=base,
         rank=cast(int, settings["lora_rank"]),
-        alpha=cast(int, settings["lora_alpha"]),
+        scale=scale(policy.hf),
         targets=targets(policy.hf),
         merged=merged.manifest,
     )
