@@ -109,6 +109,8 @@ def test_the_strict_sandbox_finds_what_it_needs_where_rewards_are_submitted() ->
     unit = (DEPLOY / "systemd/meshrl-reward.service").read_text()
     for directive in ("RestrictNamespaces", "ProtectKernelTunables", "ProtectHostname"):
         assert f"\n{directive}=" not in unit
+    filtered = [line for line in unit.splitlines() if line.startswith("SystemCallFilter=~")]
+    assert filtered and "@mount" not in filtered[0].split()
 
 
 def test_compose_and_systemd_have_the_services_that_the_command_line_knows() -> None:
@@ -221,6 +223,15 @@ def compose_program() -> list[str]:
         if plugin.returncode == 0:
             return ["docker", "compose"]
     pytest.skip("neither `docker-compose` nor `docker compose` is installed")
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: str(unit.name))
+def test_systemd_scores_each_unit_3_at_most(unit: Path) -> None:
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("`systemd-analyze` is not installed")
+    command = ["systemd-analyze", "security", "--offline=yes", "--threshold=30", str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-300:] + done.stderr
 
 
 def test_systemd_takes_the_units(tmp_path: Path) -> None:
