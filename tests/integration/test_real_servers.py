@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
@@ -32,6 +33,7 @@ from meshrl.rollout.streams import Response, sample
 
 from ..contract.engine_suite import LONG, SLOTS, EngineSuite, until_running
 from ..listening import reachable_sockets
+from ..sglang_conversation import hold
 from ..unit.rollout.checkpoints import (
     SHAPE,
     assert_goes_on_with_the_old_cache,
@@ -44,6 +46,7 @@ from ..unit.rollout.checkpoints import (
 )
 
 ROOT = Path(__file__).parents[2]
+RECORD = ROOT / "tests" / "fixtures" / "sglang_conversation.json"
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 
 KV_BYTES = 64 << 20
@@ -439,6 +442,18 @@ async def test_every_route_of_a_server_that_is_started_here_asks_for_its_key(
     nobody = kind.build({"url": owner.url}, model=checkpoint, slots=SLOTS)
     with pytest.raises(UserError, match=f"asks for a key: set {kind.key_name} in"):
         await nobody.start()
+
+
+async def test_sglang_answers_as_was_recorded(
+    kind: Kind, owner: ServerEngine, checkpoint: Path
+) -> None:
+    """`test_sglang.py` holds the fake against the record; SGLANG_RECORD=1 writes it anew."""
+    if kind is not SGLANG:
+        pytest.skip("SGLang's conversation")
+    said = await hold(owner.url, server_key(kind, checkpoint))
+    if os.environ.get("SGLANG_RECORD"):
+        RECORD.write_text(json.dumps(said, indent=1) + "\n")
+    assert said == json.loads(RECORD.read_text())
 
 
 async def test_other_users_of_the_machine_see_the_key_nowhere(kind: Kind, checkpoint: Path) -> None:

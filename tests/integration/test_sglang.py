@@ -6,6 +6,7 @@ No SGLang runs here: what is proved is that the engine does the right thing with
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -37,6 +38,7 @@ from ..sglang_checkpoint import (
     state,
     weights,
 )
+from ..sglang_conversation import differences, hold
 
 FAKE = [sys.executable, "-m", "meshrl.testing.sglang_server"]
 BOOKED = "--disable-overlap-schedule"
@@ -103,6 +105,18 @@ def lose_newest_file(staging: Path) -> None:
     """What is staged last disappears behind the engine's back."""
     files = list(staging.glob("*/*/model.safetensors"))
     max(files, key=lambda file: int(file.parent.name)).unlink()
+
+
+async def test_the_fake_answers_as_sglang_did(make: Maker) -> None:
+    """The record is of a real server: `test_real_servers.py` holds it against one."""
+    engine = await make(BOOKED)
+    ours = await hold(engine.url, "")
+    theirs = json.loads(
+        (Path(__file__).parents[1] / "fixtures/sglang_conversation.json").read_text()
+    )
+    assert [each["route"] for each in ours] == [each["route"] for each in theirs]
+    found = [d for a, b in zip(ours, theirs, strict=True) for d in differences(a, b, a["route"])]
+    assert found == []
 
 
 # Capacity

@@ -170,6 +170,11 @@ class Routes:
                 f"Input length ({prompt} tokens) exceeds the maximum allowed length "
                 f"({length - RESERVED_OF_PROMPTS} tokens)"
             )
+        if params["temperature"] < 0:
+            return _refused(
+                "temperature must be a non-negative finite number, got "
+                f"{float(params['temperature'])}."
+            )
         params["max_new_tokens"] = min(params["max_new_tokens"], length - 2 - prompt)
         request = Request(
             rid=body["rid"],
@@ -177,7 +182,11 @@ class Routes:
             params=params,
             salt=body.get("cache_salt") or "",
         )
-        return StreamingResponse(self._events(request, body), media_type="text/event-stream")
+        events = self._events(request, body)
+        if not body.get("stream"):
+            whole = [event async for event in events][-2]  # then comes [DONE]
+            return Response(whole.removeprefix(b"data: "), media_type="application/json")
+        return StreamingResponse(events, media_type="text/event-stream")
 
     async def _events(self, request: Request, body: Body) -> AsyncIterator[bytes]:
         scheduler = self._scheduler
