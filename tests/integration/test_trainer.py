@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_saver
 
 from meshrl.contract.errors import FencedError, InfraError, UserError
 from meshrl.contract.types import TrainerPhase, Version
@@ -50,7 +52,7 @@ async def test_a_policy_learns_and_every_row_is_accounted_for(
         assert made.sampler.published == [Version(1, step) for step in range(13)]
         ledger = await queue.ledger("run")
         assert ledger.balanced and ledger.trained == ledger.admitted == 12 * BATCH
-        assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+        assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
 
 
 def louder(model: Path, target: Path) -> Path:
@@ -204,10 +206,17 @@ async def test_training_goes_on_while_a_checkpoint_is_written(
 
 
 async def test_a_checkpoint_that_cannot_be_written_ends_training_in_one_line(
-    queue: TransferQueue, model: Path, tmp_path: Path, world: World
+    queue: TransferQueue,
+    model: Path,
+    tmp_path: Path,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def no_directory(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOTDIR, "Not a directory")
+
     async with mesh(queue, model, tmp_path, world) as made:
-        (tmp_path / "checkpoints").write_text("a file where the directory should be")
+        monkeypatch.setattr(state_dict_saver, "save", no_directory)
         feeding = asyncio.create_task(made.feed(GROUPS * 2))
         # No batch for step 3 will ever come: the failed write has to end the wait for it.
         with pytest.raises(InfraError, match="cannot write the checkpoint of step 2"):
