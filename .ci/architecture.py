@@ -22,7 +22,7 @@ CRUMB_LINES = 60
 LINES: Mapping[str, int] = {
     "meshrl.trainer": 18600,
     "meshrl.rollout": 12280,
-    "meshrl.transferqueue": 10775,
+    "meshrl.transferqueue": 10850,
     "meshrl.rewardd": 6790,
     "meshrl.sandbox": 1870,
     "meshrl.weights": 7480,

@@ -45,6 +45,7 @@ def everything(layout: Ragged, rewards: Tensor) -> AdvantageBatch:
         implicit_rewards=torch.zeros(tokens),
         trajectories=torch.arange(layout.num_rows),
         anchors=torch.arange(layout.num_rows),
+        data_answers=torch.arange(layout.num_rows) % 2 == 0,
     )
 
 

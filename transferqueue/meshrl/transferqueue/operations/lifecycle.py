@@ -287,7 +287,14 @@ def take(
 
     Raises:
         EndOfDataError: the feed is closed and nothing is left to take.
+        ConflictError: the step is committed. A request that arrives after its repetition was answered would take rows
+            that nobody trains.
     """
+    if step < run.record.committed_step:
+        raise ConflictError(
+            f"run {run.name}: step {step} is committed, so batch {batch_id} was trained and has left",
+            committed_step=run.record.committed_step,
+        )
     groups = fresh_enough(run, step, count)
     if len(groups) < count:
         open_groups = len(run.groups) - run.in_batches
