@@ -153,7 +153,7 @@ class Queue(Protocol):
         """Exactly `groups` complete groups for optimizer step `step`; fewer only when the feed is closed.
 
         Taking twice with one `batch_id` is taking once. Groups older than `max_staleness` leave as stale here.
-        Raises FencedError, WaitTimeoutError, EndOfDataError.
+        Raises FencedError, WaitTimeoutError, EndOfDataError, ConflictError (the step is committed).
         """
         ...
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from meshrl.contract.errors import FencedError, WaitTimeoutError
+from meshrl.contract.errors import ConflictError, FencedError, WaitTimeoutError
 from meshrl.contract.types import (
     REFERENCE_STAGE,
     REWARD_STAGE,
@@ -189,6 +189,10 @@ class QueueMachine(RuleBasedStateMachine):
     def take(self, ahead: int, count: int, settle: bool) -> None:
         self.takes += 1
         name, step = f"b{self.takes}", self.model.published + ahead
+        if step < self.model.committed:
+            with pytest.raises(ConflictError, match="is committed"):
+                self.run(self.actors.take(step, count, name=name))
+            return
         expected = self.model.take(name, step, count)
         try:
             batch = self.run(self.actors.take(step, count, name=name))
