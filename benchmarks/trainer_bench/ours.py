@@ -20,7 +20,7 @@ from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
-from meshrl.trainer.model.policy import build_policy, load_hf
+from meshrl.trainer.model.policy import build_policy, open_hf
 
 NOW = Version(1, 0)
 MAX_TOKENS = 512
@@ -36,7 +36,7 @@ def learner_of(model: Path, work: Work, world: World) -> Learner:
         ppo_max_token_len_per_gpu=MAX_TOKENS,
         recompute_old_log_probs=False,
     )
-    policy = build_policy(load_hf(model), world, ModelConfig(path=model))
+    policy = build_policy(open_hf(model), world, ModelConfig(path=model))
     return Learner(
         policy,
         Optimizers(policy, actor.optim),

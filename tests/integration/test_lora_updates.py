@@ -20,7 +20,7 @@ from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model.packing import pack
-from meshrl.trainer.model.policy import Policy, build_policy, load_hf, random_hf
+from meshrl.trainer.model.policy import Policy, build_policy, load_hf, open_hf, random_hf
 from meshrl.trainer.model.snapshot import Snapshot, take_snapshot
 from meshrl.weights.carrier import RunPaths
 
@@ -57,7 +57,7 @@ class Learning:
 
     def __init__(self, model: Path, world: World, rank: int = 2) -> None:
         config = ModelConfig(path=model, lora_rank=rank, lora_alpha=5)
-        self.policy: Policy = build_policy(load_hf(model), world, config)
+        self.policy: Policy = build_policy(open_hf(model), world, config)
         self._optimizers = Optimizers(self.policy, OptimConfig(lr=1e-2))
         self._world = world
 
@@ -136,7 +136,7 @@ async def test_an_engine_decodes_as_the_policy_that_was_sent_does(
         np.testing.assert_allclose(
             logprobs, learning.policy(made, 1.0)[0].detach().numpy(), atol=1e-5
         )
-        start = build_policy(load_hf(model), world, ModelConfig(path=model))
+        start = build_policy(open_hf(model), world, ModelConfig(path=model))
         assert not np.allclose(logprobs, start(made, 1.0)[0].detach().numpy(), atol=1e-2)
     finally:
         await engine.close()
@@ -199,7 +199,7 @@ def test_a_checkpoint_of_other_names_is_sent_merged(
     for file in path.glob("model*"):
         file.unlink()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    policy = build_policy(load_hf(model), world, ModelConfig(path=path, lora_rank=2))
+    policy = build_policy(open_hf(model), world, ModelConfig(path=path, lora_rank=2))
     made = take_snapshot(
         policy, world, run=RUN, version=Version(1, 0), dtype="float32", bucket_bytes=1 << 20,
         adapters_only=True,

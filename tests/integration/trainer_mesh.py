@@ -51,7 +51,7 @@ from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.loop import Trainer
 from meshrl.trainer.metrics import MetricsLog
-from meshrl.trainer.model.policy import build_policy, load_hf, random_hf
+from meshrl.trainer.model.policy import build_policy, open_hf, random_hf
 from meshrl.trainer.reference import ReferenceModel, ReferenceStage
 from meshrl.trainer.settings import TrainerSettings
 from meshrl.trainer.trajectories.files import FOLDER
@@ -210,7 +210,7 @@ class Mesh:
 
     def learner(self) -> Learner:
         config = ModelConfig.model_validate({"path": self.model, **self.changes})
-        policy = build_policy(load_hf(self.model), self.world, config)
+        policy = build_policy(open_hf(self.model), self.world, config)
         return Learner(
             policy,
             Optimizers(policy, self.actor.optim),

@@ -22,7 +22,7 @@ from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.learner.reward_learner import RewardLearner
 from meshrl.trainer.learner.value_learner import ValueLearner
 from meshrl.trainer.model.critic import build_critic
-from meshrl.trainer.model.policy import build_policy, load_hf
+from meshrl.trainer.model.policy import build_policy, open_hf
 
 
 def build_learner(recipe: Recipe, total_steps: int | None, world: World) -> Learner:
@@ -32,7 +32,7 @@ def build_learner(recipe: Recipe, total_steps: int | None, world: World) -> Lear
         UserError: a model that cannot be loaded. ConfigError: an algorithm that asks for what nobody provides.
     """
     needs = algorithm_needs(recipe)
-    policy = build_policy(load_hf(recipe.model.path), world, recipe.model)
+    policy = build_policy(open_hf(recipe.model.path), world, recipe.model)
     on_policy = recipe.queue.max_staleness == 0
     sampled = rollout_is_old(recipe.algorithm, recipe.actor, on_policy=on_policy)
     actor = recipe.actor.model_copy(update={"recompute_old_log_probs": not sampled})
@@ -81,7 +81,7 @@ def _temperature(recipe: Recipe) -> float:
 
 def _critic(recipe: Recipe, total_steps: int | None, world: World) -> ValueLearner:
     config = recipe.critic
-    critic = build_critic(load_hf(config.path or recipe.model.path), world, recipe.model)
+    critic = build_critic(open_hf(config.path or recipe.model.path), world, recipe.model)
     return ValueLearner(
         critic,
         Optimizers(critic, config.optim),
@@ -96,7 +96,7 @@ def _critic(recipe: Recipe, total_steps: int | None, world: World) -> ValueLearn
 
 def _rewarder(recipe: Recipe, total_steps: int | None, world: World) -> RewardLearner:
     # It starts as the reference does: before its first update every process reward is 0.
-    model = build_policy(load_hf(recipe.reference_model.path), world, recipe.model)
+    model = build_policy(open_hf(recipe.reference_model.path), world, recipe.model)
     config = options(recipe.algorithm, PrimeOptions).prime
     return RewardLearner(
         model,

@@ -36,7 +36,7 @@ from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model.packing import pack
-from meshrl.trainer.model.policy import Policy, build_policy, load_hf
+from meshrl.trainer.model.policy import Policy, build_policy, open_hf
 from meshrl.trainer.model.snapshot import Snapshot, take_snapshot
 
 VOCABULARY, PROMPT, WINDOW, RANKS = 64, 2, 6, 2
@@ -157,7 +157,7 @@ def attempt(name: str, directory: Path, world: World) -> Tried:
 
 def _trains(directory: Path, world: World, found: dict[str, Any]) -> str:
     """The policy's log-probs of this rank's rows beside those of each row alone, in transformers' own attention."""
-    policy = build_policy(load_hf(directory), world, ModelConfig(path=directory))
+    policy = build_policy(open_hf(directory), world, ModelConfig(path=directory))
     factory: Any = transformers.AutoModelForCausalLM
     own = factory.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     wanted = []

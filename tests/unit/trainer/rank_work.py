@@ -29,7 +29,7 @@ from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
-from meshrl.trainer.model.policy import build_policy, load_hf
+from meshrl.trainer.model.policy import build_policy, open_hf
 
 PROMPT = 3
 VOCABULARY = 37
@@ -75,7 +75,7 @@ def make(
     # Plain gradients: with this eps AdamW's first update is lr · g, so weights show the gradient itself.
     optim = OptimConfig(lr=1e3, eps=1e3, weight_decay=0.0, clip_grad=1e9)
     config = ActorConfig.model_validate({"optim": optim, "ppo_max_token_len_per_gpu": 64, **actor})
-    policy = build_policy(load_hf(model), world, ModelConfig(path=model))
+    policy = build_policy(open_hf(model), world, ModelConfig(path=model))
     return Learner(
         policy, Optimizers(policy, optim),
         PolicyGradient(

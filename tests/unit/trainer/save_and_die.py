@@ -27,7 +27,7 @@ from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
-from meshrl.trainer.model.policy import build_policy, load_hf
+from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.settings import TrainerSettings
 
 LONGEST_S = 0.25
@@ -45,7 +45,7 @@ class Committed:
 
 async def save_for_ever(model: Path, root: Path, pipe: int) -> None:
     world = World.start("cpu")
-    policy = build_policy(load_hf(model), world, ModelConfig(path=model))
+    policy = build_policy(open_hf(model), world, ModelConfig(path=model))
     actor = ActorConfig()
     objective = PolicyGradient(AlgorithmConfig(), actor, max_response_length=8)
     learner = Learner(

@@ -19,14 +19,14 @@ from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model.packing import pack
-from meshrl.trainer.model.policy import Policy, build_policy, load_hf
+from meshrl.trainer.model.policy import Policy, build_policy, open_hf
 from meshrl.trainer.model.snapshot import layout, take_snapshot
 
 from . import tiny
 
 
 def fresh(path: Path, world: World, optimizer: str = "adamw") -> tuple[Policy, Optimizers]:
-    policy = build_policy(load_hf(path), world, ModelConfig(path=path))
+    policy = build_policy(open_hf(path), world, ModelConfig(path=path))
     return policy, Optimizers(policy, OptimConfig(name=optimizer, lr=1e-2))  # type: ignore[arg-type]
 
 

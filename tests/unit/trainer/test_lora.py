@@ -20,7 +20,7 @@ from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model import lora
 from meshrl.trainer.model.base_model import BaseModel
 from meshrl.trainer.model.packing import pack
-from meshrl.trainer.model.policy import Policy, build_policy, load_hf, random_hf
+from meshrl.trainer.model.policy import Policy, build_policy, load_hf, open_hf, random_hf
 from meshrl.trainer.model.snapshot import take_snapshot
 
 from . import tiny
@@ -32,7 +32,7 @@ def fresh(
     path: Path, world: World, optimizer: str = "adamw", **changes: Any
 ) -> tuple[Policy, Optimizers]:
     config = ModelConfig.model_validate({"path": path, "lora_rank": 4, **changes})
-    policy = build_policy(load_hf(path), world, config)
+    policy = build_policy(open_hf(path), world, config)
     return policy, Optimizers(policy, OptimConfig(name=optimizer, lr=1e-2))  # type: ignore[arg-type]
 
 
@@ -51,7 +51,7 @@ def test_an_adapter_starts_as_the_model_and_only_it_is_trained(
     tiny_path: Path, world: World
 ) -> None:
     policy, optimizers = fresh(tiny_path, world)
-    plain = build_policy(load_hf(tiny_path), world, ModelConfig(path=tiny_path))
+    plain = build_policy(open_hf(tiny_path), world, ModelConfig(path=tiny_path))
     packed = pack(tiny.rows(3), [PROMPT] * 3)
     with torch.no_grad():
         assert torch.equal(policy(packed, 1.0)[0], plain(packed, 1.0)[0])

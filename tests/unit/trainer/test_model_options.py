@@ -28,7 +28,7 @@ from meshrl.trainer.learner.optimizer import Optimizers, fused, keep_own_kernel,
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model.attention import with_grouped_heads
 from meshrl.trainer.model.packing import pack
-from meshrl.trainer.model.policy import Policy, build_policy, load_hf, random_hf
+from meshrl.trainer.model.policy import Policy, build_policy, open_hf, random_hf
 from meshrl.trainer.model.snapshot import take_snapshot
 
 from . import tiny
@@ -193,7 +193,7 @@ def test_a_mixture_of_experts_learns_in_experts_and_router_and_is_exported(
 ) -> None:
     random_hf(MIXTURES[name], 0).save_pretrained(tmp_path / "start")
     start = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
-    policy = build_policy(load_hf(tmp_path / "start"), world, ModelConfig(path=tmp_path / "start"))
+    policy = build_policy(open_hf(tmp_path / "start"), world, ModelConfig(path=tmp_path / "start"))
     rows = tiny.rows(5)
     packed = pack(rows, [PROMPT] * len(rows))
     with torch.no_grad():
@@ -242,7 +242,7 @@ def test_experts_that_a_checkpoint_has_fused_are_published_fused(
     hf.save_pretrained(tmp_path)
     held = {name: p.detach().clone() for name, p in hf.named_parameters()}
     save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    policy = build_policy(load_hf(tmp_path), world, ModelConfig(path=tmp_path))
+    policy = build_policy(open_hf(tmp_path), world, ModelConfig(path=tmp_path))
     sent = tensors_of(policy, world)
     assert sent.keys() == held.keys()
     assert all(torch.equal(sent[name], held[name]) for name in held)
@@ -252,7 +252,7 @@ def test_adapters_on_experts_are_refused_in_one_line(tmp_path: Path, world: Worl
     random_hf(MIXTURES["qwen3_moe"], 0).save_pretrained(tmp_path)
     config = ModelConfig(path=tmp_path, lora_rank=2, target_modules=["gate_proj", "up_proj"])
     with pytest.raises(UserError, match=r"target_modules: adapters on .*experts.* not supported"):
-        build_policy(load_hf(tmp_path), world, config)
+        build_policy(open_hf(tmp_path), world, config)
 
 
 def test_adamw_is_one_kernel_on_a_gpu_and_takes_over_a_state_that_was_saved_without() -> None:

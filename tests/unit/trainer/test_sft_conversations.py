@@ -19,7 +19,7 @@ from meshrl.contract.errors import UserError
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
-from meshrl.trainer.model.policy import build_policy, load_hf
+from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.offline import sft
 from meshrl.trainer.offline.config import DpoConfig, SftConfig
 from meshrl.trainer.offline.example import Example
@@ -207,7 +207,7 @@ def test_the_loss_is_that_of_the_learned_tokens_alone(chat_model: Path, tmp_path
     examples = read_examples(made, [data], chat_model)
     world = World.start("cpu")
     try:
-        policy = build_policy(load_hf(chat_model), world, ModelConfig(path=chat_model))
+        policy = build_policy(open_hf(chat_model), world, ModelConfig(path=chat_model))
         lesson = SftLesson(policy, Optimizers(policy, made.optim), made, world, examples, examples)
         found = lesson.step([0, 1, 2], 0.0)["loss"]
     finally:

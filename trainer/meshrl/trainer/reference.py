@@ -26,9 +26,11 @@ from meshrl.contract.types import (
     Outcome,
     RowWrite,
 )
+from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import prepare_cuda
 from meshrl.trainer.model.packing import cut_alike, pack
-from meshrl.trainer.model.policy import Policy, load_hf
+from meshrl.trainer.model.policy import Policy, open_hf
+from meshrl.trainer.model.sharded_loading import fill, is_empty
 from meshrl.trainer.shared_prefix_groups import SharedPrefixGroups
 
 
@@ -51,7 +53,10 @@ class ReferenceModel:
         if kind == "cuda":
             prepare_cuda()
         self._device = torch.device(kind)
-        hf = load_hf(path).to(device=self._device, dtype=getattr(torch, param_dtype))
+        hf = open_hf(path, getattr(torch, param_dtype))
+        if is_empty(hf):
+            fill(hf, hf, ModelConfig(path=path), self._device)
+        hf.to(self._device)
         self._policy = Policy(hf).eval().requires_grad_(False)
         self._vocabulary = int(hf.get_output_embeddings().weight.shape[0])
         self._max_tokens = max_tokens

@@ -14,7 +14,7 @@ from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model import lora
-from meshrl.trainer.model.policy import Policy, build_policy, load_hf
+from meshrl.trainer.model.policy import Policy, build_policy, open_hf
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -143,7 +143,7 @@ def export_checkpoint(
         adapter = checkpoint.peek(path).adapter or {}
         settings = {key: value for key, value in adapter.items() if key != "base"}
         config = ModelConfig.model_validate({"path": model, **settings})
-        policy = build_policy(load_hf(model), world, config)
+        policy = build_policy(open_hf(model), world, config)
         checkpoint.load(path, policy)
         beside = tokenizer or model
         if adapter_only:

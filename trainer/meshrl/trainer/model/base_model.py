@@ -64,6 +64,10 @@ class BaseModel:
         tensor: torch.Tensor = self._file_of[name].get_tensor(name)
         return tensor
 
+    def slice(self, name: str) -> Any:
+        """The tensor, of which only what is indexed is read. Raises KeyError."""
+        return self._file_of[name].get_slice(name)
+
 
 def _files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"

@@ -8,8 +8,9 @@ fleet is A and B alone: `merged` gives the same bits wherever it is computed.
 from __future__ import annotations
 
 import json
+import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -102,12 +103,39 @@ def add_adapter(hf: nn.Module, config: ModelConfig) -> None:
                 " name other modules, or all-linear"
             )
     if config.lora_adapter_path is not None:
-        _start_from(config.lora_adapter_path, hf, config)
+        given = _given(config.lora_adapter_path, hf, config)
+        for name, weight in adapters(hf):
+            with torch.no_grad():
+                weight.parameter.copy_(given[name])
 
 
-@torch.no_grad()
-def _start_from(path: Path, hf: nn.Module, config: ModelConfig) -> None:
-    """Fill the adapters from a directory of peft's."""
+def place_adapters(
+    hf: nn.Module, config: ModelConfig, place: Callable[[torch.Tensor, torch.Tensor], nn.Parameter]
+) -> None:
+    """Give adapters that have no values theirs, in place: A drawn and B 0, or what the recipe starts from.
+
+    Args:
+        hf: With adapters on the meta device.
+        config: Where they start.
+        place: The parameter to have instead of the first tensor, with the values of the second one.
+    """
+    source = config.lora_adapter_path
+    given = None if source is None else _given(source, hf, config)
+    draws = torch.Generator().manual_seed(_SEED)
+    for name, module in hf.named_modules():
+        if not hasattr(module, "lora_A"):
+            continue
+        for part, linear in (("A", module.lora_A[NAME]), ("B", module.lora_B[NAME])):
+            whole = torch.zeros(linear.weight.shape)
+            if given is not None:
+                whole = given[f"{name}.lora_{part}.weight"].float()
+            elif part == "A":  # as peft draws it
+                nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=draws)
+            linear.weight = place(linear.weight, whole)
+
+
+def _given(path: Path, hf: nn.Module, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """What a directory of peft's has, under the names of `adapters`. Raises UserError: it is of another form."""
     at = f"model.lora_adapter_path: {path}"
     try:
         if problem := config.adapter_mismatch(json.loads((path / SETTINGS_FILE).read_text())):
@@ -126,7 +154,7 @@ def _start_from(path: Path, hf: nn.Module, config: ModelConfig) -> None:
         if given[name].shape != parameter.shape:
             shapes = f"{list(given[name].shape)}, and the model wants {list(parameter.shape)}"
             raise UserError(f"{at}: {name} is {shapes}: it is of another model")
-        parameter.copy_(given[name])
+    return given
 
 
 def peft_settings(config: ModelConfig, hf: nn.Module) -> dict[str, Json]:
@@ -207,6 +235,12 @@ def scale(hf: nn.Module) -> float:
     """What every adapter is multiplied by."""
     layers: Iterator[LoraLayer] = (m for m in hf.modules() if hasattr(m, "lora_A"))
     return float(next(layers).scaling[NAME])
+
+
+def base_names(hf: nn.Module) -> dict[str, str]:
+    """The names of parameters that an adapter stands beside, to those that they have without one."""
+    names = (name for name, _ in hf.named_parameters())
+    return {name: name.replace(_BASE, ".") for name in names if _BASE in name}
 
 
 def targets(hf: nn.Module) -> tuple[str, ...]:

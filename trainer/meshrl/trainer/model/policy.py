@@ -8,7 +8,7 @@ forward, so that FSDP has the output embedding gathered there, and only response
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
@@ -38,6 +38,7 @@ from meshrl.trainer.model.checkpoint_names import Published, in_checkpoint
 from meshrl.trainer.model.expert_parallel import spread_experts
 from meshrl.trainer.model.logprob import linear_argmax, linear_logprob, linear_sum_pi_squared
 from meshrl.trainer.model.packing import Pack
+from meshrl.trainer.model.sharded_loading import can_fill, fill, is_empty
 
 HfModel: TypeAlias = Any
 """A transformers `PreTrainedModel`: the library has no types."""
@@ -132,24 +133,47 @@ def response_hidden(decoder: HfModel, pack: Pack) -> torch.Tensor:
     return hidden.index_select(0, pack.positions)
 
 
-def load_hf(path: Path) -> HfModel:
-    """A float32 model from a Hugging Face checkpoint directory, ready for packed attention.
+def open_hf(path: Path, dtype: torch.dtype = torch.float32) -> HfModel:
+    """As `load_hf`, but on the meta device: `shard` gives each rank its shards of the weights, and no more.
+
+    Where the weights cannot be read by shards they are there already.
+    """
+    if not can_fill(path):
+        return load_hf(path, dtype)
+    return _loaded(path, lambda: _empty(path, dtype))
+
+
+def load_hf(path: Path, dtype: torch.dtype = torch.float32) -> HfModel:
+    """A model from a Hugging Face checkpoint directory, ready for packed attention.
 
     Raises:
         UserError: the directory is not such a checkpoint, or the model cannot be trained here.
     """
+    factory: Any = AutoModelForCausalLM
+    return _loaded(
+        path,
+        lambda: factory.from_pretrained(path, dtype=dtype, attn_implementation=attention.NAME),
+    )
+
+
+def _loaded(path: Path, load: Callable[[], HfModel]) -> HfModel:
     if not (path / "config.json").is_file():
         raise UserError(
             f"model.path: no config.json in {path}: not a Hugging Face checkpoint directory"
         )
     try:
-        hf = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=attention.NAME
-        )
+        hf = load()
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"model.path: cannot load {path}: {reason}") from error
     return _prepared(hf, path)
+
+
+def _empty(path: Path, dtype: torch.dtype) -> HfModel:
+    config: Any = AutoConfig.from_pretrained(path)
+    factory: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        return factory.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
 
 
 def random_hf(config: Any, seed: int) -> HfModel:
@@ -192,13 +216,13 @@ def build_policy(hf: HfModel, world: World, config: ModelConfig) -> Policy:
         UserError: LoRA is asked for on modules that the model has not.
     """
     check_heads(hf, config.ulysses_sequence_parallel_size)
-    policy = shard(_unsharded(hf, config).train(), hf, world, config)
+    policy = shard(_unsharded(hf, world, config).train(), hf, world, config)
     for method in ("is_greedy", "sum_pi_squared"):
         register_fsdp_forward_method(policy, method)
     return policy
 
 
-def _unsharded(hf: HfModel, config: ModelConfig) -> Policy:
+def _unsharded(hf: HfModel, world: World, config: ModelConfig) -> Policy:
     """With adapters in place. They can be merged into the same base elsewhere, if its tensors have the same names."""
     try:
         base = BaseModel(config.path)
@@ -210,12 +234,14 @@ def _unsharded(hf: HfModel, config: ModelConfig) -> Policy:
     lora.add_adapter(hf, config)
     if base is None:
         return Policy(hf, lora.describe(config, None))
-    adapter = lora.describe(config, base.fingerprint)
+    # It is of every byte: one rank reads them.
+    fingerprint = world.broadcast(base.fingerprint.encode() if world.is_main else b"").decode()
+    adapter = lora.describe(config, fingerprint)
     published = dict(in_checkpoint(hf, lora.weights(hf), stored))
     shared = all(base.has(name, weight.shape) for name, weight in published.items()) and all(
         f"{target}.weight" in published for target in lora.targets(hf)
     )
-    return Policy(hf, adapter, base.fingerprint if shared else None, stored)
+    return Policy(hf, adapter, fingerprint if shared else None, stored)
 
 
 def check_heads(hf: HfModel, size: int) -> None:
@@ -246,6 +272,8 @@ def shard(model: Model, hf: HfModel, world: World, config: ModelConfig) -> Model
             _compile(layer, recompute=config.enable_gradient_checkpointing)
         fully_shard(layer, mesh=world.mesh, **how)
     fully_shard(model, mesh=world.mesh, **how)
+    if is_empty(hf):
+        fill(hf, model, config, torch.device("cpu") if config.param_offload else world.device)
     return _place_buffers(model, world) if config.param_offload else model.to(world.device)
 
 

@@ -28,7 +28,7 @@ from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.metric_sums import MetricSums
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model.packing import plan
-from meshrl.trainer.model.policy import Policy, build_policy, load_hf
+from meshrl.trainer.model.policy import Policy, build_policy, open_hf
 from meshrl.trainer.offline.config import DpoConfig
 from meshrl.trainer.offline.example import Example, packed
 from meshrl.trainer.offline.loop import Progress, Report, fit
@@ -78,7 +78,7 @@ def run(config: DpoConfig, report: Report | None = None) -> Progress:
         known = None
         if not options(config.policy_loss, DpoOptions).dpo_reference_free:
             known = reference_logprobs(config, both, world)
-        policy = build_policy(load_hf(config.model.path), world, config.model)
+        policy = build_policy(open_hf(config.model.path), world, config.model)
         optimizers = Optimizers(policy, config.optim)
         lesson = PreferenceLesson(policy, optimizers, config, world, both, known, len(train))
         rows = [row.tokens for pair in train for row in pair.rows]
@@ -199,7 +199,7 @@ def reference_logprobs(
     frozen = ModelConfig(
         path=config.reference_path or config.model.path, param_dtype=config.model.param_dtype
     )
-    model = build_policy(load_hf(frozen.path), world, frozen).eval()
+    model = build_policy(open_hf(frozen.path), world, frozen).eval()
     packing = plan(
         [pair.num_tokens for pair in pairs], ranks=world.size, max_tokens=config.max_tokens_per_pack
     )

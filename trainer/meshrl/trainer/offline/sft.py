@@ -23,7 +23,7 @@ from meshrl.trainer.data.messages import as_dicts, read_prompt, read_text, refus
 from meshrl.trainer.data.prompts import templated
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
-from meshrl.trainer.model.policy import Policy, build_policy, load_hf
+from meshrl.trainer.model.policy import Policy, build_policy, open_hf
 from meshrl.trainer.offline.config import SftConfig
 from meshrl.trainer.offline.conversation_rows import conversation
 from meshrl.trainer.offline.example import Example, packs
@@ -79,7 +79,7 @@ def run(config: SftConfig, report: Callable[[SftProgress], None] | None = None) 
         train = read_examples(config, config.train_files, tokenizer_path)
         held_out = read_examples(config, config.val_files, tokenizer_path)
         torch.manual_seed(config.seed)
-        policy = build_policy(load_hf(config.model.path), world, config.model)
+        policy = build_policy(open_hf(config.model.path), world, config.model)
         optimizers = Optimizers(policy, config.optim)
         held_out = held_out[: config.val_max_samples]
         log_progress, target = report or _log, config.target_exact_match

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3MoeConfig
+
+from meshrl.contract.errors import UserError
+from meshrl.trainer.config import ModelConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.model import sharded_loading
+from meshrl.trainer.model.policy import build_policy, open_hf, random_hf
+
+from . import tiny
+from .ranks import Ranks
+
+SIZES = {
+    **{"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4},
+}
+KINDS = {
+    "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "mixture": Qwen3MoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+    ),
+    "packed mixture": GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "latent": DeepseekV3Config(
+        **SIZES | {"num_key_value_heads": 4}, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4,
+        qk_nope_head_dim=4, v_head_dim=6, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
+        topk_group=1, n_shared_experts=1, moe_intermediate_size=24, first_k_dense_replace=1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "experts", "size"),
+    [("tied", 1, 2), ("mixture", 2, 4), ("packed mixture", 2, 2), ("latent", 2, 2)],
+)
+def test_each_rank_reads_its_shards_and_together_they_are_the_model(
+    tmp_path: Path, ranks: Ranks, kind: str, experts: int, size: int
+) -> None:
+    random_hf(KINDS[kind], 0).save_pretrained(tmp_path / "model", max_shard_size="10KB")
+    ranks.run("load_shares.py", [tmp_path / "model", experts], tmp_path / "output", ranks=size)
+    lines = (tmp_path / "output").read_text().splitlines()
+    shares = [list(map(int, line.split())) for line in lines if line[0].isdigit()]
+    assert len(shares) == size
+    assert sum(own for _, own, _ in shares) == shares[0][2]
+    assert max(own for _, own, _ in shares) < 1.1 * shares[0][2] / size
+
+
+def test_a_checkpoint_that_lacks_a_tensor_or_has_another_shape_is_refused(
+    tmp_path: Path, world: World
+) -> None:
+    random_hf(tiny.config(), 0).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    for damaged, reason in (
+        ({n: t for n, t in tensors.items() if n != name}, f"has no weights for hf.{name}"),
+        ({**tensors, name: tensors[name][:-1]}, f"{name} is .*, and config.json wants"),
+    ):
+        save_file(damaged, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(UserError, match=reason):
+            build_policy(open_hf(tmp_path), world, ModelConfig(path=tmp_path))
+
+
+def test_where_transformers_reads_no_shards_the_model_is_read_whole(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharded_loading, "version", lambda _: "4.57.1")
+    assert not sharded_loading.is_empty(open_hf(tiny_path))
