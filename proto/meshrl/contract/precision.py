@@ -11,7 +11,7 @@ import numpy.typing as npt
 from meshrl.contract.types import RowWrite
 
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
-LOGPROBS: Final = ("rollout_logprobs", "ref_logprobs")
+LOGPROBS: Final = ("rollout_logprobs", "ref_logprobs", "ref_top_logprobs")
 """The columns that may be rounded."""
 
 

@@ -17,6 +17,7 @@ from meshrl.contract.types import (
     CONVERSATION,
     DATA_SOURCE,
     PARTS,
+    REFERENCE_TOP,
     REWARD_INPUTS,
     REWARD_TIMES,
     ROLLOUT_TIMES,
@@ -185,7 +186,10 @@ def trajectory(uid: Uid, columns: Columns) -> Trajectory:
         CorruptError: the per-token columns differ in length.
     """
     tokens = columns["tokens"]
-    for name in ("loss_mask", "rollout_logprobs", "ref_logprobs", TOKEN_REWARDS):
+    for name in (
+        *("loss_mask", "rollout_logprobs", "ref_logprobs", TOKEN_REWARDS),
+        *REFERENCE_TOP,
+    ):
         if name in columns and len(columns[name]) != len(tokens):
             raise CorruptError(
                 f"row {uid}: column {name} has {len(columns[name])} entries, tokens {len(tokens)}"
@@ -211,6 +215,8 @@ def trajectory(uid: Uid, columns: Columns) -> Trajectory:
         reward_hash=column_text(columns["reward_hash"]) if "reward_hash" in columns else "",
         token_rewards=columns.get(TOKEN_REWARDS),
         ref_logprobs=columns.get("ref_logprobs"),
+        ref_top_ids=columns.get("ref_top_ids"),
+        ref_top_logprobs=columns.get("ref_top_logprobs"),
         rollout_times=_times(columns.get(ROLLOUT_TIMES)),
         reward_times=_times(columns.get(REWARD_TIMES)),
         conversation=tuple(json.loads(column_text(columns[CONVERSATION])))

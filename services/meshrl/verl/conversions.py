@@ -479,23 +479,33 @@ def teacher(value: Any, given: Given) -> Answer:
         return Answer(status=Status.IGNORED, note="switched off")
     loss = "distillation.distillation_loss"
     mode = str(given.get(f"{loss}.loss_mode", "k3"))
-    if "topk" in mode:
-        return no("a teacher gives the log-prob of the sampled token only: loss_mode=k1")
-    if mode not in ("k1", "kl") or not given.get(f"{loss}.use_policy_gradient", False):
+    top, rewarded = mode == "forward_kl_topk", given.get(f"{loss}.use_task_rewards", True)
+    if top == bool(given.get(f"{loss}.use_policy_gradient", True)):
         return no(
-            "the teacher's judgement is an advantage: loss_mode=k1 use_policy_gradient=true; as a loss:"
-            " actor.use_kl_loss, kl_loss_type k2, reference.path (docs/how-to/distill.md)"
+            "loss_mode=forward_kl_topk is a loss, use_policy_gradient=false, and loss_mode=k1 an advantage, true;"
+            " another loss: actor.use_kl_loss, kl_loss_type k2, reference.path (docs/how-to/distill.md)"
         )
+    if not top and mode not in ("k1", "kl"):
+        return no("an advantage is the log-prob itself: loss_mode=k1")
     model = given.get("distillation.teacher_models.teacher_model.model_path", None)
     if not model:
         return no("of one teacher: distillation.teacher_models.teacher_model.model_path")
     settings = {
         "reference.path": expanded(model),
-        "algorithm.distillation.weight": given.get(f"{loss}.distillation_loss_coef", 1.0),
+        # verl reads the coefficient beside rewards only.
+        "algorithm.distillation.weight": given.get(f"{loss}.distillation_loss_coef", 1.0)
+        if rewarded
+        else 1.0,
         "algorithm.distillation.max_log_ratio": given.get(f"{loss}.loss_max_clamp", 10.0),
     }
-    if not given.get(f"{loss}.use_task_rewards", True):
+    if not rewarded:
         settings["algorithm.distillation.reward_weight"] = 0.0
+    if top:
+        settings["algorithm.distillation.top_k"] = given.get(f"{loss}.topk", 128)
+        settings["algorithm.distillation.min_log_prob"] = given.get(
+            f"{loss}.log_prob_min_clamp", -10.0
+        )
+        return Answer(settings=settings, note="the forward KL over the teacher's likeliest tokens")
     return Answer(settings=settings, note="one advantage, clipped once, for rewards and teacher")
 
 

@@ -295,7 +295,7 @@ def elsewhere() -> Iterator[Rule]:
     read = "with distillation.enabled"
     for name in (
         *("loss_mode", "use_policy_gradient", "use_task_rewards", "distillation_loss_coef"),
-        *("loss_max_clamp", "topk"),
+        *("loss_max_clamp", "topk", "log_prob_min_clamp"),
     ):
         yield within(f"distillation.distillation_loss.{name}", read)
     yield refused(
@@ -305,7 +305,8 @@ def elsewhere() -> Iterator[Rule]:
     )
     for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
         yield within(f"distillation.distillation_loss.{name}", "rewards and teacher share a clip")
-    yield ignored("distillation.distillation_loss.log_prob_min_clamp", "of loss_mode top-k only")
+    for name in ("use_chunked_topk", "chunked_topk_chunk_size"):
+        yield ignored(f"distillation.distillation_loss.{name}", "logits are never held whole")
     one = "distillation.teacher_models.teacher_model"
     yield within(f"{one}.model_path", read)
     yield ignored(f"{one}.num_replicas", "the teacher is one process: the reference service")

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from meshrl.config import load_recipe, needs_reference
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Trajectory, Uid, Version, VersionSpan
-from meshrl.trainer.algorithms.distillation import distil
+from meshrl.trainer.algorithms.distillation import distil, forward_kl
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import DistillationConfig
 from meshrl.trainer.distributed import World
@@ -77,8 +77,44 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
     torch.testing.assert_close(got, want)
 
 
+class TestForwardKl:
+    """Over the two likeliest of three tokens, at two places of one row of which the second was not sampled."""
+
+    ragged = Ragged.from_lengths(torch.tensor([2]), torch.tensor([True, False]))
+    teacher = torch.tensor([[0.6, 0.3], [0.5, 0.5]]).log()
+    policy = torch.tensor([[0.1, 0.6], [0.2, 0.2]]).log()
+
+    def told(self, **config: float) -> torch.Tensor:
+        teaches = DistillationConfig(weight=1, top_k=2, **config)
+        return forward_kl(self.policy, self.teacher, self.ragged, teaches).loss
+
+    def test_it_is_the_sum_over_what_the_teacher_thinks_likeliest(self) -> None:
+        wanted = 0.6 * np.log(0.6 / 0.1) + 0.3 * np.log(0.3 / 0.6)
+        assert self.told()[0].item() == pytest.approx(wanted)
+
+    def test_it_is_bounded_from_both_sides(self) -> None:
+        assert self.told(max_log_ratio=0.5)[0] == 0.5
+        turned = DistillationConfig(weight=1, top_k=2)
+        assert forward_kl(self.teacher, self.policy, self.ragged, turned).loss[1] == 0
+
+    def test_a_floor_holds_for_both(self) -> None:
+        floor = float(np.log(0.4))
+        wanted = 0.6 * (np.log(0.6) - floor) + 0.4 * (floor - np.log(0.6))
+        assert self.told(min_log_prob=floor)[0].item() == pytest.approx(wanted)
+
+    def test_what_both_give_to_these_tokens_is_told_of_sampled_places(self) -> None:
+        found = forward_kl(
+            self.policy, self.teacher, self.ragged, DistillationConfig(weight=1, top_k=2)
+        )
+        masses = {name: value.item() for name, value in found.metrics.items()}
+        assert masses == pytest.approx(
+            {"distillation/teacher_mass": 0.9, "distillation/policy_mass": 0.7}
+        )
+
+
+@pytest.mark.parametrize("top", [0, 3])
 def test_a_policy_becomes_its_teacher_without_any_reward(
-    tiny_path: Path, tmp_path: Path, world: World
+    tiny_path: Path, tmp_path: Path, world: World, top: int
 ) -> None:
     surer = random_hf(tiny.config(), seed=0)
     with torch.no_grad():
@@ -86,7 +122,7 @@ def test_a_policy_becomes_its_teacher_without_any_reward(
     surer.save_pretrained(tmp_path / "teacher")
     recipe = named_algorithms.recipe_of(
         "grpo", tiny_path, "actor.optim={lr: 1.0e-2, lr_warmup_steps: 0, weight_decay: 0.0}",
-        "algorithm.distillation={weight: 1.0, reward_weight: 0.0}", "actor.use_kl_loss=false",
+        f"algorithm.distillation={{weight: 1.0, reward_weight: 0.0, top_k: {top}}}", "actor.use_kl_loss=false",
         f"reference.path={tmp_path / 'teacher'}", "rollout.n=4",
     )  # fmt: skip
     assert needs_reference(recipe)
@@ -94,15 +130,15 @@ def test_a_policy_becomes_its_teacher_without_any_reward(
     teacher = ReferenceModel(tmp_path / "teacher", device="cpu", deterministic=True)
     apart = []
     for step in range(20):
-        rows = sampled(learner, teacher, step)
+        rows = sampled(learner, teacher, step, top)
         apart.append(named_algorithms.learn(learner, recipe, rows, step)["distillation/reverse_kl"])
     teacher.close()
     assert apart[0] > 0.1
     assert np.mean(apart[-5:]) < apart[0] / 2
 
 
-def sampled(learner: Learner, teacher: ReferenceModel, step: int) -> list[Trajectory]:
-    """Answers of the policy as it is, with the teacher's log-probs; the reward says nothing."""
+def sampled(learner: Learner, teacher: ReferenceModel, step: int, top: int) -> list[Trajectory]:
+    """Answers of the policy as it is, with what the teacher says of them; the reward says nothing."""
     factory: Any = AutoModelForCausalLM
     plain = factory.from_config(tiny.config(), attn_implementation="eager").eval()
     now = named_algorithms.weights(learner)
@@ -118,7 +154,7 @@ def sampled(learner: Learner, teacher: ReferenceModel, step: int) -> list[Trajec
             tokens = torch.cat([tokens, drawn], 1)
             known = torch.cat([known, logp.gather(1, drawn)], 1)
     answers = list(tokens.numpy().astype(np.int32))
-    judged = asyncio.run(teacher.logprobs(answers))
+    judged = asyncio.run(teacher.judged(answers, top=top))
     mask = np.array([0] * PROMPT + [1] * ANSWER, dtype=np.uint8)
     span = VersionSpan(version=Version(1, step), start=PROMPT, end=PROMPT + ANSWER)
     return [
@@ -129,7 +165,7 @@ def sampled(learner: Learner, teacher: ReferenceModel, step: int) -> list[Trajec
             rollout_logprobs=known[index].numpy(),
             spans=(span,),
             reward=0.0,
-            ref_logprobs=judged[index],
+            **judged[index],
         )
         for index in range(ROWS)
     ]

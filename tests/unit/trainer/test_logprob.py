@@ -21,27 +21,29 @@ def whole(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     log_p = (logits / temperature).log_softmax(-1)
-    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    found = log_p.gather(1, targets.reshape(len(targets), -1)).reshape(targets.shape)
+    return found, -(log_p.exp() * log_p).sum(-1)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
 @pytest.mark.parametrize("chunk_elements", [1, 53 * 4, 1 << 25])
 @pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("several", [(), (3,)])
 def test_chunks_equal_the_whole_in_value_and_gradient(
-    temperature: float, chunk_elements: int, softcap: float | None
+    temperature: float, chunk_elements: int, softcap: float | None, several: tuple[int, ...]
 ) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(19, 12, requires_grad=True)
     weight = torch.randn(53, 12, requires_grad=True)
-    targets = torch.randint(0, 53, (19,))
-    mix = torch.randn(2, 19)
+    targets = torch.randint(0, 53, (19, *several))  # the same token twice, too
+    mix, of_entropies = torch.randn(19, *several), torch.randn(19)
     gradients = []
     for function in (whole, linear_logprob):
         kwargs: dict[str, Any] = {"temperature": temperature, "softcap": softcap}
         if function is linear_logprob:
             kwargs["chunk_elements"] = chunk_elements
         logprobs, entropies = function(hidden, weight, targets, **kwargs)
-        loss = (mix[0] * logprobs).sum() + (mix[1] * entropies).sum()
+        loss = (mix * logprobs).sum() + (of_entropies * entropies).sum()
         gradients.append((logprobs, entropies, *torch.autograd.grad(loss, (hidden, weight))))
     for mine, full in zip(gradients[1], gradients[0], strict=True):
         torch.testing.assert_close(mine, full, rtol=1e-5, atol=1e-5)

@@ -56,3 +56,28 @@ async def test_a_token_outside_the_vocabulary_is_named(reference: ReferenceModel
 
 async def test_no_rows_give_no_logprobs(reference: ReferenceModel) -> None:
     assert list(await reference.logprobs([])) == []
+
+
+async def test_the_likeliest_tokens_are_those_of_transformers(
+    reference: ReferenceModel, tiny_path: Path
+) -> None:
+    rows = tiny.rows(5)
+    found = await reference.judged(rows, temperature=0.7, top=4)
+    for row, plain, mine in zip(rows, await reference.logprobs(rows), found, strict=True):
+        assert mine["ref_logprobs"].shape == plain.shape
+        assert mine["ref_top_ids"].dtype == np.int32
+        assert mine["ref_top_ids"].shape == mine["ref_top_logprobs"].shape == (len(row), 4)
+        hf = AutoModelForCausalLM.from_pretrained(tiny_path)
+        with torch.no_grad():
+            logits = hf(torch.from_numpy(row.astype(np.int64))[None]).logits[0, :-1]
+        likeliest = (logits / 0.7).log_softmax(-1).topk(4)
+        np.testing.assert_array_equal(mine["ref_top_ids"][1:], likeliest.indices)
+        np.testing.assert_allclose(
+            mine["ref_top_logprobs"][1:], likeliest.values, rtol=1e-5, atol=1e-5
+        )
+
+
+async def test_more_than_the_vocabulary_is_all_of_it(reference: ReferenceModel) -> None:
+    (found,) = await reference.judged(tiny.rows(1), top=tiny.VOCABULARY + 5)
+    assert found["ref_top_ids"].shape[1] == tiny.VOCABULARY
+    np.testing.assert_allclose(np.exp(found["ref_top_logprobs"][1:]).sum(-1), 1, rtol=1e-5)

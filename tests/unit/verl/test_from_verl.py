@@ -358,6 +358,7 @@ def test_what_cannot_be_done_is_refused_with_what_to_do(written: str, said: str)
 
 
 LOSS, TEACHER = "distillation.distillation_loss", "distillation.teacher_models.teacher_model"
+TOP = f"{LOSS}.loss_mode=forward_kl_topk"
 ON_POLICY = f"{LOSS}.loss_mode=k1 {LOSS}.use_policy_gradient=True"
 
 
@@ -370,15 +371,30 @@ def test_a_teacher_becomes_the_reference(tmp_path: Path) -> None:
     assert not made.of(Status.REFUSED)
     recipe = recipe_of(made, tmp_path)
     assert str(recipe.reference.path) == "/t"
-    assert recipe.algorithm.distillation.weight == 0.5
+    # verl reads the coefficient beside rewards only.
+    assert recipe.algorithm.distillation.weight == 1
     assert recipe.algorithm.distillation.reward_weight == 0
+    beside = migrate([word for word in words.split() if "task_rewards" not in word])
+    assert recipe_of(beside, tmp_path).algorithm.distillation.weight == 0.5
+
+
+def test_a_teacher_that_tells_its_likeliest_tokens_is_a_loss(tmp_path: Path) -> None:
+    words = (
+        f"distillation.enabled=True {TOP} {LOSS}.use_policy_gradient=False {TEACHER}.model_path=/t"
+        f" {LOSS}.topk=64 {LOSS}.use_chunked_topk=True"
+    )
+    made = migrate(words.split())
+    assert not made.of(Status.REFUSED)
+    teaches = recipe_of(made, tmp_path).algorithm.distillation
+    assert (teaches.top_k, teaches.weight, teaches.min_log_prob) == (64, 1, -10)
 
 
 @pytest.mark.parametrize(
     ("written", "said"),
     [
-        (f"{LOSS}.loss_mode=forward_kl_topk {TEACHER}.model_path=/t", "sampled token only"),
-        (f"{TEACHER}.model_path=/t", "as a loss: actor.use_kl_loss"),
+        (f"{TOP} {TEACHER}.model_path=/t", "is a loss, use_policy_gradient=false"),
+        (f"{LOSS}.use_policy_gradient=False {TEACHER}.model_path=/t", "another loss: actor.use_kl"),
+        (f"{TEACHER}.model_path=/t", "an advantage is the log-prob itself"),
         (ON_POLICY, "of one teacher"),
         (
             f"{ON_POLICY} {TEACHER}.model_path=/t distillation.teacher_models.b.model_path=/b",

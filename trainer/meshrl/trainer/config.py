@@ -13,6 +13,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    NegativeFloat,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -353,7 +354,22 @@ class DistillationConfig(Config):
     discount: float = Field(default=0.0, ge=0, le=1)
     """How much of the judgement of the next token counts for a token; 0: each answers for itself."""
     max_log_ratio: PositiveFloat = 10.0
-    """Bound of |log π_teacher - log π| of a token, in nats: none outweighs its batch."""
+    """Bound of |log π_teacher - log π| of a token, with `top_k` of its loss, in nats: none outweighs its batch."""
+    top_k: int = Field(default=0, ge=0, le=256)
+    """The teacher tells its k likeliest tokens at each place, and `weight` times the forward KL over them is added to
+    the loss. 0: it judges the sampled token, in the advantage."""
+    min_log_prob: NegativeFloat | None = None
+    """With `top_k`: log-probs below it, of either, count as this (verl: -10), and the policy is not taught there."""
+
+    @model_validator(mode="after")
+    def _teaches(self) -> Self:
+        if self.top_k and not self.weight:
+            raise ValueError("top_k: nothing is taught with weight 0; want a weight above 0")
+        if self.top_k and self.discount:
+            raise ValueError(
+                "discount: of advantages, and with top_k the teacher is in the loss; want 0"
+            )
+        return self
 
 
 @with_options("meshrl.trainer.algorithms.advantages")

@@ -10,16 +10,18 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import LogProbs, Queue
 from meshrl.contract.stage_worker import Failure, StageResult, StageStats, StageWorker
 from meshrl.contract.types import (
     REFERENCE_STAGE,
+    REFERENCE_TOP,
+    Columns,
     Float32,
     Int32,
     LeasedRow,
@@ -72,6 +74,17 @@ class ReferenceModel:
         Raises:
             UserError: an empty row, or a token outside the vocabulary.
         """
+        found = await self.judged(rows, temperature=temperature)
+        return [columns["ref_logprobs"] for columns in found]
+
+    async def judged(
+        self, rows: Sequence[Int32], *, temperature: float = 1.0, top: int = 0
+    ) -> Sequence[Columns]:
+        """For each int32[T] the column `ref_logprobs`, and with `top` those of REFERENCE_TOP, of so many tokens.
+
+        Raises:
+            UserError: as `logprobs` does.
+        """
         for index, row in enumerate(rows):
             if len(row) == 0:
                 raise UserError(f"row {index} has no tokens")
@@ -81,28 +94,41 @@ class ReferenceModel:
                     "the reference's tokenizer is not the policy's"
                 )
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._forward, rows, temperature)
+        return await loop.run_in_executor(self._thread, self._forward, rows, temperature, top)
 
     def close(self) -> None:
         """End the thread; idempotent."""
         self._thread.shutdown()
 
     @torch.no_grad()
-    def _forward(self, rows: Sequence[Int32], temperature: float) -> list[Float32]:
+    def _forward(self, rows: Sequence[Int32], temperature: float, top: int) -> list[Columns]:
         budget = 0 if self._deterministic else self._max_tokens
-        results = [np.zeros(len(row), dtype=np.float32) for row in rows]
+        results: list[Columns] = [{}] * len(rows)
         for micro in cut_alike(rows, budget):
             chosen = [rows[index] for index in micro]
             packed = pack(chosen, [1] * len(chosen)).to(self._device)
-            logprobs, _ = self._policy(packed, temperature)
+            found = self._policy.top(packed, temperature, top)
             sizes = [len(row) - 1 for row in chosen]
-            for index, part in zip(micro, torch.split(logprobs.cpu(), sizes), strict=True):
-                results[index][1:] = part.numpy()
+            # The first token of a row has none before it.
+            columns = [
+                [F.pad(part, (0, 0) * (part.dim() - 1) + (1, 0)).numpy() for part in parts]
+                for parts in zip(*(torch.split(each.cpu(), sizes) for each in found), strict=True)
+            ]
+            for index, of_row in zip(micro, columns, strict=True):
+                results[index] = dict(zip(("ref_logprobs", *REFERENCE_TOP), of_row, strict=False))
         return results
 
 
+class Judge(Protocol):
+    """From the tokens of rows to the columns of each."""
+
+    async def __call__(self, rows: Sequence[Int32], *, temperature: float) -> Sequence[Columns]:
+        """See ReferenceModel.judged."""
+        ...
+
+
 class ReferenceStage:
-    """Leases rows that lack `ref_logprobs` and writes them, until drained."""
+    """Leases rows that lack a reference's columns and writes them, until drained."""
 
     def __init__(
         self,
@@ -113,6 +139,7 @@ class ReferenceStage:
         worker: str,
         limit: int = 1024,
         together: bool = True,
+        judged: Judge | None = None,
     ) -> None:
         """Prepare; nothing is leased before `run`.
 
@@ -123,8 +150,10 @@ class ReferenceStage:
             worker: This stage's name in leases.
             limit: Rows held at once: most of them wait for the rest of their group.
             together: Rows wait for the rest of their group, whose prompt is shared (`shared_prefix_groups.py`).
+            judged: What computes the columns of rows, where they are more than `ref_logprobs`.
         """
         self._model = model
+        self._judged = judged or self._logprobs
         self._loop = StageWorker(
             queue,
             runs,
@@ -162,12 +191,16 @@ class ReferenceStage:
     async def _answer(self, rows: Sequence[LeasedRow], temperature: float) -> list[StageResult]:
         tokens = [row.columns["tokens"] for row in rows]
         try:
-            results = await self._model.logprobs(tokens, temperature=temperature)
+            results = await self._judged(tokens, temperature=temperature)
         except UserError as error:
             if len(rows) > 1:  # one row's defect must not fail the others
                 return [r for row in rows for r in await self._answer([row], temperature)]
             return [Failure(uid=rows[0].uid, outcome=Outcome.INFRA_FAULT, reason=str(error))]
         return [
-            RowWrite(uid=row.uid, columns={"ref_logprobs": logprobs})
-            for row, logprobs in zip(rows, results, strict=True)
+            RowWrite(uid=row.uid, columns=columns)
+            for row, columns in zip(rows, results, strict=True)
         ]
+
+    async def _logprobs(self, rows: Sequence[Int32], *, temperature: float) -> Sequence[Columns]:
+        found = await self._model.logprobs(rows, temperature=temperature)
+        return [{"ref_logprobs": logprobs} for logprobs in found]

@@ -239,6 +239,10 @@ class Trajectory:
     """float32[T]: each token's reward, where the run has the column; 0 outside the response."""
     ref_logprobs: Float32 | None = None
     """float32[T]: log-probabilities under the frozen reference; 0 on the first token."""
+    ref_top_ids: Int32 | None = None
+    """int32[T, k]: the tokens that a teacher thinks likeliest at each place, where the run asks for them."""
+    ref_top_logprobs: Float32 | None = None
+    """float32[T, k]: their log-probabilities under the teacher."""
     rollout_times: tuple[float, float] | None = None
     """When its sampling began and ended, seconds since 1970; None where nobody noted it."""
     reward_times: tuple[float, float] | None = None

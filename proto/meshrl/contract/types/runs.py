@@ -46,6 +46,8 @@ NOTES: Mapping[str, tuple[str, ...]] = {
 }
 """By stage: columns that it may write beside those of its spec. Nothing waits for them or is trained on them."""
 REFERENCE_COLUMNS = ("ref_logprobs",)
+REFERENCE_TOP = ("ref_top_ids", "ref_top_logprobs")
+"""int32[T, k] and float32[T, k]: what a teacher thinks likeliest at each place, in runs that ask for it."""
 ROLLOUT_STAGE = StageSpec(name="rollout", reads=(), writes=ROLLOUT_COLUMNS)
 REWARD_STAGE = StageSpec(name="reward", reads=("response_text", "loss_mask"), writes=REWARD_COLUMNS)
 

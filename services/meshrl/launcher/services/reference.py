@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
-from meshrl.config.recipe import Recipe, needs_reference
+from meshrl.config.recipe import Recipe, algorithm_needs, needs_reference
 from meshrl.config.stages import Columns, ServiceKind, always, loads_a_model
 from meshrl.contract.types import REFERENCE_STAGE
 
@@ -17,7 +18,7 @@ def _columns(recipe: Recipe, evaluation: bool) -> Columns | None:
     # Evaluation has no KL term.
     if evaluation or not needs_reference(recipe):
         return None
-    return Columns(reads=REFERENCE_STAGE.reads, writes=REFERENCE_STAGE.writes)
+    return Columns(reads=REFERENCE_STAGE.reads, writes=algorithm_needs(recipe).columns)
 
 
 SERVICE = ServiceKind(
@@ -51,8 +52,14 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             GrpcServer(context.settings, [ReferenceServicer(model)]) as server,
         ):
             await open_runs(queue, recipe)
+            top = recipe.algorithm.distillation.top_k
             stage = ReferenceStage(
-                queue, [recipe.run.name], model, worker=context.name, together=not deterministic
+                queue,
+                [recipe.run.name],
+                model,
+                worker=context.name,
+                together=not deterministic,
+                judged=partial(model.judged, top=top) if top else None,
             )
             await server.ready()
             await work_until_stopped(server, stage.run(grace_s=STAGE_GRACE_S), stage.drain)

@@ -1,4 +1,4 @@
-"""On-policy distillation: the policy samples, and a teacher judges each of its tokens.
+"""On-policy distillation: the policy samples, and a teacher judges each of its tokens, or says what it would say.
 
 Agarwal et al. 2024, https://arxiv.org/abs/2306.13649 (reverse KL, student's own samples), in the form of
 https://thinkingmachines.ai/blog/on-policy-distillation: one number a token, used as an advantage,
@@ -7,6 +7,10 @@ https://thinkingmachines.ai/blog/on-policy-distillation: one number a token, use
 
 With δ = 0 the expected gradient is that of the reverse KL of each next token, KL(π || π_T), given what the policy
 itself has said before. Tokens that the policy did not sample have no judgement.
+
+With `top_k` the teacher tells its k likeliest tokens instead, and the loss of a place is the forward KL over them,
+
+    L_t = clip(Σ_{v in top k} π_T(v) (log π_T(v) - log π(v)), 0, c)                    loss ← loss + w agg(L)
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ def distil(
     D = judged.clamp(-c, c)
     if config.discount:
         D = ragged.discounted_suffix_sum(D, torch.full_like(D, config.discount))
-    mixed = config.reward_weight * advantages + config.weight * D
+    weight = 0.0 if config.top_k else config.weight  # else the teacher is in the loss
+    mixed = config.reward_weight * advantages + weight * D
     beyond = ragged.token_mean((judged.abs() > c).float())
     return Distilled(
         advantages=torch.where(ragged.mask, mixed, 0.0),
@@ -54,3 +59,36 @@ def distil(
             "distillation/clipped": float(beyond),
         },
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Told:
+    """What `forward_kl` returns."""
+
+    loss: Tensor
+    """float32[N], with gradient: nats."""
+    metrics: Mapping[str, Tensor]
+    """Means over the tokens that count: the probability that teacher and policy give to the k tokens together."""
+
+
+def forward_kl(policy: Tensor, teacher: Tensor, ragged: Ragged, config: DistillationConfig) -> Told:
+    """The forward KL over the tokens that the teacher thinks likeliest.
+
+    Args:
+        policy: float32[N, k], with gradient: the policy's log-probs of these tokens.
+        teacher: float32[N, k]: the teacher's.
+        ragged: The layout of the N places.
+        config: The bounds.
+    """
+    mass = {
+        "distillation/teacher_mass": ragged.token_mean(teacher.exp().sum(-1)),
+        "distillation/policy_mass": ragged.token_mean(policy.detach().exp().sum(-1)),
+    }
+    if config.min_log_prob is not None:
+        policy, teacher = (
+            policy.clamp_min(config.min_log_prob),
+            teacher.clamp_min(config.min_log_prob),
+        )
+    # Over some of the tokens only, so it may be negative: then the policy says them more often than the teacher.
+    kl = (teacher.exp() * (teacher - policy)).sum(-1)
+    return Told(loss=kl.clamp(0, config.max_log_ratio), metrics=mass)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
+from meshrl.contract.types import REFERENCE_TOP
 from meshrl.trainer.algorithms.advantages._options.gdpo import Options as GdpoOptions
 from meshrl.trainer.algorithms.correction_bounds import parse, parse_threshold
 from meshrl.trainer.algorithms.losses._options.dpo import Options as DpoOptions
@@ -33,6 +34,8 @@ class Needs:
 
     reference: bool
     """`ref_logprobs` of every row: a reference service."""
+    top: bool
+    """The tokens that a teacher thinks likeliest at each place of every row."""
     critic: bool
     """Values: a value model beside the policy."""
     implicit_reward: bool
@@ -58,7 +61,7 @@ class Needs:
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns to fetch besides those that every algorithm needs."""
-        return ("ref_logprobs",) if self.reference else ()
+        return (*("ref_logprobs",) * self.reference, *REFERENCE_TOP * self.top)
 
 
 def needs_of(algorithm: AlgorithmConfig, actor: ActorConfig) -> Needs:
@@ -77,6 +80,7 @@ def needs_of(algorithm: AlgorithmConfig, actor: ActorConfig) -> Needs:
             or "ref_logprobs" in reads
             or algorithm.distillation.weight > 0
         ),
+        top=algorithm.distillation.top_k > 0,
         critic="values" in estimator,
         implicit_reward=implicit,
         greedy="reward_baselines" in estimator,

@@ -324,10 +324,16 @@ class Learner:
         for chosen, outputs in work.rows.micro_batches(
             mini, self.policy, lambda pack: self.policy(pack, tau)
         ):
-            logprobs, entropies = outputs
+            logprobs, entropies, *candidates = outputs
             for row, part in zip(chosen, work.rows.split(logprobs, chosen), strict=True):
                 work.first_logprobs.setdefault(row, part)
             micro = self._micro(chosen, work, logprobs, entropies, counts)
+            if candidates:
+                micro = dataclasses.replace(
+                    micro,
+                    candidates=candidates[0],
+                    teacher=work.rows.teacher(chosen),
+                )
             loss = self._objective.loss(micro)
             loss.total.backward()  # type: ignore[no-untyped-call]
             tokens = int(micro.inputs.ragged.mask.sum())

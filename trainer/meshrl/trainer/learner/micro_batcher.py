@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -40,8 +41,19 @@ class MicroBatcher:
             [row.tokens for row in picked],
             [row.prompt_length for row in picked],
             share_prefixes=among is None,  # a share of the tokens must hold what its rows attend to
+            candidates=[row.ref_top_ids for row in picked if row.ref_top_ids is not None],
         ).to(self.world.device)
         return packed if among is None else share_out(packed, among)
+
+    def teacher(self, chosen: Sequence[int]) -> torch.Tensor:
+        """float32[n, k], on the device: the teacher's log-probs of the pack's candidates."""
+        rows = [self.rows[row] for row in chosen]
+        parts = [
+            row.ref_top_logprobs[max(row.prompt_length, 1) :]
+            for row in rows
+            if row.ref_top_logprobs is not None
+        ]
+        return torch.from_numpy(np.concatenate(parts)).to(self.world.device)
 
     def micro_batches(
         self,

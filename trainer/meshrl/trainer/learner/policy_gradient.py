@@ -17,7 +17,7 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.plugins import load
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, outcome_rewards
 from meshrl.trainer.algorithms.aggregation import Aggregator
-from meshrl.trainer.algorithms.distillation import distil
+from meshrl.trainer.algorithms.distillation import distil, forward_kl
 from meshrl.trainer.algorithms.kl import KlController, kl_in_reward
 from meshrl.trainer.algorithms.losses._types import LossInputs
 from meshrl.trainer.algorithms.needs import (
@@ -36,7 +36,7 @@ from meshrl.trainer.config import ActorConfig, AlgorithmConfig
 from meshrl.trainer.learner.experience import Experience
 from meshrl.trainer.learner.objective import actor_loss
 
-SHARES = ("actor/pg_loss", "actor/kl_loss", "actor/positive_nll")
+SHARES = ("actor/pg_loss", "actor/kl_loss", "actor/positive_nll", "distillation/loss")
 """Metrics of `actor_loss` that add up over micro-batches, as the loss does; the others are means."""
 
 
@@ -91,6 +91,10 @@ class MicroBatch:
     mini_batch_rows: int
     ranks: int
     """The loss is multiplied by this, because FSDP averages gradients over ranks."""
+    candidates: torch.Tensor | None = None
+    """float32[n, k], with gradient: log-probs of the tokens that a teacher thinks likeliest."""
+    teacher: torch.Tensor | None = None
+    """float32[n, k]: the teacher's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -291,9 +295,21 @@ class PolicyGradient:
             correct=micro.correct,
             correct_num_tokens=micro.mini_batch_correct_tokens,
         )
-        values = {name: float(value) for name, value in result.metrics.items()}
+        total, metrics = result.loss, dict(result.metrics)
+        teaches = self._algorithm.distillation
+        if teaches.top_k:
+            told = forward_kl(
+                _required(micro.candidates, "log-probs of what the teacher thinks likeliest"),
+                _required(micro.teacher, "ref_top_logprobs"),
+                micro.inputs.ragged,
+                teaches,
+            )
+            taught = aggregate(told.loss, micro.inputs.ragged)
+            total = total + teaches.weight * taught
+            metrics |= {"distillation/loss": taught.detach(), **told.metrics}
+        values = {name: float(value) for name, value in metrics.items()}
         return Loss(
-            total=result.loss,
+            total=total,
             shares={name: value for name, value in values.items() if name in SHARES},
             means={name: value for name, value in values.items() if name not in SHARES},
         )

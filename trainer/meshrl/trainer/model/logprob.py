@@ -33,18 +33,44 @@ def linear_logprob(
     Args:
         hidden: [N, H], any floating type.
         weight: [V, H], the output embedding, same type.
-        targets: int64[N].
+        targets: int64[N], or int64[N, m]: several tokens at each place.
         temperature: τ > 0, divides the logits.
         softcap: c of Gemma 2: logits become c tanh(logit / c), before τ.
         chunk_elements: How many logits may exist at once; None takes CHUNK_ELEMENTS.
 
     Returns:
-        logprobs float32[N] and entropies float32[N], both differentiable in `hidden` and `weight`.
+        logprobs, float32 in the shape of `targets`, and entropies float32[N], both differentiable in `hidden` and
+        `weight`.
     """
     chunk = _chunk(weight, chunk_elements)
     apply: Any = _LinearLogprob.apply  # torch leaves it untyped
     logprobs, entropies = apply(hidden, weight, targets, temperature, softcap, chunk)
     return logprobs, entropies
+
+
+@torch.no_grad()
+def linear_top(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    count: int,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    chunk_elements: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64[N, k], float32[N, k]: the likeliest tokens after each of `hidden` [N, H] and their log-probs, in chunks.
+
+    The likeliest comes first; k is `count`, or the vocabulary's size where that is less.
+    """
+    chunk, k = _chunk(weight, chunk_elements), min(count, weight.shape[0])
+    parts = [
+        _log_softmax(part, weight, temperature, softcap).topk(k)
+        for part in torch.split(hidden, chunk)
+        if len(part)
+    ]
+    if not parts:
+        return hidden.new_empty((0, k), dtype=torch.int64), hidden.new_empty((0, k)).float()
+    return torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts])
 
 
 @torch.no_grad()
@@ -96,13 +122,14 @@ class _LinearLogprob(torch.autograd.Function):
         chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         n = hidden.shape[0]
-        logprobs = hidden.new_empty(n, dtype=torch.float32)
-        entropies = torch.empty_like(logprobs)
+        logprobs = hidden.new_empty(targets.shape, dtype=torch.float32)
+        entropies = hidden.new_empty(n, dtype=torch.float32)
+        several, found = _columns(targets), _columns(logprobs)
         buffers = _Buffers(hidden, weight, chunk, softcap)
         for start in range(0, n, chunk):
             part = slice(start, start + chunk)
             log_p, probs = buffers.softmax(hidden[part], weight, temperature)
-            logprobs[part] = log_p.gather(1, targets[part, None])[:, 0]
+            found[part] = log_p.gather(1, several[part])
             entropies[part] = -probs.mul_(log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, targets, entropies)
         ctx.temperature, ctx.softcap, ctx.chunk = temperature, softcap, chunk
@@ -112,7 +139,8 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, entropies = ctx.saved_tensors
-        grad_logprob, grad_entropy = grads
+        grad_targets, grad_entropy = None if grads[0] is None else _columns(grads[0]), grads[1]
+        grad_logprob = None if grad_targets is None else grad_targets.sum(-1)
         grad_hidden = torch.empty_like(hidden)
         # Summed over chunks in float32: in bfloat16 a large vocabulary's small contributions would be lost.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -129,8 +157,8 @@ class _LinearLogprob(torch.autograd.Function):
                 if grad_logprob is not None:
                     grad.add_(grad_logprob[part, None])
                 grad.mul_(probs).neg_()
-            if grad_logprob is not None:
-                grad.scatter_add_(1, targets[part, None], grad_logprob[part, None])
+            if grad_targets is not None:
+                grad.scatter_add_(1, _columns(targets[part]), grad_targets[part])
             grad = buffers.uncapped(_divided(grad, ctx.temperature)).to(weight.dtype)
             grad_hidden[part] = grad @ weight
             if weight.dtype == torch.float32:
@@ -138,6 +166,11 @@ class _LinearLogprob(torch.autograd.Function):
             else:
                 grad_weight += grad.T @ hidden[part]
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _columns(values: torch.Tensor) -> torch.Tensor:
+    """[N, m] of the same memory, with m = 1 for [N]."""
+    return values[:, None] if values.dim() == 1 else values
 
 
 class _Buffers:

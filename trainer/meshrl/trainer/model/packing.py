@@ -156,9 +156,11 @@ class Pack:
     """int64[N]: hidden states that predict a response token (one place before it)."""
     targets: torch.Tensor
     """int64[N]: the response tokens, row after row."""
+    candidates: torch.Tensor | None = None
+    """int64[N, k]: other tokens at the same places, whose log-probs a teacher's loss reads."""
 
     def joined(self, values: torch.Tensor) -> torch.Tensor:
-        """[N] of the pack's response tokens from [n] of those that this rank forwarded (all, but for a `share`)."""
+        """[N, …] of the pack's response tokens from [n, …] that this rank forwarded: all, without a `share`."""
         return values if self.layout.share is None else self.layout.share.joined(values)
 
     def to(self, device: torch.device) -> Pack:
@@ -169,17 +171,23 @@ class Pack:
             layout=self.layout.to(device),
             positions=self.positions.to(device),
             targets=self.targets.to(device),
+            candidates=None if self.candidates is None else self.candidates.to(device),
         )
 
 
 def pack(
-    rows: Sequence[Int32], prompt_lengths: Sequence[int], *, share_prefixes: bool = True
+    rows: Sequence[Int32],
+    prompt_lengths: Sequence[int],
+    *,
+    share_prefixes: bool = True,
+    candidates: Sequence[Int32] = (),
 ) -> Pack:
     """Lay rows end to end; the tokens from `prompt_lengths[i]` on are the response of row i.
 
     Rows that begin alike, as the siblings of a group do, have what they share laid once: a hidden state depends on
     the tokens before it alone, so it is one and the same, and its gradient the sum over the rows. Without rows the
-    pack is one dummy token with no response, so that a rank without work joins the collectives.
+    pack is one dummy token with no response, so that a rank without work joins the collectives. `candidates` are
+    int32[T, k] of each row, or none.
     """
     if not rows:
         rows, prompt_lengths = [np.zeros(1, dtype=np.int32)], [1]
@@ -198,6 +206,13 @@ def pack(
         layout=_layout(places, begins),
         positions=torch.from_numpy(np.concatenate(predicting)),
         targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
+        candidates=torch.from_numpy(
+            np.concatenate([r[a:] for r, a in zip(candidates, answers, strict=True)]).astype(
+                np.int64
+            )
+        )
+        if candidates
+        else None,
     )
 
 
@@ -297,4 +312,5 @@ def share_out(pack: Pack, among: SequenceGroup) -> Pack:
         layout=replace(pack.layout, share=share),
         positions=pack.positions[own] - begin,
         targets=pack.targets[own],
+        candidates=None if pack.candidates is None else pack.candidates[own],
     )

@@ -36,7 +36,12 @@ from meshrl.trainer.model import attention, lora
 from meshrl.trainer.model.base_model import BaseModel
 from meshrl.trainer.model.checkpoint_names import Published, in_checkpoint
 from meshrl.trainer.model.expert_parallel import spread_experts
-from meshrl.trainer.model.logprob import linear_argmax, linear_logprob, linear_sum_pi_squared
+from meshrl.trainer.model.logprob import (
+    linear_argmax,
+    linear_logprob,
+    linear_sum_pi_squared,
+    linear_top,
+)
 from meshrl.trainer.model.packing import Pack
 from meshrl.trainer.model.sharded_loading import can_fill, fill, is_empty
 
@@ -66,15 +71,35 @@ class Policy(nn.Module):
         """Fingerprint of the checkpoint that others can merge the adapter into; None where they cannot."""
         self._stored = stored
 
-    def forward(self, pack: Pack, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns logprobs float32[N] and entropies float32[N] for the N response tokens."""
+    def forward(self, pack: Pack, temperature: float) -> tuple[torch.Tensor, ...]:
+        """Returns logprobs float32[N] and entropies float32[N] for the N response tokens.
+
+        Third, if the pack has candidates, their log-probs float32[N, k].
+        """
+        targets = pack.targets
+        if pack.candidates is not None:
+            targets = torch.cat([targets[:, None], pack.candidates], dim=1)
         logprobs, entropies = linear_logprob(
             self._response_hidden(pack),
             self.hf.get_output_embeddings().weight,
-            pack.targets,
+            targets,
             **self._logits(temperature),
         )
-        return pack.joined(logprobs), pack.joined(entropies)
+        if pack.candidates is None:
+            return pack.joined(logprobs), pack.joined(entropies)
+        joined = pack.joined(logprobs)
+        # Copies: FSDP's backward hook would be lost by an operation in place on a view.
+        return joined[:, 0].clone(), pack.joined(entropies), joined[:, 1:].clone()
+
+    def top(self, pack: Pack, temperature: float, count: int) -> tuple[torch.Tensor, ...]:
+        """Logprobs float32[N]; then the `count` likeliest tokens, int32[N, k] and float32[N, k]. No gradient."""
+        hidden, weight = self._response_hidden(pack), self.hf.get_output_embeddings().weight
+        how = self._logits(temperature)
+        found = [linear_logprob(hidden, weight, pack.targets, **how)[0]]
+        if count:
+            ids, logprobs = linear_top(hidden, weight, count, **how)
+            found += [ids.to(torch.int32), logprobs]
+        return tuple(pack.joined(values) for values in found)
 
     def is_greedy(self, pack: Pack) -> torch.Tensor:
         """bool[N]: is each response token the one that greedy decoding would take? For teacher forcing."""

@@ -58,7 +58,7 @@ class Share:
         return swapped.reshape(1, width, s * heads, size)
 
     def joined(self, values: torch.Tensor) -> torch.Tensor:
-        """[n] of this share's response tokens to [N] of the pack's; each rank's gradient is that of its own part."""
+        """[n, …] of this share's response tokens to [N, …] of the pack's; a rank's gradient is that of its part."""
         if not any(self.counts):
             return values
         joined: torch.Tensor = _Join.apply(values, self)  # type: ignore[no-untyped-call]
@@ -104,7 +104,7 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Any, values: torch.Tensor, share: Share) -> torch.Tensor:
         ctx.share = share
         longest = max(share.counts)
-        own = F.pad(values, (0, longest - len(values)))
+        own = F.pad(values, (0, 0) * (values.dim() - 1) + (0, longest - len(values)))
         parts = [torch.empty_like(own) for _ in share.counts]
         dist.all_gather(parts, own, group=share.among.group)
         return torch.cat([p[:n] for p, n in zip(parts, share.counts, strict=True)])

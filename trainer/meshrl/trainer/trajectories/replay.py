@@ -117,6 +117,8 @@ def replay(
         raise UserError(
             "the algorithm's greedy rows are its baseline, and are not logged: no replay"
         )
+    if learner.needs.top:
+        raise UserError("what the teacher thinks likeliest is not logged: no replay")
     if learner.trains_parts:
         raise UserError("rows of several branches are logged as one sequence: no replay")
     for step in steps:

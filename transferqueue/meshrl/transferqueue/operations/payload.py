@@ -45,13 +45,20 @@ TYPES: Mapping[str, tuple[np.dtype[Any], int]] = {
     "reward_hash": (_U1, 1),
     "token_rewards": (_F4, 1),
     "ref_logprobs": (_F4, 1),
+    "ref_top_ids": (_I4, 2),
+    "ref_top_logprobs": (_F4, 2),
     ROLLOUT_TIMES: (_F8, 1),
     CONVERSATION: (_U1, 1),
     REWARD_TIMES: (_F8, 1),
     DATA_SOURCE: (_U1, 1),
 }
 """Name to (dtype, rank); any other column may have any storable type."""
-PER_TOKEN = frozenset({"tokens", "loss_mask", "rollout_logprobs", "ref_logprobs", "token_rewards"})
+PER_TOKEN = frozenset(
+    {
+        *("tokens", "loss_mask", "rollout_logprobs", "token_rewards"),
+        *("ref_logprobs", "ref_top_ids", "ref_top_logprobs"),
+    }
+)
 
 
 class _Refused(Exception):
