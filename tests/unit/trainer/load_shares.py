@@ -1,17 +1,25 @@
-"""Models read by shards, and which of their values differ: run as ranks by test_sharded_loading."""
+"""A model that is read by shards, compared with the whole, and exported: run as ranks by test_sharded_loading."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from meshrl.trainer.checkpoint import export
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model.critic import build_critic
 from meshrl.trainer.model.policy import build_policy, load_hf, open_hf
+
+
+def noted(file: Path, _: None) -> None:
+    """Leave the number of the rank that has written a file beside it."""
+    file.with_suffix(".rank").write_text(os.environ["RANK"])
 
 
 def main(model: Path, experts: int) -> None:
@@ -30,6 +38,9 @@ def main(model: Path, experts: int) -> None:
     assert not any(parameter.is_meta for parameter in critic.parameters())
     local = sum(p.to_local().numel() for p in policy.parameters() if isinstance(p, DTensor))
     print(world.rank, local, sum(parameter.numel() for parameter in whole.parameters()))
+    export.SHARED_OUT = 1000
+    export.save_file = lambda own, file, about: noted(file, save_file(own, file, about))
+    export.export_policy(policy, world, model.with_name("export"), tokenizer=model)
     world.close()
 
 

@@ -3,13 +3,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
-from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    LlamaConfig,
+    Qwen3MoeConfig,
+)
 
 from meshrl.contract.errors import UserError
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model import sharded_loading
+from meshrl.trainer.model.base_model import BaseModel
 from meshrl.trainer.model.policy import build_policy, open_hf, random_hf
 
 from . import tiny
@@ -37,7 +45,7 @@ KINDS = {
     ("kind", "experts", "size"),
     [("tied", 1, 2), ("mixture", 2, 4), ("packed mixture", 2, 2), ("latent", 2, 2)],
 )
-def test_each_rank_reads_its_shards_and_together_they_are_the_model(
+def test_each_rank_reads_its_shards_and_writes_its_files_and_together_they_are_the_model(
     tmp_path: Path, ranks: Ranks, kind: str, experts: int, size: int
 ) -> None:
     random_hf(KINDS[kind], 0).save_pretrained(tmp_path / "model", max_shard_size="10KB")
@@ -47,6 +55,13 @@ def test_each_rank_reads_its_shards_and_together_they_are_the_model(
     assert len(shares) == size
     assert sum(own for _, own, _ in shares) == shares[0][2]
     assert max(own for _, own, _ in shares) < 1.1 * shares[0][2] / size
+
+    export = tmp_path / "export"
+    assert {file.read_text() for file in export.glob("*.rank")} == set(map(str, range(size)))
+    written, start = BaseModel(export), BaseModel(tmp_path / "model")
+    assert written.names == start.names
+    assert all(torch.equal(written.tensor(name), start.tensor(name)) for name in start.names)
+    assert AutoModelForCausalLM.from_pretrained(export).config.model_type == KINDS[kind].model_type
 
 
 def test_a_checkpoint_that_lacks_a_tensor_or_has_another_shape_is_refused(

@@ -186,6 +186,11 @@ class World:
             ) from error
         return [part.numpy()[: int(size)] for part, size in zip(parts, sizes, strict=True)]
 
+    def all_gather_text(self, own: str) -> list[str]:
+        """Every rank's text, by rank."""
+        parts = self.all_gather(np.frombuffer(own.encode(), dtype=np.uint8))
+        return [part.tobytes().decode() for part in parts]
+
     def barrier(self) -> None:
         """Wait for every rank."""
         self.all_gather(np.zeros(1, dtype=np.float32))

@@ -33,7 +33,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-import numpy as np
 import torch
 import xxhash
 from torch import nn
@@ -513,10 +512,7 @@ def _is_own(name: str, world: World | None) -> bool:
 
 def _gathered(text: str, world: World | None) -> list[str]:
     """Every rank's text, by rank."""
-    if world is None:
-        return [text]
-    parts = world.all_gather(np.frombuffer(text.encode(), dtype=np.uint8))
-    return [part.tobytes().decode() for part in parts]
+    return [text] if world is None else world.all_gather_text(text)
 
 
 def _hash(file: Path) -> str:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from meshrl.contract.errors import UserError
+from meshrl.contract.errors import InfraError, UserError
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model import lora
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf
 
+GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -23,11 +28,13 @@ TOKENIZER_FILES = (
     "vocab*",
     "merges.txt",
     "chat_template*",
-    "generation_config.json",
+    GENERATION_FILE,
 )
 
 
 MAX_SHARD_SIZE = "5GB"
+SHARED_OUT = 10**9
+"""A model of more bytes is written by all ranks."""
 
 
 def export_policy(
@@ -41,32 +48,84 @@ def export_policy(
 ) -> Path:
     """Write config, safetensors and tokenizer files to `target`, replacing what is there; LoRA is merged.
 
-    Every rank calls this. The directory appears by a rename, never half-written.
+    Every rank calls this, and writes its share of the safetensors files: it holds two of them at most. Of more than
+    `SHARED_OUT` bytes there is one for each rank at least. The directory appears by a rename, never half-written.
 
     Args:
         policy: The model.
         world: The ranks.
         target: The directory to make.
         tokenizer: Where to copy the tokenizer's files from.
-        dtype: Type of the stored weights.
+        dtype: Type of the stored weights; buffers keep theirs.
         max_shard_size: Largest safetensors file, such as `5GB`; a model that is larger gets several and an index.
+
+    Raises:
+        InfraError: a rank cannot write.
     """
-    kind = getattr(torch, dtype)
-    full: dict[str, torch.Tensor] = {}
-    for name, weight in policy.named_weights():
-        tensor = weight.whole(kind)
-        if world.is_main:
-            full[name] = tensor.cpu().clone()
+    writing = target.with_name(f".writing-{target.name}")
     if world.is_main:
-        stored = policy.hf.state_dict().keys()
-        full |= {n: b.detach().cpu() for n, b in policy.hf.named_buffers() if n in stored}
-        writing = target.with_name(f".writing-{target.name}")
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
-        policy.hf.save_pretrained(writing, state_dict=full, max_shard_size=max_shard_size)
+    world.barrier()
+    hf, kind = policy.hf, getattr(torch, dtype)
+    stored = hf.state_dict().keys()
+    buffers = {n: b for n, b in hf.named_buffers() if n in stored}
+    weights = dict(policy.published_weights()) | {n: lora.Weight(b) for n, b in buffers.items()}
+    kinds = {name: buffers[name].dtype if name in buffers else kind for name in weights}
+    blanks = {n: torch.empty(w.shape, dtype=kinds[n], device="meta") for n, w in weights.items()}
+    files = _files(blanks, max_shard_size, world.size)
+    problem, under_way = "", Future[None]()
+    under_way.set_result(None)
+    with ThreadPoolExecutor(1) as writer:  # the gather of the other ranks' files goes on
+        for number, (file, names) in enumerate(files.filename_to_tensors.items()):
+            own = {}
+            for name in names:
+                whole = weights[name].whole(kinds[name])
+                if number % world.size == world.rank:
+                    own[name] = whole.cpu().clone()
+            if own:
+                problem = problem or _problem(under_way)
+                under_way = writer.submit(save_file, own, writing / file, {"format": "pt"})
+    problem = problem or _problem(under_way)
+    if problem := next(filter(None, world.all_gather_text(problem)), ""):
+        raise InfraError(problem)
+    if world.is_main:
+        _describe(policy, writing, dtype, files)
         _finish(writing, target, tokenizer)
     world.barrier()
     return target
+
+
+def _problem(written: Future[None]) -> str:
+    """Why a file could not be written: raised on one rank alone, it would leave the others waiting."""
+    try:
+        written.result()
+    except (OSError, SafetensorError) as error:
+        return f"cannot export: {error}"
+    return ""
+
+
+def _files(blanks: dict[str, torch.Tensor], largest: str, ranks: int) -> StateDictSplit:
+    """Which tensors go into which file, in order."""
+    files = split_torch_state_dict_into_shards(blanks, max_shard_size=largest)
+    total = sum(blank.nbytes for blank in blanks.values())
+    if total > SHARED_OUT and len(files.filename_to_tensors) < ranks:
+        return split_torch_state_dict_into_shards(blanks, max_shard_size=-(-total // ranks))
+    return files
+
+
+def _describe(policy: Policy, folder: Path, dtype: str, files: StateDictSplit) -> None:
+    """config.json, generation_config.json and the index of the files, where there are several."""
+    config = copy.deepcopy(policy.hf.config)
+    config.architectures, config.dtype = [type(policy.hf).__name__], dtype
+    config.save_pretrained(folder)
+    generation = Path(config.name_or_path) / GENERATION_FILE
+    if generation.is_file():
+        shutil.copy2(generation, folder / GENERATION_FILE)
+    if files.is_sharded:
+        index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True)
+        (folder / "model.safetensors.index.json").write_text(text)
 
 
 def export_adapter(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -47,7 +48,9 @@ def take_snapshot(
     bucket_bytes: int,
     adapters_only: bool = False,
 ) -> Snapshot | None:
-    """Gather the whole model, layer by layer. Every rank calls this; rank 0 gets the snapshot.
+    """Gather the whole model, bucket by bucket: one is gathered while the one before is copied and hashed.
+
+    Every rank calls this; rank 0 gets the snapshot.
 
     Args:
         policy: Its parameters are read, never kept.
@@ -97,44 +100,76 @@ def _packed(
         bucket_bytes=bucket_bytes,
     )
     placed = zip(specs, (weight for _, weight in weights), strict=True)
-    buckets, sizes, hashes, tensor_hashes = [], [], [], []
-    for _, group in itertools.groupby(placed, key=lambda pair: pair[0].bucket):
-        members = list(group)
-        last = members[-1][0]
-        # Pinned, the GPU writes into it by itself: one copy, and this thread gathers the next tensor meanwhile.
-        cuda = world.device.type == "cuda"
-        memory = torch.empty(
-            last.offset + last.nbytes if world.is_main else 0, dtype=torch.uint8, pin_memory=cuda
-        )
-        for spec, weight in members:
-            full = weight.whole(kind)
-            if world.is_main:
-                flat = full.contiguous().view(-1).view(torch.uint8)
-                memory[spec.offset : spec.offset + spec.nbytes].copy_(flat, non_blocking=cuda)
-        if cuda:
-            torch.cuda.current_stream(world.device).synchronize()
-        bucket = memory.numpy()
-        if world.is_main:
-            tensor_hashes += [
-                xxhash.xxh3_64_intdigest(bucket[spec.offset : spec.offset + spec.nbytes].data)
-                for spec, _ in members
-            ]
-        bucket.flags.writeable = False
-        sizes.append(bucket.nbytes)
-        hashes.append(xxhash.xxh3_128_hexdigest(bucket.data))
-        if keep:
-            buckets.append(bucket)
+    hashed: list[_Hashed] = []
+    with ThreadPoolExecutor(1, thread_name_prefix="snapshot") as hasher:
+        under_way: list[Future[_Hashed]] = []
+        for _, group in itertools.groupby(placed, key=lambda pair: pair[0].bucket):
+            members = list(group)
+            memory, copied = _gathered(members, kind, world)
+            hashed += [before.result() for before in under_way]  # so that no third one is begun
+            under_way = [hasher.submit(_hashed, [s for s, _ in members], memory, copied, keep)]
+        hashed += [before.result() for before in under_way]
     if not world.is_main:
         return None
     manifest = WeightManifest(
         run=run,
         version=version,
         tensors=tuple(specs),
-        bucket_bytes=tuple(sizes),
-        bucket_hashes=tuple(hashes),
-        tensor_hashes=tuple(tensor_hashes),
+        bucket_bytes=tuple(each.nbytes for each in hashed),
+        bucket_hashes=tuple(each.digest for each in hashed),
+        tensor_hashes=tuple(digest for each in hashed for digest in each.tensors),
     )
-    return Snapshot(manifest, tuple(buckets))
+    return Snapshot(manifest, tuple(each.bucket for each in hashed))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Hashed:
+    """A bucket; empty where it is not kept, or on another rank than the first."""
+
+    bucket: Uint8
+    nbytes: int
+    digest: str
+    tensors: list[int]
+
+
+def _gathered(
+    members: Sequence[tuple[TensorSpec, Published]], kind: torch.dtype, world: World
+) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """The bytes of a bucket on rank 0, and what is reached when they are there."""
+    last, cuda = members[-1][0], world.device.type == "cuda"
+    # Pinned, the GPU writes into it by itself: one copy, and this thread gathers the next tensor meanwhile.
+    memory = torch.empty(
+        last.offset + last.nbytes if world.is_main else 0, dtype=torch.uint8, pin_memory=cuda
+    )
+    for spec, weight in members:
+        full = weight.whole(kind)
+        if world.is_main:
+            flat = full.contiguous().view(-1).view(torch.uint8)
+            memory[spec.offset : spec.offset + spec.nbytes].copy_(flat, non_blocking=cuda)
+    if not cuda:
+        return memory, None
+    copied: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+    return memory, copied
+
+
+def _hashed(
+    specs: Sequence[TensorSpec], memory: torch.Tensor, copied: torch.cuda.Event | None, keep: bool
+) -> _Hashed:
+    """On a thread of its own, beside the gather of the next bucket."""
+    if copied is not None:
+        copied.synchronize()
+    bucket = memory.numpy()
+    bucket.flags.writeable = False
+    if not len(bucket):
+        return _Hashed(bucket, 0, "", [])
+    parts = (bucket[spec.offset : spec.offset + spec.nbytes] for spec in specs)
+    return _Hashed(
+        bucket=bucket if keep else bucket[:0].copy(),
+        nbytes=bucket.nbytes,
+        digest=xxhash.xxh3_128_hexdigest(bucket.data),
+        tensors=[xxhash.xxh3_64_intdigest(part.data) for part in parts],
+    )
 
 
 def layout(
