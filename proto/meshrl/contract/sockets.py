@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import socket
+import struct
 from urllib.parse import urlsplit
+
+SIOCGIFADDR = 0x8915
+"""Asks Linux for the address of an interface."""
 
 
 def listen_fd(host: str, port: int = 0) -> tuple[int, int]:
@@ -27,6 +32,27 @@ def listen_fd(host: str, port: int = 0) -> tuple[int, int]:
 def loopback_interface() -> str:
     """The name of the interface of 127.0.0.1: `lo` on Linux, `lo0` on macOS."""
     return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+def interface_towards(host: str) -> str | None:
+    """The name of the interface through which this machine reaches `host`, itself included; None where none is known.
+
+    Linux, and IPv4 only.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            own = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                try:
+                    found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                except OSError:  # it has no address
+                    continue
+                if socket.inet_ntoa(found[20:24]) == own:
+                    return name
+    except OSError:
+        pass
+    return None
 
 
 def is_loopback(host: str) -> bool:

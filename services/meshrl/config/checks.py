@@ -115,8 +115,8 @@ def _experts(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     named = (config.get(f"{kind}_experts") for kind in ("num", "num_local", "n_routed"))
     experts = next((number for number in named if isinstance(number, int)), None)
     path = ("trainer", "parallel", "expert")
-    if recipe.trainer.nproc % ranks:
-        yield path, f"{key}: {ranks} does not divide trainer.nproc, {recipe.trainer.nproc}"
+    if recipe.trainer.ranks % ranks:
+        yield path, f"{key}: {ranks} does not divide {_ranks(recipe)}"
     elif config and experts is None:
         yield path, f"{key}: {recipe.model.path} has no experts; want 1"
     elif experts is not None and experts % ranks:
@@ -126,6 +126,12 @@ def _experts(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
             ("model", "use_torch_compile"),
             f"model.use_torch_compile: layers are not compiled with {key}; want false, or 1 there",
         )
+
+
+def _ranks(recipe: Recipe) -> str:
+    trainer = recipe.trainer
+    machines = f" * trainer.nnodes, {trainer.ranks}" if trainer.nnodes > 1 else f", {trainer.nproc}"
+    return f"trainer.nproc{machines}"
 
 
 def _sizes(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
@@ -143,11 +149,11 @@ def _sizes(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
             f"actor.ppo_max_token_len_per_gpu: {actor.ppo_max_token_len_per_gpu} is less than one row "
             f"may have, {longest} (data.max_prompt_length + data.max_response_length)",
         )
-    shared, ranks = recipe.model.ulysses_sequence_parallel_size, recipe.trainer.nproc
-    if ranks % shared:
+    shared = recipe.model.ulysses_sequence_parallel_size
+    if recipe.trainer.ranks % shared:
         yield (
             ("model", "ulysses_sequence_parallel_size"),
-            f"model.ulysses_sequence_parallel_size: {shared} does not divide trainer.nproc, {ranks}",
+            f"model.ulysses_sequence_parallel_size: {shared} does not divide {_ranks(recipe)}",
         )
     if recipe.trainer.profile == "nsys" and not machine.gpus:
         yield (

@@ -3,8 +3,8 @@
     recipe.placement + hosts with GPUs ──place──▶ Placement ──share──▶ CUDA_VISIBLE_DEVICES and the like, by service
 
 A pure function of both: `up`, `serve` on each machine and `config check` find the same. The trainer's GPUs are the
-first ones of the first host; the reference has the one behind them; rollout workers have the last ones of that host
-and all of the others. A machine without GPUs has no placement.
+first ones of the first host, or of the first `trainer.nnodes`; the reference has the one behind them on the first;
+rollout workers have what is left there, and all of the other hosts. A machine without GPUs has no placement.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class Placement:
         at, recipe = "placement.colocate: time_sliced", self.recipe
         if recipe.rollout.name not in ENGINES:
             yield f"{at}, and rollout.name is {recipe.rollout.name}; want one of {', '.join(ENGINES)}"
-        if recipe.trainer.nproc > 1:
-            yield f"{at}, and the trainer has {recipe.trainer.nproc} ranks; want 1"
+        if recipe.trainer.ranks > 1:
+            yield f"{at}, and the trainer has {recipe.trainer.ranks} ranks; want 1"
             return
         if recipe.weights.carrier in ("nccl", "cuda_ipc"):
             yield (
@@ -191,7 +191,10 @@ class Placement:
 
 
 def hosts_of(recipe: Recipe, machine: ThisMachine) -> tuple[Host, ...]:
-    """The hosts that the recipe names, else the machine; those without GPUs are left out."""
+    """The hosts that the recipe names, else the machine, and as many like it as the trainer has machines.
+
+    Those without GPUs are left out.
+    """
     here = machine.devices
     if recipe.placement.machines:
         like = here[0] if here else Gpu(id="0")
@@ -205,7 +208,9 @@ def hosts_of(recipe: Recipe, machine: ThisMachine) -> tuple[Host, ...]:
         return tuple(named)
     if not here:
         return ()
-    return (Host(name=socket.gethostname(), gpus=here, bus_order=machine.bus_order),)
+    name = socket.gethostname()
+    more = (f"{name} + {node}" for node in range(1, recipe.trainer.nnodes))
+    return tuple(Host(name=n, gpus=here, bus_order=machine.bus_order) for n in (name, *more))
 
 
 def place(recipe: Recipe, machine: ThisMachine) -> Placement:
@@ -239,7 +244,13 @@ class _Division:
         self.reference_model = reference_model
         self.asked = recipe.placement
         self.memory = min(gpu.memory for host in hosts for gpu in host.gpus)
-        self.first = len(self.hosts[0].gpus)
+        self.nodes = recipe.trainer.nnodes
+        if self.nodes > len(self.hosts):
+            raise ConfigError(
+                f"trainer.nnodes: {self.nodes} machines, and placement.machines has {len(self.hosts)}"
+            )
+        self.first = min(len(host.gpus) for host in self.hosts[: self.nodes])
+        """GPUs of each of the trainer's hosts."""
         self.total = sum(len(host.gpus) for host in self.hosts)
         self.on_cuda = recipe.trainer.device != "cpu"
 
@@ -249,13 +260,15 @@ class _Division:
         colocate = self._colocate(per_worker)
         beside = 1 if self._own_reference_gpu() and not colocate else 0
         ranks = self._trainer_gpus(per_worker, beside, colocate)
-        blocks = list(self._blocks(per_worker, 0 if colocate else ranks + beside))
+        blocks = list(self._blocks(per_worker, 0 if colocate else ranks, beside))
         workers = self._workers(per_worker, blocks, ranks)
         decided = _decided(self.recipe, ranks if self.on_cuda else 0, workers)
         chosen: dict[str, tuple[Host, tuple[Gpu, ...]]] = {}
         first = self.hosts[0]
         if ranks or not self.on_cuda or self.asked.trainer == 0:
             chosen["trainer"] = (first, first.gpus[:ranks])
+            for node, host in enumerate(self.hosts[1 : self.nodes], 1):
+                chosen[f"trainer-{node}"] = (host, host.gpus[:ranks])
         if needs_reference(self.recipe):
             on = self.on_cuda and self.asked.reference != 0
             index = ranks if beside else max(0, ranks - 1)
@@ -302,7 +315,7 @@ class _Division:
         return self.asked.reference == 1 or self.first >= SPLIT_FROM
 
     def _trainer_gpus(self, per_worker: int, beside: int, colocate: bool) -> int:
-        """GPUs of the trainer, one rank on each."""
+        """GPUs of the trainer on each of its hosts, one rank on each."""
         named = self.recipe.trainer.nproc if names(self.recipe.trainer, "nproc") else None
         asked = None if self.asked.trainer == "auto" else self.asked.trainer
         if not self.on_cuda or asked == 0:
@@ -327,7 +340,9 @@ class _Division:
     def _auto_trainer(self, per_worker: int, room: int, colocate: bool) -> int:
         shared = self.recipe.model.ulysses_sequence_parallel_size
         elsewhere = (
-            sum(len(host.gpus) // per_worker for host in self.hosts[1:]) if per_worker else 0
+            sum(len(host.gpus) // per_worker for host in self.hosts[self.nodes :])
+            if per_worker
+            else 0
         )
         if colocate or not per_worker:
             most = room
@@ -337,31 +352,36 @@ class _Division:
             most = room if elsewhere else room - per_worker
         if per_worker and not colocate:
             # Half of all: sampling and learning take about as long for answers of some thousand tokens.
-            most = min(most, max(self._least_trainer(), self.total // 2))
-        if most < shared:
+            most = min(most, max(self._least_trainer(), self.total // 2 // self.nodes))
+        while most > 0 and most * self.nodes % shared:
+            most -= 1
+        if most <= 0:
             raise ConfigError(
                 f"placement: {_gpus(self.total)} do not suffice for a trainer of at least {shared}"
                 f" and {_workers_text(self.recipe, per_worker)} beside it; want fewer of them, or"
                 " placement.colocate=true",
             )
-        return most // shared * shared
+        return most
 
     def _least_trainer(self) -> int:
         """The fewest GPUs over which the trainer's state fits; 1 where that cannot be told."""
         if self.model is None or not self.memory:
             return 1
         needs = (
-            (gpus, memory.trainer_need(self.recipe, self.model, gpus).total)
+            (gpus, memory.trainer_need(self.recipe, self.model, gpus * self.nodes).total)
             for gpus in range(1, self.first + 1)
         )
         return next((gpus for gpus, need in needs if need <= USABLE * self.memory), self.first)
 
-    def _blocks(self, per_worker: int, taken: int) -> Iterator[tuple[Host, tuple[Gpu, ...]]]:
-        """Places for rollout workers; `taken` GPUs of the first host are not for them."""
+    def _blocks(
+        self, per_worker: int, taken: int, beside: int
+    ) -> Iterator[tuple[Host, tuple[Gpu, ...]]]:
+        """Places for rollout workers: not on `taken` GPUs of the trainer's hosts, and `beside` more of the first."""
         if not per_worker:
             return
-        for host in self.hosts:
-            start = taken if host is self.hosts[0] else 0
+        for index, host in enumerate(self.hosts):
+            start = taken if index < self.nodes else 0
+            start += beside if index == 0 else 0
             for at in range(start, len(host.gpus) - per_worker + 1, per_worker):
                 yield host, host.gpus[at : at + per_worker]
 
@@ -390,13 +410,14 @@ class _Division:
         """Memory and ports of every chosen place."""
         needs = {name: self._need(recipe, name, ranks, per_worker) for name in chosen}
         places: dict[str, Place] = {}
-        for index, (name, (host, gpus)) in enumerate(chosen.items()):
+        order = {name: int(name == "reference" and "trainer" in chosen) for name in chosen}
+        for name, (host, gpus) in chosen.items():
             beside = [
                 other
                 for other, (there, theirs) in chosen.items()
                 if other != name and there is host and set(gpus) & set(theirs)
             ]
-            number = FIRST_WORKER + _number(name) if name.startswith("rollout-") else index
+            number = FIRST_WORKER + _number(name) if name.startswith("rollout-") else order[name]
             places[name] = Place(
                 service=name,
                 host=host,
@@ -421,7 +442,7 @@ class _Division:
         if model is None:
             return None
         if kind == "trainer":
-            return memory.trainer_need(recipe, model, max(1, ranks))
+            return memory.trainer_need(recipe, model, max(1, ranks * self.nodes))
         if kind == "reference":
             return memory.reference_need(recipe, model)
         return memory.engine_need(recipe, model, max(1, per_worker))

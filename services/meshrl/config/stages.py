@@ -52,6 +52,10 @@ def _start_s(recipe: Recipe) -> float:
     return 300.0
 
 
+def _one_machine(recipe: Recipe) -> int:
+    return 1
+
+
 def loads_a_model(recipe: Recipe) -> float:
     """Reading a large checkpoint, from a network disk at worst, and the first compilation."""
     return LONGEST_LOAD_S
@@ -76,6 +80,8 @@ class ServiceKind:
     """Of a stage. Fixed columns are those of the training run; an evaluation does not have the stage."""
     count: Callable[[Recipe], int | None] = _one
     """How many processes, named `<kind>-0` and so on; None is one process, named as its kind."""
+    machines: Callable[[Recipe], int] = _one_machine
+    """On how many machines one process is continued: the others' parts are named `<kind>-1` and so on."""
     needs_torch: Callable[[Recipe], bool] = _never
     """Whether it imports torch, which `up` then imports for all such services at once."""
     ready_s: Callable[[Recipe], float] = _start_s
@@ -179,7 +185,9 @@ def _services(recipe: Recipe) -> Iterator[MeshService]:
         if rules.columns is not None and rules.columns_of(recipe, evaluation=False) is None:
             continue
         count = recipe.stages[kind].workers if kind in recipe.stages else rules.count(recipe)
-        names = [kind] if count is None else [f"{kind}-{index}" for index in range(count)]
+        names = [f"{kind}-{index}" for index in range(count or rules.machines(recipe))]
+        if count is None:
+            names[0] = kind
         yield from (MeshService(name=name, kind=kind, rules=rules) for name in names)
 
 

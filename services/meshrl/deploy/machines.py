@@ -1,7 +1,7 @@
 """The machines of one `up`: which service runs on which, and the command that starts it there.
 
 Rollout workers run where the placement has GPUs for them; those without GPUs on all machines but the first, in turn,
-if there are others. Everything else runs on the first machine.
+if there are others. The trainer runs on the first ones, everything else on the first.
 """
 
 from __future__ import annotations
@@ -49,12 +49,17 @@ class Machines:
         """The recipe with the address at which workers find the trainer, unless it names one.
 
         Raises:
-            ConfigError: `placement.machines` names others.
+            ConfigError: `placement.machines` names others; the trainer has more machines than there are.
         """
         placed = tuple(recipe.placement.machines)
         if placed and placed != self.names:
             raise ConfigError(
                 f"placement.machines: {', '.join(placed)}; want those of --machines, in this order:"
+                f" {', '.join(self.names)}"
+            )
+        if recipe.trainer.nnodes > len(self.names):
+            raise ConfigError(
+                f"trainer.nnodes: {recipe.trainer.nnodes}, and there are {len(self.names)} machines:"
                 f" {', '.join(self.names)}"
             )
         if len(self.names) == 1 or names(recipe.weights, "host"):
@@ -67,6 +72,8 @@ class Machines:
         place = placement.places.get(service) if placement is not None else None
         if place is not None and place.host.name in self.names:
             return place.host.name
+        if kind == "trainer" and service != kind:
+            return self.names[int(service.rpartition("-")[2])]
         if kind != "rollout" or (placement is not None and placement.worker_gpus):
             return self.names[0]
         others = self.names[1:] or self.names

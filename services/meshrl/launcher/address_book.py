@@ -53,10 +53,16 @@ class AddressBook:
         return self.services[name].address
 
     def peers(self) -> Mapping[str, str]:
-        """Where each kind is: the addresses of its services in order, separated by commas."""
+        """Where each kind is: the addresses of its services in order, separated by commas.
+
+        One that is named as its kind speaks for all: the trainer on its first machine.
+        """
         kinds = dict.fromkeys(entry.kind for entry in self.services.values())
         return {
-            kind: ",".join(entry.address for entry in self.of_kind(kind).values()) for kind in kinds
+            kind: self.services[kind].address
+            if kind in self.services
+            else ",".join(entry.address for entry in self.of_kind(kind).values())
+            for kind in kinds
         }
 
     def with_entry(self, name: str, entry: Entry) -> AddressBook:

@@ -76,6 +76,7 @@ class LaunchPlan:
         self.address_book = AddressBook(
             run=recipe.run.name, recipe=kept_recipe or recipe_path, services={}
         )
+        self._rendezvous = self._free() if recipe.trainer.nnodes > 1 else 0
         for name in self._services:
             self._choose(name)
         self.address_book.save(address_book_path)
@@ -155,7 +156,10 @@ class LaunchPlan:
             *("serve", service.kind, str(self._recipe_path)),
             *("--address-book", str(self._path), "--name", name),
         )
-        argv = self._command(name, service.kind, words)
+        first = name == service.kind
+        rank = "0" if first else name.rpartition("-")[2]
+        of_several = ("--node-rank", rank) if rules.machines(self._recipe) > 1 else ()
+        argv = self._command(name, service.kind, (*words, *of_several))
         return Service(
             name=name,
             argv=lambda: argv,
@@ -168,7 +172,7 @@ class LaunchPlan:
             drain_order=rules.drain_order,
             drain_s=rules.drain_s,
             finite=rules.finite,
-            leads=rules.leads,
+            leads=rules.leads and first,
             removable=rules.removable,
             fleet=service.kind if rules.removable else "",
             cannot_restart=rules.cannot_restart(self._recipe),
@@ -186,6 +190,11 @@ class LaunchPlan:
         return {
             **credentials.service_environment(self._recipe.run.path, kind),
             **(share.environment if share is not None else {}),
+            **(
+                {"MASTER_PORT": f"{self._rendezvous}"}
+                if kind == "trainer" and self._rendezvous
+                else {}
+            ),
         }
 
     def _machine_of(self, name: str, kind: str) -> str:

@@ -93,6 +93,11 @@ def up(
                 f"placement.machines: {len(recipe.placement.machines)} machines, and `up` starts services on this one"
                 " only: let --machines and --launcher reach the others, or start each service with `meshrl serve`"
             )
+        elif recipe.trainer.nnodes > 1:
+            raise UserError(
+                f"trainer.nnodes: {recipe.trainer.nnodes}, and `up` starts services on this machine only: let"
+                " --machines and --launcher reach the others, or start each service with `meshrl serve`"
+            )
         placement = place(recipe, ThisMachine())
         recipe = placement.recipe
         for line in placement.lines():

@@ -18,6 +18,8 @@ class ServiceContext:
     settings: ServerSettings
     kind: str = ""
     """The kind of service: a built-in one, or the name of a stage of the recipe."""
+    node_rank: int = 0
+    """Which machine of the service this is, of one that has several."""
     addresses: Mapping[str, str] = field(default_factory=dict)
     """Address (`host:port`) by kind of service (`queue`, `trainer`)."""
 

@@ -358,12 +358,12 @@ def logger(value: Any, given: Given) -> Answer:
 
 
 def machines(value: Any, given: Given) -> Answer:
-    """A recipe says nothing of machines."""
+    """Of the trainer; engines have GPUs of their own."""
     if value in (1, None):
         return Answer(note="one machine")
     return Answer(
-        status=Status.IGNORED,
-        note=f"the trainer's ranks are on one machine, engines on the others: meshrl slurm --nodes {value}, or"
+        settings={"trainer.nnodes": int(value)},
+        note="the trainer's machines; engines have other GPUs, of these or of more machines: meshrl slurm --nodes, or"
         " placement.machines (docs/how-to/several-machines.md)",
     )
 

@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshrl.cli.commands.serve import _node_rank
 from meshrl.config import load_recipe, train_spec
+from meshrl.contract.errors import UserError
 from meshrl.contract.types import RESCORABLE_REWARD_STAGE, ROLLOUT_STAGE, Outcome, Task, Version
 from meshrl.launcher.address_book import Entry
 from meshrl.launcher.health import is_serving
@@ -195,3 +197,24 @@ async def test_a_service_that_cannot_start_stays_where_its_supervisor_would_star
     assert process.returncode is None
     process.terminate()
     assert await process.wait() == Exit.USER_ERROR
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("trainer.nnodes=2",), "2 machines, and nothing says which one this is: want --node-rank, 0"),
+        (("trainer.nnodes=2", "--node-rank", "2"), "--node-rank: 2, and trainer.nnodes is 2: want 0 to 1"),
+        (("--node-rank", "1"), "--node-rank: 1, and trainer.nnodes is 1: want 0"),
+    ],
+)  # fmt: skip
+def test_a_machine_of_the_trainer_says_which_one_it_is(
+    tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("model: {path: small}\n")
+    given = next((int(word) for word in words if word.isdigit()), None)
+    loaded = load_recipe(path, [word for word in words if "=" in word], check=False)
+    with pytest.raises(UserError) as refused:
+        _node_rank(loaded, "trainer", given)
+    assert said in str(refused.value)
+    assert _node_rank(loaded, "feeder", given) == 0

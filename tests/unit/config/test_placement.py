@@ -379,3 +379,29 @@ def test_engines_are_told_how_many_gpus_and_how_much_of_their_memory_they_have()
         *("--nccl-port", "10063"),
     )
     assert vllm.share_arguments(None) == sglang.share_arguments(DeviceShare(devices=())) == ()
+
+
+def test_a_trainer_of_two_machines_has_as_many_gpus_on_each(tmp_path: Path) -> None:
+    nodes = "trainer.nnodes=2"
+    three = "placement.machines={a: 4, b: 4, c: 4}"
+    placement = place(recipe(tmp_path, three, nodes, WITH_REFERENCE), machine(4))
+    assert devices(placement) == {
+        **{"trainer": "a:0,1,2", "trainer-1": "b:0,1,2", "reference": "a:3", "rollout-0": "b:3"},
+        **{f"rollout-{1 + gpu}": f"c:{gpu}" for gpu in range(4)},
+    }
+    assert placement.recipe.trainer.ranks == 6
+    ports = {name: at.share.ports.start for name, at in placement.places.items()}
+    assert ports["trainer-1"] == ports["trainer"] < ports["reference"] < ports["rollout-0"]
+    placement = place(
+        recipe(tmp_path, three, nodes, "model.ulysses_sequence_parallel_size=4"), machine(4)
+    )
+    assert devices(placement)["trainer-1"] == "b:0,1"
+
+
+def test_machines_of_a_trainer_that_are_not_named_are_like_this_one(tmp_path: Path) -> None:
+    placement = place(recipe(tmp_path, "trainer.nnodes=2", "trainer.nproc=4"), machine(8))
+    assert placement.places["trainer-1"].share.devices == ("0", "1", "2", "3")
+    with pytest.raises(
+        ConfigError, match=r"trainer.nnodes: 2 machines, and placement.machines has 1"
+    ):
+        place(recipe(tmp_path, "trainer.nnodes=2", "placement.machines={a: 8}"), machine(8))

@@ -300,6 +300,10 @@ WRONG: list[tuple[str, str]] = [
         "trainer.parallel.expert: 2 does not divide trainer.nproc, 1",
     ),
     (
+        "trainer={nnodes: 3, nproc: 3, parallel: {expert: 2}}",
+        "trainer.parallel.expert: 2 does not divide trainer.nproc * trainer.nnodes, 9",
+    ),
+    (
         "model.path=gemma",
         "rollout.name: the torch engine cannot run Gemma2ForCausalLM of gemma (it runs LlamaForCausalLM,"
         " MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM;"

@@ -14,7 +14,7 @@ from meshrl.config import Recipe, load_recipe
 from meshrl.config.machine import AssumedMachine, Assumptions
 from meshrl.config.placement import place
 from meshrl.contract.device_share import DEVICES
-from meshrl.contract.errors import CapacityError, NotFoundError, UserError
+from meshrl.contract.errors import CapacityError, ConfigError, NotFoundError, UserError
 from meshrl.deploy.machines import Machines
 from meshrl.launcher.address_book import AddressBook, Entry, is_up, newest_run_dir, run_lock
 from meshrl.launcher.plan import LaunchPlan
@@ -234,6 +234,28 @@ def elsewhere(
         *(placement.recipe, *files, {}), placement=placement, machines=machines
     )
     return launch_plan, {service.name: service for service in launch_plan.services(no_probe)}
+
+
+def test_a_trainer_of_two_machines_is_started_on_the_first_two_and_found_at_the_first(
+    tmp_path: Path,
+) -> None:
+    machines = Machines(names=("n1", "n2"), launcher=LAUNCHER, program=("meshrl",))
+    launch_plan, services = elsewhere(tmp_path, machines, "trainer.nnodes=2")
+    book = launch_plan.address_book
+    assert [book.services[name].host for name in ("trainer", "trainer-1")] == ["n1", "n2"]
+    assert book.peers()["trainer"] == book.services["trainer"].address
+    assert services["trainer"].argv()[-2:] == ("--node-rank", "0")
+    assert services["trainer-1"].argv()[-2:] == ("--node-rank", "1")
+    ports = {
+        word
+        for name in ("trainer", "trainer-1")
+        for word in services[name].argv()
+        if word.startswith("MASTER_PORT=")
+    }
+    assert len(ports) == 1
+    assert [name for name, service in services.items() if service.leads] == ["trainer"]
+    with pytest.raises(ConfigError, match=r"trainer.nnodes: 3, and there are 2 machines: n1, n2"):
+        elsewhere(tmp_path, machines, "trainer.nnodes=3")
 
 
 def test_workers_without_gpus_are_shared_out_over_the_machines_behind_the_first(

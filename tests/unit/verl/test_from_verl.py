@@ -407,9 +407,11 @@ def test_another_distillation_is_refused_with_what_there_is(written: str, said: 
     assert said in refused.note
 
 
-def test_machines_are_answered_with_how_services_come_onto_them() -> None:
-    (said,) = migrate(["trainer.nnodes=2"]).of(Status.IGNORED)
-    assert "meshrl slurm --nodes 2, or placement.machines" in said.note
+def test_the_trainers_machines_are_the_trainers_and_engines_have_their_own() -> None:
+    report = migrate(["trainer.nnodes=2"])
+    (said,) = report.of(Status.MAPPED)
+    assert report.tree["trainer"]["nnodes"] == 2
+    assert "meshrl slurm --nodes, or placement.machines" in said.note
 
 
 def test_variables_of_the_chat_template_go_along() -> None:
@@ -428,10 +430,9 @@ def test_what_has_no_meaning_here_is_ignored_with_a_reason() -> None:
         f"{R}.free_cache_engine=True",
         f"{M}.use_liger=True",
         "ray_kwargs.ray_init.num_cpus=4",
-        "trainer.nnodes=2",
     ]
     ignored = migrate(words).of(Status.IGNORED)
-    assert len(ignored) == 4 and all(found.note for found in ignored)
+    assert len(ignored) == 3 and all(found.note for found in ignored)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ class ModelConfig(Config):
     """Compile each decoder layer: slow at first, faster afterwards; on a CPU this needs a C++ compiler."""
     ulysses_sequence_parallel_size: PositiveInt = 1
     """Number of ranks that share the tokens of each micro-batch, for rows too long for one device. Divides
-    `trainer.nproc` and the attention heads; RL and SFT only."""
+    the trainer's ranks and the attention heads; RL and SFT only."""
     lora_rank: NonNegativeInt = 0
     """Train low-rank adapters of this rank and leave the weights as they are; 0 trains the weights. A critic is
     trained whole."""
@@ -506,7 +506,7 @@ class ParallelConfig(Config):
 
     expert: PositiveInt = 1
     """Number of ranks that share the experts of each layer: whole experts on each, to which tokens travel. Divides
-    `trainer.nproc` and the number of experts; needs transformers 5.23."""
+    the trainer's ranks and the number of experts; needs transformers 5.23."""
 
 
 class TrainerConfig(Config):
@@ -516,7 +516,12 @@ class TrainerConfig(Config):
     """None: as many as `total_epochs` of the data give."""
     total_epochs: PositiveInt = 1
     nproc: PositiveInt = 1
-    """Trainer ranks on this machine (gloo on CPU, NCCL on GPUs)."""
+    """Trainer ranks on each of its machines (gloo on CPU, NCCL on GPUs)."""
+    nnodes: PositiveInt = 1
+    """Machines of the trainer, which share `default_local_dir` (docs/how-to/several-machines.md)."""
+    peer_timeout_s: PositiveFloat = 60.0
+    """Of several machines, one that says nothing for so long counts as lost: the others' ranks end, to be started
+    again from the last checkpoint."""
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     save_freq: int = -1
@@ -552,6 +557,11 @@ class TrainerConfig(Config):
     """Steps, from 0."""
     take_wait_s: PositiveFloat = 30.0
     """Length of one wait for a batch, in seconds; then the trainer logs what blocks and waits again."""
+
+    @property
+    def ranks(self) -> int:
+        """Of all its machines."""
+        return self.nnodes * self.nproc
 
     @property
     def log_share(self) -> float:

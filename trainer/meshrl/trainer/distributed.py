@@ -22,8 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import ConfigError, InfraError
-from meshrl.contract.sockets import is_loopback, listen_fd, loopback_interface
+from meshrl.contract.sockets import interface_towards, is_loopback, listen_fd, loopback_interface
+from meshrl.trainer import peers
 from meshrl.trainer.model.sequence_parallel import SequenceGroup
+from meshrl.trainer.peers import Peers, Seat
 
 _Item = TypeVar("_Item", bound=np.generic)
 
@@ -63,6 +65,8 @@ class World:
     """The ranks that forward the same rows, each a part of their tokens."""
     experts: DeviceMesh | None = None
     """[`efsdp`, `ep`], of all ranks: those of the second dimension share the experts out among them."""
+    peers: Peers | None = None
+    """The other machines; None where there are none, or torchrun watches over them."""
 
     @classmethod
     def start(
@@ -71,6 +75,7 @@ class World:
         *,
         sequence_parallel: int = 1,
         expert_parallel: int = 1,
+        peer_timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> World:
         """Join the group that torchrun's variables name, or be a world of one.
 
@@ -78,9 +83,11 @@ class World:
             device: Where to compute.
             sequence_parallel: Ranks that share each micro-batch, token by token; neighbours by rank.
             expert_parallel: Ranks that share the experts of a layer; neighbours by rank.
+            peer_timeout_s: How long another machine may be silent; then this process ends.
 
         Raises:
             ConfigError: CUDA was asked for and there is none; ranks cannot be put into groups of that size.
+            InfraError: not all ranks came.
         """
         kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         if kind == "cuda" and not torch.cuda.is_available():
@@ -89,9 +96,10 @@ class World:
             )
         if kind == "cuda":
             prepare_cuda()
-        owns_group = not dist.is_initialized()
+        owns_group, others = not dist.is_initialized(), None
         if owns_group:
-            _init_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+            backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+            others = _init_group(backend, peer_timeout_s)
         place = torch.device(kind)
         if kind == "cuda":
             place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -104,6 +112,7 @@ class World:
             owns_group=owns_group,
             sequence=_sequence_group(kind, sequence_parallel),
             experts=_split_mesh(kind, expert_parallel, ("efsdp", "ep"), "trainer.parallel.expert"),
+            peers=others,
         )
 
     @property
@@ -250,26 +259,64 @@ def lost_peer(error: RuntimeError) -> str | None:
     return f"rank {dist.get_rank()} of {dist.get_world_size()}: a peer rank is gone ({reason})"
 
 
-def _init_group(backend: str) -> None:
+def _init_group(backend: str, peer_timeout_s: float) -> Peers | None:
+    """Join the ranks; returns the other machines, if there are others and torchrun does not watch them."""
     timeout = timedelta(seconds=CONTROL_TIMEOUT_S)
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     if size == 1 or is_loopback(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    elif interface := interface_towards(address):
+        # gloo would take the address of this machine's name, which is often a loopback one.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     store: Any
+    others = None
     if size == 1:
         # A world of one needs no port: the store lives in this process.
         rank, store = 0, dist.HashStore()  # type: ignore[attr-defined]
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         dist.init_process_group(backend, timeout=timeout)  # torchrun has the store
-        return
+        return None
     else:
-        store = _store(address, int(os.environ["MASTER_PORT"]), rank, size, timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        port, seat = int(os.environ["MASTER_PORT"]), Seat.of(os.environ)
+        store = _store(address, port, seat, size, timeout)
+        if seat.machines > 1:
+            others = Peers(store, seat, peer_timeout_s)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except RuntimeError as error:
+        if size == 1:
+            raise
+        reason = str(error).splitlines()[0]
+        raise InfraError(
+            f"rank {rank} of {size}: the ranks did not meet at {address} ({reason})"
+        ) from error
+    return others
 
 
-def _store(address: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
+def _store(address: str, port: int, seat: Seat, size: int, timeout: timedelta) -> Any:
     """Rank 0 listens at the address that the others were given, and nowhere else."""
+    if seat.machines == 1:
+        return _open_store(address, port, seat.rank, size, timeout)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        if seat.rank:
+            peers.until_listening(address, port, deadline)
+        try:
+            store = _open_store(address, port, seat.rank, None, timeout)
+            if peers.came(store, seat):
+                return store
+        except RuntimeError as error:  # rank 0 has ended meanwhile
+            if time.monotonic() > deadline:
+                raise InfraError(
+                    f"rank {seat.rank} did not join {address}:{port}: {error}"
+                ) from error
+            continue
+        peers.until_gone(store, deadline)
+
+
+def _open_store(address: str, port: int, rank: int, size: int | None, timeout: timedelta) -> Any:
+    """Torch's store; with `size`, once so many ranks have connected."""
     descriptor = None
     if rank == 0:
         try:
@@ -279,5 +326,9 @@ def _store(address: str, port: int, rank: int, size: int, timeout: timedelta) ->
                 f"MASTER_ADDR={address}, MASTER_PORT={port}: rank 0 cannot listen there ({error})"
             ) from error
     return dist.TCPStore(  # type: ignore[attr-defined]
-        *(address, port, size), is_master=rank == 0, timeout=timeout, master_listen_fd=descriptor
+        *(address, port, size),
+        is_master=rank == 0,
+        timeout=timeout,
+        wait_for_workers=size is not None,
+        master_listen_fd=descriptor,
     )

@@ -59,6 +59,12 @@ log = logging.getLogger(__name__)
     "--reward", envvar="MESHRL_REWARD", metavar="HOST:PORT", help="Where the reward service is."
 )
 @click.option(
+    "--node-rank",
+    envvar=["MESHRL_NODE_RANK", "NODE_RANK", "JOB_COMPLETION_INDEX", "SLURM_NODEID"],
+    type=click.IntRange(min=0),
+    help="Which of the trainer's machines this is, from 0 to trainer.nnodes - 1.",
+)
+@click.option(
     "--address-book",
     envvar="MESHRL_ADDRESS_BOOK",
     type=PATH,
@@ -125,8 +131,11 @@ def _serve(service: str, recipe: Path, overrides: tuple[str, ...], options: dict
         stream=sys.stderr,
     )
     loaded = load_recipe(recipe, overrides, sections=partial(_sections, service))
-    name = options["name"] or service
-    loaded = take_share(loaded, service, name, ThisMachine(), os.environ)
+    node_rank = _node_rank(loaded, service, options["node_rank"])
+    placed = f"{service}-{node_rank}" if node_rank else service
+    name = options["name"] or placed
+    placed = placed if service == "trainer" else name
+    loaded = take_share(loaded, service, placed, ThisMachine(), os.environ)
     # The runtime is imported here, not above: with it comes gRPC, which `--help` can do without.
     from meshrl.rpc import credentials, tls
     from meshrl.rpc.runtime import ServerSettings, run_service
@@ -149,8 +158,9 @@ def _serve(service: str, recipe: Path, overrides: tuple[str, ...], options: dict
         own = address_book.services.get(name)
         if own is not None:
             host, port, metrics_port = own.host, own.port, own.metrics_port
+    listens = os.environ.get("RANK", "0") == "0"  # of a trainer's ranks, the first one alone
     for wanted in (port, metrics_port):
-        if is_taken(host, wanted):
+        if listens and is_taken(host, wanted):
             click.echo(
                 f"error: {name} cannot listen on {host}:{wanted}: the port is in use", err=True
             )
@@ -170,8 +180,32 @@ def _serve(service: str, recipe: Path, overrides: tuple[str, ...], options: dict
         loaded.run.path / tracing.FOLDER, name, loaded.run.trace, otlp=loaded.run.trace_otlp
     )
     run = plugins.load(SERVICES, module_of(loaded, service), "run")
-    context = ServiceContext(name=name, kind=service, settings=settings, addresses=peers)
+    context = ServiceContext(
+        name=name, kind=service, settings=settings, node_rank=node_rank, addresses=peers
+    )
     return run_service(lambda: run(loaded, context))
+
+
+def _node_rank(recipe: Recipe, service: str, given: int | None) -> int:
+    """Which of the service's machines this is. Raises UserError where nobody says so, or it has no such one."""
+    nodes = service_kind(recipe, service).machines(recipe)
+    if service != "trainer":
+        return 0
+    if "RANK" in os.environ:  # of torchrun, or of another `serve`
+        return int(os.environ.get("GROUP_RANK", "0")) if nodes > 1 else 0
+    if given is None and nodes == 1:
+        return 0
+    if given is None:
+        raise UserError(
+            f"trainer.nnodes: {nodes} machines, and nothing says which one this is: want --node-rank,"
+            f" 0 to {nodes - 1}"
+        )
+    if given >= nodes:
+        raise UserError(
+            f"--node-rank: {given}, and trainer.nnodes is {nodes}: want 0"
+            + (f" to {nodes - 1}" if nodes > 1 else "")
+        )
+    return given
 
 
 def take_share(

@@ -2,10 +2,15 @@
 
     serve trainer ──┬──▶ rank 0 ◀── SIGTERM (it tells the others in their next collective)
                     └──▶ rank 1 … N-1
+    serve trainer --node-rank 1 ───▶ rank N … 2N-1, which meet rank 0 on the first machine
+
+A signal to another machine than the first ends its ranks until they have met, and waits for rank 0's end afterwards.
+When a rank of any machine ends, those of all do, each machine's `serve` with them: whatever started them starts them
+again.
 
 A launcher of our own rather than torchrun: torchrun turns every exit code into 1, prints a page for a one-line
 mistake, and kills ranks that drain for longer than 30 s. Its variables are the same, so ranks may also be started
-by torchrun, on several machines.
+by torchrun.
 """
 
 from __future__ import annotations
@@ -14,11 +19,39 @@ import asyncio
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from functools import partial
 
+from meshrl.config.recipe import Recipe
+from meshrl.config.weights import WeightsConfig
+from meshrl.contract.errors import UserError
+from meshrl.contract.sockets import is_loopback
 from meshrl.launcher.ports import free_port
 from meshrl.rpc import credentials
-from meshrl.rpc.parent_death import PARENT_VARIABLE
+from meshrl.rpc.parent_death import DRAIN_AT_EOF, PARENT_VARIABLE
+from meshrl.rpc.runtime import GrpcServer, ServerSettings
+from meshrl.rpc.service_context import ServiceContext
+
+MEETING_PORT = 29500
+"""torchrun's."""
+
+
+def refuse_open_weights(weights: WeightsConfig, settings: ServerSettings) -> None:
+    """Raises UserError where whoever reaches `weights.host` could take the weights, and nobody has permitted that."""
+    if weights.may_use_gloo and not is_loopback(weights.host) and not settings.allow_insecure_bind:
+        raise UserError(
+            f"weights.host {weights.host!r} can be reached from other machines, and gloo neither encrypts nor asks"
+            " who receives: set weights.carrier to delta or nccl, or allow_insecure_bind in a network that you trust"
+        )
+
+
+def refuse_open_ranks(recipe: Recipe, settings: ServerSettings) -> None:
+    """Raises UserError where gradients would travel between machines, and nobody has permitted that."""
+    if recipe.trainer.nnodes > 1 and not settings.allow_insecure_bind:
+        raise UserError(
+            f"trainer.nnodes: {recipe.trainer.nnodes} machines exchange gradients, which torch neither encrypts nor"
+            " asks who sends: want allow_insecure_bind, in a network that you trust"
+        )
 
 
 def is_rank() -> bool:
@@ -26,13 +59,35 @@ def is_rank() -> bool:
     return "RANK" in os.environ
 
 
-async def run_ranks(count: int) -> int:
-    """Run this very command `count` times, as ranks; the exit code of the first rank that failed, else 0."""
+async def run(recipe: Recipe, context: ServiceContext) -> None:
+    """Train with several ranks on this machine, until the end of the run.
+
+    Raises:
+        UserError: other machines cannot reach the first one.
+        SystemExit: with the code of the rank that failed, which has said why.
+    """
+    # Rank 0 serves; on another machine this process answers who asks whether it is there.
+    async with GrpcServer(context.settings, []) if context.node_rank else nullcontext() as server:
+        if server is not None:
+            await server.ready()
+        code = await _run_ranks(recipe, context.node_rank)
+    if code:
+        raise SystemExit(code)
+
+
+async def _run_ranks(recipe: Recipe, node: int) -> int:
+    """Run this very command `trainer.nproc` times, as the ranks of machine `node` of the trainer.
+
+    Returns the exit code of the first rank that failed, else 0. Raises UserError: see `_meeting_place`.
+    """
+    count = recipe.trainer.nproc
+    address, port = _meeting_place(recipe)
     world = {
-        "WORLD_SIZE": str(count),
+        "WORLD_SIZE": str(recipe.trainer.ranks),
         "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port("127.0.0.1")),
+        "GROUP_RANK": str(node),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
         PARENT_VARIABLE: str(os.getpid()),
     }
     ranks = [
@@ -42,7 +97,7 @@ async def run_ranks(count: int) -> int:
                 **os.environ,
                 **credentials.own_environment(),
                 **world,
-                "RANK": str(rank),
+                "RANK": str(node * count + rank),
                 "LOCAL_RANK": str(rank),
             },
         )
@@ -51,6 +106,8 @@ async def run_ranks(count: int) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, partial(_forward, ranks[0], number))
+    if node and DRAIN_AT_EOF in os.environ:
+        loop.add_reader(sys.stdin.fileno(), partial(_at_eof, ranks[0]))
     waits = {asyncio.ensure_future(rank.wait()) for rank in ranks}
     code = 0
     while waits and code == 0:
@@ -62,6 +119,32 @@ async def run_ranks(count: int) -> int:
             rank.kill()
     await asyncio.gather(*waits)
     return code if code >= 0 else 128 - code
+
+
+def _meeting_place(recipe: Recipe) -> tuple[str, int]:
+    """Where rank 0 listens for the others.
+
+    Raises:
+        UserError: other machines cannot reach it.
+    """
+    if recipe.trainer.nnodes == 1:
+        return "127.0.0.1", free_port("127.0.0.1")
+    address = os.environ.get("MASTER_ADDR", recipe.weights.host)
+    if "MASTER_ADDR" not in os.environ and (is_loopback(address) or address in ("0.0.0.0", "::")):
+        raise UserError(
+            f"trainer.nnodes: {recipe.trainer.nnodes} machines, which meet at weights.host, and that is {address}:"
+            " want the address of the first one (or MASTER_ADDR in the environment)"
+        )
+    port = os.environ.get("MASTER_PORT", str(MEETING_PORT))
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(f"MASTER_PORT: {port!r}: want a port")
+    return address, int(port)
+
+
+def _at_eof(rank: asyncio.subprocess.Process) -> None:
+    if not os.read(sys.stdin.fileno(), 4096):
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        _forward(rank, signal.SIGTERM)
 
 
 def _forward(rank: asyncio.subprocess.Process, number: signal.Signals) -> None:

@@ -24,25 +24,22 @@ from meshrl.config.recipe import (
     has_evaluation,
 )
 from meshrl.config.stages import eval_spec
-from meshrl.config.weights import WeightsConfig
 from meshrl.contract import tracing
 from meshrl.contract.device_lease import DeviceLease
-from meshrl.contract.errors import CapacityError, UserError
+from meshrl.contract.errors import CapacityError
 from meshrl.contract.ports import Queue
-from meshrl.contract.sockets import is_loopback
 from meshrl.launcher.learner import build_learner, training_steps
 from meshrl.launcher.prompts import eval_tasks
-from meshrl.launcher.services._ranks import is_rank, run_ranks
 from meshrl.launcher.stage_service import lease_device, open_run, open_runs, work_until_stopped
 from meshrl.rpc.clients.disk_full import DiskFullPolicy
 from meshrl.rpc.clients.reward import JudgeClient
 from meshrl.rpc.queue_connection import connect_mesh_queue
-from meshrl.rpc.runtime import GrpcServer, ServerSettings, Servicer
+from meshrl.rpc.runtime import GrpcServer, Servicer
 from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.trainer import TrainerServicer
 from meshrl.rpc.trainer_metrics import TrainerCollector
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
-from meshrl.trainer.checkpoint.resume import resume
+from meshrl.trainer.checkpoint.resume import require_shared, resume
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.distributed import World
 from meshrl.trainer.evaluator import Evaluator
@@ -66,31 +63,11 @@ LAST_WORD_S = 0.5
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
-    """Train until the end of the run, or until stopped; then save.
-
-    Raises:
-        UserError: see `refuse_open_weights`.
-    """
-    refuse_open_weights(recipe.weights, context.settings)
-    if recipe.trainer.nproc > 1 and not is_rank():
-        code = await run_ranks(recipe.trainer.nproc)
-        if code:
-            # The rank has printed the reason; pass its exit code on.
-            raise SystemExit(code)
-        return
+    """Train in this process, as the only rank or as one of several: see `trainer.run`."""
     with closing(lease_device(recipe)) if recipe.takes_turns else nullcontext() as lease:
         if lease is not None:
             await lease.acquire(recipe.placement.turn_wait_s)
         await _train(recipe, context, lease)
-
-
-def refuse_open_weights(weights: WeightsConfig, settings: ServerSettings) -> None:
-    """Raises UserError where whoever reaches `weights.host` could take the weights, and nobody has permitted that."""
-    if weights.may_use_gloo and not is_loopback(weights.host) and not settings.allow_insecure_bind:
-        raise UserError(
-            f"weights.host {weights.host!r} can be reached from other machines, and gloo neither encrypts nor asks"
-            " who receives: set weights.carrier to delta or nccl, or allow_insecure_bind in a network that you trust"
-        )
 
 
 async def _train(recipe: Recipe, context: ServiceContext, lease: DeviceLease | None) -> None:
@@ -99,6 +76,7 @@ async def _train(recipe: Recipe, context: ServiceContext, lease: DeviceLease | N
         recipe.trainer.device,
         sequence_parallel=recipe.model.ulysses_sequence_parallel_size,
         expert_parallel=recipe.trainer.parallel.expert,
+        peer_timeout_s=recipe.trainer.peer_timeout_s,
     )
     if not world.is_main:
         tracing.stop()  # rank 0 tells of the step
@@ -108,6 +86,7 @@ async def _train(recipe: Recipe, context: ServiceContext, lease: DeviceLease | N
         async with connect_mesh_queue(recipe, context, disk_full) as queue:
             await open_runs(queue, recipe)
             setting = await asyncio.to_thread(_setting, recipe, context)
+            await compute.run(partial(require_shared, world, setting.checkpoints))
             learner = await compute.run(partial(build_learner, recipe, setting.total_steps, world))
             state = await resume(setting, queue, learner, compute)
             if world.is_main:
@@ -119,11 +98,15 @@ async def _train(recipe: Recipe, context: ServiceContext, lease: DeviceLease | N
                     *(recipe, context, setting, state, learner, compute, queue, disk_full),
                     turns=turns,
                 )
+                if world.peers is not None:
+                    await asyncio.to_thread(world.peers.finish)
             else:
                 rewards = _rewards(recipe, queue, None)
                 await _follow(
                     Trainer(setting, state, learner, compute, queue, _Mute(), rewards=rewards)
                 )
+                if world.peers is not None:
+                    await asyncio.to_thread(world.peers.until_finished)
     finally:
         compute.close()
         world.close()

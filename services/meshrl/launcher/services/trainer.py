@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 SERVICE = ServiceKind(
     sections=("model", "algorithm", "actor", "trainer", "weights"),
+    machines=lambda recipe: recipe.trainer.nnodes,
     needs_torch=always,
     ready_s=loads_a_model,
     drain_order=0,
@@ -23,7 +24,18 @@ SERVICE = ServiceKind(
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
-    """Train until the end of the run, or until stopped; then save."""
+    """Train until the end of the run, or until stopped; then save.
+
+    Raises:
+        UserError: weights or gradients would be open to others, and nobody has permitted that.
+    """
+    from meshrl.launcher.services import _ranks
+
+    _ranks.refuse_open_weights(recipe.weights, context.settings)
+    _ranks.refuse_open_ranks(recipe, context.settings)
+    if recipe.trainer.ranks > 1 and not _ranks.is_rank():
+        await _ranks.run(recipe, context)
+        return
     from meshrl.launcher.services import _trainer
 
     await _trainer.run(recipe, context)

@@ -5,18 +5,30 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
+import time
 from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
 
 from meshrl.contract.errors import UserError
+from meshrl.contract.files import replace_file
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Json
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import Checkpoints, TrainerState
 from meshrl.trainer.compute import Compute
+from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.peers import Seat
 from meshrl.trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
+
+SHARED_S = 10.0
+"""How long a file may take to be seen on another machine."""
+LOOK_AGAIN_S = 0.5
 
 
 async def resume(
@@ -108,3 +120,35 @@ async def _acquire(
     last = next((path for _, path in checkpoints.complete(root)), None)
     again = settings.trainer.resume_mode == "auto" and last != (newest[0] if newest else None)
     return {"epoch": state.epoch, "look_again": again}
+
+
+def require_shared(world: World, folder: Path) -> None:
+    """Every rank calls this. Raises UserError, on all of them, where a machine does not see what rank 0 writes."""
+    if Seat.of(os.environ).machines == 1:
+        return
+    mark, token = folder / ".machines", uuid4().hex
+    if world.is_main:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_file(mark, token)
+        except OSError as error:
+            token = f"the folder of checkpoints cannot be written: {error}"
+    token = world.broadcast(token.encode()).decode()
+    deadline = time.monotonic() + SHARED_S
+    while " " not in token and not (seen := _reads(mark, token)) and time.monotonic() < deadline:
+        time.sleep(LOOK_AGAIN_S)
+    if " " in token:
+        raise UserError(token)
+    blind = [n for n, each in enumerate(world.all_gather(np.array([seen]))) if not each[0]]
+    if blind:
+        raise UserError(
+            f"trainer.nnodes: rank {blind[0]} does not see {folder} of rank 0: all machines of the trainer need the"
+            " same trainer.default_local_dir (or run.dir), on shared storage"
+        )
+
+
+def _reads(path: Path, text: str) -> bool:
+    try:
+        return path.read_text() == text
+    except OSError:
+        return False
