@@ -20,23 +20,23 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 LINES: Mapping[str, int] = {
-    "meshrl.trainer": 19195,
-    "meshrl.rollout": 12280,
+    "meshrl.trainer": 19400,
+    "meshrl.rollout": 12620,
     "meshrl.transferqueue": 10850,
     "meshrl.rewardd": 6790,
     "meshrl.sandbox": 1870,
     "meshrl.weights": 7480,
-    "meshrl.contract": 6325,
+    "meshrl.contract": 6460,
     "meshrl.simulation": 6240,
     "meshrl.rpc": 6050,
-    "meshrl.launcher": 4690,
+    "meshrl.launcher": 4700,
     "meshrl.testing": 3600,
     "meshrl.cli": 6155,
     "meshrl.deploy": 770,
     "meshrl.http": 3350,
-    "meshrl.verl": 3670,
+    "meshrl.verl": 3710,
     "meshrl.client": 1800,
-    "meshrl.config": 3520,
+    "meshrl.config": 3530,
     "meshrl.api": 500,
 }
 """The most lines of each package, generated code left out."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.precision import Precision, with_rounded_logprobs
+from meshrl.contract.routed_experts import RoutedExperts
 from meshrl.contract.types import (
     CONVERSATION,
     DATA_SOURCE,
@@ -21,6 +22,7 @@ from meshrl.contract.types import (
     REWARD_INPUTS,
     REWARD_TIMES,
     ROLLOUT_TIMES,
+    ROUTED_EXPERTS,
     TOKEN_REWARDS,
     Columns,
     Float32,
@@ -72,6 +74,8 @@ def rollout_write(
         "response_text": text_column(trajectory.response_text),
         "replica": text_column(trajectory.replica),
     }
+    if trajectory.routed_experts is not None:
+        columns = {**columns, ROUTED_EXPERTS: trajectory.routed_experts.column}
     facts = RowFacts(
         outcome=outcome,
         num_tokens=len(trajectory.tokens),
@@ -144,7 +148,7 @@ def parts_column(parts: Sequence[RowPart]) -> Uint8:
     return text_column(json.dumps([[part.start, list(part.anchors)] for part in parts]))
 
 
-def _column_parts(uid: Uid, column: npt.NDArray[np.uint8], tokens: int) -> tuple[RowPart, ...]:
+def column_parts(uid: Uid, column: npt.NDArray[np.uint8], tokens: int) -> tuple[RowPart, ...]:
     """The inverse of `parts_column`. Raises CorruptError."""
     try:
         found = [
@@ -223,13 +227,23 @@ def trajectory(uid: Uid, columns: Columns) -> Trajectory:
         if CONVERSATION in columns
         else (),
         data_source=column_text(columns[DATA_SOURCE]) if DATA_SOURCE in columns else "",
-        parts=_column_parts(uid, columns[PARTS], len(tokens)) if PARTS in columns else (),
+        parts=column_parts(uid, columns[PARTS], len(tokens)) if PARTS in columns else (),
+        routed_experts=_experts(uid, columns[ROUTED_EXPERTS], len(tokens))
+        if ROUTED_EXPERTS in columns
+        else None,
         replica=column_text(columns["replica"]) if "replica" in columns else "",
     )
 
 
 DAMAGED = "damaged in the store"
 """How the reason of a row begins whose payload cannot be read any more: nobody could do anything with it."""
+
+
+def _experts(uid: Uid, column: Uint8, tokens: int) -> RoutedExperts:
+    try:
+        return RoutedExperts.of(column, tokens)
+    except CorruptError as error:
+        raise CorruptError(f"row {uid}: {error}") from error
 
 
 def times_column(began: float, ended: float) -> npt.NDArray[np.float64]:

@@ -143,6 +143,9 @@ class RolloutConfig(Config):
     0: nothing is saved, and the row of a dead worker starts again."""
     breaker: CircuitBreakerConfig = CircuitBreakerConfig()
     """The circuit breaker of each worker."""
+    routing_replay: bool = False
+    """Of a mixture of experts: the engine says which experts each token went to, rows keep it, compressed, and the
+    trainer sends the tokens to the same ones (R3)."""
     deterministic: bool | None = None
     """Sample rows in sync batches, whose bits do not depend on timing; None: if `queue.max_staleness` is 0."""
     engine: dict[str, JsonValue] = Field(default_factory=dict)

@@ -82,6 +82,12 @@ def check_request(request: GenerateRequest, *, joint_cut: bool = False) -> None:
         raise UserError("an empty stop string would stop everything at once")
     if request.continued < 0:
         raise UserError(f"request {name}: continued is {request.continued}, want 0 or more")
+    if request.experts_from is not None and not 0 <= request.experts_from <= len(
+        request.prompt_ids
+    ):
+        raise UserError(
+            f"request {name}: experts from {request.experts_from} of {len(request.prompt_ids)} prompt tokens"
+        )
     if prompt < 1:
         of = f": all of it is continued ({request.continued} tokens)" if request.continued else ""
         raise UserError(f"request {name}: the prompt is empty{of}")

@@ -21,17 +21,18 @@ import asyncio
 import importlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol, Self
 
 from meshrl.contract import plugins, tracing
 from meshrl.contract.errors import ConfigError, EngineGoneError, InfraError
 from meshrl.contract.ports import Engine, Queue
-from meshrl.contract.rows import conversation_column, rollout_write, times_column
+from meshrl.contract.rows import column_parts, conversation_column, rollout_write, times_column
 from meshrl.contract.stage_worker import Failure, Returned, StageResult, StageStats, StageWorker
 from meshrl.contract.types import (
     CONVERSATION,
+    PARTS,
     ROLLOUT_STAGE,
     ROLLOUT_TIMES,
     Columns,
@@ -40,6 +41,7 @@ from meshrl.contract.types import (
 )
 from meshrl.rollout.circuit_breaker import CircuitBreaker, WatchedGenerator
 from meshrl.rollout.config import CheckpointIntervals, CircuitBreakerConfig
+from meshrl.rollout.expert_recorder import ExpertRecorder
 from meshrl.rollout.generation_checkpoint import GenerationCheckpointer, ResumableGenerator
 from meshrl.rollout.ports import (
     NO_BREAKER,
@@ -162,6 +164,7 @@ class RolloutWorker:
         serving: Callable[[], Awaitable[None]] | None = None,
         programs: ProgramCache | None = None,
         demand: Callable[[], int] | None = None,
+        routed_experts: Collection[str] = (),
     ) -> None:
         """Make a worker named `worker`, unique among the workers of the queue.
 
@@ -174,6 +177,8 @@ class RolloutWorker:
 
         `checkpoint` says how often running responses are saved; None: never. Deterministic runs never save them: a
         row that begins again has the same bits. Responses more than `max_staleness` versions old are not continued.
+
+        `routed_experts` are the runs whose rows keep the experts of their tokens.
 
         Raises:
             ConfigError: `deterministic` with an engine that cannot start requests together, or with `demand`.
@@ -190,6 +195,7 @@ class RolloutWorker:
             )
         self._engine = engine
         self._sleeper = engine if isinstance(engine, SleepingEngine) else None
+        self._routed_experts = frozenset(routed_experts)
         self._programs = programs or ProgramCache()
         self._demand = demand
         self._tokenizer = tokenizer
@@ -318,7 +324,9 @@ class RolloutWorker:
         async def member(index: int, row: LeasedRow) -> StageResult:
             try:
                 with tracing.row_span(ROLLOUT_STAGE.name, row.uid, delivery=row.delivery):
-                    return await self._rollout(row, batch.generator(index))
+                    generator = batch.generator(index)
+                    recorder = self._recorder(row, generator)
+                    return await self._rollout(row, recorder or generator, recorder)
             finally:
                 batch.leave(index)
 
@@ -340,12 +348,14 @@ class RolloutWorker:
 
     async def _one(self, row: LeasedRow, breaker: CircuitBreaker) -> StageResult:
         """One row, saved while it runs; a fault that the breaker attributes to the engine is no attempt."""
+        recorder = self._recorder(row, self._engine)
         # With each request the engine knows more about lengths, and its capacity may grow.
-        watched = WatchedGenerator(self._engine, breaker, started=self._loop.wake)
+        watched = WatchedGenerator(recorder or self._engine, breaker, started=self._loop.wake)
         if self.checkpointer is None:
-            result = await self._rollout(row, watched)
+            result = await self._rollout(row, watched, recorder)
         else:
-            result = await self._rollout(row, ResumableGenerator(watched, self.checkpointer, row))
+            resumable = ResumableGenerator(watched, self.checkpointer, row)
+            result = await self._rollout(row, resumable, recorder)
             # Not when it was cancelled: tokens that are not saved yet stay recorded for the flush.
             self.checkpointer.end(row)
         fault = isinstance(result, Failure) and result.outcome is Outcome.INFRA_FAULT
@@ -353,7 +363,12 @@ class RolloutWorker:
             return Returned(uid=row.uid)
         return result
 
-    async def _rollout(self, row: LeasedRow, engine: Generator) -> StageResult:
+    def _recorder(self, row: LeasedRow, engine: Generator) -> ExpertRecorder | None:
+        return ExpertRecorder(engine) if row.uid.run in self._routed_experts else None
+
+    async def _rollout(
+        self, row: LeasedRow, engine: Generator, recorder: ExpertRecorder | None = None
+    ) -> StageResult:
         """One row to its end: its columns, or how it failed."""
         began = time.time()
         deadline = asyncio.timeout(row.task.deadline_s)
@@ -381,6 +396,14 @@ class RolloutWorker:
             reason = f"finish reason {rollout.finish_reason!r}"
             return Failure(uid=row.uid, outcome=rollout.outcome, reason=reason)
         trajectory = replace(rollout.trajectory, replica=self._name)
+        if recorder is not None:
+            tokens, starts = trajectory.tokens, [0]
+            if PARTS in rollout.columns:
+                parts = column_parts(row.uid, rollout.columns[PARTS], len(tokens))
+                starts = [part.start for part in parts]
+            # Megabytes of a long row: not on the thread that all rows share.
+            experts = await asyncio.to_thread(recorder.column, tokens, starts)
+            trajectory = replace(trajectory, routed_experts=experts)
         written = rollout_write(
             trajectory, rollout.outcome, rollout.finish_reason, self._engine.version
         )

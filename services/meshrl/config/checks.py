@@ -30,6 +30,7 @@ def cross_checks(recipe: Recipe, machine: ThisMachine | None = None) -> Iterator
         file_checks(recipe, machine),
         _sizes(recipe, machine),
         _experts(recipe, machine),
+        _routing_replay(recipe, machine),
         plugin_checks(recipe, machine),
         _algorithm(recipe),
         _providers(recipe, machine),
@@ -105,6 +106,17 @@ def _placement(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     except ConfigError as error:
         problems = [str(error)]
     yield from ((("placement",), problem) for problem in problems)
+
+
+def _routing_replay(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
+    config = machine.json(recipe.model.path / "config.json")
+    text = config.get("text_config") or config
+    if recipe.rollout.routing_replay and config and not text.get("num_experts_per_tok"):
+        key = "rollout.routing_replay"
+        yield (
+            ("rollout", "routing_replay"),
+            f"{key}: {recipe.model.path} has no experts; want false",
+        )
 
 
 def _experts(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:

@@ -91,7 +91,7 @@ def load_recipe(
     if isinstance(run, dict) and not run.get("name"):
         run["name"] = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "run"
     machine = machine or ThisMachine()
-    written = written.with_algorithm()
+    written = written.with_algorithm().with_correction()
     recipe = with_device_defaults(written.as_config(Recipe), machine)
     checked = sections(recipe) if callable(sections) else sections
     local = with_local_paths(written.tree, written.origins, machine, checked) if hub else {}
@@ -143,7 +143,13 @@ class Written:
             under = recipe_defaults.defaults(name)
         except ConfigError as error:
             raise ConfigError(f"{origin_of(self.origins, at)}: algorithm.name: {error}") from error
-        origin = f"algorithm.name: {name}"
+        return self._over(under, f"algorithm.name: {name}")
+
+    def with_correction(self) -> Written:
+        """The same with what engines with weights of few bits need, where nothing else is written."""
+        return self._over(recipe_defaults.correction(self.tree), "rollout.engine.quantization")
+
+    def _over(self, under: Mapping[str, Any], origin: str) -> Written:
         added: dict[Loc, str] = {
             place: origin for place in recipe_defaults.places(under) if place not in self.origins
         }

@@ -51,6 +51,7 @@ def build_learner(recipe: Recipe, total_steps: int | None, world: World) -> Lear
         rewarder=_rewarder(recipe, total_steps, world) if needs.implicit_reward else None,
         token_rewards=recipe.reward.token_rewards,
         parts=trains_each_branch(recipe),
+        routed_experts=recipe.rollout.routing_replay,
         answers=_answers(recipe) if needs.data_answers else None,
     )
 

@@ -254,8 +254,8 @@ class _KeepsEverySegment(shm.Carrier):
 
 
 class _ReportsTheNewestVersion(RolloutWorker):
-    async def _rollout(self, row: Any, engine: Any) -> Any:
-        result = await super()._rollout(row, engine)
+    async def _rollout(self, row: Any, engine: Any, recorder: Any = None) -> Any:
+        result = await super()._rollout(row, engine, recorder)
         facts = getattr(result, "facts", None)
         return (
             result if facts is None else replace(result, facts=facts._replace(oldest=facts.newest))

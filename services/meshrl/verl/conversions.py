@@ -305,6 +305,24 @@ def expert_parallel(value: Any, given: Given) -> Answer:
     return Answer(engine_arguments=("--enable-expert-parallel",), note="of the vLLM server")
 
 
+def quantization(value: Any, given: Given) -> Answer:
+    """Of the engine's weights, on load; with it the mismatch is corrected, as a recipe does by default."""
+    if value in (None, False, ""):
+        return Answer(status=Status.IGNORED, note="switched off")
+    if value != "fp8":
+        return no(
+            f"{value}: engines take the trained weights, and quantise them on load as fp8 only"
+        )
+    if given.get(f"{ROLLOUT}.name") == "hf":
+        return no("fp8 is of vLLM and SGLang")
+    return Answer(settings={"rollout.engine.quantization": "fp8"}, note="TIS is on with it")
+
+
+def routing_replay(value: Any, given: Given) -> Answer:
+    """The engine's half of R3: alone it would only return experts that nobody replays."""
+    return Answer(settings={"rollout.routing_replay": True} if value else {}, note="R3")
+
+
 def sampling_seed(value: Any, given: Given) -> Answer:
     """Of all that is drawn."""
     return Answer(settings={} if value is None else {"run.seed": value}, note="of the whole run")
@@ -317,7 +335,7 @@ def engine_option(ours: str) -> Convert:
         if value is None or given.get(f"{ROLLOUT}.name") == "hf":
             return Answer(status=Status.IGNORED, note="the engine's own choice")
         if value == "fp8":
-            return no("engines serve the weights as they are trained")
+            return quantization(value, given)
         return Answer(settings={f"rollout.engine.{ours}": value})
 
     return convert

@@ -22,7 +22,8 @@ from meshrl.verl.rules import (
 
 SPEED = "how verl's engine computes: speed and memory only"
 QUANTIZED = "no training on quantised weights here"
-REPLAY = "the experts that the engine chose are not replayed in the trainer here"
+ACTOR = "actor_rollout_ref.actor."
+REPLAY = "only the policy takes the experts that the engine chose"
 MODEL_CHANGES = "it changes the model: change the checkpoint's config.json"
 TOKENS_AHEAD = "heads that predict several tokens are neither trained nor used here"
 _MEGATRON_LAYERS = {
@@ -35,14 +36,28 @@ _MEGATRON_LAYERS = {
 
 def engine(at: str, keys: tuple[str, ...]) -> Iterator[Rule]:
     """One training engine's section: what changes no number, and what does."""
-    yield refused(f"{at}.router_replay.mode", REPLAY, (None, "disabled"), "disabled")
+    if at.startswith(ACTOR):
+        yield rule(f"{at}.router_replay.mode", router_replay)
+    else:
+        yield refused(f"{at}.router_replay.mode", REPLAY, (None, "disabled"), "disabled")
     for name in ("record_file", "replay_file"):
-        yield refused(f"{at}.router_replay.{name}", REPLAY)
+        yield refused(f"{at}.router_replay.{name}", "experts travel with their rows, not in files")
     yield from quantized(f"{at}.qat")
     yield from ignored_below(at, keys, SPEED)
     for name in ("override_transformer_config", "override_mcore_model_config"):
         yield refused(f"{at}.{name}", MODEL_CHANGES)
         yield refused(f"{at}.{name}.*", MODEL_CHANGES)
+
+
+def router_replay(value: Any, given: Given) -> Answer:
+    """R3 replays the sampler's experts; R2 those of the pass that computes old log-probs, which is no key here."""
+    if value in (None, "disabled"):
+        return Answer(note="routers choose")
+    if value == "R3":
+        return Answer(settings={"rollout.routing_replay": True}, note="of vLLM, SGLang and torch")
+    return no(
+        f"{value}: only the sampler's experts are replayed here; want R3, rollout.routing_replay"
+    )
 
 
 def engines(at: str, *others: str) -> Iterator[Rule]:

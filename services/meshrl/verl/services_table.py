@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshrl.verl import conversions as to
-from meshrl.verl import names, sections, tools
+from meshrl.verl import names, tools
 from meshrl.verl.conversions import BUDGET, ROLLOUT
 from meshrl.verl.rules import (
     Rule,
@@ -76,9 +76,9 @@ def rollout() -> Iterator[Rule]:
         yield within(f"{ROLLOUT}.engine_kwargs.{name}", "none")
         yield rule(f"{ROLLOUT}.engine_kwargs.{name}.*", to.engine_keyword(name))
     yield refused(f"{ROLLOUT}.over_sample_rate", "no row is left out", (None, 0, 0.0), 0)
-    yield refused(f"{ROLLOUT}.quantization", "engines serve the weights as they are trained")
+    yield rule(f"{ROLLOUT}.quantization", to.quantization)
     yield refused(f"{ROLLOUT}.quantization_config_file", "see rollout.quantization")
-    yield refused(f"{ROLLOUT}.enable_rollout_routing_replay", sections.REPLAY, (None, False), False)
+    yield rule(f"{ROLLOUT}.enable_rollout_routing_replay", to.routing_replay)
     yield refused(f"{ROLLOUT}.router_config_path", "workers pull rows: there is no router")
     for name in ("mtp", "qat"):
         yield refused(f"{ROLLOUT}.{name}", "see actor_rollout_ref.model and actor")

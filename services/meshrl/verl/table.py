@@ -254,6 +254,7 @@ def _actor() -> Iterator[Rule]:
         yield same(f"{ACTOR}.{name}.param_offload", "model.param_offload")
         yield rule(f"{ACTOR}.{name}.dtype", to.compute_type)
     yield from sections.quantized(f"{ACTOR}.qat")
+    yield rule(f"{ACTOR}.router_replay.mode", sections.router_replay)
     yield refused(
         f"{ACTOR}.shuffle",
         "mini-batches are cut by uid order, the same on every machine",

@@ -253,6 +253,34 @@ def test_an_algorithm_with_a_kl_term_brings_the_reference_stage() -> None:
         assert [stage.name for stage in train_spec(recipe).stages][-1] == "reference"
 
 
+FP8 = "rollout={name: vllm, engine: {quantization: fp8}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kept"),
+    [
+        ([FP8], "token"),
+        ([FP8, "algorithm.rollout_correction.rollout_is_threshold=3"], "token"),
+        ([FP8, "algorithm.rollout_correction.rollout_is=sequence"], "sequence"),
+        ([FP8, "algorithm.rollout_correction.rollout_is=null"], None),
+        ([FP8, "algorithm.rollout_correction.bypass_mode=true"], None),
+        (["rollout.name=vllm"], None),
+    ],
+)
+def test_engines_of_fewer_bits_are_corrected_for_unless_the_recipe_says_otherwise(
+    overrides: list[str], kept: str | None
+) -> None:
+    assert load(MINIMAL, *overrides).algorithm.rollout_correction.rollout_is == kept
+
+
+def test_rows_keep_their_experts_in_the_training_run_only() -> None:
+    recipe = load(MINIMAL + "data: {val_files: [held_out.jsonl]}\n", "rollout.routing_replay=true")
+    trained, evaluated = train_spec(recipe).stages[0], eval_spec(recipe).stages[0]
+    assert "routed_experts" in trained.writes
+    assert "routed_experts" not in evaluated.writes
+    assert "routed_experts" not in train_spec(load(MINIMAL)).stages[0].writes
+
+
 def test_evaluation_is_a_run_of_its_own_bound_to_no_version() -> None:
     spec = eval_spec(load(MINIMAL, "rollout.val_kwargs.n=4"))
     assert (spec.run, spec.group_size, spec.gated, spec.priority) == ("my.eval", 4, False, 1)

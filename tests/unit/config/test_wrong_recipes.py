@@ -295,6 +295,7 @@ WRONG: list[tuple[str, str]] = [
         "trainer={nproc: 2, parallel: {expert: 2}}",
         "trainer.parallel.expert: model has no experts; want 1",
     ),
+    ("rollout.routing_replay=true", "rollout.routing_replay: model has no experts; want false"),
     (
         "trainer.parallel.expert=2",
         "trainer.parallel.expert: 2 does not divide trainer.nproc, 1",

@@ -114,6 +114,18 @@ MOST_WRITTEN = [
     (f"{R}.name=vllm", {"rollout.name": "vllm", "rollout.deterministic": False}),
     (f"{R}.n=5", {"rollout.n": 5}),
     (
+        f"{A}.megatron.router_replay.mode=R3 {R}.enable_rollout_routing_replay=True",
+        {"rollout.routing_replay": True},
+    ),
+    (f"{A}.router_replay.mode=disabled {R}.enable_rollout_routing_replay=False", {}),
+    (
+        f"{R}.quantization=fp8",
+        {
+            "rollout.engine.quantization": "fp8",
+            "algorithm.rollout_correction.rollout_is": "token",
+        },
+    ),
+    (
         f"{R}.tensor_model_parallel_size=4",
         {"rollout.engine.extra_args": ["--tensor-parallel-size", "4"]},
     ),
@@ -441,10 +453,11 @@ def test_what_has_no_meaning_here_is_ignored_with_a_reason() -> None:
         f"{M}.mtp.enable=True",
         "data.image_key=images",
         "actor_rollout_ref.actor.freeze_layers=4",
-        "actor_rollout_ref.actor.router_replay.mode=R3",
+        "actor_rollout_ref.actor.router_replay.mode=R2",
+        "critic.megatron.router_replay.mode=R3",
         f"{R}.repetition_penalty=1.1",
         f"{R}.min_p=0.05",
-        f"{R}.quantization=fp8",
+        f"{R}.quantization=mxfp4",
         f"{R}.val_kwargs.max_tokens=64",
         "critic.model.freeze=embeddings",
         "actor_rollout_ref.ref.update_every=10",

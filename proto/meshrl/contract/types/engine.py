@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from meshrl.contract.routed_experts import Experts
 from meshrl.contract.types.rows import Float32, Int32, SamplingParams, Version
 
 
@@ -21,6 +22,8 @@ class GenerateRequest:
     continue from there. `sampling.max_tokens` counts what may still come, and may be 0 here: a response that has
     ended already is
     answered with its finish reason alone."""
+    experts_from: int | None = None
+    """The experts of the tokens from this place of the prompt on are wanted; None: none are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,9 @@ class GenerateDelta:
     version: Version
     finish_reason: str = ""
     """Empty while running; then `stop`, `length` or `abort`."""
+    experts: Experts | None = None
+    """[n, L, K], where they are wanted: of the next n tokens that were fed and of which no earlier delta told. The
+    deltas of a response tell of all tokens but its last one, which never was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from meshrl.contract.routed_experts import RoutedExperts
+
 Json: TypeAlias = Any
 """A value that `json.dumps` takes: the one `Any` of the contract."""
 Int32: TypeAlias = npt.NDArray[np.int32]
@@ -253,6 +255,8 @@ class Trajectory:
     """What follows the prompt, of rows of several turns: messages with `role`, `content`, `name`, `tool_calls`."""
     parts: tuple[RowPart, ...] = ()
     """Of a row that has every branch of its conversation, in order; empty: the row is one sequence."""
+    routed_experts: RoutedExperts | None = None
+    """Of every token, where the run replays them in the trainer."""
     replica: str = ""
     """Who sampled it: the rollout worker's name. Where several did, one going on from another, the last of them."""
 

@@ -32,6 +32,8 @@ POSTED_REWARD = "posted_reward"
 """uint8[n]: what the agent that made a row says it is worth, as JSON; empty for nothing. In runs of agents."""
 PARTS = "parts"
 """uint8[n]: where the parts of a row begin and what their steps answer, as JSON; in runs that train each alone."""
+ROUTED_EXPERTS = "routed_experts"
+"""uint8[n]: the experts of each token (contract/routed_experts.py); in runs that replay them in the trainer."""
 ROLLOUT_TIMES = "rollout_times"
 """float64[2]: when work on the row began and ended, in seconds since 1970 by the worker's clock."""
 CONVERSATION = "conversation"
@@ -52,14 +54,18 @@ ROLLOUT_STAGE = StageSpec(name="rollout", reads=(), writes=ROLLOUT_COLUMNS)
 REWARD_STAGE = StageSpec(name="reward", reads=("response_text", "loss_mask"), writes=REWARD_COLUMNS)
 
 
-def rollout_stage(*, posted: bool = False, parts: bool = False) -> StageSpec:
+def rollout_stage(
+    *, posted: bool = False, parts: bool = False, routed_experts: bool = False
+) -> StageSpec:
     """The rollout stage of a run.
 
     Args:
         posted: Its agents may say themselves what a row is worth.
         parts: A row has every branch of its conversation.
+        routed_experts: A row has the experts of its tokens.
     """
     writes = (*ROLLOUT_COLUMNS, *(POSTED_REWARD,) * posted, *(PARTS,) * parts)
+    writes += (ROUTED_EXPERTS,) * routed_experts
     return StageSpec(name=ROLLOUT_STAGE.name, reads=(), writes=writes)
 
 

@@ -11,6 +11,10 @@ from meshrl.contract.ports import Engine
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.tokenizer import Tokenizer
 
+ENGINES = "meshrl.rollout.engines"
+TELLS_EXPERTS = "return_routed_experts"
+"""The option of engines that must be started so; `rollout.routing_replay` sets it."""
+
 
 class EngineBuilder(Protocol):
     """The `build` of an engine's module."""
@@ -28,5 +32,9 @@ def build_engine(config: RolloutConfig, *, model: Path, tokenizer: Tokenizer | N
     Raises:
         ConfigError: no such engine, or wrong options for it.
     """
-    build: EngineBuilder = plugins.load("meshrl.rollout.engines", config.name, "build")
-    return build(config.engine, model=model, slots=config.slots, tokenizer=tokenizer)
+    build: EngineBuilder = plugins.load(ENGINES, config.name, "build")
+    options = config.engine
+    known = plugins.config_class(ENGINES, config.name) if config.routing_replay else None
+    if known is not None and TELLS_EXPERTS in known.model_fields:
+        options = {TELLS_EXPERTS: True, **options}
+    return build(options, model=model, slots=config.slots, tokenizer=tokenizer)

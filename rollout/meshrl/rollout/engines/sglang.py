@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import PositiveInt
 
 from meshrl.contract.config import read_options
@@ -23,7 +25,7 @@ from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
-from meshrl.rollout.server_engine.config import ServerConfig
+from meshrl.rollout.server_engine.config import ServerConfig, quantization_arguments
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.server_engine.http import HttpClient, error_message
 from meshrl.rollout.server_engine.kind import PROBE, check_max_length, processed
@@ -37,6 +39,7 @@ PLUGIN_DIR = Path(__file__).parent / "_plugins"
 """Added to the server's PYTHONPATH: the folder of `meshrl_sglang`."""
 LOADER = "meshrl_sglang.load"
 LOADER_ARGUMENTS = ("--custom-weight-loader", LOADER)
+ROUTED_EXPERTS = "--enable-return-routed-experts"
 READ_VERSION = "0.5.23"
 WEIGHTS, CACHE = ["weights"], ["kv_cache", "cuda_graph"]
 """Tags of memory that a server gives up together."""
@@ -121,6 +124,8 @@ class SglangServer:
             *("--skip-tokenizer-init", "--sampling-defaults", "openai"),
             "--incremental-streaming-output",
             *LOADER_ARGUMENTS,
+            *(ROUTED_EXPERTS,) * self._config.return_routed_experts,
+            *quantization_arguments(self._config),
             *share_arguments(DeviceShare.of()),
             *self._config.extra_args,
         )
@@ -160,6 +165,7 @@ class SglangServer:
             eos_token_ids=checkpoint.eos_token_ids,
             vocab_size=checkpoint.vocab_size,
             mask_tokens=int(info.get("sampling_mask_max_tokens") or 1),
+            experts=checkpoint.experts,
         )
         if client.facts.overlaps:
             log.info(
@@ -203,6 +209,8 @@ class SglangServer:
             raise UserError(
                 f"{where} with --pp-size {info['pp_size']}: its weight-update group knows tensor-parallel ranks only"
             )
+        if self._config.return_routed_experts and not info.get("enable_return_routed_experts"):
+            raise UserError(f"{where} without {ROUTED_EXPERTS}")
         if info.get("weight_cache_mode", "off") != "off":
             raise UserError(
                 f"{where} with --weight-cache-mode {info['weight_cache_mode']}: it refuses weights; want off"
@@ -235,6 +243,8 @@ class ServerFacts:
     vocab_size: int
     mask_tokens: int
     """The most tokens that a returned sampling mask may have."""
+    experts: tuple[int, int] = (0, 0)
+    """Layers, and experts of a token, by the checkpoint's configuration."""
 
 
 class Sender(Protocol):
@@ -369,7 +379,11 @@ class SglangClient(HttpClient):
             InfraError: the server failed, disconnected or sent nothing for too long.
         """
         body = request_body(request_id, request, salt, self.facts)
-        reader = EventReader(increments=self.facts.increments, cut=body["return_sampling_mask"])
+        reader = EventReader(
+            increments=self.facts.increments,
+            cut=body["return_sampling_mask"],
+            experts=self.facts.experts,
+        )
         ended = False
         try:
             async with contextlib.aclosing(self.stream("/generate", body)) as events:
@@ -421,6 +435,8 @@ def request_body(
         },
         "return_logprob": True,
         "return_sampling_mask": cut,
+        "return_routed_experts": request.experts_from is not None,
+        "routed_experts_start_len": request.experts_from or 0,
         "cache_salt": salt,
         "stream": True,
     }
@@ -429,8 +445,12 @@ def request_body(
 class EventReader:
     """Turns the events of one stream into chunks, whether each has all tokens so far or only new ones."""
 
-    def __init__(self, *, increments: bool, cut: bool) -> None:
-        """`increments`: events have only new tokens. `cut`: the request has a top-k or top-p."""
+    def __init__(self, *, increments: bool, cut: bool, experts: tuple[int, int] = (0, 0)) -> None:
+        """`increments`: events have only new tokens. `cut`: the request has a top-k or top-p.
+
+        `experts`: layers, and experts of a token.
+        """
+        self._shape = experts
         self._increments = increments
         self._cut = cut
         self._seen = 0
@@ -456,6 +476,7 @@ class EventReader:
                 logprobs=(),
                 finish_reason=f"abort ({finish.get('message')})",
                 spans=_spans(meta),
+                experts=self._experts(meta),
             )
         start = 0 if self._increments else self._seen
         tokens = event["output_ids"][start:]
@@ -463,7 +484,23 @@ class EventReader:
         if len(logprobs) != len(tokens):
             raise InfraError(f"SGLang gave {len(logprobs)} log-probs for {len(tokens)} tokens")
         self._seen += len(tokens)
-        return Chunk(tokens=tokens, logprobs=logprobs, finish_reason=reason, spans=_spans(meta))
+        return Chunk(
+            tokens=tokens,
+            logprobs=logprobs,
+            finish_reason=reason,
+            spans=_spans(meta),
+            experts=self._experts(meta),
+        )
+
+    def _experts(self, meta: Mapping[str, Any]) -> npt.NDArray[Any] | None:
+        """[n, L, K] of the base64 of its int32. Raises InfraError."""
+        encoded = meta.get("routed_experts")
+        if encoded is None:
+            return None
+        try:
+            return np.frombuffer(base64.b64decode(encoded), "<i4").reshape(-1, *self._shape)
+        except (ValueError, TypeError) as error:
+            raise InfraError(f"SGLang gave routed experts that cannot be read: {error}") from error
 
     def _logprobs(self, meta: Mapping[str, Any]) -> Sequence[float]:
         if self._cut:

@@ -287,7 +287,10 @@ class TorchEngine:
                 f"request {request.request_id}: {len(prompt)} prompt tokens leave no room for a response in "
                 f"{self._max_length} (rollout.engine.max_model_len)"
             )
-        vocabulary = self._loaded_decoder().architecture.vocab_size
+        architecture = self._loaded_decoder().architecture
+        if request.experts_from is not None and architecture.mixture is None:
+            raise UserError(f"request {request.request_id}: {architecture.name} has no experts")
+        vocabulary = architecture.vocab_size
         if prompt.min() < 0 or prompt.max() >= vocabulary:
             raise UserError(
                 f"request {request.request_id}: prompt ids go from {prompt.min()} to {prompt.max()}, the model "

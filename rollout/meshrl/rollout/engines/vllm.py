@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
+import io
 import os
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+import numpy.typing as npt
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field, JsonValue, PositiveFloat, PositiveInt
 
@@ -20,7 +25,7 @@ from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.engines._vllm.native import NativeSender, RootBuilder
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
-from meshrl.rollout.server_engine.config import ServerConfig
+from meshrl.rollout.server_engine.config import ServerConfig, quantization_arguments
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.server_engine.http import HttpClient, error_message
 from meshrl.rollout.server_engine.kind import PROBE, check_max_length, processed
@@ -41,6 +46,8 @@ UPDATE_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
 """Arguments without which a server takes no weights, by `rollout.engine.update`."""
 ARGUMENTS = ("--logprobs-mode", "processed_logprobs", "--enable-scale-out")
 """Arguments without which the mesh cannot use a server."""
+ROUTED_EXPERTS = "--enable-return-routed-experts"
+"""The argument without which a server does not tell experts; vLLM's second model runner does, which needs Triton."""
 PLUGIN_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 CHILD_ENVIRONMENT = {
     # On a CPU: a second engine would be pinned to the first one's cores, and idle OpenMP threads spin.
@@ -130,6 +137,8 @@ class VllmServer:
             *("--skip-tokenizer-init", "--generation-config", "vllm"),
             *UPDATE_ARGUMENTS[self._config.update],
             *ARGUMENTS,
+            *(ROUTED_EXPERTS,) * self._config.return_routed_experts,
+            *quantization_arguments(self._config),
             *share_arguments(DeviceShare.of()),
             *self._config.extra_args,
         )
@@ -178,10 +187,14 @@ class VllmServer:
                 options += f" and PYTHONPATH={PLUGIN_DIR}"
             raise _without(client, f"{options} ({error})") from error
         check_max_length(self.name, client.url, await client.call("GET", "/v1/models"), max_length)
+        experts = self._config.return_routed_experts
+        probe = replace(PROBE, experts_from=0 if experts else None)
         try:
-            chunks = [chunk async for chunk in client.generate(uuid.uuid4().hex, PROBE, "probe")]
+            chunks = [chunk async for chunk in client.generate(uuid.uuid4().hex, probe, "probe")]
         except UserError as error:
             raise _without(client, f"--enable-scale-out ({error})") from error
+        if experts and chunks[-1].experts is None:
+            raise _without(client, ROUTED_EXPERTS)
         if not processed(chunks):
             raise _without(client, "--logprobs-mode processed_logprobs")
 
@@ -326,6 +339,12 @@ def sampling_params(request: ServerRequest) -> Mapping[str, Any]:
         "logprobs": 0,
         "detokenize": False,
         "stream_interval": request.stream_interval,
+        # A server without the flag, or an older one, need not know the field.
+        **(
+            {}
+            if request.experts_from is None
+            else {"routed_experts_prompt_start": request.experts_from}
+        ),
     }
 
 
@@ -345,7 +364,21 @@ def _chunk(event: Mapping[str, Any]) -> Chunk:
         spans=None
         if spans is None
         else [(span["version"], span["start"], span["end"]) for span in spans],
+        experts=routed_experts(choice.get("routed_experts")),
     )
+
+
+def routed_experts(encoded: str | None) -> npt.NDArray[Any] | None:
+    """[n, L, K] of the base64 of a `.npy` file. Raises InfraError."""
+    if encoded is None:
+        return None
+    try:
+        found = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise InfraError(f"vLLM gave routed experts that cannot be read: {error}") from error
+    if found.ndim != 3 or found.dtype.kind not in "ui":
+        raise InfraError(f"vLLM gave routed experts as {found.dtype.name}{list(found.shape)}")
+    return found  # type: ignore[no-any-return]
 
 
 def _without(client: VllmClient, what: str) -> UserError:

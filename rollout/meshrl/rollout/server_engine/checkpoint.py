@@ -49,6 +49,8 @@ class Checkpoint:
     vocab_size: int
     max_length: int
     eos_token_ids: tuple[int, ...]
+    experts: tuple[int, int] = (0, 0)
+    """Decoder layers, and experts that a token goes to: 0 of a dense model."""
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -70,6 +72,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
             vocab_size=int(text["vocab_size"]),
             max_length=int(text["max_position_embeddings"]),
             eos_token_ids=next((ids for each in sources if (ids := _eos(each))), ()),
+            experts=(
+                int(text.get("num_hidden_layers") or 0),
+                int(text.get("num_experts_per_tok") or 0),
+            ),
         )
     except KeyError as error:
         raise UserError(f"{path / 'config.json'} has no {error.args[0]!r}") from error

@@ -28,6 +28,9 @@ class ServerConfig(BaseConfig):
     """A command that starts a server, instead of `python`; the arguments are appended."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of weights and cache, for a server that is started here."""
+    quantization: Literal["fp8"] | None = None
+    """A server that is started here quantises the weights whenever it loads them; the trainer's stay as they are.
+    Sets `algorithm.rollout_correction.rollout_is: token` where a recipe leaves it out (null there: none)."""
     max_model_len: PositiveInt | None = None
     """Prompt and response tokens of one request; None: as many as the checkpoint allows."""
     extra_args: list[str] = Field(default_factory=list)
@@ -39,6 +42,8 @@ class ServerConfig(BaseConfig):
     staging: Path | None = None
     """A directory for staged versions, on a file system that the server can read; None: shared memory if there is
     space, else the temporary directory."""
+    return_routed_experts: bool = False
+    """A server that is started here tells the experts of tokens; `rollout.routing_replay` sets it."""
     stream_interval: PositiveInt = 16
     """Decode steps between two deltas of a request."""
     eos_token_ids: tuple[int, ...] | None = None
@@ -68,3 +73,8 @@ class ServerConfig(BaseConfig):
                 f"{self.package} is not installed here; set rollout.engine.python to the interpreter of its"
                 " environment, or rollout.engine.url to a server that runs",
             )
+
+
+def quantization_arguments(config: ServerConfig) -> tuple[str, ...]:
+    """What vLLM and SGLang call it alike."""
+    return () if config.quantization is None else ("--quantization", config.quantization)

@@ -337,6 +337,9 @@ class ServerEngine:
             self._stop_strings(request),
             response_before(request),
             server_request.stop_token_ids,
+            experts_of=None
+            if server_request.experts_from is None
+            else len(server_request.token_ids) - server_request.experts_from,
         )
         request_id = uuid.uuid4().hex
         # Each load of each engine has a salt of its own, so a prefix that other weights cached is never found.

@@ -32,6 +32,8 @@ class ServerRequest:
     """Specific to this request, 63 bits."""
     stream_interval: int
     """Decode steps between two chunks."""
+    experts_from: int | None = None
+    """The experts of the tokens from this place on are wanted; None: none are."""
 
 
 def read_request(
@@ -75,6 +77,7 @@ def read_request(
         stop_token_ids=tuple(sorted({*eos, *sampling.stop_token_ids})),
         seed=_seed(sampling.seed, name, request.continued),
         stream_interval=config.stream_interval,
+        experts_from=request.experts_from,
     )
 
 

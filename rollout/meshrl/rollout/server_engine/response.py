@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from meshrl.contract.errors import InfraError
+from meshrl.contract.routed_experts import Experts, narrow
 from meshrl.contract.types import GenerateDelta, Version
 from meshrl.rollout.torch_engine.stopping import StopStrings
 
@@ -23,6 +27,8 @@ class Chunk:
     """Empty while running."""
     spans: Sequence[tuple[str, int, int]] | None
     """With the last chunk: (version label, start, end) over the whole response, as the server recorded its steps."""
+    experts: npt.NDArray[Any] | None = None
+    """With the last chunk, where they are wanted: [n, L, K], of tokens from where they are wanted on."""
 
 
 class ResponseReader:
@@ -39,8 +45,20 @@ class ResponseReader:
         stop_strings: StopStrings | None,
         before: Sequence[int] = (),
         stop_token_ids: Collection[int] = (),
+        *,
+        experts_of: int | None = None,
     ) -> None:
-        """`before`: response tokens that a continued request begins with (sampled earlier)."""
+        """Begin.
+
+        Args:
+            version: What the server serves when the request starts.
+            stop_strings: Those of the request.
+            before: Response tokens that a continued request begins with (sampled earlier).
+            stop_token_ids: Those of the request.
+            experts_of: How many tokens of the prompt have experts that are wanted; None: those of the response are
+                not either.
+        """
+        self._experts_of = experts_of
         self._version = version
         self._stop_token_ids = frozenset(stop_token_ids)
         self._stop_strings = stop_strings
@@ -84,7 +102,7 @@ class ResponseReader:
         Raises:
             InfraError: the server does not say which version sampled the tokens, or names one that the mesh did not
             load;
-                or the server ended the request itself.
+                or the server ended the request itself, or tells too few experts.
         """
         reason = "stop" if self._stopped else last.finish_reason
         if reason not in ("stop", "length"):
@@ -104,8 +122,21 @@ class ResponseReader:
             raise InfraError(
                 f"the server says which version sampled {self._sent} of {len(self._tokens)} tokens"
             )
-        deltas.append(self._deliver(self._sent, self._version, reason))
+        final = self._deliver(self._sent, self._version, reason)
+        deltas.append(dataclasses.replace(final, experts=self._experts(last)))
         return deltas
+
+    def _experts(self, last: Chunk) -> Experts | None:
+        """Of all tokens that were fed: the server may have fed more, after a stop that it does not know."""
+        if self._experts_of is None or not self._tokens:
+            return None
+        fed = self._experts_of + len(self._tokens) - 1
+        told = 0 if last.experts is None else len(last.experts)
+        if last.experts is None or told < fed:
+            raise InfraError(
+                f"the server tells the experts of {told} of {fed} tokens; it needs --enable-return-routed-experts"
+            )
+        return narrow(last.experts[:fed])
 
     def _spans(self, last: Chunk) -> Sequence[tuple[str, int, int]]:
         if last.spans is None and self._tokens:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from meshrl.contract.errors import InfraError, MeshError
+from meshrl.contract.routed_experts import Experts
 from meshrl.contract.types import GenerateDelta, GenerateRequest, Int32, Version
 from meshrl.rollout.torch_engine.cache import KvCache
 from meshrl.rollout.torch_engine.forward import Decoder
@@ -39,6 +40,8 @@ class Row:
     """The response so far; a continued one begins with what was sampled before."""
     fresh_logprobs: list[float] = field(default_factory=list)
     """Of the last tokens, which have not been delivered yet."""
+    fresh_experts: list[Experts] = field(default_factory=list)
+    """[n, L, k] each: of tokens that were fed, where they are wanted and not delivered yet."""
     finish_reason: str = ""
     error: InfraError | None = None
 
@@ -57,6 +60,11 @@ class Row:
         return self.tokens[self.request.continued :]
 
     @property
+    def tells_experts(self) -> bool:
+        """The request wants them."""
+        return self.request.experts_from is not None
+
+    @property
     def longest(self) -> int:
         """Positions the row may come to hold."""
         return len(self.request.prompt_ids) - self.request.continued + self.limit
@@ -69,8 +77,9 @@ class Row:
             logprobs=np.array(self.fresh_logprobs, dtype=np.float32),
             version=version,
             finish_reason=self.finish_reason,
+            experts=np.concatenate(self.fresh_experts) if self.fresh_experts else None,
         )
-        self.fresh_logprobs = []
+        self.fresh_logprobs, self.fresh_experts = [], []
         return delta
 
     def accept(self, token: int, logprob: float) -> bool:
@@ -140,7 +149,7 @@ class Batch:
         for index, row in enumerate(joining, start=first):
             self._enter(index, row)
         self.rows += joining
-        logits = self._fill(weights, [row.request.prompt_ids for row in joining], first)
+        logits = self._fill(weights, [row.request.prompt_ids for row in joining], first, joining)
         return self._sample(logits, first)
 
     def step(self, weights: Weights) -> list[Row]:
@@ -150,13 +159,19 @@ class Batch:
             return []
         self._reserve(kept=count)
         device = self._decoder.device
+        taken = self._decoder.no_experts(count) if self._tells(self.rows) else None
         logits = self._decoder.decode(
             weights,
             self._cache,
             torch.from_numpy(self._last[:count]).to(device),
             torch.from_numpy(self._stored[:count]).to(device),
+            taken,
         )
         self._stored[:count] += 1
+        if taken is not None:
+            for row, experts in zip(self.rows, _numbers(taken), strict=True):
+                if row.tells_experts:
+                    row.fresh_experts.append(experts[None])
         return self._sample(logits, 0)
 
     def recompute(self, weights: Weights) -> None:
@@ -229,8 +244,20 @@ class Batch:
             self.remove(done)
         return done
 
-    def _fill(self, weights: Weights, prompts: Sequence[Int32], first: int) -> torch.Tensor:
+    @staticmethod
+    def _tells(rows: Sequence[Row]) -> bool:
+        return any(row.tells_experts for row in rows)
+
+    def _fill(
+        self,
+        weights: Weights,
+        prompts: Sequence[Int32],
+        first: int,
+        joining: Sequence[Row] = (),
+    ) -> torch.Tensor:
         """Prefill rows `first …` in bounded chunks; equal prompts in a chunk are computed once.
+
+        The rows that are `joining`, if they are, get to know the experts of their prompts.
 
         Returns:
             float32[len(prompts), V]
@@ -244,6 +271,8 @@ class Batch:
             for line, prompt in zip(padded, distinct, strict=True):
                 line[: len(prompt)] = prompt
             where = torch.tensor(source, device=device)
+            told, joining = joining[: len(source)], joining[len(source) :]
+            taken = self._decoder.no_experts(*padded.shape) if self._tells(told) else None
             logits = self._decoder.prefill(
                 weights,
                 self._cache,
@@ -251,7 +280,14 @@ class Batch:
                 torch.from_numpy(lengths).to(device),
                 where,
                 first,
+                taken,
             )
+            if taken is not None:
+                numbers = _numbers(taken)
+                for row, line in zip(told, source, strict=True):
+                    if row.tells_experts:
+                        wanted = slice(row.request.experts_from, len(row.request.prompt_ids))
+                        row.fresh_experts.append(numbers[line, wanted])
             pieces.append(logits[where])
             first += len(source)
         return torch.cat(pieces)
@@ -273,3 +309,9 @@ class Batch:
                 distinct.append(prompt)
             source.append(known[content])
         yield distinct, source
+
+
+def _numbers(taken: torch.Tensor) -> Experts:
+    """On the host."""
+    numbers: Experts = taken.cpu().numpy()
+    return numbers if numbers.dtype == np.uint8 else numbers.view(np.uint16)

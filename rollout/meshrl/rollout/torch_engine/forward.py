@@ -10,6 +10,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from meshrl.contract.routed_experts import BYTE_EXPERTS
 from meshrl.rollout.torch_engine.architecture import Architecture
 from meshrl.rollout.torch_engine.cache import KvCache, rounded
 from meshrl.rollout.torch_engine.operations import attend
@@ -42,6 +43,7 @@ class Decoder:
         lengths: torch.Tensor,
         source: torch.Tensor,
         first_row: int,
+        taken: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run padded prompts and store their keys and values in consecutive cache rows.
 
@@ -53,6 +55,7 @@ class Decoder:
             source: int64[r]: cache row `first_row + i` gets prompt `source[i]`; equal prompts are run once. It
                 ascends and leaves no prompt out.
             first_row: Where the rows begin.
+            taken: [m, P, layers, k], gets the experts of each token.
 
         Returns:
             float32[m, V]: logits of the token after each prompt.
@@ -74,12 +77,14 @@ class Decoder:
             attended = F.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, enable_gqa=True
             ).transpose(1, 2)
-            if layer is weights.layers[-1]:  # of which only the prompts' last tokens are wanted
+            # Of the last layer only the prompts' last tokens are wanted, but for their experts.
+            if layer is weights.layers[-1] and taken is None:
                 attended, hidden = attended[ends], hidden[ends]
             shape = hidden.shape
             flat = attended.reshape(-1, layer.out.shape[0])
-            hidden = self._finish(layer, hidden.view(-1, shape[-1]), flat).view(shape)
-        return self._logits(weights, hidden)
+            of_layer = None if taken is None else taken.flatten(0, 1)[:, index]
+            hidden = self._finish(layer, hidden.view(-1, shape[-1]), flat, of_layer).view(shape)
+        return self._logits(weights, hidden if taken is None else hidden[ends])
 
     def decode(
         self,
@@ -87,6 +92,7 @@ class Decoder:
         cache: KvCache,
         tokens: torch.Tensor,
         positions: torch.Tensor,
+        taken: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Feed one token to each of the rows `0 … n - 1`.
 
@@ -95,6 +101,7 @@ class Decoder:
             cache: Holds every earlier position of each row and has room for one more.
             tokens: int64[n]
             positions: int64[n], where each token stands.
+            taken: [n, layers, k], gets the experts of each token.
 
         Returns:
             float32[n, V]: logits of the next token.
@@ -111,8 +118,17 @@ class Decoder:
             cached = cache.layers[index]
             cached.view(-1, arch.head_dim).index_copy_(0, places, stored.reshape(-1, arch.head_dim))
             keys, values = cached[:, :count]
-            hidden = self._finish(layer, hidden, attend(queries, keys, values, mask))
+            of_layer = None if taken is None else taken[:, index]
+            hidden = self._finish(layer, hidden, attend(queries, keys, values, mask), of_layer)
         return self._logits(weights, hidden)
+
+    def no_experts(self, *tokens: int) -> torch.Tensor:
+        """[*tokens, layers, k] zeros, for `taken`: uint8, or int16 where there are more experts than that holds."""
+        mixture = self.architecture.mixture
+        experts, chosen = (0, 0) if mixture is None else (mixture.experts, mixture.chosen)
+        dtype = torch.uint8 if experts <= BYTE_EXPERTS else torch.int16
+        shape = (*tokens, self.architecture.num_layers, chosen)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor:
         """[len(positions), 1, length]: 0 up to each position, minus infinity after it."""
@@ -134,13 +150,17 @@ class Decoder:
         return heads
 
     def _finish(
-        self, layer: LayerWeights, hidden: torch.Tensor, attended: torch.Tensor
+        self,
+        layer: LayerWeights,
+        hidden: torch.Tensor,
+        attended: torch.Tensor,
+        taken: torch.Tensor | None,
     ) -> torch.Tensor:
         """The rest of a layer after attention: [t, C] and [t, H D] to [t, C]. Overwrites `hidden`."""
         hidden.addmm_(attended, layer.out)
         if layer.out_bias is not None:
             hidden += layer.out_bias
-        return layer.mlp.add_to(hidden, layer.post_norm(hidden))
+        return layer.mlp.add_to(hidden, layer.post_norm(hidden), taken)
 
     def _logits(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
         normed = weights.final_norm(hidden)

@@ -34,8 +34,10 @@ class DenseMlp:
             down_bias=down_bias,
         )
 
-    def add_to(self, hidden: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """Add what becomes of `normed` [t, C] to `hidden` [t, C], and return it."""
+    def add_to(
+        self, hidden: torch.Tensor, normed: torch.Tensor, taken: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Add what becomes of `normed` [t, C] to `hidden` [t, C], and return it. There are no experts to tell of."""
         gate, up = F.linear(normed, self.gate_up, self.gate_up_bias).chunk(2, -1)
         hidden.addmm_(F.silu(gate).mul_(up), self.down)
         if self.down_bias is not None:
@@ -67,9 +69,13 @@ class SparseMlp:
             down=self.down.to(device),
         )
 
-    def add_to(self, hidden: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """Add what the experts make of `normed` [t, C] to `hidden` [t, C], and return it."""
+    def add_to(
+        self, hidden: torch.Tensor, normed: torch.Tensor, taken: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Add what the experts make of `normed` [t, C] to `hidden` [t, C]; `taken` [t, k] gets which they are."""
         shares, experts = F.linear(normed, self.router).softmax(-1, torch.float32).topk(self.chosen)
+        if taken is not None:
+            taken.copy_(experts)
         if self.normalised:
             shares = shares / shares.sum(-1, keepdim=True)
         # The t k pairs of token and expert, in order of their experts: one multiplication an expert.

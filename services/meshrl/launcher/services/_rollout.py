@@ -67,6 +67,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             breaker=recipe.rollout.breaker,
             serving=lambda: agent.serving(),
             programs=programs,
+            routed_experts=[recipe.run.name] if recipe.rollout.routing_replay else [],
             demand=(lambda: gateway.demand) if gateway is not None and external else None,
         )
 

@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 
 
 def _columns(recipe: Recipe, evaluation: bool) -> Columns:
-    stage = rollout_stage(posted=posts_rewards(recipe), parts=trains_each_branch(recipe))
+    stage = rollout_stage(
+        posted=posts_rewards(recipe),
+        parts=trains_each_branch(recipe),
+        routed_experts=recipe.rollout.routing_replay and not evaluation,
+    )
     return Columns(reads=stage.reads, writes=stage.writes)
 
 

@@ -36,6 +36,21 @@ def defaults(name: str) -> dict[str, Any]:
     return settings
 
 
+def correction(tree: Tree) -> dict[str, Any]:
+    """TIS, where engines quantise the weights and so sample from another policy, and nothing else corrects for it."""
+    engine = _section(_section(tree, "rollout"), "engine")
+    given = _section(_section(tree, "algorithm"), "rollout_correction")
+    corrected = given.get("bypass_mode") or given.get("proximal") == "interpolate"
+    if not engine.get("quantization") or corrected:
+        return {}
+    return {"algorithm": {"rollout_correction": {"rollout_is": "token"}}}
+
+
+def _section(tree: Tree, name: str) -> Tree:
+    found = tree.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
 def merged(tree: Tree, under: Tree) -> dict[str, Any]:
     """`tree` with the keys of `under` that it lacks; neither is changed."""
     result = copy.deepcopy(dict(tree))

@@ -20,6 +20,7 @@ import torch
 from meshrl.contract.types import (
     DATA_SOURCE,
     PARTS,
+    ROUTED_EXPERTS,
     TOKEN_REWARDS,
     Batch,
     Int32,
@@ -78,6 +79,7 @@ class Learner:
         token_rewards: bool = False,
         answers: Mapping[int, Int32] | None = None,
         parts: bool = False,
+        routed_experts: bool = False,
     ) -> None:
         """Keep the parts.
 
@@ -95,13 +97,19 @@ class Learner:
             token_rewards: Whether rows have a reward for each token, which then count instead of the score.
             answers: The data's answers in tokens, by the number of their prompt, where the objective needs them.
             parts: Whether a row has all branches of its conversation, which are trained each by itself.
+            routed_experts: Whether rows have the experts that their tokens went to, which the policy then uses too.
+
+        Raises:
+            UserError: the policy has no experts that it could be told.
         """
         self.policy = policy
         self.optimizers = optimizers
         self.world = world
         self.needs = objective.needs
         self.trains_parts = parts
+        self._routing = policy.replay_routing() if routed_experts else None
         asked = (*(TOKEN_REWARDS,) * token_rewards, *(PARTS,) * parts)
+        asked += (ROUTED_EXPERTS,) * routed_experts
         self.columns = (*COLUMNS, *asked, *objective.needs.columns)
         self._objective = objective
         self._actor = actor
@@ -173,7 +181,7 @@ class Learner:
             experience = assemble(schedule, own, self.world)
         if parts is not None and self._answers is not None:
             experience = dataclasses.replace(experience, data_answers=parts.number == 1)
-        rows = MicroBatcher.of(schedule, own, self.world)
+        rows = MicroBatcher.of(schedule, own, self.world, self._routing)
         if self._rewarder is not None:
             process_rewards, learned = self._rewarder.learn(rows, experience, step)
             metrics |= learned

@@ -14,6 +14,7 @@ from meshrl.contract.types import Trajectory
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.experience import MiniBatch, Schedule, gather_tokens
 from meshrl.trainer.model.packing import Pack, pack, share_out
+from meshrl.trainer.model.routing_replay import Routing
 
 WHOLE_GRADIENTS_SHARE = 8
 """Gradients of the whole model may take this part of a device: 10 GB of 80, those of 2.5 billion weights."""
@@ -27,21 +28,31 @@ class MicroBatcher:
     rows: Mapping[int, Trajectory]
     """By their index in the schedule."""
     world: World
+    routing: Routing | None = None
+    """Where the experts of their tokens are replayed."""
 
     @classmethod
-    def of(cls, schedule: Schedule, own: Sequence[Trajectory], world: World) -> MicroBatcher:
+    def of(
+        cls,
+        schedule: Schedule,
+        own: Sequence[Trajectory],
+        world: World,
+        routing: Routing | None = None,
+    ) -> MicroBatcher:
         """`own` are the rows of `schedule.own(world.data_rank)`, in order."""
-        return cls(schedule, dict(zip(schedule.own(world.data_rank), own, strict=True)), world)
+        rows = dict(zip(schedule.own(world.data_rank), own, strict=True))
+        return cls(schedule, rows, world, routing)
 
     def pack(self, chosen: Sequence[int]) -> Pack:
         """One micro-batch, on the device; with sequence parallelism this rank's share of its tokens."""
         picked = [self.rows[row] for row in chosen]
-        among = self.world.sequence
+        among, routing = self.world.sequence, self.routing
         packed = pack(
             [row.tokens for row in picked],
             [row.prompt_length for row in picked],
             share_prefixes=among is None,  # a share of the tokens must hold what its rows attend to
             candidates=[row.ref_top_ids for row in picked if row.ref_top_ids is not None],
+            experts=None if routing is None else [routing.of(row) for row in picked],
         ).to(self.world.device)
         return packed if among is None else share_out(packed, among)
 

@@ -170,6 +170,7 @@ def branches(row: Trajectory) -> list[Part]:
             loss_mask=row.loss_mask[start:end],
             rollout_logprobs=row.rollout_logprobs[start:end],
             spans=tuple(spans),
+            routed_experts=row.routed_experts and row.routed_experts.part(start, end),
             parts=(),
         )
         found.append(Part(row=part, start=start))
@@ -204,5 +205,6 @@ def with_answer(row: Trajectory, answers: Mapping[int, Int32]) -> tuple[Part, Pa
         loss_mask=mask,
         rollout_logprobs=none,
         spans=(),
+        routed_experts=None,
     )
     return Part(row=row), Part(row=said, start=None)

@@ -12,7 +12,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -158,6 +158,9 @@ class Pack:
     """int64[N]: the response tokens, row after row."""
     candidates: torch.Tensor | None = None
     """int64[N, k]: other tokens at the same places, whose log-probs a teacher's loss reads."""
+    experts: torch.Tensor | None = None
+    """[P, L, K]: those to send each token to, by layer; a token with the same number everywhere goes where it likes.
+    None: all do."""
 
     def joined(self, values: torch.Tensor) -> torch.Tensor:
         """[N, …] of the pack's response tokens from [n, …] that this rank forwarded: all, without a `share`."""
@@ -172,6 +175,7 @@ class Pack:
             positions=self.positions.to(device),
             targets=self.targets.to(device),
             candidates=None if self.candidates is None else self.candidates.to(device),
+            experts=None if self.experts is None else self.experts.to(device),
         )
 
 
@@ -181,22 +185,26 @@ def pack(
     *,
     share_prefixes: bool = True,
     candidates: Sequence[Int32] = (),
+    experts: Sequence[npt.NDArray[Any]] | None = None,
 ) -> Pack:
     """Lay rows end to end; the tokens from `prompt_lengths[i]` on are the response of row i.
 
     Rows that begin alike, as the siblings of a group do, have what they share laid once: a hidden state depends on
-    the tokens before it alone, so it is one and the same, and its gradient the sum over the rows. Without rows the
-    pack is one dummy token with no response, so that a rank without work joins the collectives. `candidates` are
-    int32[T, k] of each row, or none.
+    the tokens before it, and the experts that they are sent to, alone, so it is one and the same, and its gradient
+    the sum over the rows. `experts` are [T, L, K] of each row, of one type; where they differ, sharing ends.
+    `candidates` are int32[T, k] of each row, or none. Without rows the pack is one dummy token with no response, so
+    that a rank without work joins the collectives.
     """
     if not rows:
-        rows, prompt_lengths = [np.zeros(1, dtype=np.int32)], [1]
-    places, begins = _laid(rows) if share_prefixes else _end_to_end([len(row) for row in rows])
+        rows, prompt_lengths, experts = [np.zeros(1, dtype=np.int32)], [1], None
+    keys = rows if experts is None else list(map(_routed, rows, experts))
+    places, begins = _laid(keys) if share_prefixes else _end_to_end([len(row) for row in rows])
     total = sum(len(row) - begin for row, begin in zip(rows, begins, strict=True))
     tokens, positions = np.empty((2, total), dtype=np.int64)
     for row, place, begin in zip(rows, places, begins, strict=True):
         tokens[place[begin:]] = row[begin:]
         positions[place[begin:]] = np.arange(begin, len(row))
+    numbers = None if experts is None else _placed(experts, places, total)
     answers = [max(prompt, 1) for prompt in prompt_lengths]
     predicting = [place[a - 1 : -1] for place, a in zip(places, answers, strict=True)]
     targets = [row[a:] for row, a in zip(rows, answers, strict=True)]
@@ -213,6 +221,7 @@ def pack(
         )
         if candidates
         else None,
+        experts=None if numbers is None else torch.from_numpy(numbers),
     )
 
 
@@ -230,7 +239,23 @@ def _end_to_end(lengths: Sequence[int]) -> tuple[Positions, list[int]]:
     return [np.arange(e - n, e) for e, n in zip(ends, lengths, strict=True)], [0] * len(lengths)
 
 
-def _laid(rows: Sequence[Int32]) -> tuple[Positions, list[int]]:
+def _routed(row: Int32, experts: npt.NDArray[Any]) -> npt.NDArray[np.void]:
+    """[T]: each token with its experts, as one thing that is the same or another."""
+    tokens = np.ascontiguousarray(row, "<i4").view(np.uint8).reshape(len(row), 4)
+    numbers = np.ascontiguousarray(experts).reshape(len(row), -1).view(np.uint8)
+    both = np.concatenate([tokens, numbers], axis=1)
+    return both.view(f"V{both.shape[1]}").reshape(-1)
+
+
+def _placed(experts: Sequence[npt.NDArray[Any]], places: Positions, total: int) -> npt.NDArray[Any]:
+    """[P, L, K] of the pack."""
+    placed = np.empty((total, *experts[0].shape[1:]), experts[0].dtype)
+    for each, place in zip(experts, places, strict=True):
+        placed[place] = each
+    return placed
+
+
+def _laid(rows: Sequence[npt.NDArray[Any]]) -> tuple[Positions, list[int]]:
     """Places of rows whose common prefixes are laid once, and where in each row its own tokens begin.
 
     In sorted order a row has no longer prefix in common with any row before it than with its neighbour: a trie.
@@ -248,7 +273,7 @@ def _laid(rows: Sequence[Int32]) -> tuple[Positions, list[int]]:
     return places, begins
 
 
-def _common(one: Int32, other: Int32) -> int:
+def _common(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
     """Tokens that both begin with."""
     shorter = min(len(one), len(other))
     different = np.flatnonzero(one[:shorter] != other[:shorter])
@@ -304,6 +329,9 @@ def share_out(pack: Pack, among: SequenceGroup) -> Pack:
     begin = among.rank * width
     padding = (0, among.size * width - tokens)
     own = owners == among.rank
+    experts = pack.experts
+    if experts is not None:
+        experts = F.pad(experts, (0, 0, 0, 0, *padding))[begin : begin + width]
     share = Share(among=among, tokens=tokens, width=width, counts=tuple(counts))
     return replace(
         pack,
@@ -313,4 +341,5 @@ def share_out(pack: Pack, among: SequenceGroup) -> Pack:
         positions=pack.positions[own] - begin,
         targets=pack.targets[own],
         candidates=None if pack.candidates is None else pack.candidates[own],
+        experts=experts,
     )

@@ -43,6 +43,7 @@ from meshrl.trainer.model.logprob import (
     linear_top,
 )
 from meshrl.trainer.model.packing import Pack
+from meshrl.trainer.model.routing_replay import Routing, RoutingReplay
 from meshrl.trainer.model.sharded_loading import can_fill, fill, is_empty
 
 HfModel: TypeAlias = Any
@@ -70,6 +71,7 @@ class Policy(nn.Module):
         self.base = base
         """Fingerprint of the checkpoint that others can merge the adapter into; None where they cannot."""
         self._stored = stored
+        self._replay: RoutingReplay | None = None
 
     def forward(self, pack: Pack, temperature: float) -> tuple[torch.Tensor, ...]:
         """Returns logprobs float32[N] and entropies float32[N] for the N response tokens.
@@ -123,7 +125,18 @@ class Policy(nn.Module):
             "softcap": getattr(config, "final_logit_softcapping", None),
         }
 
+    def replay_routing(self) -> Routing:
+        """Send tokens of packs that have `experts` to these from here on.
+
+        Raises:
+            UserError: the model has no router that can be told.
+        """
+        self._replay = self._replay or RoutingReplay(self.hf, decoder_layers(self.hf))
+        return self._replay.routing
+
     def _response_hidden(self, pack: Pack) -> torch.Tensor:
+        if self._replay is not None:
+            self._replay.experts = pack.experts
         return response_hidden(self.hf.get_decoder(), pack)
 
     def named_tensors(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.types import (
+    ROUTED_EXPERTS,
     TOKEN_REWARDS,
     Batch,
     BatchRow,
@@ -220,6 +221,10 @@ def _manifest(row: Mapping[str, Any]) -> BatchRow:
 def _trajectory(row: Mapping[str, Any], learner: Learner) -> Trajectory:
     """The row as the trainer fetched it; of the columns before its response it reads nothing but the tokens."""
     start = row["prompt_length"]
+    if ROUTED_EXPERTS in learner.columns:
+        raise UserError(
+            f"row {row['uid']} of step {row['step']} was logged without its experts (rollout.routing_replay)"
+        )
 
     def whole(name: str, kind: type[np.generic]) -> npt.NDArray[Any]:
         if row[name] is None:

@@ -1,0 +1,141 @@
+"""The trainer sends tokens to the experts that sampled them, whatever its own routers would say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig
+
+from meshrl.contract.errors import CorruptError, UserError
+from meshrl.contract.routed_experts import RoutedExperts
+from meshrl.contract.types import Trajectory, Uid
+from meshrl.trainer.model.packing import Pack, pack
+from meshrl.trainer.model.policy import Policy, random_hf
+from meshrl.trainer.model.routing_replay import Routing
+
+from . import tiny
+
+SHAPE: dict[str, Any] = dict(
+    vocab_size=tiny.VOCABULARY, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, intermediate_size=48, max_position_embeddings=256,
+)  # fmt: skip
+MODELS = {
+    "mixtral": MixtralConfig(**SHAPE, num_local_experts=6, num_experts_per_tok=2),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHAPE, head_dim=8, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24,
+        decoder_sparse_step=1, norm_topk_prob=True, mlp_only_layers=[1],
+    ),
+    "deepseek_v3": DeepseekV3Config(
+        **(SHAPE | {"num_key_value_heads": 4}), q_lora_rank=16, kv_lora_rank=8,
+        qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6, n_routed_experts=8,
+        n_shared_experts=1, n_group=2, topk_group=1, num_experts_per_tok=2,
+        first_k_dense_replace=1, moe_intermediate_size=24,
+    ),
+    "gpt_oss": GptOssConfig(
+        **SHAPE, head_dim=8, num_local_experts=6, num_experts_per_tok=2, sliding_window=9,
+    ),
+}  # fmt: skip
+
+
+def routers_of(policy: Policy) -> list[torch.nn.Module]:
+    return [m for m in policy.hf.modules() if type(m).__name__.endswith("Router")]
+
+
+def chosen(policy: Policy, given: Pack) -> tuple[torch.Tensor, torch.Tensor]:
+    """[P, layers, k] of the forward pass, zeros in dense layers, and log-probs [N]."""
+    layers = list(policy.hf.get_decoder().layers)
+    taken: dict[int, torch.Tensor] = {}
+    hooks = [
+        module.register_forward_hook(lambda _m, _i, out, at=at: taken.update({at: out[-1]}))
+        for at, layer in enumerate(layers)
+        for module in layer.modules()
+        if type(module).__name__.endswith("Router")
+    ]
+    logprobs, _ = policy(given, 1.0)
+    for hook in hooks:
+        hook.remove()
+    empty = torch.zeros_like(next(iter(taken.values())))
+    return torch.stack([taken.get(at, empty) for at in range(len(layers))], 1), logprobs
+
+
+def perturb(policy: Policy) -> None:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for router in routers_of(policy):
+            weight = router.weight
+            assert isinstance(weight, torch.Tensor)
+            weight.add_(torch.randn_like(weight) * 3 * weight.std())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_perturbed_router_takes_the_recorded_experts_and_still_learns(name: str) -> None:
+    policy = Policy(random_hf(MODELS[name], seed=3))
+    rows = tiny.rows(3)
+    starts = [len(row) // 2 for row in rows]
+    with torch.no_grad():
+        recorded, _ = chosen(policy, pack(rows, starts))
+    perturb(policy)
+    routing = policy.replay_routing()
+    assert (routing.layers, routing.chosen) == recorded.shape[1:]
+    split = torch.split(recorded.to(torch.uint8), [len(row) for row in rows])
+    told = pack(rows, starts, experts=[part.numpy() for part in split])
+    free, _ = chosen(policy, pack(rows, starts))
+    taken, logprobs = chosen(policy, told)
+    assert not torch.equal(free.sort(-1)[0], recorded.sort(-1)[0])
+    torch.testing.assert_close(taken, recorded)
+    logprobs.sum().backward()
+    for router in routers_of(policy):
+        weight = router.weight
+        assert isinstance(weight, torch.Tensor) and weight.grad is not None
+        assert bool(weight.grad.abs().max() > 0)
+
+
+def test_tokens_without_a_record_go_where_the_router_says() -> None:
+    policy = Policy(random_hf(MODELS["qwen3_moe"], seed=3))
+    rows = tiny.rows(2)
+    own, _ = chosen(policy, pack(rows, [1, 1]))
+    policy.replay_routing()
+    nothing = [np.zeros((len(row), 3, 3), np.uint8) for row in rows]
+    taken, _ = chosen(policy, pack(rows, [1, 1], experts=nothing))
+    torch.testing.assert_close(taken, own)
+
+
+def test_a_prefix_is_shared_as_far_as_its_experts_are_the_same() -> None:
+    row = np.arange(9, dtype=np.int32)
+    same = np.tile(np.array([[0, 1]], np.uint8), (9, 1, 1))
+    other = same.copy()
+    other[5] = [1, 2]
+    both = pack([row, row], [4, 4], experts=[same, same])
+    assert both.input_ids.shape[1] == 9
+    apart = pack([row, row], [4, 4], experts=[same, other])
+    assert apart.input_ids.shape[1] == 9 + 4
+    assert apart.experts is not None
+    assert apart.experts[:, 0].tolist() == [[0, 1]] * 9 + [[1, 2]] + [[0, 1]] * 3
+
+
+def test_experts_of_another_model_are_refused() -> None:
+    def row(experts: np.ndarray[Any, Any] | None) -> Trajectory:
+        return Trajectory(
+            uid=Uid("r", "t", 0),
+            tokens=np.zeros(4, np.int32),
+            loss_mask=np.zeros(4, np.uint8),
+            rollout_logprobs=np.zeros(4, np.float32),
+            spans=(),
+            routed_experts=None if experts is None else RoutedExperts.pack(experts),
+        )
+
+    routing = Routing(layers=2, experts=5, chosen=2)
+    assert routing.of(row(None)).shape == (4, 2, 2)
+    assert routing.of(row(np.zeros((4, 0, 0), np.uint8))).shape == (4, 2, 2)
+    for wrong in (np.zeros((4, 3, 2), np.uint8), np.full((4, 2, 2), 5, np.uint8)):
+        with pytest.raises(CorruptError, match=r"row r/t/0.0: experts up to .* the policy has 5"):
+            routing.of(row(wrong))
+
+
+def test_a_dense_model_has_nothing_to_replay() -> None:
+    policy = Policy(random_hf(tiny.config(), 0))
+    with pytest.raises(UserError, match=r"rollout.routing_replay: Qwen3ForCausalLM has no router"):
+        policy.replay_routing()
