@@ -21,7 +21,7 @@ CRUMB_LINES = 60
 
 LINES: Mapping[str, int] = {
     "meshrl.trainer": 19400,
-    "meshrl.rollout": 12620,
+    "meshrl.rollout": 12650,
     "meshrl.transferqueue": 10850,
     "meshrl.rewardd": 6790,
     "meshrl.sandbox": 1870,
@@ -34,7 +34,7 @@ LINES: Mapping[str, int] = {
     "meshrl.cli": 6155,
     "meshrl.deploy": 770,
     "meshrl.http": 3350,
-    "meshrl.verl": 3710,
+    "meshrl.verl": 3720,
     "meshrl.client": 1800,
     "meshrl.config": 3530,
     "meshrl.api": 500,

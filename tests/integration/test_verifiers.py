@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
 
-from meshrl.contract.types import Outcome
+from meshrl.contract.types import EngineStats, Outcome
 from meshrl.rollout.programs import verifiers as program
+from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.testing.engines.echo import Behaviour
 
+from ..chat_model import Scripted
 from .gateway_agents import echoing
 from .gateway_mesh import agents_mesh, check_exact
 
@@ -96,3 +101,68 @@ async def test_a_task_that_there_is_not_is_a_fault_with_its_reason(talking_model
         (letter,) = await mesh.dead()
         assert letter.outcome is Outcome.INFRA_FAULT
         assert "the taskset has 10 tasks, and none with number 10" in letter.reason
+
+
+class _Says(Scripted):
+    """An engine whose answers are written down."""
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            version=self.version, running=0, capacity=8, tokens_generated=0, tokens_per_s=1.0,
+            updates=0, update_pause_s=0.0,
+        )  # fmt: skip
+
+
+class _Gym(BaseHTTPRequestHandler):
+    """A resource server of NeMo Gym: sessions are seeded, `add` is a tool, and what is said at last is judged."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        answer: Any = {}
+        if self.path == "/add":
+            answer = body["a"] + body["b"]
+        elif self.path == "/verify":
+            calls = [item["type"] for item in body["response"]["output"]]
+            said = body["response"]["output"][-1]["content"][0]["text"]
+            answer = {**body, "reward": float(said == "4"), "calls": calls.count("function_call")}
+        found = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(found)))
+        self.end_headers()
+        self.wfile.write(found)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+async def test_a_taskset_of_nemo_gym_has_its_tools_and_is_judged_by_its_resource_server(
+    talking_model: Path, tmp_path: Path
+) -> None:
+    number = {"type": "integer"}
+    add = {"type": "object", "properties": {"a": number, "b": number}, "required": ["a", "b"]}
+    asked = {
+        "input": [{"role": "user", "content": "2+2?"}],
+        "tools": [{"type": "function", "name": "add", "description": "", "parameters": add}],
+    }
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps({"responses_create_params": asked}) + "\n")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Gym)
+    Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    env = {"taskset": {"id": "nemo_gym", "dataset": str(tasks), "task": {"resources_url": url}}}
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 2}}</tool_call>'
+    engine = _Says(load_tokenizer(talking_model), call, "4")
+    row_options = {"program": "verifiers", "extra_info": {"index": 0}, "deadline_s": 120.0}
+    async with agents_mesh(
+        talking_model, options(env), engine=engine, sampling={"max_tokens": 90}, **row_options
+    ) as mesh:
+        ((uid, row),) = (await mesh.rows(1)).items()
+        check_exact(mesh, uid, row)
+        text = mesh.tokenizer.decode(row.tokens.tolist())
+        assert "[add]" in text and text.count("<tool_call>") == 1
+        assert mesh.posted(uid).score == 1
+    server.shutdown()
+    server.server_close()

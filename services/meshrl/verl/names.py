@@ -122,7 +122,7 @@ ENGINES = {"fsdp": FSDP, "megatron": MEGATRON, "veomni": VEOMNI, "torchtitan": T
 """A section of each of verl's training engines to its keys."""
 OPTIMIZER = (
     *_names("""
-    optimizer_impl zero_indexed_step use_checkpoint_opt_param_scheduler use_precision_aware_optimizer
+    optimizer_impl use_checkpoint_opt_param_scheduler use_precision_aware_optimizer
     main_grads_dtype exp_avg_dtype exp_avg_sq_dtype use_layer_wise_distributed_optimizer
     override_optimizer_config
     """),

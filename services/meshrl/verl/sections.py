@@ -124,11 +124,20 @@ def _layers(at: str) -> Convert:
     return convert
 
 
+def _counted(value: Any, given: Given) -> Answer:
+    if value is False:
+        return Answer(note="as here: a step has the rate that is due at its end")
+    return Answer(
+        note="rates are a step ahead of verl's here: the first step has one, verl's has 0"
+    )
+
+
 def optimizer(verl: str, ours: str) -> Iterator[Rule]:
     """What the optimizers of verl's engines have besides a rate and a decay."""
     yield rule(f"{verl}.optimizer", _named(f"{ours}.name"))
     yield rule(f"{verl}.name", _named(f"{ours}.name"))
     yield from ignored_below(verl, names.OPTIMIZER, "of another implementation of the optimizer")
+    yield rule(f"{verl}.zero_indexed_step", _counted)
     muon = "the numbers of Muon are torch's here"
     yield from (Rule(key=f"{verl}.{name}", convert=_of_muon(verl, muon)) for name in names.MUON)
     for name in ("lr_decay_style", "decay_type"):

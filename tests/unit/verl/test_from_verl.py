@@ -426,6 +426,14 @@ def test_the_trainers_machines_are_the_trainers_and_engines_have_their_own() -> 
     assert "meshrl slurm --nodes, or placement.machines" in said.note
 
 
+def test_a_schedule_that_counts_from_0_is_a_step_behind() -> None:
+    said = {}
+    for value in ("True", "False"):
+        (found,) = migrate([f"{A}.optim.zero_indexed_step={value}"]).of(Status.MAPPED)
+        said[value] = found.note
+    assert "a step ahead of verl's" in said["True"] and "as here" in said["False"]
+
+
 def test_variables_of_the_chat_template_go_along() -> None:
     words = [
         "+data.apply_chat_template_kwargs.enable_thinking=False",

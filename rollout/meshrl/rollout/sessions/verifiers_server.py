@@ -25,6 +25,7 @@ import httpx
 import verifiers.v1 as vf
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.utils.generic import concrete_type
 from verifiers.v1.utils.loaders import environment_class, load_environment
 
@@ -42,9 +43,13 @@ class ChatConfig(vf.HarnessConfig):  # type: ignore[misc]
 
 
 class Chat(vf.Harness[ChatConfig]):  # type: ignore[misc]
-    """Asks for one answer to the conversation so far; the environment says what follows."""
+    """Asks for an answer to the conversation so far, and calls the tools that it asks for, until it asks for none.
+
+    The environment says what follows.
+    """
 
     APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_MCP = True
     SUPPORTS_RESUME = True
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
@@ -60,21 +65,51 @@ class Chat(vf.Harness[ChatConfig]):  # type: ignore[misc]
         data: Any,
         tool_interception_url: str | None = None,
     ) -> Any:
-        """One request, to the episode's own endpoint."""
+        """Requests to the episode's own endpoint, and calls of its MCP servers."""
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
             messages.append({"role": "user", "content": prompt})
         else:
             messages += [message_to_wire(message) for message in prompt or ()]
-        async with httpx.AsyncClient(timeout=None) as client:  # the row has a deadline
-            answer = await client.post(
-                f"{endpoint}/chat/completions",
-                json={"model": ctx.model, "messages": messages},
-                headers={"Authorization": f"Bearer {secret}"},
-            )
-        said = "" if answer.is_success else f"HTTP {answer.status_code}: {answer.text[:500]}"
-        return vf.ProgramResult(0 if answer.is_success else 1, "", said)
+        specs = {
+            name: {"url": url, "timeout": self.config.tool_timeout}
+            for name, url in mcp_urls.items()
+        }
+        async with contextlib.AsyncExitStack() as stack:
+            # Without a timeout: the row has a deadline.
+            client = await stack.enter_async_context(httpx.AsyncClient(timeout=None))
+            tools, names, servers = await connect_mcp({"mcpServers": specs}, stack)
+            while True:
+                asked = {"model": ctx.model, "messages": messages}
+                answer = await client.post(
+                    f"{endpoint}/chat/completions",
+                    json={**asked, "tools": tools} if tools else asked,
+                    headers={"Authorization": f"Bearer {secret}"},
+                )
+                if not answer.is_success:
+                    said = f"HTTP {answer.status_code}: {answer.text[:500]}"
+                    return vf.ProgramResult(1, "", said)
+                message = answer.json()["choices"][0]["message"]
+                if not message.get("tool_calls"):
+                    return vf.ProgramResult(0, "", "")
+                messages.append(message)
+                for call in message["tool_calls"]:
+                    found = await _called(call["function"], names, servers)
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": found})
+
+
+async def _called(function: dict[str, Any], names: dict[str, Any], servers: dict[str, Any]) -> Any:
+    """What the policy observes of its call: the result, or what was wrong with the call."""
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError as error:
+        return f"Error: arguments are no JSON: {error}"
+    if not isinstance(arguments, dict):
+        return "Error: arguments are no JSON object"
+    if function["name"] not in names:
+        return f"Error: no tool {function['name']!r:.80}"
+    return await call_mcp(servers, names, function["name"], arguments)
 
 
 class Environment:
