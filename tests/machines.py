@@ -69,7 +69,9 @@ class Program:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self.argv,
-                **{"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
                 cwd=self.folder,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
                 start_new_session=True,
@@ -114,7 +116,10 @@ class Machine:
             ["ip", "netns", "exec", self.name, sys.executable, "-P", "-m", "meshrl.cli", *words],
             cwd=self.folder,
             env={**os.environ, **environment},
-            **{"capture_output": True, "text": True, "check": False, "timeout": 120},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
         )
 
 
@@ -122,18 +127,18 @@ class Lan:
     """Machines around a router. Run it in a network and a mount namespace of its own."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.machines, self._count = folder, {}, 0
-        self.machines: dict[str, Machine]
+        self.folder, self._count = folder, 0
+        self.machines: dict[str, Machine] = {}
         # The names of namespaces are files there, which would stay behind.
         Path("/run/netns").mkdir(exist_ok=True)
         _run("mount", "-t", "tmpfs", "machines", "/run/netns")
         Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
         _run("ip", "link", "set", "lo", "up")
 
-    def add(self, name: str) -> Machine:
-        """One more machine, with an address that none had before."""
+    def add(self, name: str, address: str = "") -> Machine:
+        """One more machine, with an address that none had before unless one is given."""
         self._count += 1
-        number = self._count
+        number = int(address.split(".")[2]) if address else self._count
         address, gate = f"10.78.{number}.2", f"10.78.{number}.1"
         _run("ip", "netns", "add", name)
         _run(
@@ -179,6 +184,9 @@ class Lan:
         for program in machine.programs.values():
             program.kill()
         del self.machines[machine.name]
+        _run("ip", "netns", "del", machine.name)
+        _run("ip", "link", "del", f"to{machine.address.split('.')[2]}")
+        self.heal(machine)
 
     def tend(self) -> None:
         """Start again what failed."""
@@ -220,6 +228,7 @@ class Cluster:
         self.front = self.lan.add("front")
         self.trainers = [self.lan.add(f"train-{n}") for n in range(setup.trainers)]
         self._authority: Any = None
+        self.torchrun = False
         for machine in [self.front, *self.trainers]:
             self.equip(machine)
         # The trainer's machines share the folder of the run; the others have one each.
@@ -295,11 +304,17 @@ class Cluster:
         words += ["--host", "0.0.0.0", "--port", str(TRAINER_PORT), *self.open_words(insecure)]
         words += ["--queue", f"{self.front.address}:{QUEUE_PORT}"]
         words += ["--node-rank", str(node)] if self.setup.trainers > 1 else []
+        if self.torchrun:
+            agent = ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(node)]
+            agent += ["--master-addr", self.trainers[0].address, "--master-port", "29500"]
+            words = ["-m", "torch.distributed.run", *agent, "--max-restarts", "5", *words]
         return machine.run("trainer", *words, **self.credentials(machine, "trainer"))
 
     def replace_trainer(self, node: int) -> None:
-        """Another machine, with another address, in the place of one that is lost."""
-        machine = self.lan.add(f"train-{node}-new")
+        """Another machine in the place of one that is lost; only the first one's address is in the recipe."""
+        address = self.trainers[node].address if node == 0 else ""
+        self.lan.lose(self.trainers[node])
+        machine = self.lan.add(f"train-{node}-new", address)
         self.equip(machine)
         (machine.folder / "run").symlink_to(self.shared)
         self.trainers[node] = machine
@@ -346,8 +361,15 @@ class Cluster:
             self.lan.tend()
             time.sleep(0.2)
 
+    def stop(self) -> dict[str, Any]:
+        """Stop the trainer's first machine: it saves, and the others end with it."""
+        process = self.trainers[0].programs["trainer"].process
+        assert process is not None
+        process.terminate()
+        return self.to_the_end()
+
     def to_the_end(self) -> dict[str, Any]:
-        """Train to the last step, end the others as a person would, and balance the books."""
+        """Until the trainer has ended; then end the others as a person would, and balance the books."""
         self.until(lambda: self.done)
         programs = [
             p for m in self.lan.machines.values() for n, p in m.programs.items() if n != "queue"
@@ -359,10 +381,13 @@ class Cluster:
         stored = Mesh(directory=self.front.folder, recipe=self.mesh.recipe)
         ledger = asyncio.run(stored.ledger())
         assert ledger.balanced, ledger
-        assert sorted(set(self.steps())) == list(range(self.setup.steps)), self.steps()
+        steps = len(set(self.steps()))
+        assert sorted(set(self.steps())) == list(range(steps)), self.steps()
+        saved = sorted(path.name for path in (self.shared / "checkpoints").glob("step-*"))
+        assert saved and int(saved[-1].split("-")[1]) == steps, (saved, steps)
         return {
-            "steps": self.setup.steps,
-            "trained_twice": len(self.steps()) - self.setup.steps,
+            "steps": steps,
+            "lines_of_steps": len(self.steps()),
             "ledger": "balanced",
             "starts": {
                 f"{m.name}/{n}": p.starts
@@ -383,11 +408,133 @@ def ranks(cluster: Cluster) -> dict[str, Any]:
     cluster.sample("rollout-0")
     cluster.trained(4)
     cluster.trainers[1].programs["trainer"].kill()
-    return cluster.to_the_end()
+    cluster.trained(4)
+    # torchrun gives the ranks 30 s to end and then says that they failed.
+    return cluster.to_the_end() if cluster.torchrun else cluster.stop()
+
+
+def torchrun(cluster: Cluster) -> dict[str, Any]:
+    """The same, where torchrun's agents start the ranks."""
+    cluster.torchrun = True
+    return ranks(cluster)
+
+
+def up(cluster: Cluster) -> dict[str, Any]:
+    """`meshrl up` starts everything on two machines, as under Slurm; the trainer's part on the second is killed."""
+    machines = [machine.address for machine in cluster.trainers]
+    for machine in cluster.trainers:
+        Path("/run/netns", machine.address).symlink_to(f"/run/netns/{machine.name}")
+    (cluster.folder / "run").symlink_to(cluster.shared)
+    words = ["up", str(cluster.mesh.recipe), "--plain", "--machines", ",".join(machines)]
+    program = Program(
+        [sys.executable, "-m", "meshrl.cli", *words, "--launcher", "ip netns exec {machine}"],
+        {"MESHRL_ALLOW_INSECURE_BIND": "1"},
+        cluster.folder / "up.log",
+        cluster.folder,
+    )
+    program.start()
+    cluster.until(lambda: len(cluster.steps()) >= 4)
+    before = len(cluster.steps())
+    (agent,) = _processes("--name\0trainer-1\0")
+    os.kill(agent, signal.SIGKILL)
+    cluster.until(lambda: len(cluster.steps()) >= before + 6)
+    assert program.process is not None
+    program.process.terminate()
+    code = program.process.wait(PATIENCE_S)
+    stored = Mesh(directory=cluster.folder, recipe=cluster.mesh.recipe)
+    ledger = asyncio.run(stored.ledger())
+    assert ledger.balanced, ledger
+    steps = cluster.steps()
+    assert sorted(set(steps)) == list(range(len(set(steps)))), steps
+    return {"steps": len(set(steps)), "ledger": "balanced", "exit_code": code, "killed_at": before}
+
+
+def _processes(words: str) -> list[int]:
+    """Those with these words in their command that are no launcher and no rank."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if (
+                words in path.read_text()
+                and b"\0RANK=" not in (path.parent / "environ").read_bytes()
+            ):
+                found.append(int(path.parent.name))
+    return found
+
+
+def _asked(cluster: Cluster, machine: Machine) -> dict[str, str]:
+    """What the queue answers on another machine to a stranger, to a worker, and to the operator."""
+    words = ("ledger", "--queue", f"{cluster.front.address}:{QUEUE_PORT}", "--run", "tiny")
+    tls = {f"MESHRL_TLS_{key.upper()}": f"tls/{FILES[key]}" for key in ("ca", "cert", "key")}
+    tls = tls if cluster.setup.tls else {}
+    operator = {**tls, **cluster.credentials(machine, "operator")}
+    callers = {
+        "no credential": tls,
+        "reader": {**tls, **cluster.credentials(machine, "reader")},
+        "operator": operator,
+        **(
+            {"no certificate": {**operator, "MESHRL_TLS_CERT": "", "MESHRL_TLS_KEY": ""}}
+            if tls
+            else {}
+        ),
+        **({"no encryption": {k: v for k, v in operator.items() if k not in tls}} if tls else {}),
+    }
+    found = {}
+    for caller, environment in callers.items():
+        environment = {name: value for name, value in environment.items() if value}
+        done = machine.told(*words, **environment)
+        found[caller] = "answered" if done.returncode == 0 else done.stderr.strip()[-160:]
+    answered = {caller for caller, said in found.items() if said == "answered"}
+    assert answered == {"reader", "operator"}, found
+    return found
+
+
+def links(cluster: Cluster) -> dict[str, Any]:
+    """Cut and healed links, lost machines and others in their place."""
+    setup, lan = cluster.setup, cluster.lan
+    cluster.start()
+    rollout = cluster.sample("rollout-0")
+    cluster.trained(2)
+    asked = _asked(cluster, rollout)
+    events = []
+
+    def told(event: str) -> None:
+        events.append(f"{event}: step {len(cluster.steps())}")
+
+    def cut(machine: Machine, seconds: float) -> None:
+        lan.cut(machine)
+        time.sleep(seconds)
+        lan.heal(machine)
+        told(f"{machine.name} cut off for {seconds:.0f} s")
+        cluster.trained(2)
+
+    cut(rollout, 12.0)
+    cut(cluster.trainers[1], setup.peer_timeout_s / 3)
+    cut(cluster.trainers[1], setup.peer_timeout_s * 2)
+    cluster.replace_trainer(1)
+    told("train-1 lost, another machine in its place")
+    cluster.trained(2)
+    cluster.replace_trainer(0)
+    told("train-0 lost, another machine with its address")
+    cluster.trained(2)
+    lan.lose(rollout)
+    cluster.sample("rollout-1")
+    told("rollout-0 lost, rollout-1 on another machine")
+    cluster.trained(6)
+    return {
+        "carrier": setup.carrier,
+        "mtls": setup.tls,
+        "asked": asked,
+        "events": events,
+    } | cluster.stop()
 
 
 STORIES: Mapping[str, tuple[Setup, Callable[[Cluster], dict[str, Any]]]] = {
-    "ranks": (Setup(carrier="gloo", trainers=2, steps=8), ranks),
+    "ranks": (Setup(carrier="gloo", trainers=2, steps=10_000), ranks),
+    "torchrun": (Setup(carrier="gloo", trainers=2, steps=60), torchrun),
+    "up": (Setup(carrier="gloo", trainers=2, steps=10_000), up),
+    "gloo": (Setup(carrier="gloo", trainers=2, steps=10_000), links),
+    "delta": (Setup(carrier="delta", tls=True, trainers=2, steps=10_000), links),
 }
 
 
