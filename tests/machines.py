@@ -110,6 +110,17 @@ class Machine:
         program.start()
         return program
 
+    def kill(self) -> None:
+        """Everything that runs there, whoever started it."""
+        done = subprocess.run(
+            ["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True
+        )
+        for pid in done.stdout.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        for program in self.programs.values():
+            program.kill()
+
     def told(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run `meshrl WORDS` to its end."""
         return subprocess.run(
@@ -181,8 +192,7 @@ class Lan:
     def lose(self, machine: Machine) -> None:
         """The power of a machine fails: nobody hears from it again, not even that its connections end."""
         self.cut(machine)
-        for program in machine.programs.values():
-            program.kill()
+        machine.kill()
         del self.machines[machine.name]
         _run("ip", "netns", "del", machine.name)
         _run("ip", "link", "del", f"to{machine.address.split('.')[2]}")
@@ -305,8 +315,9 @@ class Cluster:
         words += ["--queue", f"{self.front.address}:{QUEUE_PORT}"]
         words += ["--node-rank", str(node)] if self.setup.trainers > 1 else []
         if self.torchrun:
-            agent = ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(node)]
-            agent += ["--master-addr", self.trainers[0].address, "--master-port", "29500"]
+            meeting = f"{self.trainers[0].address}:29500"
+            agent = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "tiny"]
+            agent += ["--rdzv-backend", "c10d", "--rdzv-endpoint", meeting]
             words = ["-m", "torch.distributed.run", *agent, "--max-restarts", "5", *words]
         return machine.run("trainer", *words, **self.credentials(machine, "trainer"))
 
@@ -407,7 +418,7 @@ def ranks(cluster: Cluster) -> dict[str, Any]:
     cluster.start()
     cluster.sample("rollout-0")
     cluster.trained(4)
-    cluster.trainers[1].programs["trainer"].kill()
+    cluster.trainers[1].kill()
     cluster.trained(4)
     # torchrun gives the ranks 30 s to end and then says that they failed.
     return cluster.to_the_end() if cluster.torchrun else cluster.stop()
