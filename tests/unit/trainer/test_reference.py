@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,22 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import UserError
-from meshrl.trainer.reference import ReferenceModel
+from meshrl.contract.rows import rollout_write, trajectory
+from meshrl.contract.types import (
+    REFERENCE_COLUMNS,
+    REFERENCE_TOP,
+    ROLLOUT_STAGE,
+    Outcome,
+    RunSpec,
+    StageSpec,
+    Task,
+    Trajectory,
+    Version,
+    VersionSpan,
+)
+from meshrl.trainer.reference import ReferenceModel, ReferenceStage
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
 
 from . import tiny
 
@@ -81,3 +98,54 @@ async def test_more_than_the_vocabulary_is_all_of_it(reference: ReferenceModel) 
     (found,) = await reference.judged(tiny.rows(1), top=tiny.VOCABULARY + 5)
     assert found["ref_top_ids"].shape[1] == tiny.VOCABULARY
     np.testing.assert_allclose(np.exp(found["ref_top_logprobs"][1:]).sum(-1), 1, rtol=1e-5)
+
+
+async def test_a_stage_writes_what_the_teacher_thinks_likeliest_into_the_queue(
+    reference: ReferenceModel,
+) -> None:
+    tokens = tiny.rows(1)[0]
+    writes = (*REFERENCE_COLUMNS, *REFERENCE_TOP)
+    teaches = StageSpec(name="reference", reads=("tokens",), writes=writes)
+    queue = await TransferQueue.open(MemoryStore())
+    await queue.open_run(
+        RunSpec(
+            run="run",
+            group_size=1,
+            batch_groups=1,
+            max_staleness=0.0,
+            stages=(ROLLOUT_STAGE, teaches),
+        )
+    )
+    task = Task(run="run", task_id="t", prompt_ids=tokens[:2], messages=(), ground_truth="")
+    await queue.admit("run", [task], cursor="end", wait_s=5)
+    version = Version((await queue.acquire("run", "trainer")).epoch, 0)
+    await queue.publish("run", version)
+    asked = {"worker": "w", "limit": 1, "version": version, "wait_s": 5}
+    (leased,) = (await queue.lease(["run"], "rollout", **asked)).rows  # type: ignore[arg-type]
+    sampled = np.ones(len(tokens), dtype=np.uint8)
+    sampled[:2] = 0
+    row = Trajectory(
+        uid=leased.uid,
+        tokens=tokens,
+        loss_mask=sampled,
+        rollout_logprobs=np.zeros(len(tokens), dtype=np.float32),
+        spans=(VersionSpan(version=version, start=2, end=len(tokens)),),
+    )
+    written = rollout_write(row, Outcome.OK, "stop", version)
+    await queue.write("run", "rollout", {leased.uid: leased.token}, [written])
+    stage = ReferenceStage(
+        queue, ["run"], reference, worker="r", judged=partial(reference.judged, top=3)
+    )
+    working = asyncio.create_task(stage.run())
+    async with asyncio.timeout(120):
+        while not stage.stats.written:  # noqa: ASYNC110 - the stage sends no event
+            await asyncio.sleep(0.01)
+    stage.drain()
+    await working
+    (columns,) = await queue.fetch("run", [leased.uid], [*ROLLOUT_STAGE.writes, *writes])
+    found, (wanted,) = trajectory(leased.uid, columns), await reference.judged([tokens], top=3)
+    assert found.ref_top_ids is not None and found.ref_top_logprobs is not None
+    assert found.ref_top_ids.shape == (len(tokens), 3)
+    np.testing.assert_array_equal(found.ref_top_ids, wanted["ref_top_ids"])
+    np.testing.assert_allclose(found.ref_top_logprobs, wanted["ref_top_logprobs"], rtol=1e-5)
+    await queue.close()
