@@ -52,18 +52,24 @@ lock: $(LOCK_READY)
 	  --extra torch --extra rewards --extra vllm --extra dev --python-version 3.11 --python-platform x86_64-unknown-linux-gnu \
 	  $(LOCK_FORM) -o $(LOCK)
 	for image in core:"$(patsubst %,--extra=%,rewards redis s3)" \
-	  full:"$(patsubst %,--extra=%,torch rewards vllm tools logging redis s3)"; do \
+	  cpu:"$(patsubst %,--extra=%,torch rewards vllm tools logging redis s3)"; do \
 	  $(LOCK_VENV)/bin/uv pip compile pyproject.toml .ci/lock-build.txt --quiet --override .ci/lock-overrides.txt $${image#*:} \
 	    --constraint $(LOCK) --universal --python-version 3.11 $(LOCK_FORM) -o deploy/$${image%%:*}.lock; done
+	# Images for GPUs, with torch and what its CUDA build brings; an engine's server chooses its own torch.
+	for image in "cuda torch==$(TORCH) --constraint=$(LOCK) --extra=rewards" "vllm vllm==$(VLLM_CPU)" "sglang sglang==$(SGLANG)"; do \
+	  set -- $$image; name=$$1; pin=$$2; shift 2; \
+	  echo "$$pin" | $(LOCK_VENV)/bin/uv pip compile pyproject.toml .ci/lock-build.txt - --quiet "$$@" \
+	    $(patsubst %,--extra=%,torch vllm tools logging redis s3 nccl) --python-version 3.11 \
+	    --python-platform x86_64-manylinux_2_36 $(filter-out --no-emit-package torch,$(LOCK_FORM)) -o deploy/$$name.lock || exit; done
 
 # Known vulnerabilities of the locked packages, asked of osv.dev: 1 if there are any, 2 if it cannot be reached.
 audit: $(LOCK_READY)
 	@$(LOCK_VENV)/bin/python .ci/audit.py $(LOCK)
 
-# What Python packages are in the images, in CycloneDX: of each image's lock, with the hashes, and torch beside the full one's.
+# What Python packages are in the images, in CycloneDX: of each image's lock, with the hashes, and torch beside the CPU one's.
 sbom: $(LOCK_READY)
 	mkdir -p build/sbom
-	for image in core full; do { cat deploy/$$image.lock; [ $$image = core ] || echo torch==$(TORCH); } | \
+	for image in core cpu cuda vllm sglang; do { cat deploy/$$image.lock; [ $$image != cpu ] || echo torch==$(TORCH); } | \
 	  $(LOCK_VENV)/bin/cyclonedx-py requirements --pyproject pyproject.toml --mc-type application --output-reproducible \
 	    --validate --output-format JSON --output-file build/sbom/$$image.cdx.json - || exit; done
 

@@ -31,7 +31,7 @@ LINES: Mapping[str, int] = {
     "meshrl.rpc": 6050,
     "meshrl.launcher": 4700,
     "meshrl.testing": 3600,
-    "meshrl.cli": 6155,
+    "meshrl.cli": 6175,
     "meshrl.deploy": 770,
     "meshrl.http": 3350,
     "meshrl.verl": 3720,

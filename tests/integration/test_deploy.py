@@ -26,6 +26,9 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+MESH = {name: each for name, each in COMPOSE["services"].items() if name in BUILT_IN}
+BESIDE = {"prepare", "operator", "queue-1", "prometheus", "grafana"}
+"""What compose starts beside the services: the first one before them, the others where their profile is named."""
 INTERPOLATION = re.compile(r"\$\{\w+:-([^}]*)\}")
 
 
@@ -53,7 +56,7 @@ def unit_command(unit: Path) -> list[str]:
 
 
 def commands() -> Iterator[Any]:
-    for name, service in COMPOSE["services"].items():
+    for name, service in MESH.items():
         yield pytest.param(name, compose_command(service), id=f"compose-{name}")
     for unit in UNITS:
         yield pytest.param(
@@ -73,7 +76,7 @@ def test_the_command_line_takes_the_command_of_a_service(kind: str, words: list[
 def test_recipes_take_the_overrides_of_compose(recipe: Path) -> None:
     from meshrl.config import load_recipe
 
-    for service in COMPOSE["services"].values():
+    for service in MESH.values():
         overrides = [
             word for word in compose_command(service) if re.match(r"[a-z]+\.[a-z_.]+=", word)
         ]
@@ -84,7 +87,7 @@ def test_recipes_take_the_overrides_of_compose(recipe: Path) -> None:
 def test_variables_of_the_environment_are_options_of_commands() -> None:
     known = {name for option in serve.params for name in _variables(option)}
     known |= {"MESHRL_RUN", "MESHRL_TLS_CA", "MESHRL_TLS_CERT", "MESHRL_TLS_KEY"}
-    given = set(COMPOSE["x-service"]["environment"])
+    given = set(COMPOSE["x-service"]["environment"]) - {"HOME"}
     given |= set(re.findall(r"^#?(MESHRL_\w+)=", (DEPLOY / "systemd/mesh.env").read_text(), re.M))
     assert len(given) >= 6
     assert given <= known
@@ -106,6 +109,24 @@ def test_the_strict_sandbox_finds_what_it_needs_where_rewards_are_submitted() ->
         for name, service in COMPOSE["services"].items()
         if name != "reward"
     )
+
+
+def test_containers_hold_no_more_than_they_need() -> None:
+    for name, service in COMPOSE["services"].items():
+        assert service["cap_drop"] == ["ALL"] and "mem_limit" in service, name
+        assert service.get("read_only") or name in ("prepare", "grafana"), name
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), name
+    for name, service in MESH.items():
+        volumes = [volume.split(":") for volume in service["volumes"]]
+        # Its own role's credentials and nobody else's; what it writes is its own, but for the weights.
+        assert [each[0] for each in volumes if "credentials" in each[0]] == [f"credentials-{name}"]
+        written = {each[0] for each in volumes if "ro" not in each[-1].split(",")}
+        own = {"queue": {"queue"}, "reward": {"rewards"}, "trainer": {"runs", "weights"}}
+        assert written == own.get(name, set()), name
+    assert COMPOSE["networks"]["mesh"] == {"internal": True}
+
+
+def test_the_strict_sandbox_finds_what_it_needs_under_systemd() -> None:
     unit = (DEPLOY / "systemd/meshrl-reward.service").read_text()
     for directive in ("RestrictNamespaces", "ProtectKernelTunables", "ProtectHostname"):
         assert f"\n{directive}=" not in unit
@@ -114,7 +135,7 @@ def test_the_strict_sandbox_finds_what_it_needs_where_rewards_are_submitted() ->
 
 
 def test_compose_and_systemd_have_the_services_that_the_command_line_knows() -> None:
-    assert set(COMPOSE["services"]) == set(BUILT_IN)
+    assert set(COMPOSE["services"]) == {*BUILT_IN, *BESIDE}
     assert {unit.stem.removeprefix("meshrl-").rstrip("@") for unit in UNITS} == set(BUILT_IN)
 
 
@@ -190,7 +211,7 @@ def test_ports_of_units_are_all_different_and_the_environment_names_them() -> No
     [
         ("compose.yaml",),
         ("compose.yaml", "compose.cuda.yaml"),
-        ("compose.yaml", "compose.shards.yaml"),
+        ("compose.yaml", "compose.rewards.yaml"),
     ],
     ids=str,
 )
@@ -202,17 +223,13 @@ def test_compose_takes_the_file(files: tuple[str, ...]) -> None:
     )
     assert done.returncode == 0, done.stderr
     services = yaml.safe_load(done.stdout)["services"]
-    assert {name.removesuffix("-1") for name in services} == set(BUILT_IN)
-    given = {service["environment"]["MESHRL_QUEUE"] for service in services.values()}
-    assert given == {",".join(f"{name}:7001" for name in services if name.startswith("queue"))}
+    assert {*BUILT_IN, "prepare"} <= set(services) <= {*BUILT_IN, *BESIDE}
 
 
 def test_the_shards_of_compose_say_by_their_names_which_they_are() -> None:
-    shards = yaml.safe_load((DEPLOY / "compose.shards.yaml").read_text())
     for number, name in enumerate(("queue", "queue-1")):
-        assert compose_command(shards["services"][name])[-2:] == ["--name", f"queue-{number}"]
-    addresses = shards["x-shards"]["environment"]["MESHRL_QUEUE"]
-    assert addresses == "queue:7001,queue-1:7001"
+        words = compose_command(COMPOSE["services"][name])
+        assert words[-2:] == ["--name", f"queue-{number}"]
 
 
 def compose_program() -> list[str]:

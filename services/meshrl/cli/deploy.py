@@ -184,6 +184,20 @@ def kubernetes(
     click.echo(cluster.as_yaml(found), nl=False)
 
 
+@click.command()
+@click.argument("folder", type=PATH)
+@click.option(
+    "--apart",
+    is_flag=True,
+    help="In FOLDER/ROLE what services of each role mount, and in FOLDER/operator all.",
+)
+def credentials(folder: Path, apart: bool) -> None:
+    """Make a run's credentials in FOLDER/credentials, where there are none: before its services start elsewhere."""
+    from meshrl.rpc.credentials import hand_out, open_run_directory
+
+    (hand_out if apart else open_run_directory)(folder)
+
+
 def _placed(
     recipe: Path, overrides: Sequence[str], assume: Path | None, nodes: int, gpus: int
 ) -> tuple[Recipe, Placement]:

@@ -43,6 +43,9 @@ KNOWN: Mapping[str, Lazy] = {
     "kubernetes": Lazy(
         "meshrl.cli.deploy:kubernetes", "Print manifests: train on a Kubernetes cluster."
     ),
+    "credentials": Lazy(
+        "meshrl.cli.deploy:credentials", "Make a run's credentials, before it starts."
+    ),
     "serve": Lazy(f"{COMMANDS}.serve:serve", "Run one service, in the foreground."),
     "sft": Lazy(f"{COMMANDS}.sft:sft", "Supervised warm start on prompt/response pairs."),
     "dpo": Lazy(f"{COMMANDS}.preferences:dpo", "Offline preference optimisation: DPO, IPO."),

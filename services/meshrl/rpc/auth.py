@@ -61,8 +61,8 @@ class TokenEntry(Config):
 class TokenFile(Config):
     """A tokens file."""
 
-    tokens: list[TokenEntry]
-    """Every valid token."""
+    tokens: list[TokenEntry] | None
+    """Every valid token; nothing after `tokens:` is none yet."""
 
 
 class TokenStore:
@@ -90,7 +90,7 @@ class TokenStore:
 def _read(path: Path) -> Sequence[TokenEntry]:
     check_private_file(path, "tokens file")
     try:
-        return TokenFile.model_validate(yaml.safe_load(path.read_text())).tokens
+        return TokenFile.model_validate(yaml.safe_load(path.read_text())).tokens or []
     except OSError as error:
         raise ConfigError(f"tokens file {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

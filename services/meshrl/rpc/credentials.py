@@ -258,6 +258,27 @@ def open_run_directory(run_dir: Path) -> None:
     ensure_credentials(run_dir)
 
 
+def hand_out(folder: Path) -> None:
+    """Make a run's credentials in `folder`/operator, where there are none, and copy each role's to `folder`/<role>.
+
+    There its services find `credential` and `verifiers.json`; the queue gets the second only.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    made = folder / MeshRole.OPERATOR
+    open_run_directory(made)
+    try:
+        for role in ("queue", *MeshRole):
+            own = folder / role
+            own.mkdir(mode=0o700, exist_ok=True)
+            _replace_private(own / VERIFIERS_NAME, verifiers_file(made).read_text())
+            if role != "queue":
+                _replace_private(own / "credential", (made / FOLDER / role).read_text())
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}") from error
+
+
 def ensure_credentials(run_dir: Path) -> None:
     """Make the credentials that a run lacks. Safe for several processes and machines at once.
 

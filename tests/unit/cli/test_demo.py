@@ -185,3 +185,18 @@ def run(directory: Path, model: Path) -> None:
     AddressBook(run="demo", recipe=directory / "recipe.yaml", services={}).save(
         directory / "mesh.json"
     )
+
+
+def test_only_preparing_makes_what_is_missing_and_leaves_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, model=tmp_path / "assets" / "model")
+    made: list[Path] = []
+    monkeypatch.setattr(
+        "meshrl.cli.demo.prepare.prepare", lambda directory, **_: made.append(directory)
+    )
+    words = ["--only-prepare", f"run.dir={tmp_path}", f"model.path={tmp_path / 'assets/model'}"]
+    done = CliRunner().invoke(demo, words)
+    assert done.exit_code == 0, done.output
+    assert made == [tmp_path / "assets"]
+    assert (tmp_path / "queue" / "data").exists()

@@ -16,9 +16,14 @@ ROOT = Path(__file__).parents[3]
 LOCKS = {
     ".ci/requirements.lock": ("torch", "rewards", "vllm", "dev"),
     "deploy/core.lock": ("rewards", "redis"),
-    "deploy/full.lock": ("torch", "rewards", "vllm", "tools", "logging", "redis", "s3"),
+    "deploy/cpu.lock": ("torch", "rewards", "vllm", "tools", "logging", "redis", "s3"),
+    "deploy/cuda.lock": ("torch", "rewards", "vllm", "tools", "logging", "redis", "s3", "nccl"),
+    "deploy/vllm.lock": ("torch", "vllm", "tools", "logging", "redis", "s3", "nccl"),
+    "deploy/sglang.lock": ("torch", "sglang", "tools", "logging", "redis", "s3", "nccl"),
 }
 """Of CI and of the images: the extras that each holds."""
+CUDA = ("deploy/cuda.lock", "deploy/vllm.lock", "deploy/sglang.lock")
+"""With torch for CUDA, as pip's own index has it."""
 
 
 def pinned(lock: str) -> dict[str, str]:
@@ -49,16 +54,23 @@ def test_every_pin_has_a_hash_and_torch_comes_before_the_lock(lock: str) -> None
     entries = re.split(r"\n(?=\S)", text.strip())
     assert len(entries) == len(pins) > 40
     assert all("--hash=sha256:" in entry for entry in entries)
-    assert "torch" not in pins
-    assert not [name for name in pins if name.startswith(("nvidia-", "cuda-", "triton"))]
+    brought = [name for name in pins if name.startswith(("nvidia-", "cuda-", "triton"))]
+    assert ("torch" in pins) == bool(brought) == (lock in CUDA)
     assert "://" not in text
-    assert "index" not in text
+    assert "--index" not in text and "--extra-index" not in text
 
 
 def test_images_hold_what_the_tests_ran_with() -> None:
     tested = pinned(".ci/requirements.lock")
-    for lock in ("deploy/core.lock", "deploy/full.lock"):
+    for lock in ("deploy/core.lock", "deploy/cpu.lock", "deploy/cuda.lock"):
         assert {n: v for n, v in pinned(lock).items() if tested.get(n, v) != v} == {}
+
+
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+def test_images_with_a_server_hold_the_one_that_the_tests_ran_with(server: str) -> None:
+    text = (ROOT / "Makefile").read_text()
+    (version,) = re.findall(rf"^{server.upper()}(?:_CPU)? := (\S+)$", text, re.MULTILINE)
+    assert pinned(f"deploy/{server}.lock")[server] == version
 
 
 def test_an_audit_that_cannot_be_made_ends_with_one_line_and_code_2(tmp_path: Path) -> None:

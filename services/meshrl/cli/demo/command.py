@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 @click.command()
 @overrides_argument
 @click.option("--plain", is_flag=True, help="Print lines instead of the live view.")
+@click.option("--only-prepare", is_flag=True, help="Make the model and its prompts, and stop.")
 @preload_option
-def demo(overrides: tuple[str, ...], plain: bool, preload: bool) -> None:
+def demo(overrides: tuple[str, ...], plain: bool, only_prepare: bool, preload: bool) -> None:
     """Make a tiny model, warm it up, and let it learn by RL that thinking pays.
 
     Every run starts afresh under runs/demo, but for the warm-started model, which is kept. Results:
@@ -43,13 +44,16 @@ def demo(overrides: tuple[str, ...], plain: bool, preload: bool) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     # Held until the model is made: neither a running mesh nor another demo may lose its files.
     with run_lock(directory):
-        _start_afresh(directory, recipe.model.path)
+        if not only_prepare:
+            _start_afresh(directory, recipe.model.path)
         # Imported here: with them come gRPC and torch, and `--help` should answer at once.
         from meshrl.cli.demo.prepare import prepare
         from meshrl.launcher.up import up
 
         click.echo("demo: a tiny model, its prompts and a short supervised warm start")
         prepare(recipe.model.path.parent, seed=recipe.run.seed, report=_show_warm_start)
+    if only_prepare:
+        return
     with preloading(preload) as preloaders:
         loaded = load_recipe(file, overrides)
         code = up(loaded, fixed_ports={}, plain=plain, preloading=preloaders)
