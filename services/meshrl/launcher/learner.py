@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ def build_learner(recipe: Recipe, total_steps: int | None, world: World) -> Lear
         UserError: a model that cannot be loaded. ConfigError: an algorithm that asks for what nobody provides.
     """
     needs = algorithm_needs(recipe)
-    policy = build_policy(open_hf(recipe.model.path), world, recipe.model)
+    policy = build_policy(_opened(recipe.model.path, recipe), world, recipe.model)
     on_policy = recipe.queue.max_staleness == 0
     sampled = rollout_is_old(recipe.algorithm, recipe.actor, on_policy=on_policy)
     actor = recipe.actor.model_copy(update={"recompute_old_log_probs": not sampled})
@@ -54,6 +55,11 @@ def build_learner(recipe: Recipe, total_steps: int | None, world: World) -> Lear
         routed_experts=recipe.rollout.routing_replay,
         answers=_answers(recipe) if needs.data_answers else None,
     )
+
+
+def _opened(path: Path, recipe: Recipe) -> Any:
+    """A model of the run, without its weights."""
+    return open_hf(path, trust_remote_code=recipe.model.trust_remote_code)
 
 
 def training_steps(recipe: Recipe) -> int:
@@ -82,7 +88,7 @@ def _temperature(recipe: Recipe) -> float:
 
 def _critic(recipe: Recipe, total_steps: int | None, world: World) -> ValueLearner:
     config = recipe.critic
-    critic = build_critic(open_hf(config.path or recipe.model.path), world, recipe.model)
+    critic = build_critic(_opened(config.path or recipe.model.path, recipe), world, recipe.model)
     return ValueLearner(
         critic,
         Optimizers(critic, config.optim),
@@ -97,7 +103,7 @@ def _critic(recipe: Recipe, total_steps: int | None, world: World) -> ValueLearn
 
 def _rewarder(recipe: Recipe, total_steps: int | None, world: World) -> RewardLearner:
     # It starts as the reference does: before its first update every process reward is 0.
-    model = build_policy(open_hf(recipe.reference_model.path), world, recipe.model)
+    model = build_policy(_opened(recipe.reference_model.path, recipe), world, recipe.model)
     config = options(recipe.algorithm, PrimeOptions).prime
     return RewardLearner(
         model,

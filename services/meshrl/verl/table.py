@@ -67,11 +67,7 @@ def _model() -> Iterator[Rule]:
     for name in ("custom_chat_template", "external_lib", "hf_config_path"):
         yield refused(f"{MODEL}.{name}", "put it into the checkpoint's own files")
     yield refused(f"{MODEL}.override_config.*", "change the checkpoint's config.json")
-    yield refused(
-        f"{MODEL}.trust_remote_code",
-        "only architectures of transformers itself are trained",
-        (None, False),
-    )
+    yield same(f"{MODEL}.trust_remote_code", "model.trust_remote_code")
     yield from sections.lora(f"{MODEL}.lora")
     yield refused(f"{MODEL}.override_config", sections.MODEL_CHANGES)
     yield from sections.tokens_ahead(f"{MODEL}.mtp")

@@ -58,6 +58,9 @@ class ModelConfig(Config):
     pinned `hf://ORG/NAME@REVISION`."""
     tokenizer_path: Path | None = None
     """The tokenizer's directory; None is `path`."""
+    trust_remote_code: bool = False
+    """Run the Python files that a checkpoint brings for its architecture, as the user who trains: read them before.
+    Its tokenizer's are never run; an engine is told by an option of its own (`rollout.engine.extra_args`)."""
     param_dtype: Annotated[Literal["float32", "bfloat16", "float16"], AfterValidator(_trains)] = (
         "float32"
     )

@@ -50,12 +50,13 @@ class ReferenceModel:
         max_tokens: int = 16_384,
         deterministic: bool = False,
         device: Literal["auto", "cpu", "cuda"] = "auto",
+        trust_remote_code: bool = False,
     ) -> None:
         kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         if kind == "cuda":
             prepare_cuda()
         self._device = torch.device(kind)
-        hf = open_hf(path, getattr(torch, param_dtype))
+        hf = open_hf(path, getattr(torch, param_dtype), trust_remote_code=trust_remote_code)
         if is_empty(hf):
             fill(hf, hf, ModelConfig(path=path), self._device)
         hf.to(self._device)

@@ -45,6 +45,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         max_tokens=config.max_tokens_per_batch,
         deterministic=deterministic,
         device=recipe.trainer.device,
+        trust_remote_code=recipe.model.trust_remote_code,
     )
     try:
         async with (

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,6 +53,13 @@ def with_grouped_heads(attend: Any | None) -> Any | None:
 varlen_attn = with_grouped_heads(getattr(varlen, "varlen_attn", None))
 
 NAME = "meshrl_packed"
+_calls = threading.local()
+
+
+def calls() -> int:
+    """How often this thread has called `packed_attention`: code of a model may have an attention of its own."""
+    count: int = getattr(_calls, "count", 0)
+    return count
 
 
 def packed_attention(
@@ -90,6 +98,7 @@ def packed_attention(
     Raises:
         UserError: the model asks for something this attention cannot do.
     """
+    _calls.count = calls() + 1
     if dropout != 0.0 or attention_mask is not None:
         raise UserError(
             f"{type(module).__name__} asks for dropout={dropout} or a mask of its own: "

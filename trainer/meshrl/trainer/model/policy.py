@@ -8,6 +8,8 @@ forward, so that FSDP has the output embedding gathered there, and only response
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
@@ -45,6 +47,8 @@ from meshrl.trainer.model.logprob import (
 from meshrl.trainer.model.packing import Pack
 from meshrl.trainer.model.routing_replay import Routing, RoutingReplay
 from meshrl.trainer.model.sharded_loading import can_fill, fill, is_empty
+
+log = logging.getLogger(__name__)
 
 HfModel: TypeAlias = Any
 """A transformers `PreTrainedModel`: the library has no types."""
@@ -161,6 +165,7 @@ class Policy(nn.Module):
 
 def response_hidden(decoder: HfModel, pack: Pack) -> torch.Tensor:
     """[N, H]: the hidden states that predict a response token (of this rank's share: see `Pack.joined`)."""
+    before = attention.calls()
     hidden: torch.Tensor = decoder(
         input_ids=pack.input_ids,
         position_ids=pack.position_ids,
@@ -168,50 +173,71 @@ def response_hidden(decoder: HfModel, pack: Pack) -> torch.Tensor:
         use_cache=False,
         packed_layout=pack.layout,
     ).last_hidden_state[0]
+    if attention.calls() == before:
+        raise UserError(
+            f"model {type(decoder).__name__}: its attention does not go through transformers' attention interface:"
+            " rows of a pack would see each other"
+        )
     return hidden.index_select(0, pack.positions)
 
 
-def open_hf(path: Path, dtype: torch.dtype = torch.float32) -> HfModel:
+def open_hf(
+    path: Path, dtype: torch.dtype = torch.float32, *, trust_remote_code: bool = False
+) -> HfModel:
     """As `load_hf`, but on the meta device: `shard` gives each rank its shards of the weights, and no more.
 
     Where the weights cannot be read by shards they are there already.
     """
     if not can_fill(path):
-        return load_hf(path, dtype)
-    return _loaded(path, lambda: _empty(path, dtype))
+        return load_hf(path, dtype, trust_remote_code=trust_remote_code)
+    return _loaded(path, _empty, dtype, trust_remote_code)
 
 
-def load_hf(path: Path, dtype: torch.dtype = torch.float32) -> HfModel:
+def load_hf(
+    path: Path, dtype: torch.dtype = torch.float32, *, trust_remote_code: bool = False
+) -> HfModel:
     """A model from a Hugging Face checkpoint directory, ready for packed attention.
 
     Raises:
         UserError: the directory is not such a checkpoint, or the model cannot be trained here.
     """
-    factory: Any = AutoModelForCausalLM
-    return _loaded(
-        path,
-        lambda: factory.from_pretrained(path, dtype=dtype, attn_implementation=attention.NAME),
-    )
+    return _loaded(path, _whole, dtype, trust_remote_code)
 
 
-def _loaded(path: Path, load: Callable[[], HfModel]) -> HfModel:
+def _loaded(path: Path, load: Callable[..., HfModel], dtype: torch.dtype, trust: bool) -> HfModel:
     if not (path / "config.json").is_file():
         raise UserError(
             f"model.path: no config.json in {path}: not a Hugging Face checkpoint directory"
         )
     try:
-        hf = load()
+        if trust and "auto_map" in json.loads((path / "config.json").read_text()):
+            log.warning(
+                "model.trust_remote_code: %s runs Python files of its own, as this user, in every process that loads"
+                " it",
+                path,
+            )
+        hf = load(path, dtype=dtype, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
+        if "trust_remote_code" in str(error):
+            reason = (
+                "its architecture is Python code of its own, which you must have read: want"
+                " model.trust_remote_code: true"
+            )
         raise UserError(f"model.path: cannot load {path}: {reason}") from error
     return _prepared(hf, path)
 
 
-def _empty(path: Path, dtype: torch.dtype) -> HfModel:
-    config: Any = AutoConfig.from_pretrained(path)
+def _whole(path: Path, **how: Any) -> HfModel:
+    factory: Any = AutoModelForCausalLM
+    return factory.from_pretrained(path, attn_implementation=attention.NAME, **how)
+
+
+def _empty(path: Path, **how: Any) -> HfModel:
+    config: Any = AutoConfig.from_pretrained(path, trust_remote_code=how["trust_remote_code"])
     factory: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        return factory.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+        return factory.from_config(config, attn_implementation=attention.NAME, **how)
 
 
 def random_hf(config: Any, seed: int) -> HfModel:

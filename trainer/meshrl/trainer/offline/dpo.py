@@ -78,7 +78,11 @@ def run(config: DpoConfig, report: Report | None = None) -> Progress:
         known = None
         if not options(config.policy_loss, DpoOptions).dpo_reference_free:
             known = reference_logprobs(config, both, world)
-        policy = build_policy(open_hf(config.model.path), world, config.model)
+        policy = build_policy(
+            open_hf(config.model.path, trust_remote_code=config.model.trust_remote_code),
+            world,
+            config.model,
+        )
         optimizers = Optimizers(policy, config.optim)
         lesson = PreferenceLesson(policy, optimizers, config, world, both, known, len(train))
         rows = [row.tokens for pair in train for row in pair.rows]
@@ -199,7 +203,9 @@ def reference_logprobs(
     frozen = ModelConfig(
         path=config.reference_path or config.model.path, param_dtype=config.model.param_dtype
     )
-    model = build_policy(open_hf(frozen.path), world, frozen).eval()
+    model = build_policy(
+        open_hf(frozen.path, trust_remote_code=config.model.trust_remote_code), world, frozen
+    ).eval()
     packing = plan(
         [pair.num_tokens for pair in pairs], ranks=world.size, max_tokens=config.max_tokens_per_pack
     )

@@ -79,7 +79,11 @@ def run(config: SftConfig, report: Callable[[SftProgress], None] | None = None) 
         train = read_examples(config, config.train_files, tokenizer_path)
         held_out = read_examples(config, config.val_files, tokenizer_path)
         torch.manual_seed(config.seed)
-        policy = build_policy(open_hf(config.model.path), world, config.model)
+        policy = build_policy(
+            open_hf(config.model.path, trust_remote_code=config.model.trust_remote_code),
+            world,
+            config.model,
+        )
         optimizers = Optimizers(policy, config.optim)
         held_out = held_out[: config.val_max_samples]
         log_progress, target = report or _log, config.target_exact_match
