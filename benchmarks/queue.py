@@ -1,10 +1,13 @@
 """End to end through the transfer queue and through TransferQueue 0.1.11: samples per second, CPU, latency, memory.
 
-    make bench-queue, or python benchmarks/queue.py [--store memory,disk,redis] [--rounds 3] [--no-peer] [--floor]
+    make bench-queue, or python benchmarks/queue.py [--store memory,disk,redis] [--rounds 3] [--no-peer] [--floor] \
+        [--tokens 512,8192,32768] [--experts]
 
 The same work for both: 4,096 samples in groups of 8, prompts of about 256 tokens, responses lognormal with mean 512
 and at most 4,096; int32 ids, fp32 log-probs, uint8 mask. The same processes: the queue's own, two producers, one
 annotator that reads the tokens and adds reward and reference log-probs, one consumer of 256 samples at a time.
+`--tokens` makes responses longer, one size after the other, and `--experts` adds the 384 bytes of a token's experts (48
+layers, 8 each): batches and calls have fewer samples then, so that a batch is 64 MiB and a call of ours 4.
 
 Each round starts every system anew, ours and theirs in turn; a first small pass warms it up. The clock runs from the
 first row offered to the last one consumed (ours: settled, published and committed as well). CPU is that of all
@@ -23,9 +26,9 @@ HERE = Path(__file__).resolve().parent
 
 if __name__ == "__main__":
     sys.path[0] = str(HERE / "queue_bench")
-    from compare import main
+    from sizes import of_each
 
-    main(str(__doc__))
+    of_each(str(__doc__))
 elif __name__ == "queue":
     # A script of this folder, or a library that it imports, means the module of the standard library.
     import sysconfig

@@ -15,9 +15,11 @@ from typing import Any
 
 import systems
 from system import ChildFailed, Pass, System, run
-from work import BATCH, GROUP, group, payload_bytes, verify
+from work import BATCH, EXPERTS, GROUP, SAMPLED_BYTES, SAMPLES, TOKENS, group, payload_bytes, verify
 
 SEED = 0
+CALL_GROUPS = max(1, min(64, (4 << 20) // (GROUP * TOKENS * SAMPLED_BYTES)))
+"""Groups of one call of ours, unless said: 4 MiB, at most 64."""
 WARM_UP = 2 * BATCH // GROUP
 """Groups of the pass that is not counted."""
 PEER = "peer"
@@ -39,7 +41,9 @@ def parse(description: str) -> argparse.Namespace:
     parser.add_argument("--store", default="memory,disk,redis", help="stores of ours (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--passes", type=int, default=2, help="counted passes of ours a round")
-    parser.add_argument("--samples", type=int, default=4096)
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="of a pass (%(default)s)")
+    parser.add_argument("--tokens", default="512", help="mean of an answer; several: one by one")
+    parser.add_argument("--experts", action="store_true", help="384 bytes more for each token")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--floor", action="store_true", help="also the same messages and no queue")
     parser.add_argument("--json", type=Path, help="also write the JSON line to this file")
@@ -50,7 +54,9 @@ def parse(description: str) -> argparse.Namespace:
         default=systems.ROOT / "runs",
     )
     tuning = parser.add_argument_group("tuning of ours")
-    tuning.add_argument("--groups", type=int, default=64, help="groups of one call (%(default)s)")
+    tuning.add_argument(
+        "--groups", type=int, default=CALL_GROUPS, help="groups of one call (%(default)s)"
+    )
     tuning.add_argument("--in-flight", type=int, default=2, help="calls of each client")
     tuning.add_argument("--admit", type=int, default=128, help="tasks of one call")
     tuning.add_argument("--resident-batches", type=int, default=16, help="bound of admission")
@@ -58,10 +64,15 @@ def parse(description: str) -> argparse.Namespace:
     tuning = parser.add_argument_group("tuning of the peer")
     tuning.add_argument("--peer-in-flight", type=int, default=2, help="calls of each client")
     tuning.add_argument(
-        "--peer-rows", default="8,256", help="rows of a producer's put, a system each"
+        "--peer-rows",
+        default=f"8,{BATCH}" if BATCH > GROUP else "8",
+        help="rows of a producer's put, a system each",
     )
     tuning.add_argument(
-        "--peer-annotated-rows", type=int, default=64, help="of an annotator's, at least"
+        "--peer-annotated-rows",
+        type=int,
+        default=min(64, BATCH),
+        help="of an annotator's, at least",
     )
     tuning.add_argument("--peer-poll-ms", type=float, default=10.0, help="between two questions")
     tuning.add_argument("--peer-units", type=int, default=2, help="storage units")
@@ -114,6 +125,8 @@ async def compare(arguments: argparse.Namespace) -> None:
         {
             "benchmark": "queue",
             "samples": arguments.samples,
+            "tokens": TOKENS,
+            "experts": EXPERTS,
             "payload_bytes": nbytes,
             "rounds": arguments.rounds,
             "tuning": {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -19,15 +20,10 @@ import numpy as np
 import uvloop
 from child import Timer, in_order, serve
 from floor_server import SERVICE
-from work import BATCH, GROUP, annotate, group
+from work import BATCH, GROUP, SAMPLED, SAMPLED_BYTES, annotate, group
 
 from meshrl.rpc.process_memory import freeze_startup_objects, reuse_freed_memory
 from meshrl.rpc.transport import CHANNEL_OPTIONS
-
-PAGE = 16
-"""Groups of one message: about a mebibyte, as ours."""
-SAMPLED = 4 + 1 + 4
-"""Bytes of a token's tokens, loss_mask, rollout_logprobs."""
 
 
 class Client:
@@ -41,6 +37,8 @@ class Client:
         self.receive = self.channel.unary_stream(f"/{SERVICE}/Receive")
         self.time = Timer()
         self.name, self.count = "", 0
+        self.page = math.gcd(16, tuning["groups"], BATCH // GROUP)
+        """Groups of one message: about a mebibyte where they are short, as ours."""
 
     async def prepare(self, order: dict[str, Any]) -> None:
         self.name, self.count = order["name"], order["groups"]
@@ -83,11 +81,11 @@ class Producer(Client):
         with self.time():
             pages = [
                 b"".join(
-                    np.concatenate(column).data
-                    for given in groups[at : at + PAGE]
-                    for column in (given.tokens, given.loss_mask, given.rollout_logprobs)
+                    np.concatenate(getattr(given, name)).data
+                    for given in groups[at : at + self.page]
+                    for name in SAMPLED
                 )
-                for at in range(0, len(groups), PAGE)
+                for at in range(0, len(groups), self.page)
             ]
             await self.put("rollout", pages)
 
@@ -99,17 +97,19 @@ class Annotator(Client):
     """Reads the tokens, writes reward and reference log-probs."""
 
     async def work(self) -> None:
-        pages = self.tuning["groups"] // PAGE
-        rounds = self.count // self.tuning["groups"]
-        await asyncio.gather(*(self.annotate(pages) for _ in range(rounds)))
+        left = self.count // self.page
+        size = self.tuning["groups"] // self.page
+        calls = [min(size, left - at) for at in range(0, left, size)]
+        await asyncio.gather(*map(self.annotate, calls))
 
     async def annotate(self, pages: int) -> None:
-        found = await self.get("rollout", pages, part=4 / SAMPLED)
+        found = await self.get("rollout", pages, part=4 / SAMPLED_BYTES)
         with self.time():
             made = []
             for page in found:
                 tokens = np.frombuffer(page[: len(page) & ~3], np.int32)
-                rewards, reference = annotate(tokens, np.arange(0, len(tokens), len(tokens) // 128))
+                step = max(1, len(tokens) // (GROUP * self.page))
+                rewards, reference = annotate(tokens, np.arange(0, len(tokens), step))
                 made.append(rewards.tobytes() + reference.tobytes())
             await self.put("annotate", made)
 
@@ -128,7 +128,7 @@ class Consumer(Client):
     async def batch(self) -> Any:
         with self.time():
             await self.call(b"take")
-            pages = BATCH // GROUP // PAGE
+            pages = BATCH // GROUP // self.page
             found = [await self.get(t, pages, last=True) for t in ("annotate", "rollout")]
             return [np.concatenate([np.frombuffer(p, np.uint8) for p in each]) for each in found]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
-from work import Array, Group, annotate
+from work import SAMPLED, Array, Group, annotate
 
 from meshrl.contract.frames import Flat, pack_flat
 from meshrl.contract.ports import Queue
@@ -26,7 +27,7 @@ from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.clients.shard import ShardClient
 from meshrl.transferqueue.sharding import ShardedQueue
 
-ROLLOUT = StageSpec(name="rollout", reads=(), writes=("tokens", "loss_mask", "rollout_logprobs"))
+ROLLOUT = StageSpec(name="rollout", reads=(), writes=SAMPLED)
 ANNOTATE = StageSpec(name="annotate", reads=("tokens",), writes=("reward", "ref_logprobs"))
 COLUMNS = (*ROLLOUT.writes, *ANNOTATE.writes)
 
@@ -121,11 +122,11 @@ async def fetch(queue: Queue, run: str, groups: Sequence[GroupRows]) -> dict[str
     return {name: gathered(fetched, name) for name in COLUMNS}
 
 
-def rows_of(fetched: Mapping[str, Flat]) -> list[tuple[Array, Array, Array, Array, float]]:
-    """tokens, mask, log-probs, reference, reward of each row: what `work.digest` wants."""
-    names = ("tokens", "loss_mask", "rollout_logprobs", "ref_logprobs")
+def rows_of(fetched: Mapping[str, Flat]) -> list[tuple[Any, ...]]:
+    """Reward and columns of each row: what `work.digest` wants."""
+    names = (*SAMPLED, "ref_logprobs")
     split = [np.split(fetched[name].values, ends(fetched[name])) for name in names]
-    return list(zip(*split, fetched["reward"].values.tolist(), strict=True))
+    return list(zip(fetched["reward"].values.tolist(), *split, strict=True))
 
 
 def ends(column: Flat) -> Array:

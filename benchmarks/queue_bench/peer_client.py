@@ -24,9 +24,9 @@ import torch
 from child import Timer, serve
 from tensordict import TensorDict
 from transfer_queue.client import AsyncTransferQueueClient
-from work import BATCH, GROUP, Group, annotate, digest, group, starts_of
+from work import BATCH, GROUP, SAMPLED, Group, annotate, digest, group, starts_of
 
-COLUMNS = ["tokens", "loss_mask", "rollout_logprobs", "reward", "ref_logprobs"]
+COLUMNS = [*SAMPLED, "ref_logprobs", "reward"]
 
 
 def jagged(rows: list[Any]) -> torch.Tensor:
@@ -101,7 +101,7 @@ class Producer(Client):
     async def put(self, part: list[Group]) -> None:
         columns = {
             name: jagged([row for given in part for row in getattr(given, name)])
-            for name in COLUMNS[:3]
+            for name in SAMPLED
         }
         data = TensorDict(columns, batch_size=len(part) * GROUP)
         await self.client.async_put(data, partition_id=self.name)
@@ -163,7 +163,7 @@ class Consumer(Client):
         for batch in self.batches:
             columns = {name: [t.numpy() for t in batch[name].unbind(0)] for name in COLUMNS}
             arrived += [
-                digest(*row[:3], row[4], row[3].item())
+                digest(row[-1].item(), *row[:-1])
                 for row in zip(*(columns[name] for name in COLUMNS), strict=True)
             ]
         return {"arrived": arrived}

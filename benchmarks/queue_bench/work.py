@@ -1,11 +1,13 @@
 """The rows that both systems carry, and the proof that they arrived: numpy and the standard library only.
 
-A group is GROUP answers to one prompt of about 256 tokens; answers have a lognormal length of mean 512 and at most
-4,096. Any process makes any group from the seed and the group's number, so nothing but the numbers is agreed upon.
+A group is GROUP answers to one prompt of about 256 tokens; answers have a lognormal length of mean TOKENS and at most
+twice that, or 4,096. Any process makes any group from the seed and the group's number, so nothing but the numbers is
+agreed upon; the environment says how long answers are, and whether each token has its experts.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,13 +20,26 @@ import numpy.typing as npt
 Array: TypeAlias = npt.NDArray[Any]
 
 GROUP = 8
-BATCH = 256
-"""Samples of one batch of the consumer."""
+TOKENS = int(os.environ.get("QUEUE_BENCH_TOKENS", "512"))
+"""Mean tokens of an answer."""
+EXPERTS = bool(os.environ.get("QUEUE_BENCH_EXPERTS"))
+"""Rows have the experts of their tokens."""
+ROUTED = (48, 8)
+"""Layers, and experts of a token: Qwen3-30B."""
+SAMPLED = ("tokens", "loss_mask", "rollout_logprobs", *(("routed_experts",) if EXPERTS else ()))
+"""What a producer writes; fields of Group."""
 VOCABULARY = 32_000
 SIGMA = 0.8
 """Of the log of a response's length."""
-BYTES_PER_TOKEN = 4 + 1 + 4 + 4
-"""tokens, loss_mask, rollout_logprobs, ref_logprobs."""
+SAMPLED_BYTES = 4 + 1 + 4 + EXPERTS * ROUTED[0] * ROUTED[1]
+"""Of a token, in what a producer writes."""
+BYTES_PER_TOKEN = SAMPLED_BYTES + 4
+"""With ref_logprobs."""
+_ROWS = (64 << 20) // (TOKENS * BYTES_PER_TOKEN)
+BATCH = max(GROUP, min(256, 1 << (_ROWS.bit_length() - 1))) if _ROWS else GROUP
+"""Samples of one batch of the consumer: 256, or fewer that are 64 MiB."""
+SAMPLES = max(4, min(16, (256 << 20) // (BATCH * TOKENS * BYTES_PER_TOKEN))) * BATCH
+"""Of one pass, unless said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +55,15 @@ class Group:
     """uint8[T] each."""
     rollout_logprobs: tuple[Array, ...]
     """float32[T] each."""
+    routed_experts: tuple[Array, ...]
+    """uint8[T, *ROUTED] each; none without EXPERTS."""
 
 
 def group(seed: int, number: int) -> Group:
     rng = np.random.default_rng((seed, number))
     prompt = rng.integers(0, VOCABULARY, rng.integers(192, 321), dtype=np.int32)
-    mean = np.log(512) - SIGMA**2 / 2
-    lengths = np.clip(rng.lognormal(mean, SIGMA, GROUP), 1, 4096).astype(int)
+    mean = np.log(TOKENS) - SIGMA**2 / 2
+    lengths = np.clip(rng.lognormal(mean, SIGMA, GROUP), 1, max(4096, 2 * TOKENS)).astype(int)
     tokens, masks, logprobs = [], [], []
     for length in lengths:
         response = rng.integers(0, VOCABULARY, length, dtype=np.int32)
@@ -54,7 +71,8 @@ def group(seed: int, number: int) -> Group:
         masks.append(np.repeat(np.array([0, 1], np.uint8), (len(prompt), length)))
         sampled = -rng.standard_exponential(length, dtype=np.float32)
         logprobs.append(np.concatenate((np.zeros(len(prompt), np.float32), sampled)))
-    return Group(number, prompt, tuple(tokens), tuple(masks), tuple(logprobs))
+    experts = [rng.integers(0, 128, (len(row), *ROUTED), np.uint8) for row in tokens * EXPERTS]
+    return Group(number, prompt, tuple(tokens), tuple(masks), tuple(logprobs), tuple(experts))
 
 
 def annotate(tokens: Array, starts: Array) -> tuple[Array, Array]:
@@ -72,10 +90,10 @@ def starts_of(rows: Sequence[Array]) -> Array:
     return np.cumsum(lengths) - lengths
 
 
-def digest(tokens: Array, mask: Array, logprobs: Array, reference: Array, reward: float) -> int:
-    """Of one row with all its columns."""
+def digest(reward: float, *columns: Array) -> int:
+    """Of one row: its reward, SAMPLED, the reference's log-probs."""
     check = crc32(np.float32(reward).tobytes())
-    for array in (tokens, mask, logprobs, reference):
+    for array in columns:
         check = crc32(np.ascontiguousarray(array), check)
     return check
 
@@ -84,9 +102,7 @@ def digests(given: Group) -> list[int]:
     """What must arrive of a group."""
     rewards, reference = annotate(np.concatenate(given.tokens), starts_of(given.tokens))
     parts = np.split(reference, starts_of(given.tokens)[1:])
-    columns = zip(
-        given.tokens, given.loss_mask, given.rollout_logprobs, parts, rewards, strict=True
-    )
+    columns = zip(rewards, *(getattr(given, name) for name in SAMPLED), parts, strict=True)
     return [digest(*row) for row in columns]
 
 
