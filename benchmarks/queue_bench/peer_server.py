@@ -24,14 +24,29 @@ from work import GROUP
 ACTORS = ("TransferQueueController", "SimpleStorageUnit")
 
 
+STARTS = 3
+"""Ray gives itself 30 s to start, which a busy machine may not have."""
+
+
+def start_ray() -> None:
+    for left in reversed(range(STARTS)):
+        try:
+            ray.init(
+                num_cpus=16,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                object_store_memory=100 << 20,
+            )
+            return
+        except Exception:  # it has no type of its own for this
+            ray.shutdown()
+            if not left:
+                raise
+
+
 def main(config_path: Path, units: int) -> None:
-    ray.init(
-        num_cpus=16,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=100 << 20,
-    )
+    start_ray()
     # Polling mode: the other one sleeps five seconds in the controller's only request thread whenever rows are
     # short, and then ends that thread for all clients.
     wanted = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,9 +12,10 @@ from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3Moe
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.routed_experts import RoutedExperts
 from meshrl.contract.types import Trajectory, Uid
-from meshrl.trainer.model.packing import Pack, pack
+from meshrl.trainer.model.packing import Pack, pack, share_out
 from meshrl.trainer.model.policy import Policy, random_hf
 from meshrl.trainer.model.routing_replay import Routing
+from meshrl.trainer.model.sequence_parallel import SequenceGroup
 
 from . import tiny
 
@@ -139,3 +140,17 @@ def test_a_dense_model_has_nothing_to_replay() -> None:
     policy = Policy(random_hf(tiny.config(), 0))
     with pytest.raises(UserError, match=r"rollout.routing_replay: Qwen3ForCausalLM has no router"):
         policy.replay_routing()
+
+
+def test_ranks_that_share_a_pack_have_the_experts_of_their_own_tokens() -> None:
+    row = np.arange(7, dtype=np.int32)
+    experts = np.stack([row, row + 1], -1)[:, None].astype(np.uint8)
+    whole = pack([row], [3], share_prefixes=False, experts=[experts])
+    shares = [
+        share_out(whole, SequenceGroup(group=cast(Any, None), rank=rank, size=2)).experts
+        for rank in range(2)
+    ]
+    assert whole.experts is not None and shares[0] is not None and shares[1] is not None
+    assert [len(share) for share in shares] == [4, 4]  # the last token of the second is padding
+    torch.testing.assert_close(torch.cat(shares)[:7], whole.experts)  # type: ignore[arg-type]
+    assert not shares[1][-1].any()
