@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
+from meshrl.contract.routed_experts import RoutedExperts
 from meshrl.contract.types import (
     Batch,
     BatchRow,
@@ -70,7 +71,12 @@ def batch(rows: list[Trajectory]) -> Batch:
 
 
 def make(
-    model: Path, world: World, *, algorithm: dict[str, object] | None = None, **actor: object
+    model: Path,
+    world: World,
+    *,
+    algorithm: dict[str, object] | None = None,
+    routed_experts: bool = False,
+    **actor: object,
 ) -> Learner:
     # Plain gradients: with this eps AdamW's first update is lr · g, so weights show the gradient itself.
     optim = OptimConfig(lr=1e3, eps=1e3, weight_decay=0.0, clip_grad=1e9)
@@ -82,7 +88,19 @@ def make(
             AlgorithmConfig.model_validate(algorithm or {}), config, max_response_length=40
         ),
         world, config, temperature=1.0, seed=0, total_steps=None,
+        routed_experts=routed_experts,
     )  # fmt: skip
+
+
+def with_experts(rows: list[Trajectory]) -> list[Trajectory]:
+    """Two of four experts in two layers for each token, at random; nobody knows those of the last one."""
+    draw = np.random.default_rng(4)
+    told = []
+    for row in rows:
+        pairs = draw.permuted(np.tile(np.arange(4), (len(row.tokens), 2, 1)), axis=-1)[..., :2]
+        pairs[-1] = 0
+        told.append(dataclasses.replace(row, routed_experts=RoutedExperts.pack(pairs)))
+    return told
 
 
 def train(model: Path, target: Path, world: World, rows_given: int, steps: int) -> list[float]:
@@ -90,8 +108,10 @@ def train(model: Path, target: Path, world: World, rows_given: int, steps: int) 
 
     Returns loss, gradient norm and entropy of the last.
     """
-    learner = make(model, world)
     rows = trajectories()[:rows_given]
+    mixture = "moe" in (model / "config.json").read_text()
+    rows = with_experts(rows) if mixture else rows
+    learner = make(model, world, routed_experts=mixture)
     by_uid = {row.uid: row for row in rows}
     good = checkpoint.newest(target / "checkpoints")
     state = TrainerState(run="r", step=0, epoch=1, seed=0, world_size=world.size, kl_coef=0.0)

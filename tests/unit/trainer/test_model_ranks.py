@@ -176,7 +176,7 @@ def mixture_path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("size", "sharers"), [(2, 1), (4, 2)])
-def test_ranks_that_share_experts_give_the_losses_and_the_gradients_of_one(
+def test_ranks_that_share_experts_and_are_told_them_give_the_gradients_of_one(
     mixture_path: Path, tmp_path: Path, world: World, run_two: RunTwo, size: int, sharers: int
 ) -> None:
     rows, steps = rank_work.GROUPS * rank_work.GROUP_SIZE, 3
