@@ -26,7 +26,7 @@ EXPERTS = bool(os.environ.get("QUEUE_BENCH_EXPERTS"))
 """Rows have the experts of their tokens."""
 ROUTED = (48, 8)
 """Layers, and experts of a token: Qwen3-30B."""
-SAMPLED = ("tokens", "loss_mask", "rollout_logprobs", *(("routed_experts",) if EXPERTS else ()))
+SAMPLED = ("tokens", "loss_mask", "rollout_logprobs", *(("experts",) if EXPERTS else ()))
 """What a producer writes; fields of Group."""
 VOCABULARY = 32_000
 SIGMA = 0.8
@@ -55,7 +55,7 @@ class Group:
     """uint8[T] each."""
     rollout_logprobs: tuple[Array, ...]
     """float32[T] each."""
-    routed_experts: tuple[Array, ...]
+    experts: tuple[Array, ...] = ()
     """uint8[T, *ROUTED] each; none without EXPERTS."""
 
 
