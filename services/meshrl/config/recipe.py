@@ -189,8 +189,9 @@ class Recipe(Config):
 
     @property
     def encrypted(self) -> bool:
-        """Nothing between machines is open: there are certificates, and weights do not go over gloo."""
-        return self.tls.cert is not None and not self.weights.may_use_gloo
+        """Nothing between machines is open: there are certificates, and no weights or gradients go over gloo."""
+        gloo = self.weights.may_use_gloo or self.trainer.nnodes > 1
+        return self.tls.cert is not None and not gloo
 
     @property
     def takes_turns(self) -> bool:

@@ -171,7 +171,8 @@ class _Mesh:
 
     def objects(self) -> Iterator[Manifest]:
         yield self._object("v1", "ConfigMap", "recipe", data=dict(self.files))
-        yield self._object("v1", "PersistentVolumeClaim", "trainer", spec=self._claim())
+        shared = self.recipe.trainer.nnodes > 1
+        yield self._object("v1", "PersistentVolumeClaim", "trainer", spec=self._claim(shared))
         for kind, services in self.services.items():
             if kind in CALLED:
                 yield self._service(kind)
@@ -242,19 +243,20 @@ class _Mesh:
             "action": "Ignore",
             "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
         }
+        pods = len(self.services[kind])  # a trainer's ranks end together, and each pod counts
         spec = {
             "completionMode": "Indexed",
-            "completions": 1,
-            "parallelism": 1,
-            "backoffLimit": 10,
+            "completions": pods,
+            "parallelism": pods,
+            "backoffLimit": 10 * pods,
             "podFailurePolicy": {"rules": [wrong, evicted]},
             "template": template,
         }
         return self._object("batch/v1", "Job", kind, component=kind, spec=spec)
 
-    def _claim(self) -> Manifest:
+    def _claim(self, shared: bool = False) -> Manifest:
         spec: Manifest = {
-            "accessModes": ["ReadWriteOnce"],
+            "accessModes": ["ReadWriteMany" if shared else "ReadWriteOnce"],
             "resources": {"requests": {"storage": self.cluster.storage}},
         }
         if self.cluster.storage_class:
@@ -373,7 +375,8 @@ class _Mesh:
         name = f"{self.run}-{kind}"
         if kind == "reward":
             return f"{name}:{PORT}"
-        pods = range(len(self.services[kind]))
+        # Of a trainer's pods the first one answers.
+        pods = range(len(self.services[kind]) if kind == "queue" else 1)
         return ",".join(f"{name}-{number}.{name}:{PORT}" for number in pods)
 
     def _volumes(self, kind: str) -> list[tuple[str, str, bool, Manifest | None]]:
@@ -417,15 +420,21 @@ class _Mesh:
                 f"call-{called}", pods, egress=[{"to": [{"podSelector": to}], "ports": grpc}]
             )
         if self.recipe.weights.carrier in PEER_CARRIERS:
-            peers = self._pods(["trainer", "rollout"])
-            among = [{"podSelector": peers}]
-            yield self._policy("weights", peers, ingress=[{"from": among}], egress=[{"to": among}])
+            yield self._among("weights", ["trainer", "rollout"])
+        if self.recipe.trainer.nnodes > 1:
+            yield self._among("ranks", ["trainer"])
         if self.cluster.monitor or self.cluster.most_workers:
             scraped = [{"port": METRICS_PORT, "protocol": "TCP"}]
             anywhere: list[Manifest] = [{"namespaceSelector": {}}]
             yield self._policy(
                 "metrics", self._selector(), ingress=[{"from": anywhere, "ports": scraped}]
             )
+
+    def _among(self, name: str, kinds: Sequence[str]) -> Manifest:
+        """Any port between pods of these kinds."""
+        pods = self._pods(kinds)
+        among = [{"podSelector": pods}]
+        return self._policy(name, pods, ingress=[{"from": among}], egress=[{"to": among}])
 
     def _pods(self, kinds: Sequence[str]) -> Manifest:
         among = {"key": "app.kubernetes.io/component", "operator": "In", "values": list(kinds)}

@@ -187,6 +187,21 @@ def test_gpus_are_those_of_the_placement_numbered_as_the_container_sees_them() -
     assert values(specs["rollout"])["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
+def test_a_trainer_of_two_machines_has_two_pods_that_share_a_volume_and_reach_each_other() -> None:
+    found = objects("trainer.nnodes=2", "weights.carrier=object", "weights.directory=s3://b/p")
+    job = found["Job", "my-run-trainer"]["spec"]
+    assert (job["completions"], job["parallelism"], job["completionMode"]) == (2, 2, "Indexed")
+    volume = found["PersistentVolumeClaim", "my-run-trainer"]["spec"]
+    assert volume["accessModes"] == ["ReadWriteMany"]
+    pod = found["Deployment", "my-run-rollout"]["spec"]["template"]["spec"]
+    environment = {each["name"]: each.get("value") for each in pod["containers"][0]["env"]}
+    assert environment["MESHRL_TRAINER"] == "my-run-trainer-0.my-run-trainer:7001"
+    (rule,) = found["NetworkPolicy", "my-run-ranks"]["spec"]["ingress"]
+    (peers,) = rule["from"]
+    assert peers["podSelector"]["matchExpressions"][0]["values"] == ["trainer"]
+    assert "ports" not in rule
+
+
 def test_the_trainer_ends_the_run_and_a_wrong_recipe_is_not_tried_again() -> None:
     job = objects()["Job", "my-run-trainer"]["spec"]
     first = job["podFailurePolicy"]["rules"][0]

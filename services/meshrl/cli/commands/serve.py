@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 )
 @click.option(
     "--node-rank",
-    envvar=["MESHRL_NODE_RANK", "NODE_RANK", "JOB_COMPLETION_INDEX", "SLURM_NODEID"],
+    envvar=("MESHRL_NODE_RANK", "NODE_RANK", "JOB_COMPLETION_INDEX", "SLURM_NODEID"),
     type=click.IntRange(min=0),
     help="Which of the trainer's machines this is, from 0 to trainer.nnodes - 1.",
 )
