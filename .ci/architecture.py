@@ -32,7 +32,7 @@ LINES: Mapping[str, int] = {
     "meshrl.launcher": 4705,
     "meshrl.testing": 3600,
     "meshrl.cli": 6175,
-    "meshrl.deploy": 770,
+    "meshrl.deploy": 780,
     "meshrl.http": 3350,
     "meshrl.verl": 3720,
     "meshrl.client": 1800,

@@ -194,7 +194,8 @@ def _command(command: click.Command, context: click.Context) -> Iterator[str]:
         yield "| option | variable | |"
         yield "|---|---|---|"
         for option in options:
-            variable = f"`{option.envvar}`" if option.envvar else ""
+            named = (option.envvar,) if isinstance(option.envvar, str) else option.envvar or ()
+            variable = ", ".join(f"`{each}`" for each in named)
             yield f"| `{', '.join(option.opts)}` | {variable} | {_option_help(option)} |"
         yield ""
     if isinstance(command, click.Group):
