@@ -101,7 +101,7 @@ def rank(step: str, path: Path, work: Path) -> None:
 
 def loads(step: str, path: Path, work: Path) -> dict[str, Any]:
     """Figures of a policy that is loaded."""
-    from meshrl.trainer.config import ModelConfig
+    from meshrl.trainer.config import ModelConfig, ParallelConfig
     from meshrl.trainer.distributed import World
     from meshrl.trainer.model.policy import build_policy, decoder_layers, open_hf
 
@@ -123,7 +123,7 @@ def trains(step: str, path: Path, work: Path) -> dict[str, Any]:
 
     from meshrl.trainer.checkpoint import checkpoint
     from meshrl.trainer.checkpoint.checkpoint import TrainerState
-    from meshrl.trainer.config import ModelConfig
+    from meshrl.trainer.config import ModelConfig, ParallelConfig
     from meshrl.trainer.distributed import World
     from meshrl.trainer.learner.optimizer import Optimizers
     from meshrl.trainer.learner.optimizer_config import OptimConfig
@@ -131,7 +131,7 @@ def trains(step: str, path: Path, work: Path) -> dict[str, Any]:
     from meshrl.trainer.model.policy import build_policy, open_hf
 
     ranks = int(os.environ["WORLD_SIZE"])
-    world = World.start("cpu", expert_parallel=ranks if step == "experts" else 1)
+    world = World.start("cpu", ParallelConfig(expert=ranks if step == "experts" else 1))
     peak = Peak()
     policy = build_policy(open_hf(path), world, ModelConfig(path=path))
     optimizers = Optimizers(policy, OptimConfig(lr=1e-4))
@@ -164,7 +164,7 @@ def exports(step: str, path: Path, work: Path) -> dict[str, Any]:
     import torch
 
     from meshrl.trainer.checkpoint.export import export_policy
-    from meshrl.trainer.config import ModelConfig
+    from meshrl.trainer.config import ModelConfig, ParallelConfig
     from meshrl.trainer.distributed import World
     from meshrl.trainer.model.policy import build_policy, open_hf
 

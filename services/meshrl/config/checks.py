@@ -29,7 +29,7 @@ def cross_checks(recipe: Recipe, machine: ThisMachine | None = None) -> Iterator
         model_checks(recipe, machine),
         file_checks(recipe, machine),
         _sizes(recipe, machine),
-        _experts(recipe, machine),
+        _parallel(recipe, machine),
         _routing_replay(recipe, machine),
         plugin_checks(recipe, machine),
         _algorithm(recipe),
@@ -119,24 +119,42 @@ def _routing_replay(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
         )
 
 
-def _experts(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
-    key, ranks = "trainer.parallel.expert", recipe.trainer.parallel.expert
-    if ranks == 1:
+def _parallel(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
+    """Whether ranks, heads and experts can be shared out as `trainer.parallel` says."""
+    key, at = "trainer.parallel", ("trainer", "parallel")
+    parallel, ulysses = recipe.parallel, recipe.model.ulysses_sequence_parallel_size
+    asked = recipe.trainer.parallel.sequence
+    if asked is not None and ulysses not in (1, asked):
+        yield (
+            (*at, "sequence"),
+            f"{key}.sequence: {asked}, and model.ulysses_sequence_parallel_size is {ulysses}; want one of the two",
+        )
+    for name, fault in parallel.faults(recipe.trainer.ranks, _ranks(recipe)):
+        yield (*at, name), fault
         return
     config = machine.json(recipe.model.path / "config.json")
+    heads, sharers = config.get("num_attention_heads"), parallel.tensor * (parallel.sequence or 1)
+    if isinstance(heads, int) and heads % sharers:
+        yield (
+            at,
+            f"{key}: sequence x tensor, {sharers}, does not divide the model's {heads} attention heads",
+        )
     named = (config.get(f"{kind}_experts") for kind in ("num", "num_local", "n_routed"))
     experts = next((number for number in named if isinstance(number, int)), None)
-    path = ("trainer", "parallel", "expert")
-    if recipe.trainer.ranks % ranks:
-        yield path, f"{key}: {ranks} does not divide {_ranks(recipe)}"
-    elif config and experts is None:
-        yield path, f"{key}: {recipe.model.path} has no experts; want 1"
-    elif experts is not None and experts % ranks:
-        yield path, f"{key}: {ranks} does not divide the {experts} experts of {recipe.model.path}"
-    if recipe.model.use_torch_compile:
+    if parallel.expert > 1 and config and experts is None:
+        yield (*at, "expert"), f"{key}.expert: {recipe.model.path} has no experts; want 1"
+    which = "expert" if parallel.expert > 1 else "tensor"
+    if experts is not None and experts % max(parallel.expert, parallel.tensor):
+        yield (
+            (*at, which),
+            f"{key}.{which}: {getattr(parallel, which)} does not divide the {experts} experts of {recipe.model.path}",
+        )
+    if recipe.model.lora_rank and parallel.tensor > 1:
+        yield (*at, "tensor"), f"{key}.tensor: adapters are not shared among ranks; want 1"
+    if recipe.model.use_torch_compile and (parallel.expert > 1 or parallel.tensor > 1):
         yield (
             ("model", "use_torch_compile"),
-            f"model.use_torch_compile: layers are not compiled with {key}; want false, or 1 there",
+            f"model.use_torch_compile: layers are not compiled with {key}.{which}; want false, or 1 there",
         )
 
 
@@ -160,12 +178,6 @@ def _sizes(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
             ("actor", "ppo_max_token_len_per_gpu"),
             f"actor.ppo_max_token_len_per_gpu: {actor.ppo_max_token_len_per_gpu} is less than one row "
             f"may have, {longest} (data.max_prompt_length + data.max_response_length)",
-        )
-    shared = recipe.model.ulysses_sequence_parallel_size
-    if recipe.trainer.ranks % shared:
-        yield (
-            ("model", "ulysses_sequence_parallel_size"),
-            f"model.ulysses_sequence_parallel_size: {shared} does not divide {_ranks(recipe)}",
         )
     if recipe.trainer.profile == "nsys" and not machine.gpus:
         yield (

@@ -110,10 +110,11 @@ def trainer_need(recipe: Recipe, model: Architecture, gpus: int) -> Need:
     config, actor = recipe.model, recipe.actor
     element = BYTES[config.param_dtype]
     trained = model.parameters * (2 if algorithm_needs(recipe).critic else 1)
-    full = 4 * trained // gpus
+    parallel = recipe.parallel
+    full = 4 * trained * parallel.data_replicate // gpus
     states = 0 if config.lora_rank else 3 * full
     gathered = 2 * element * model.layer_parameters + element * model.vocabulary * model.hidden
-    tokens = math.ceil(actor.ppo_max_token_len_per_gpu / config.ulysses_sequence_parallel_size)
+    tokens = math.ceil(actor.ppo_max_token_len_per_gpu / (parallel.sequence or 1))
     layer = model.layer_activations(tokens, element)
     if config.enable_gradient_checkpointing and not config.keep_matmuls:
         activations = layer + model.layers * tokens * element * model.hidden

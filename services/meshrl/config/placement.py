@@ -338,7 +338,7 @@ class _Division:
         return wanted
 
     def _auto_trainer(self, per_worker: int, room: int, colocate: bool) -> int:
-        shared = self.recipe.model.ulysses_sequence_parallel_size
+        shared = self.recipe.parallel.least
         elsewhere = (
             sum(len(host.gpus) // per_worker for host in self.hosts[self.nodes :])
             if per_worker

@@ -23,6 +23,7 @@ from meshrl.trainer.config import (
     CriticConfig,
     DataConfig,
     ModelConfig,
+    ParallelConfig,
     ReferenceConfig,
     TrainerConfig,
 )
@@ -197,6 +198,13 @@ class Recipe(Config):
     def takes_turns(self) -> bool:
         """Trainer and engines use one device in turns."""
         return self.placement.colocate == "time_sliced"
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """How the trainer's ranks share rows and model, with the sequence's ranks by either of their names."""
+        asked = self.trainer.parallel
+        shared = asked.sequence or self.model.ulysses_sequence_parallel_size
+        return asked.model_copy(update={"sequence": shared})
 
     @property
     def reference_model(self) -> ModelConfig:

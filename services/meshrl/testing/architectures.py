@@ -31,7 +31,7 @@ from meshrl.contract.errors import MeshError
 from meshrl.contract.types import GenerateRequest, Int32, OnUpdate, SamplingParams, Version
 from meshrl.rollout.config import TORCH_ARCHITECTURES
 from meshrl.rollout.engines.torch import build
-from meshrl.trainer.config import ModelConfig
+from meshrl.trainer.config import ModelConfig, ParallelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
@@ -202,7 +202,7 @@ def _rank(rank: int, names: list[str], directory: str, port: int) -> None:
     """One of the ranks; the first writes what was found."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    world, figures = World.start("cpu", expert_parallel=RANKS), {}
+    world, figures = World.start("cpu", ParallelConfig(expert=RANKS)), {}
     for name in names:
         checkpoint = Path(directory) / name
         if world.is_main:
@@ -263,8 +263,9 @@ async def _served(directory: Path, found: dict[str, Any]) -> str:
     return _figure((logprobs - wanted).abs().max())
 
 
-def _mixture(tried: Tried) -> bool:
-    return any("experts" in key for key in KINDS[tried.name])
+def is_mixture(name: str) -> bool:
+    """Has it experts?"""
+    return any("experts" in key for key in KINDS[name])
 
 
 def _figure(value: torch.Tensor) -> str:
@@ -327,12 +328,16 @@ def main() -> int:
             found.append(attempt(name, Path(directory), world))
         print(found[-1], flush=True)
     world.close()
-    mixtures = [each.name for each in found if each.gradients not in ("", "no") and _mixture(each)]
+    mixtures = [
+        each.name for each in found if each.gradients not in ("", "no") and is_mixture(each.name)
+    ]
     for name, figure in spread(mixtures).items() if mixtures else ():
         next(each for each in found if each.name == name).spread = figure
         print(f"{name}, experts on {RANKS} ranks: {figure}", flush=True)
     if options.write:
-        options.write.write_text(page(found))
+        # Sections below are other commands'.
+        kept = "".join(options.write.read_text().partition("\n## ")[1:])
+        options.write.write_text(page(found) + kept)
     return 0
 
 

@@ -24,7 +24,7 @@ from meshrl.contract.types import (
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.export import export_policy
-from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig
+from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, ParallelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers
@@ -129,11 +129,9 @@ def train(model: Path, target: Path, world: World, rows_given: int, steps: int) 
     return [cast(float, metrics[name]) for name in names]
 
 
-def main(
-    model: Path, target: Path, rows_given: int, steps: int, sharers: int, experts: int
-) -> None:
+def main(model: Path, target: Path, rows_given: int, steps: int, parallel: str) -> None:
     torch.set_num_threads(1)
-    world = World.start("cpu", sequence_parallel=sharers, expert_parallel=experts)
+    world = World.start("cpu", ParallelConfig.model_validate_json(parallel))
     reductions: list[object] = []
     add_up = DefaultReduceScatter.__call__
 
@@ -150,4 +148,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])

@@ -1,22 +1,26 @@
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from meshrl.contract.errors import ConfigError, InfraError, UserError
+from meshrl.contract.errors import InfraError, UserError
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.compute import Compute
+from meshrl.trainer.config import ParallelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.micro_batcher import allows_whole_gradients
 from meshrl.trainer.model.expert_parallel import spread_experts
 from meshrl.trainer.model.policy import random_hf
 from meshrl.trainer.model.sequence_parallel import repeats
+from meshrl.trainer.model.tensor_parallel import share_matrices
 
 from . import rank_work, tiny
 from .ranks import Ranks
@@ -30,14 +34,13 @@ def run_two(ranks: Ranks, tiny_path: Path) -> RunTwo:
         target: Path,
         rows: int,
         steps: int = 1,
-        sharers: int = 1,
-        experts: int = 1,
+        parallel: Mapping[str, int] | None = None,
         model: Path = tiny_path,
         size: int = 2,
     ) -> list[float]:
         """Train up to `steps` steps on `size` processes; loss, gradient norm and entropy of the last."""
         target.mkdir(exist_ok=True)
-        arguments = [model, target, rows, steps, sharers, experts]
+        arguments = [model, target, rows, steps, json.dumps(parallel or {})]
         ranks.run("rank_work.py", arguments, target / "output", ranks=size)
         return [float(word) for word in (target / "numbers").read_text().split()]
 
@@ -155,7 +158,7 @@ def test_ranks_that_share_sequences_give_the_loss_and_the_gradient_of_one(
 ) -> None:
     rows = rank_work.GROUPS * rank_work.GROUP_SIZE
     alone = rank_work.train(tiny_path, tmp_path / "one", world, rows, 1)
-    shared = run_two(tmp_path / "two", rows, sharers=2)
+    shared = run_two(tmp_path / "two", rows, parallel={"sequence": 2})
     assert shared == pytest.approx(alone, abs=1e-5)
     weights = [
         AutoModelForCausalLM.from_pretrained(tmp_path / name / "export").state_dict()
@@ -175,14 +178,30 @@ def mixture_path(tmp_path: Path) -> Path:
     return tmp_path / "mixture"
 
 
-@pytest.mark.parametrize(("size", "sharers"), [(2, 1), (4, 2)])
-def test_ranks_that_share_experts_and_are_told_them_give_the_gradients_of_one(
-    mixture_path: Path, tmp_path: Path, world: World, run_two: RunTwo, size: int, sharers: int
+@pytest.mark.parametrize(
+    ("size", "parallel"),
+    [
+        (2, {"expert": 2}),
+        (2, {"tensor": 2}),
+        (4, {"sequence": 2, "expert": 2}),
+        (4, {"data_replicate": 2, "tensor": 2}),
+    ],
+    ids=str,
+)
+def test_ranks_that_share_a_model_go_on_where_one_stopped_and_give_the_same(
+    mixture_path: Path,
+    tmp_path: Path,
+    world: World,
+    run_two: RunTwo,
+    size: int,
+    parallel: Mapping[str, int],
 ) -> None:
     rows, steps = rank_work.GROUPS * rank_work.GROUP_SIZE, 3
-    alone = rank_work.train(mixture_path, tmp_path / "one", world, rows, steps)
+    rank_work.train(mixture_path, tmp_path / "one", world, rows, 1)
     target = tmp_path / "two"
-    shared = run_two(target, rows, steps, sharers, experts=2, model=mixture_path, size=size)
+    shutil.copytree(tmp_path / "one", target)
+    alone = rank_work.train(mixture_path, tmp_path / "one", world, rows, steps)
+    shared = run_two(target, rows, steps, parallel, model=mixture_path, size=size)
     assert shared == pytest.approx(alone, abs=1e-5)
     weights = [
         AutoModelForCausalLM.from_pretrained(tmp_path / name / "export").state_dict()
@@ -192,20 +211,36 @@ def test_ranks_that_share_experts_and_are_told_them_give_the_gradients_of_one(
     for name in weights[0]:  # the updates are the gradients: see rank_work.make
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=1e-5)
         assert not torch.equal(weights[1][name], start[name]), name
-    one_rank_loads(tmp_path / "two" / "checkpoints", mixture_path, world, weights[1])
+    one_rank_loads(target / "checkpoints", mixture_path, world, weights[1])
 
 
-def test_experts_that_cannot_be_spread_are_refused_in_one_line(world: World) -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.parallel\.expert: 3 does not divide"):
-        World.start("cpu", expert_parallel=3)
+def test_models_that_cannot_be_shared_are_refused_in_one_line(world: World) -> None:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("efsdp", "ep"))
     with pytest.raises(UserError, match="no plan to spread experts of Qwen3ForCausalLM"):
-        spread_experts(random_hf(tiny.config(), 0), mesh)
+        spread_experts(random_hf(tiny.config(), 0), mesh, None)
+    three = Mock(spec=DeviceMesh, size=lambda: 3)
+    with pytest.raises(
+        UserError, match=r"tensor: 3 does not divide the model's num_attention_heads"
+    ):
+        share_matrices(random_hf(tiny.config(), 0), three)
 
 
-def test_ranks_that_cannot_be_grouped_are_refused_in_one_line(world: World) -> None:
-    with pytest.raises(ConfigError, match=r"ulysses_sequence_parallel_size: 3 does not divide"):
-        World.start("cpu", sequence_parallel=3)
+@pytest.mark.parametrize(
+    ("parallel", "wrong"),
+    [
+        ({"expert": 3}, "expert: 3 does not divide the 8 trainer ranks"),
+        ({"sequence": 3}, "sequence: 3 does not divide the 8 trainer ranks"),
+        ({"tensor": 4, "sequence": 4}, "sequence: 4 does not divide the 8 trainer ranks, of which"),
+        ({"data_shard": 2, "tensor": 2}, "its dimensions multiply to 4, and there are 8"),
+        ({"data_replicate": 2, "expert": 8}, "8 does not divide the 8 trainer ranks, 4 a copy"),
+        ({"tensor": 4, "expert": 2}, "expert: 2 is no multiple of tensor, 4"),
+    ],
+)
+def test_ranks_that_cannot_be_grouped_are_refused_in_one_line(
+    parallel: Mapping[str, int], wrong: str
+) -> None:
+    ((_, fault),) = ParallelConfig.model_validate(parallel).faults(8)
+    assert fault.startswith("trainer.parallel.") and wrong in fault
 
 
 @pytest.mark.parametrize(

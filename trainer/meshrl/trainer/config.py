@@ -5,6 +5,7 @@ An option that only one estimator or loss reads is defined beside it; see `algor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -77,7 +78,7 @@ class ModelConfig(Config):
     """Compile each decoder layer: slow at first, faster afterwards; on a CPU this needs a C++ compiler."""
     ulysses_sequence_parallel_size: PositiveInt = 1
     """Number of ranks that share the tokens of each micro-batch, for rows too long for one device. Divides
-    the trainer's ranks and the attention heads; RL and SFT only."""
+    the trainer's ranks and the attention heads; RL and SFT only. In a recipe also `trainer.parallel.sequence`."""
     lora_rank: NonNegativeInt = 0
     """Train low-rank adapters of this rank and leave the weights as they are; 0 trains the weights. A critic is
     trained whole."""
@@ -505,11 +506,56 @@ LogRows = Annotated[
 
 
 class ParallelConfig(Config):
-    """How the ranks share the model."""
+    """How the ranks share rows and model.
 
+    `data_replicate` x `data_shard` x `sequence` x `tensor` is all ranks; the later ones are nearer neighbours.
+    """
+
+    data_replicate: PositiveInt = 1
+    """Copies of the model, each shared out over the ranks of its copy (HSDP): as many as there are machines keeps the
+    traffic of weights inside each."""
+    data_shard: PositiveInt | None = None
+    """Ranks of a copy with rows of their own, which share its weights (FSDP). None: as many as the others leave."""
+    sequence: PositiveInt | None = None
+    """Ranks that share the tokens of a micro-batch (Ulysses). None takes `model.ulysses_sequence_parallel_size`."""
+    tensor: PositiveInt = 1
+    """Ranks that share the matrices of a layer, its experts and the vocabulary, and forward the same tokens:
+    neighbours on one machine. Divides the heads, those of keys too, and the number of experts; needs transformers
+    5.23."""
     expert: PositiveInt = 1
-    """Number of ranks that share the experts of each layer: whole experts on each, to which tokens travel. Divides
-    the trainer's ranks and the number of experts; needs transformers 5.23."""
+    """Ranks that share the experts of each layer: whole experts on each, to which tokens travel. Divides a copy's
+    ranks and the number of experts, is a multiple of `tensor`; needs transformers 5.23."""
+
+    @property
+    def least(self) -> int:
+        """The ranks must be a multiple of this."""
+        rows = (self.sequence or 1) * self.tensor * (self.data_shard or 1)
+        return self.data_replicate * math.lcm(rows, self.expert)
+
+    def faults(self, ranks: int) -> Iterator[tuple[str, str]]:
+        """What cannot be with so many ranks: the option, and one sentence."""
+        key, left = "trainer.parallel", ranks
+        for name in ("data_replicate", "tensor", "sequence", "data_shard"):
+            size = getattr(self, name) or 1
+            if left % size:
+                rest = "" if left == ranks else f", of which the others leave {left}"
+                yield name, f"{key}.{name}: {size} does not divide the {ranks} trainer ranks{rest}"
+                return
+            left //= size
+        if self.data_shard is not None and left > 1:
+            yield (
+                "data_shard",
+                f"{key}: its dimensions multiply to {ranks // left}, and there are {ranks} trainer ranks",
+            )
+        copy = ranks // self.data_replicate
+        if copy % self.expert:
+            of = "" if copy == ranks else f", {copy} a copy"
+            yield (
+                "expert",
+                f"{key}.expert: {self.expert} does not divide the {ranks} trainer ranks{of}",
+            )
+        elif self.expert > 1 and self.expert % self.tensor:
+            yield "expert", f"{key}.expert: {self.expert} is no multiple of tensor, {self.tensor}"
 
 
 class TrainerConfig(Config):

@@ -7,6 +7,7 @@ FSDP's own collectives (NCCL on GPUs).
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.sockets import interface_towards, is_loopback, listen_fd, loopback_interface
 from meshrl.trainer import peers
+from meshrl.trainer.config import ParallelConfig
 from meshrl.trainer.model.sequence_parallel import SequenceGroup
 from meshrl.trainer.peers import Peers, Seat
 
@@ -56,6 +58,7 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh
+    """FSDP's: of the ranks among which weights are shared out; [copies, ranks of a copy] where there are copies."""
     owns_group: bool
     """True when `close` has a process group to end."""
     group: dist.ProcessGroup | None = None
@@ -63,8 +66,11 @@ class World:
 
     sequence: SequenceGroup | None = None
     """The ranks that forward the same rows, each a part of their tokens."""
+    tensor: DeviceMesh | None = None
+    """The ranks that share the matrices of a layer, and forward the same tokens."""
     experts: DeviceMesh | None = None
-    """[`efsdp`, `ep`], of all ranks: those of the second dimension share the experts out among them."""
+    """[`efsdp`, `ep`], before them `replicate` where there are copies: those of `ep` share the experts out. At least
+    those that share matrices do, if the model has any."""
     peers: Peers | None = None
     """The other machines; None where there are none, or torchrun watches over them."""
 
@@ -72,23 +78,22 @@ class World:
     def start(
         cls,
         device: Literal["auto", "cpu", "cuda"] = "auto",
+        parallel: ParallelConfig | None = None,
         *,
-        sequence_parallel: int = 1,
-        expert_parallel: int = 1,
         peer_timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> World:
         """Join the group that torchrun's variables name, or be a world of one.
 
         Args:
             device: Where to compute.
-            sequence_parallel: Ranks that share each micro-batch, token by token; neighbours by rank.
-            expert_parallel: Ranks that share the experts of a layer; neighbours by rank.
+            parallel: How ranks share rows and model; None: each has rows of its own and a share of the weights.
             peer_timeout_s: How long another machine may be silent; then this process ends.
 
         Raises:
             ConfigError: CUDA was asked for and there is none; ranks cannot be put into groups of that size.
             InfraError: not all ranks came.
         """
+        parallel = parallel or ParallelConfig()
         kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         if kind == "cuda" and not torch.cuda.is_available():
             raise ConfigError(
@@ -104,14 +109,19 @@ class World:
         if kind == "cuda":
             place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(place)
+        size = dist.get_world_size()
+        for _, fault in parallel.faults(size):
+            raise ConfigError(fault)
+        mesh, tensor = _meshes(kind, size, parallel)
         return cls(
             rank=dist.get_rank(),
-            size=dist.get_world_size(),
+            size=size,
             device=place,
-            mesh=init_device_mesh(kind, (dist.get_world_size(),)),
+            mesh=mesh,
             owns_group=owns_group,
-            sequence=_sequence_group(kind, sequence_parallel),
-            experts=_split_mesh(kind, expert_parallel, ("efsdp", "ep"), "trainer.parallel.expert"),
+            sequence=_sequence_group(kind, size, parallel),
+            tensor=tensor,
+            experts=_expert_mesh(kind, size, parallel),
             peers=others,
         )
 
@@ -132,7 +142,7 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the rows this rank forwards: the same for all of a sequence group."""
+        """Which share of the rows this rank forwards: the same for all that share tokens or matrices."""
         return self.rank // self._sharers
 
     @property
@@ -141,11 +151,23 @@ class World:
         return self.size // self._sharers
 
     @property
+    def experts_follow_tensor(self) -> bool:
+        """A model without experts may be shared so: nobody asked for more than `tensor` ranks for them."""
+        tensor, experts = self.tensor, self.experts
+        return tensor is not None and experts is not None and experts["ep"].size() == tensor.size()
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Over how many ranks FSDP takes the mean of gradients: all, of those that share matrices one."""
+        return self.mesh.size()
+
+    @property
     def _sharers(self) -> int:
-        return 1 if self.sequence is None else self.sequence.size
+        among = 1 if self.sequence is None else self.sequence.size
+        return among * (self.size // self.gradient_ranks)
 
     def gather_shares(self, own: npt.NDArray[_Item]) -> list[npt.NDArray[_Item]]:
-        """Every share's flat array, by `data_rank`; of a sequence group, the first rank's."""
+        """Every share's flat array, by `data_rank`; of those that have the same rows, the first rank's."""
         return self.all_gather(own)[:: self._sharers]
 
     def with_own_group(self) -> World:
@@ -232,22 +254,38 @@ def allocator_settings(environment: Mapping[str, str]) -> str:
     return "" if any(name in environment for name in theirs) else "expandable_segments:True"
 
 
-def _sequence_group(kind: str, size: int) -> SequenceGroup | None:
-    mesh = _split_mesh(kind, size, ("dp", "sp"), "model.ulysses_sequence_parallel_size")
-    if mesh is None:
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+"""It warns of each gather over two dimensions of a mesh, of which a published model has hundreds."""
+
+
+def _meshes(
+    kind: str, ranks: int, parallel: ParallelConfig
+) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """FSDP's ranks, and those that share matrices: of one mesh, or FSDP cannot share what those have shared."""
+    copies, tensor = parallel.data_replicate, parallel.tensor
+    sizes = {"replicate": copies, "fsdp": ranks // copies // tensor, "tp": tensor}
+    kept = {name: size for name, size in sizes.items() if size > 1 or name == "fsdp"}
+    mesh = init_device_mesh(kind, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    fsdp = mesh["replicate", "fsdp"] if copies > 1 else mesh["fsdp"]
+    return fsdp, mesh["tp"] if tensor > 1 else None
+
+
+def _expert_mesh(kind: str, ranks: int, parallel: ParallelConfig) -> DeviceMesh | None:
+    copies, experts = parallel.data_replicate, max(parallel.expert, parallel.tensor)
+    if experts == 1:
         return None
-    ours = mesh["sp"]
-    return SequenceGroup(group=ours.get_group(), rank=ours.get_local_rank(), size=size)
+    sizes = {"replicate": copies, "efsdp": ranks // copies // experts}
+    kept = {n: s for n, s in sizes.items() if n == "efsdp" or s > 1} | {"ep": experts}
+    return init_device_mesh(kind, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
-def _split_mesh(kind: str, size: int, names: tuple[str, str], key: str) -> DeviceMesh | None:
-    """All ranks in groups of `size`, as the recipe's `key` says; None for groups of one. Raises ConfigError."""
-    ranks = dist.get_world_size()
-    if ranks % size:
-        raise ConfigError(f"{key}: {size} does not divide the {ranks} trainer ranks")
+def _sequence_group(kind: str, ranks: int, parallel: ParallelConfig) -> SequenceGroup | None:
+    size = parallel.sequence or 1
     if size == 1:
         return None
-    return init_device_mesh(kind, (ranks // size, size), mesh_dim_names=names)
+    shape = (ranks // size // parallel.tensor, size, parallel.tensor)
+    ours = init_device_mesh(kind, shape, mesh_dim_names=("dp", "sp", "tp"))["sp"]
+    return SequenceGroup(group=ours.get_group(), rank=ours.get_local_rank(), size=size)
 
 
 def lost_peer(error: RuntimeError) -> str | None:

@@ -73,10 +73,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
 async def _train(recipe: Recipe, context: ServiceContext, lease: DeviceLease | None) -> None:
     """One rank; `lease` is of a device that engines use too, and this process has it."""
     world = World.start(
-        recipe.trainer.device,
-        sequence_parallel=recipe.model.ulysses_sequence_parallel_size,
-        expert_parallel=recipe.trainer.parallel.expert,
-        peer_timeout_s=recipe.trainer.peer_timeout_s,
+        recipe.trainer.device, recipe.parallel, peer_timeout_s=recipe.trainer.peer_timeout_s
     )
     if not world.is_main:
         tracing.stop()  # rank 0 tells of the step

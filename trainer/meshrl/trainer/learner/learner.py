@@ -327,7 +327,7 @@ class Learner:
         """One optimizer step; returns the gradient norm before clipping."""
         counts = work.counts(mini)
         # Loss terms sum up over micro-batches; over ranks and updates they are averaged.
-        share = 1.0 / (self.world.size * updates)
+        share = 1.0 / (self.world.gradient_ranks * updates)
         tau = self._temperature
         for chosen, outputs in work.rows.micro_batches(
             mini, self.policy, lambda pack: self.policy(pack, tau)
@@ -383,7 +383,7 @@ class Learner:
             mini_batch_tokens=counts.tokens,
             mini_batch_correct_tokens=counts.correct_tokens,
             mini_batch_rows=counts.rows,
-            ranks=self.world.size,
+            ranks=self.world.gradient_ranks,
         )
 
 

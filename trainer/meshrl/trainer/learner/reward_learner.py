@@ -88,7 +88,7 @@ class RewardLearner:
                 q, truth = logprobs - reference[places].to(device), acc[list(chosen)].to(device)
                 losses = row_cross_entropy(ragged, q, truth, beta=self._config.beta_train)
                 loss = losses.sum() / len(mini.rows)
-                (loss * self._world.size).backward()  # type: ignore[no-untyped-call]
+                (loss * self._world.gradient_ranks).backward()  # type: ignore[no-untyped-call]
                 right = ((ragged.row_sum(q.detach()) > 0) == (truth > 0.5)).float().mean()
                 tally.add_sums(
                     {"prime/loss": float(loss.detach()) / len(own.schedule.mini_batches)}

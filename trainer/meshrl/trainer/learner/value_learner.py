@@ -115,7 +115,7 @@ class ValueLearner:
                     aggregate=aggregate,
                 )
                 loss.loss.backward()  # type: ignore[no-untyped-call]
-                share = float(loss.loss.detach()) / (self._world.size * len(updates))
+                share = float(loss.loss.detach()) / (self._world.gradient_ranks * len(updates))
                 tally.add_sums({"critic/loss": share})
                 means = {name: float(value) for name, value in loss.metrics.items()}
                 tally.add_means(means, int(part.mask.sum()))
@@ -135,7 +135,7 @@ class ValueLearner:
             batch_num_tokens=max(1, int(ragged.valid_lengths[list(mini.rows)].sum())),
             global_batch_size=len(mini.rows),
             loss_scale_factor=float(self._max_response_length),
-            dp_size=self._world.size,
+            dp_size=self._world.gradient_ranks,
         )
 
 

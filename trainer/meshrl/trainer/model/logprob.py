@@ -7,16 +7,43 @@ With z = (h Wᵀ) / τ, log p = log_softmax(z), y the target:
 
 Forward keeps one float a token, the entropy; backward computes log p again, chunk by chunk. (Keeping the
 normaliser instead would save a reduction and lose a digit: p = exp(z - lse) then no longer sums to 1.)
+
+Ranks that share the vocabulary (`VocabularyShare`) exchange maxima and sums of a chunk's rows, never logits.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 25}
 """Logits held at once, twice: 32 MiB each in float32 on a CPU, which gains nothing from more, 128 MiB on a GPU."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class VocabularyShare:
+    """Which rows of the output embedding this rank has; those of the group have the others, and the same `hidden`."""
+
+    group: dist.ProcessGroup
+    first: int
+
+    def own(self, targets: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64[n] and bool[n]: rows of `targets` here, any for those elsewhere, and which are here."""
+        index = targets - self.first
+        return index.clamp(0, rows - 1), (index >= 0) & (index < rows)
+
+    def add_up(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in place."""
+        dist.all_reduce(values, group=self.group)
+        return values
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """The maximum over the ranks, in place."""
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return values
 
 
 def linear_logprob(
@@ -27,6 +54,7 @@ def linear_logprob(
     temperature: float = 1.0,
     softcap: float | None = None,
     chunk_elements: int | None = None,
+    share: VocabularyShare | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Project and normalise in chunks of tokens.
 
@@ -37,6 +65,7 @@ def linear_logprob(
         temperature: τ > 0, divides the logits.
         softcap: c of Gemma 2: logits become c tanh(logit / c), before τ.
         chunk_elements: How many logits may exist at once; None takes CHUNK_ELEMENTS.
+        share: Whose rows `weight` has, where ranks share the vocabulary.
 
     Returns:
         logprobs, float32 in the shape of `targets`, and entropies float32[N], both differentiable in `hidden` and
@@ -44,7 +73,7 @@ def linear_logprob(
     """
     chunk = _chunk(weight, chunk_elements)
     apply: Any = _LinearLogprob.apply  # torch leaves it untyped
-    logprobs, entropies = apply(hidden, weight, targets, temperature, softcap, chunk)
+    logprobs, entropies = apply(hidden, weight, targets, temperature, softcap, chunk, share)
     return logprobs, entropies
 
 
@@ -75,12 +104,24 @@ def linear_top(
 
 @torch.no_grad()
 def linear_argmax(
-    hidden: torch.Tensor, weight: torch.Tensor, *, chunk_elements: int | None = None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    chunk_elements: int | None = None,
+    share: VocabularyShare | None = None,
 ) -> torch.Tensor:
     """int64[N]: the most likely token after each of `hidden` [N, H], chunked like `linear_logprob`."""
     chunk = _chunk(weight, chunk_elements)
-    best = [(part @ weight.T).argmax(-1) for part in torch.split(hidden, chunk)]
-    return torch.cat(best) if best else hidden.new_empty(0, dtype=torch.int64)
+    best = [(part @ weight.T).max(-1) for part in torch.split(hidden, chunk)]
+    if not best:
+        return hidden.new_empty(0, dtype=torch.int64)
+    tokens = torch.cat([part.indices for part in best])
+    if share is None:
+        return tokens
+    values = torch.cat([part.values for part in best])
+    here = values == share.largest(values.clone())
+    # Of equal logits the first token's, as argmax takes it: the smallest, negated for the maximum.
+    return -share.largest(torch.where(here, -(tokens + share.first), torch.iinfo(torch.int64).min))
 
 
 @torch.no_grad()
@@ -91,14 +132,17 @@ def linear_sum_pi_squared(
     temperature: float = 1.0,
     softcap: float | None = None,
     chunk_elements: int | None = None,
+    share: VocabularyShare | None = None,
 ) -> torch.Tensor:
     """float32[N]: Σ_v π(v)² after each of `hidden` [N, H], chunked like `linear_logprob`."""
     chunk = _chunk(weight, chunk_elements)
-    parts = [
-        (2 * _log_softmax(part, weight, temperature, softcap)).exp().sum(-1)
-        for part in torch.split(hidden, chunk)
-    ]
-    return torch.cat(parts) if parts else hidden.new_empty(0, dtype=torch.float32)
+    buffers = _Buffers(hidden, weight, chunk, softcap, share)
+    squares = hidden.new_empty(len(hidden), dtype=torch.float32)
+    for start in range(0, len(hidden), chunk):
+        part = slice(start, start + chunk)
+        _, probs = buffers.softmax(hidden[part], weight, temperature)
+        squares[part] = probs.square_().sum(-1)
+    return squares if share is None else share.add_up(squares)
 
 
 def _chunk(weight: torch.Tensor, elements: int | None) -> int:
@@ -120,31 +164,40 @@ class _LinearLogprob(torch.autograd.Function):
         temperature: float,
         softcap: float | None,
         chunk: int,
+        share: VocabularyShare | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         n = hidden.shape[0]
         logprobs = hidden.new_empty(targets.shape, dtype=torch.float32)
         entropies = hidden.new_empty(n, dtype=torch.float32)
+        here = None
+        if share is not None:
+            targets, here = share.own(targets, weight.shape[0])
         several, found = _columns(targets), _columns(logprobs)
-        buffers = _Buffers(hidden, weight, chunk, softcap)
+        buffers = _Buffers(hidden, weight, chunk, softcap, share)
         for start in range(0, n, chunk):
             part = slice(start, start + chunk)
             log_p, probs = buffers.softmax(hidden[part], weight, temperature)
             found[part] = log_p.gather(1, several[part])
             entropies[part] = -probs.mul_(log_p).sum(-1)
-        ctx.save_for_backward(hidden, weight, targets, entropies)
-        ctx.temperature, ctx.softcap, ctx.chunk = temperature, softcap, chunk
+        if share is not None and here is not None:
+            logprobs = share.add_up(torch.where(here, logprobs, 0.0))
+            share.add_up(entropies)
+        ctx.save_for_backward(hidden, weight, targets, entropies, here)
+        ctx.temperature, ctx.softcap, ctx.chunk, ctx.share = temperature, softcap, chunk, share
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, targets, entropies = ctx.saved_tensors
+        hidden, weight, targets, entropies, here = ctx.saved_tensors
         grad_targets, grad_entropy = None if grads[0] is None else _columns(grads[0]), grads[1]
         grad_logprob = None if grad_targets is None else grad_targets.sum(-1)
+        if grad_targets is not None and here is not None:
+            grad_targets = grad_targets * _columns(here)
         grad_hidden = torch.empty_like(hidden)
         # Summed over chunks in float32: in bfloat16 a large vocabulary's small contributions would be lost.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        buffers = _Buffers(hidden, weight, ctx.chunk, ctx.softcap)
+        buffers = _Buffers(hidden, weight, ctx.chunk, ctx.softcap, ctx.share)
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             log_p, probs = buffers.softmax(hidden[part], weight, ctx.temperature)
@@ -165,7 +218,9 @@ class _LinearLogprob(torch.autograd.Function):
                 grad_weight.addmm_(grad.T, hidden[part])
             else:
                 grad_weight += grad.T @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+        if ctx.share is not None:
+            ctx.share.add_up(grad_hidden)
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
 
 
 def _columns(values: torch.Tensor) -> torch.Tensor:
@@ -177,13 +232,19 @@ class _Buffers:
     """Memory for the log-probs and the probabilities of one chunk, used again for the next."""
 
     def __init__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, chunk: int, softcap: float | None
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        chunk: int,
+        softcap: float | None,
+        share: VocabularyShare | None = None,
     ) -> None:
         shape = min(chunk, hidden.shape[0]), weight.shape[0]
         self._logits = weight.new_empty(shape)
         single = weight.dtype == torch.float32
         self._log_p = self._logits if single else weight.new_empty(shape, dtype=torch.float32)
         self._probs = torch.empty_like(self._log_p)
+        self._share = share
         self._softcap = softcap
         self._tanh = None if softcap is None else torch.empty_like(self._log_p)
 
@@ -200,9 +261,12 @@ class _Buffers:
             torch.tanh(log_p.div_(self._softcap), out=self._tanh[:n])
             torch.mul(self._tanh[:n], self._softcap, out=log_p)
         _divided(log_p, temperature)
-        log_p.sub_(log_p.amax(-1, keepdim=True))
+        share, top = self._share, log_p.amax(-1, keepdim=True)
+        log_p.sub_(top if share is None else share.largest(top))
         torch.exp(log_p, out=probs)
         total = probs.sum(-1, keepdim=True)
+        if share is not None:
+            share.add_up(total)
         return log_p.sub_(total.log()), probs.div_(total)
 
     def uncapped(self, grad: torch.Tensor) -> torch.Tensor:

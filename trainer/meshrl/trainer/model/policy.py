@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -37,8 +38,9 @@ from meshrl.trainer.distributed import World
 from meshrl.trainer.model import attention, lora
 from meshrl.trainer.model.base_model import BaseModel
 from meshrl.trainer.model.checkpoint_names import Published, in_checkpoint
-from meshrl.trainer.model.expert_parallel import spread_experts
+from meshrl.trainer.model.expert_parallel import has_experts, spread_experts
 from meshrl.trainer.model.logprob import (
+    VocabularyShare,
     linear_argmax,
     linear_logprob,
     linear_sum_pi_squared,
@@ -47,6 +49,7 @@ from meshrl.trainer.model.logprob import (
 from meshrl.trainer.model.packing import Pack
 from meshrl.trainer.model.routing_replay import Routing, RoutingReplay
 from meshrl.trainer.model.sharded_loading import can_fill, fill, is_empty
+from meshrl.trainer.model.tensor_parallel import share_matrices
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +88,10 @@ class Policy(nn.Module):
         targets = pack.targets
         if pack.candidates is not None:
             targets = torch.cat([targets[:, None], pack.candidates], dim=1)
+        hidden = self._response_hidden(pack)
+        weight, share = self._head()
         logprobs, entropies = linear_logprob(
-            self._response_hidden(pack),
-            self.hf.get_output_embeddings().weight,
-            targets,
-            **self._logits(temperature),
+            hidden, weight, targets, **self._logits(temperature), share=share
         )
         if pack.candidates is None:
             return pack.joined(logprobs), pack.joined(entropies)
@@ -110,14 +112,25 @@ class Policy(nn.Module):
     def is_greedy(self, pack: Pack) -> torch.Tensor:
         """bool[N]: is each response token the one that greedy decoding would take? For teacher forcing."""
         hidden = self._response_hidden(pack)
-        right = linear_argmax(hidden, self.hf.get_output_embeddings().weight) == pack.targets
+        weight, share = self._head()
+        right = linear_argmax(hidden, weight, share=share) == pack.targets
         return pack.joined(right.to(torch.uint8)).bool()
 
     def sum_pi_squared(self, pack: Pack, temperature: float) -> torch.Tensor:
         """float32[N]: Σ_v π(v)² where each response token was sampled. No gradient."""
         hidden = self._response_hidden(pack)
-        weight = self.hf.get_output_embeddings().weight
-        return pack.joined(linear_sum_pi_squared(hidden, weight, **self._logits(temperature)))
+        weight, share = self._head()
+        squares = linear_sum_pi_squared(hidden, weight, **self._logits(temperature), share=share)
+        return pack.joined(squares)
+
+    def _head(self) -> tuple[torch.Tensor, VocabularyShare | None]:
+        """The output embedding; where ranks share it, this rank's rows and which they are. Inside a forward."""
+        weight: torch.Tensor = self.hf.get_output_embeddings().weight
+        if not isinstance(weight, DTensor):
+            return weight, None
+        local, mesh = weight.to_local(), weight.device_mesh
+        first = mesh.get_local_rank() * len(local)
+        return local, VocabularyShare(group=mesh.get_group(), first=first)
 
     def _logits(self, temperature: float) -> dict[str, Any]:
         """How logits are made of the projection: Granite divides them, Cohere multiplies them, Gemma 2 caps them."""
@@ -279,7 +292,7 @@ def build_policy(hf: HfModel, world: World, config: ModelConfig) -> Policy:
     Raises:
         UserError: LoRA is asked for on modules that the model has not.
     """
-    check_heads(hf, config.ulysses_sequence_parallel_size)
+    check_heads(hf, world)
     policy = shard(_unsharded(hf, world, config).train(), hf, world, config)
     for method in ("is_greedy", "sum_pi_squared"):
         register_fsdp_forward_method(policy, method)
@@ -308,12 +321,15 @@ def _unsharded(hf: HfModel, world: World, config: ModelConfig) -> Policy:
     return Policy(hf, adapter, fingerprint if shared else None, stored)
 
 
-def check_heads(hf: HfModel, size: int) -> None:
-    """Raise UserError unless `size` ranks can share the heads of a layer."""
+def check_heads(hf: HfModel, world: World) -> None:
+    """Raise UserError unless the ranks of a sequence group can share the heads that a rank has."""
+    size = 1 if world.sequence is None else world.sequence.size
+    tensor = 1 if world.tensor is None else world.tensor.size()
     heads = hf.config.get_text_config().num_attention_heads
-    if heads % size:
+    if heads % (size * tensor):
+        beside = f" beside tensor: {tensor}" if tensor > 1 else ""
         raise UserError(
-            f"model.ulysses_sequence_parallel_size: {size} does not divide the model's {heads} attention heads"
+            f"trainer.parallel.sequence: {size}{beside} does not divide the model's {heads} attention heads"
         )
 
 
@@ -329,8 +345,12 @@ def shard(model: Model, hf: HfModel, world: World, config: ModelConfig) -> Model
         how["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     if config.use_torch_compile:
         attention.keep_out_of_graphs()
-    if world.experts is not None:
-        spread_experts(hf, world.experts, **how)
+    if world.tensor is not None:
+        if config.lora_rank:
+            raise UserError("trainer.parallel.tensor: adapters are not shared among ranks; want 1")
+        share_matrices(hf, world.tensor)
+    if world.experts is not None and (has_experts(hf) or not world.experts_follow_tensor):
+        spread_experts(hf, world.experts, world.tensor, **how)
     for layer in decoder_layers(hf):
         if config.use_torch_compile:
             _compile(layer, recompute=config.enable_gradient_checkpointing)

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from meshrl.contract.errors import UserError
 from meshrl.trainer.checkpoint.export import export_policy
+from meshrl.trainer.config import ParallelConfig
 from meshrl.trainer.data.files import FileRow, file_rows
 from meshrl.trainer.data.messages import as_dicts, read_prompt, read_text, refuse_unusable
 from meshrl.trainer.data.prompts import templated
@@ -73,7 +74,7 @@ def run(config: SftConfig, report: Callable[[SftProgress], None] | None = None) 
         UserError: a row is malformed (names file and row) or the model cannot be loaded.
     """
     sharers = config.model.ulysses_sequence_parallel_size
-    world = World.start(config.device, sequence_parallel=sharers)
+    world = World.start(config.device, ParallelConfig(sequence=sharers))
     try:
         tokenizer_path = config.model.tokenizer_path or config.model.path
         train = read_examples(config, config.train_files, tokenizer_path)

@@ -1,0 +1,256 @@
+"""Compares training by several ranks with training by one process, for every way in which ranks share the work.
+
+python -m meshrl.testing.equality [MODEL ...] [--ranks 2 4] [--write docs/reference/models.md]
+
+random weights ─▶ checkpoint ─▶ three steps of the learner by one process ─▶ the same by 2 and 4 ranks (gloo)
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
+
+from meshrl.contract.errors import MeshError
+from meshrl.contract.types import (
+    Batch,
+    BatchRow,
+    Outcome,
+    Trajectory,
+    Uid,
+    Version,
+    VersionSpan,
+)
+from meshrl.testing.architectures import KINDS, PROMPT, VOCABULARY, is_mixture, random_checkpoint
+from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, ParallelConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.learner.optimizer import Optimizers
+from meshrl.trainer.learner.optimizer_config import OptimConfig
+from meshrl.trainer.learner.policy_gradient import PolicyGradient
+from meshrl.trainer.model.policy import build_policy, load_hf
+
+MODELS = ("Qwen3", "Qwen3Moe", "DeepseekV3", "Mixtral", "GptOss")
+STEPS, GROUPS, GROUP_SIZE, BUDGET = 3, 4, 2, 48
+LAYOUTS: dict[int, tuple[dict[str, int], ...]] = {
+    2: (
+        {"data_shard": 2},
+        {"data_replicate": 2},
+        {"sequence": 2},
+        {"tensor": 2},
+        {"data_shard": 2, "expert": 2},
+    ),
+    4: (
+        {"data_replicate": 2, "data_shard": 2},
+        {"data_shard": 2, "sequence": 2},
+        {"data_shard": 2, "tensor": 2},
+        {"data_replicate": 2, "tensor": 2},
+        {"sequence": 2, "tensor": 2},
+        {"data_shard": 4, "expert": 2},
+        {"data_replicate": 2, "data_shard": 2, "expert": 2},
+        {"data_shard": 2, "sequence": 2, "expert": 4},
+        {"data_shard": 2, "tensor": 2, "expert": 4},
+    ),
+}
+"""By number of ranks; all of `trainer.parallel`."""
+
+HEADING = "## Several ranks and one"
+SECTION = (
+    HEADING
+    + """
+
+Three steps of AdamW with gradients clipped, by the learner itself with several micro-batches a rank, beside the same
+by one process; float32, gloo. This section is what
+
+```
+python -m meshrl.testing.equality --write docs/reference/models.md
+```
+
+found. What ranks share is named as in `trainer.parallel`.
+
+- **loss**: greatest difference of a step's.
+- **gradient**: greatest difference of a parameter's in the first step, as a share of its norm.
+- **weights**: greatest difference of a tensor after the last step, as engines get it, as a share of its norm.
+
+| model | ranks | shared by | loss | gradient | weights |
+|---|---|---|---|---|---|
+{table}
+
+With `tensor`, the attention of DeepSeek-V3 and GPT-OSS is computed by each rank: transformers' plans share their
+experts, other MLPs and the vocabulary.
+"""
+)
+
+Found: TypeAlias = dict[str, Any]
+"""What a run leaves: `loss` of the first step, `gradients` of it, `weights` as engines get them after the last."""
+
+
+def rows() -> list[Trajectory]:
+    """Rows of 5 to 30 tokens."""
+    draw = np.random.default_rng(3)
+    made = []
+    for index in range(GROUPS * GROUP_SIZE):
+        length = int(draw.integers(PROMPT + 3, 30))
+        mask = np.array([0] * PROMPT + [1] * (length - PROMPT), dtype=np.uint8)
+        made.append(
+            Trajectory(
+                uid=Uid("r", f"t{index // GROUP_SIZE}", index % GROUP_SIZE),
+                tokens=draw.integers(3, VOCABULARY, length).astype(np.int32),
+                loss_mask=mask,
+                rollout_logprobs=np.full(length, -4.0, dtype=np.float32),
+                spans=(VersionSpan(version=Version(1, 0), start=PROMPT, end=length),),
+                reward=float(draw.random()),
+                reward_components={},
+            )
+        )
+    return made
+
+
+class _Observed(Optimizers):
+    """Keeps the gradients of its first step."""
+
+    gradients: dict[str, torch.Tensor]
+
+    def step(self, rate: float) -> float:
+        """See Optimizers."""
+        if not hasattr(self, "gradients"):
+            named = self._model.named_parameters()
+            self.gradients = {n: whole(p.grad) for n, p in named if p.grad is not None}
+        return super().step(rate)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of all of it; every rank calls this."""
+    value = tensor.detach()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+
+
+def train(checkpoint: Path, world: World, optimizer: str) -> Found:
+    """Some steps of the learner."""
+    optim = OptimConfig.model_validate({"name": optimizer, "lr": 1e-3, "clip_grad": 0.5})
+    # A budget of tokens that gives each rank several micro-batches.
+    actor = ActorConfig(optim=optim, ppo_max_token_len_per_gpu=BUDGET)
+    policy = build_policy(load_hf(checkpoint), world, ModelConfig(path=checkpoint))
+    optimizers = _Observed(policy, optim)
+    objective = PolicyGradient(AlgorithmConfig(), actor, max_response_length=30)
+    learner = Learner(
+        *(policy, optimizers, objective, world, actor), temperature=1.0, seed=0, total_steps=None
+    )
+    manifest = tuple(
+        BatchRow(
+            uid=row.uid,
+            group=row.uid.task,
+            group_size=GROUP_SIZE,
+            num_tokens=len(row.tokens),
+            oldest=Version(1, 0),
+            newest=Version(1, 0),
+            outcome=Outcome.OK,
+        )
+        for row in rows()
+    )
+    by_uid, losses = {row.uid: row for row in rows()}, []
+    for step in range(STEPS):
+        schedule = learner.schedule(Batch.of_rows(manifest, batch_id="b", run="r", step=step))
+        own = [by_uid[uid] for uid in schedule.uids(world.data_rank)]
+        losses.append(learner.learn(schedule, own, step)["actor/loss"])
+    weights = {name: w.whole(torch.float32).clone() for name, w in policy.published_weights()}
+    return {"losses": losses, "gradients": optimizers.gradients, "weights": weights}
+
+
+def differences(found: Found, wanted: Found) -> tuple[float, float, float]:
+    """Of the losses; of a gradient and of a weight, the greatest as a share of its norm."""
+
+    def apart(kind: str) -> float:
+        if found[kind].keys() != wanted[kind].keys():
+            raise AssertionError(
+                f"{kind} of other names: {found[kind].keys() ^ wanted[kind].keys()}"
+            )
+        return max(
+            float((found[kind][name] - value).norm() / (value.norm() + 1e-9))
+            for name, value in wanted[kind].items()
+        )
+
+    losses = zip(found["losses"], wanted["losses"], strict=True)
+    return max(abs(a - b) for a, b in losses), apart("gradients"), apart("weights")
+
+
+def _rank(rank: int, ranks: int, port: int, names: Sequence[str], directory: str) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    torch.set_num_threads(1)
+    first = World.start("cpu")
+    for name in names:
+        wanted = torch.load(Path(directory) / name / "alone.pt")
+        for layout in LAYOUTS[ranks]:
+            if "expert" in layout and not is_mixture(name):
+                continue
+            world = World.start("cpu", ParallelConfig.model_validate(layout))
+            try:
+                found = train(Path(directory) / name, world, "adamw")
+                cells = " | ".join(f"{each:.0e}" for each in differences(found, wanted))
+            except MeshError as error:  # the same on every rank
+                cells = f"refused: {str(error).splitlines()[0]} | |"
+            if world.is_main:
+                with (Path(directory) / "found").open("a") as lines:
+                    lines.write(f"| {name} | {ranks} | {_text(layout)} | {cells} |\n")
+                print(f"{name} {ranks} {_text(layout)}: {cells}", flush=True)
+    first.close()
+
+
+def _text(layout: dict[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in layout.items())
+
+
+def compare(names: Sequence[str], ranks: Sequence[int]) -> Iterator[str]:
+    """Lines of the table."""
+    with tempfile.TemporaryDirectory() as directory:
+        world = World.start("cpu")
+        for name in names:
+            random_checkpoint(name, Path(directory) / name)
+            alone = train(Path(directory) / name, world, "adamw")
+            torch.save(alone, Path(directory) / name / "alone.pt")
+        world.close()
+        for number in ranks:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            start: Any = spawn  # torch leaves it untyped
+            start(_rank, (number, port, names, directory), nprocs=number)
+        yield from sorted((Path(directory) / "found").read_text().splitlines())
+
+
+def main() -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help=f"default: {', '.join(MODELS)}")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], choices=[2, 4])
+    parser.add_argument("--write", type=Path, help="the page that has the table")
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in KINDS]
+    if unknown:
+        print(f"no architecture {unknown[0]!r} (known: {', '.join(KINDS)})", file=sys.stderr)
+        return 2
+    lines = list(compare(options.names or MODELS, options.ranks))
+    print("\n".join(lines))
+    if options.write:
+        before, _, after = options.write.read_text().partition(HEADING)
+        kept = after.partition("\n## ")
+        text = SECTION.format(table="\n".join(lines))
+        options.write.write_text(f"{before.rstrip()}\n\n{text}{kept[1]}{kept[2]}")
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    assert not dist.is_initialized()
+    sys.exit(main())
