@@ -30,7 +30,7 @@ LINES: Mapping[str, int] = {
     "meshrl.simulation": 6240,
     "meshrl.rpc": 6050,
     "meshrl.launcher": 4705,
-    "meshrl.testing": 3600,
+    "meshrl.testing": 3860,
     "meshrl.cli": 6175,
     "meshrl.deploy": 780,
     "meshrl.http": 3350,

@@ -101,7 +101,7 @@ def rank(step: str, path: Path, work: Path) -> None:
 
 def loads(step: str, path: Path, work: Path) -> dict[str, Any]:
     """Figures of a policy that is loaded."""
-    from meshrl.trainer.config import ModelConfig, ParallelConfig
+    from meshrl.trainer.config import ModelConfig
     from meshrl.trainer.distributed import World
     from meshrl.trainer.model.policy import build_policy, decoder_layers, open_hf
 
@@ -164,7 +164,7 @@ def exports(step: str, path: Path, work: Path) -> dict[str, Any]:
     import torch
 
     from meshrl.trainer.checkpoint.export import export_policy
-    from meshrl.trainer.config import ModelConfig, ParallelConfig
+    from meshrl.trainer.config import ModelConfig
     from meshrl.trainer.distributed import World
     from meshrl.trainer.model.policy import build_policy, open_hf
 

@@ -5,8 +5,9 @@ Each check yields the key to change and one sentence. None imports torch, runs a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
+from typing import Any
 
 from meshrl.config import stages
 from meshrl.config.device_defaults import hints
@@ -143,6 +144,7 @@ def _parallel(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     experts = next((number for number in named if isinstance(number, int)), None)
     if parallel.expert > 1 and config and experts is None:
         yield (*at, "expert"), f"{key}.expert: {recipe.model.path} has no experts; want 1"
+    yield from _balance(recipe, config)
     which = "expert" if parallel.expert > 1 else "tensor"
     if experts is not None and experts % max(parallel.expert, parallel.tensor):
         yield (
@@ -162,6 +164,26 @@ def _ranks(recipe: Recipe) -> str:
     trainer = recipe.trainer
     machines = f" * trainer.nnodes, {trainer.ranks}" if trainer.nnodes > 1 else f", {trainer.nproc}"
     return f"trainer.nproc{machines}"
+
+
+def _balance(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Whether a mixture's experts can be kept busy as `actor` says."""
+    for name in ("router_aux_loss_coef", "moe_router_bias_update_rate"):
+        if not getattr(recipe.actor, name):
+            continue
+        key = f"actor.{name}"
+        if config and not config.get("num_experts_per_tok"):
+            yield ("actor", name), f"{key}: {recipe.model.path} has no experts; want 0"
+        if recipe.model.use_torch_compile:
+            yield (
+                ("actor", name),
+                f"{key}: compiled layers hide what is chosen; want 0, or no model.use_torch_compile",
+            )
+    if recipe.actor.moe_router_bias_update_rate and recipe.model.lora_rank:
+        yield (
+            ("actor", "moe_router_bias_update_rate"),
+            "actor.moe_router_bias_update_rate: an adapter holds no biases; want 0",
+        )
 
 
 def _sizes(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:

@@ -39,7 +39,7 @@ from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
-from meshrl.trainer.model.policy import build_policy, load_hf
+from meshrl.trainer.model.policy import build_policy, open_hf
 
 MODELS = ("Qwen3", "Qwen3Moe", "DeepseekV3", "Mixtral", "GptOss")
 STEPS, GROUPS, GROUP_SIZE, BUDGET = 3, 4, 2, 48
@@ -136,12 +136,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
-def train(checkpoint: Path, world: World, optimizer: str) -> Found:
-    """Some steps of the learner."""
+def train(checkpoint: Path, world: World, optimizer: str = "adamw", **options: float) -> Found:
+    """Some steps of the learner; `options` are of `actor`."""
     optim = OptimConfig.model_validate({"name": optimizer, "lr": 1e-3, "clip_grad": 0.5})
     # A budget of tokens that gives each rank several micro-batches.
-    actor = ActorConfig(optim=optim, ppo_max_token_len_per_gpu=BUDGET)
-    policy = build_policy(load_hf(checkpoint), world, ModelConfig(path=checkpoint))
+    actor = ActorConfig.model_validate(
+        {"optim": optim, "ppo_max_token_len_per_gpu": BUDGET, **options}
+    )
+    policy = build_policy(open_hf(checkpoint), world, ModelConfig(path=checkpoint))
     optimizers = _Observed(policy, optim)
     objective = PolicyGradient(AlgorithmConfig(), actor, max_response_length=30)
     learner = Learner(
@@ -197,7 +199,7 @@ def _rank(rank: int, ranks: int, port: int, names: Sequence[str], directory: str
                 continue
             world = World.start("cpu", ParallelConfig.model_validate(layout))
             try:
-                found = train(Path(directory) / name, world, "adamw")
+                found = train(Path(directory) / name, world)
                 cells = " | ".join(f"{each:.0e}" for each in differences(found, wanted))
             except MeshError as error:  # the same on every rank
                 cells = f"refused: {str(error).splitlines()[0]} | |"
@@ -218,7 +220,7 @@ def compare(names: Sequence[str], ranks: Sequence[int]) -> Iterator[str]:
         world = World.start("cpu")
         for name in names:
             random_checkpoint(name, Path(directory) / name)
-            alone = train(Path(directory) / name, world, "adamw")
+            alone = train(Path(directory) / name, world)
             torch.save(alone, Path(directory) / name / "alone.pt")
         world.close()
         for number in ranks:

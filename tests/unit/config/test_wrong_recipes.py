@@ -298,7 +298,7 @@ WRONG: list[tuple[str, str]] = [
     ("rollout.routing_replay=true", "rollout.routing_replay: model has no experts; want false"),
     (
         "trainer.parallel.expert=2",
-        "trainer.parallel.expert: 2 does not divide the 1 trainer ranks",
+        "trainer.parallel.expert: 2 does not divide trainer.nproc, 1",
     ),
     (
         "trainer={nnodes: 3, nproc: 3, parallel: {expert: 2}}",

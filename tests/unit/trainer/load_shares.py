@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from meshrl.trainer.checkpoint import export
-from meshrl.trainer.config import ModelConfig
+from meshrl.trainer.config import ModelConfig, ParallelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model.critic import build_critic
 from meshrl.trainer.model.policy import build_policy, load_hf, open_hf
@@ -22,9 +22,9 @@ def noted(file: Path, _: None) -> None:
     file.with_suffix(".rank").write_text(os.environ["RANK"])
 
 
-def main(model: Path, experts: int) -> None:
+def main(model: Path, parallel: str) -> None:
     torch.set_num_threads(1)
-    world = World.start("cpu", expert_parallel=experts)
+    world = World.start("cpu", ParallelConfig.model_validate_json(parallel))
     whole, empty = load_hf(model), open_hf(model)
     assert all(tensor.is_meta for tensor in empty.state_dict().values())
     policy = build_policy(empty, world, ModelConfig(path=model))
@@ -45,4 +45,4 @@ def main(model: Path, experts: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -28,9 +28,8 @@ from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, Par
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers
-from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
-from meshrl.trainer.model.policy import build_policy, open_hf
+from meshrl.trainer.model.policy import Policy, build_policy, open_hf
 
 PROMPT = 3
 VOCABULARY = 37
@@ -79,11 +78,17 @@ def make(
     **actor: object,
 ) -> Learner:
     # Plain gradients: with this eps AdamW's first update is lr · g, so weights show the gradient itself.
-    optim = OptimConfig(lr=1e3, eps=1e3, weight_decay=0.0, clip_grad=1e9)
-    config = ActorConfig.model_validate({"optim": optim, "ppo_max_token_len_per_gpu": 64, **actor})
+    plain = {"lr": 1e3, "eps": 1e3, "weight_decay": 0.0, "clip_grad": 1e9}
     policy = build_policy(open_hf(model), world, ModelConfig(path=model))
+    return make_of(policy, world, algorithm=algorithm, **{"optim": plain, **actor})
+
+
+def make_of(
+    policy: Policy, world: World, *, algorithm: dict[str, object] | None = None, **actor: object
+) -> Learner:
+    config = ActorConfig.model_validate({"ppo_max_token_len_per_gpu": 64, **actor})
     return Learner(
-        policy, Optimizers(policy, optim),
+        policy, Optimizers(policy, config.optim),
         PolicyGradient(
             AlgorithmConfig.model_validate(algorithm or {}), config, max_response_length=40
         ),

@@ -231,7 +231,7 @@ def test_models_that_cannot_be_shared_are_refused_in_one_line(world: World) -> N
         ({"expert": 3}, "expert: 3 does not divide the 8 trainer ranks"),
         ({"sequence": 3}, "sequence: 3 does not divide the 8 trainer ranks"),
         ({"tensor": 4, "sequence": 4}, "sequence: 4 does not divide the 8 trainer ranks, of which"),
-        ({"data_shard": 2, "tensor": 2}, "its dimensions multiply to 4, and there are 8"),
+        ({"data_shard": 2, "tensor": 2}, "data_shard: with the others 4 ranks, and there are 8"),
         ({"data_replicate": 2, "expert": 8}, "8 does not divide the 8 trainer ranks, 4 a copy"),
         ({"tensor": 4, "expert": 2}, "expert: 2 is no multiple of tensor, 4"),
     ],

@@ -452,6 +452,12 @@ class ActorConfig(Config):
     kl_loss_coef: NonNegativeFloat = 0.001
     kl_loss_type: KlEstimator = "low_var_kl"
     entropy_coeff: float = 0.0
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Weight of the auxiliary loss that keeps a mixture's experts equally busy, as transformers computes it, over a
+    micro-batch (its models' own coefficient is often 0.001); verl's `moe_aux_loss_coeff`."""
+    moe_router_bias_update_rate: NonNegativeFloat = 0.0
+    """How far the bias of each expert moves after an optimizer step, towards equally busy experts, in models whose
+    routers have one (DeepSeek-V3, GLM-4.5; 0.001 there). Not with LoRA, whose engines get no biases."""
     loss_agg_mode: AggregationMode = "token-mean"
     loss_scale_factor: PositiveFloat | None = None
     """The constant divisor of seq-mean-token-sum-norm; None takes `data.max_response_length`."""
@@ -532,28 +538,26 @@ class ParallelConfig(Config):
         rows = (self.sequence or 1) * self.tensor * (self.data_shard or 1)
         return self.data_replicate * math.lcm(rows, self.expert)
 
-    def faults(self, ranks: int) -> Iterator[tuple[str, str]]:
-        """What cannot be with so many ranks: the option, and one sentence."""
-        key, left = "trainer.parallel", ranks
+    def faults(self, ranks: int, named: str = "") -> Iterator[tuple[str, str]]:
+        """What cannot be with so many ranks, which `named` calls so: the option, and one sentence."""
+        key, left, named = "trainer.parallel", ranks, named or f"the {ranks} trainer ranks"
         for name in ("data_replicate", "tensor", "sequence", "data_shard"):
             size = getattr(self, name) or 1
             if left % size:
                 rest = "" if left == ranks else f", of which the others leave {left}"
-                yield name, f"{key}.{name}: {size} does not divide the {ranks} trainer ranks{rest}"
+                yield name, f"{key}.{name}: {size} does not divide {named}{rest}"
                 return
             left //= size
         if self.data_shard is not None and left > 1:
+            product = ranks // left
             yield (
                 "data_shard",
-                f"{key}: its dimensions multiply to {ranks // left}, and there are {ranks} trainer ranks",
+                f"{key}.data_shard: with the others {product} ranks, and there are {ranks}",
             )
         copy = ranks // self.data_replicate
         if copy % self.expert:
             of = "" if copy == ranks else f", {copy} a copy"
-            yield (
-                "expert",
-                f"{key}.expert: {self.expert} does not divide the {ranks} trainer ranks{of}",
-            )
+            yield "expert", f"{key}.expert: {self.expert} does not divide {named}{of}"
         elif self.expert > 1 and self.expert % self.tensor:
             yield "expert", f"{key}.expert: {self.expert} is no multiple of tensor, {self.tensor}"
 

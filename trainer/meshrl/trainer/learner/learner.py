@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -48,6 +49,8 @@ from meshrl.trainer.learner.policy_gradient import ForwardOutputs, MicroBatch, O
 from meshrl.trainer.learner.reward_learner import RewardLearner
 from meshrl.trainer.learner.unfolding import Unfolded, branches, unfolded, with_answer
 from meshrl.trainer.learner.value_learner import ValueLearner
+from meshrl.trainer.model.expert_balance import ExpertBalance
+from meshrl.trainer.model.packing import Pack
 from meshrl.trainer.model.policy import Policy
 from meshrl.trainer.utilisation import ModelWork
 
@@ -119,6 +122,7 @@ class Learner:
         self._critic = critic
         self._rewarder = rewarder
         self._answers = answers
+        self._balance = ExpertBalance.of(policy.hf, actor, world)
         self._work = ModelWork.of(
             policy.hf.config.get_text_config(), frozen=policy.adapter is not None
         )
@@ -328,10 +332,7 @@ class Learner:
         counts = work.counts(mini)
         # Loss terms sum up over micro-batches; over ranks and updates they are averaged.
         share = 1.0 / (self.world.gradient_ranks * updates)
-        tau = self._temperature
-        for chosen, outputs in work.rows.micro_batches(
-            mini, self.policy, lambda pack: self.policy(pack, tau)
-        ):
+        for chosen, outputs in work.rows.micro_batches(mini, self.policy, self._forward):
             logprobs, entropies, *candidates = outputs
             for row, part in zip(chosen, work.rows.split(logprobs, chosen), strict=True):
                 work.first_logprobs.setdefault(row, part)
@@ -343,12 +344,35 @@ class Learner:
                     teacher=work.rows.teacher(chosen),
                 )
             loss = self._objective.loss(micro)
-            loss.total.backward()  # type: ignore[no-untyped-call]
+            total, shares = loss.total, {**loss.shares, "actor/loss": float(loss.total.detach())}
+            if self._balance is not None:
+                of_rows = work.rows.schedule.rows
+                part, whole = self._balance.loss()
+                weight = sum(of_rows[row].num_tokens for row in chosen) / sum(
+                    of_rows[row].num_tokens for row in mini.rows
+                )
+                weight *= self.world.gradient_ranks
+                total = total + self._balance.coefficient * weight * part
+                shares["actor/router_aux_loss"] = weight * whole
+            total.backward()  # type: ignore[no-untyped-call]
             tokens = int(micro.inputs.ragged.mask.sum())
-            shares = {**loss.shares, "actor/loss": float(loss.total.detach())}
             work.tally.add_sums({name: value * share for name, value in shares.items()})
             work.tally.add_means(loss.means, tokens)
-        return self.optimizers.step(rate)
+        norm = self.optimizers.step(rate)
+        if self._balance is not None:
+            most = self._balance.settle(stepped=math.isfinite(norm))
+            work.tally.add_means({"actor/router_max_violation": most}, 1)
+        return norm
+
+    def _forward(self, pack: Pack) -> tuple[torch.Tensor, ...]:
+        """The policy's outputs, from which its gradients follow."""
+        if self._balance is None:
+            return self._outputs(pack)
+        return self._balance.recorded(self._outputs, pack)
+
+    def _outputs(self, pack: Pack) -> tuple[torch.Tensor, ...]:
+        outputs: tuple[torch.Tensor, ...] = self.policy(pack, self._temperature)
+        return outputs
 
     def _micro(
         self,
