@@ -20,7 +20,7 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 LINES: Mapping[str, int] = {
-    "meshrl.trainer": 19450,
+    "meshrl.trainer": 19880,
     "meshrl.rollout": 12650,
     "meshrl.transferqueue": 10850,
     "meshrl.rewardd": 6790,
@@ -36,7 +36,7 @@ LINES: Mapping[str, int] = {
     "meshrl.http": 3350,
     "meshrl.verl": 3720,
     "meshrl.client": 1800,
-    "meshrl.config": 3530,
+    "meshrl.config": 3570,
     "meshrl.api": 500,
 }
 """The most lines of each package, generated code left out."""
