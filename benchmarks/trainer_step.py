@@ -2,6 +2,8 @@
 
     make bench-trainer    or    python benchmarks/trainer_step.py [--threads 1] [--steps 3] [--work wide,demo]
 
+With `--against FOLDER`, a checkout of another commit takes TRL's place: both builds in turn, ROUNDS times each.
+
 Identical batches, ragged: responses are a quarter of the longest one in the mean (exponential, cut). Two models with
 random weights: `wide`, 2 layers and a vocabulary of 100,000, and `demo`, the demo's shape. Both sides are given the
 same old log-probs and rewards and compute the same loss (clipped ratio, token mean, AdamW): loss, gradient norm and
@@ -37,6 +39,7 @@ sys.path[0] = str(HERE / "trainer_bench")
 from work import DEMO, GROUP, WIDE, Work  # noqa: E402
 
 PEER = ROOT / ".venv-peer-trl" / "bin" / "python"
+ROUNDS = 3
 TOLERANCE = 1e-3
 MIB = 1 << 20
 
@@ -53,12 +56,17 @@ def write_model(work: Work, path: Path) -> None:
     Qwen3ForCausalLM(Qwen3Config(**work.model())).save_pretrained(path)
 
 
-def run(python: Path, side: str, order: dict[str, Any]) -> dict[str, Any]:
-    """One measurement."""
-    threads = str(order["threads"])
+ROOMS = ("proto", "transferqueue", "rollout", "rewardd", "trainer", "services")
+
+
+def run(python: Path, side: str, order: dict[str, Any], place: Path = ROOT) -> dict[str, Any]:
+    """One measurement, of the checkout in `place`."""
+    environment = {"OMP_NUM_THREADS": str(order["threads"]), "HF_HUB_OFFLINE": "1"}
+    if place != ROOT:
+        environment["PYTHONPATH"] = os.pathsep.join(str(place / room) for room in ROOMS)
     done = subprocess.run(
-        [python, HERE / "trainer_bench" / f"{side}.py", json.dumps(order)],
-        env={**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"},
+        [python, place / "benchmarks" / "trainer_bench" / f"{side}.py", json.dumps(order)],
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
     )
@@ -113,6 +121,27 @@ def compare(work: Work, threads: int, steps: int) -> dict[str, Any]:
     }
 
 
+def compare_builds(work: Work, threads: int, steps: int, other: Path) -> dict[str, Any]:
+    """This checkout and another, in turn; the ratio is ours to theirs in tokens by processor time."""
+    tokens = sum(len(row.prompt) + len(row.response) for row in work.batch())
+    places = {"other": other.resolve(), "ours": ROOT}
+    speeds: dict[str, list[float]] = {name: [] for name in places}
+    losses = {}
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(directory) / "model"
+        write_model(work, model)
+        order = {"work": work.json(), "model": str(model), "threads": threads, "steps": steps}
+        for _ in range(ROUNDS):
+            for name, place in places.items():
+                one = run(Path(sys.executable), "ours", order, place)
+                speeds[name].append(_summary(one, tokens)["tokens_per_cpu_s"])
+                losses[name] = [fact["loss"] for fact in one["facts"]]
+    if any(abs(a - b) > TOLERANCE for a, b in zip(*losses.values(), strict=True)):
+        sys.exit(f"{work.name}: the builds' losses differ: {losses}")
+    medians = {name: statistics.median(found) for name, found in speeds.items()}
+    return {"tokens_per_cpu_s": speeds, "ratio": round(medians["ours"] / medians["other"], 3)}
+
+
 def _summary(one: dict[str, Any], tokens: int) -> dict[str, float]:
     return {
         "tokens_per_s": round(tokens / statistics.median(one["seconds"][1:]), 1),
@@ -127,10 +156,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3, help="the first warms up")
     parser.add_argument("--work", default="wide,demo")
+    parser.add_argument("--against", type=Path, help="a checkout of another commit")
     given = parser.parse_args()
+    works = {work.name: work for work in (WIDE, DEMO)}
+    if given.against:
+        builds = {
+            name: compare_builds(works[name], given.threads, given.steps, given.against)
+            for name in given.work.split(",")
+        }
+        print(json.dumps({"benchmark": "trainer_step", "threads": given.threads, "builds": builds}))
+        return
     if not PEER.exists():
         sys.exit(f"{PEER}: no such file; `make venv-peer-trl` installs TRL")
-    works = {work.name: work for work in (WIDE, DEMO)}
     results = {
         name: compare(works[name], given.threads, given.steps) for name in given.work.split(",")
     }

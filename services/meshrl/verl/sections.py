@@ -44,9 +44,22 @@ def engine(at: str, keys: tuple[str, ...]) -> Iterator[Rule]:
         yield refused(f"{at}.router_replay.{name}", "experts travel with their rows, not in files")
     yield from quantized(f"{at}.qat")
     yield from ignored_below(at, keys, SPEED)
+    if at.startswith(ACTOR):
+        yield from _balance(f"{at}.override_transformer_config")
     for name in ("override_transformer_config", "override_mcore_model_config"):
         yield refused(f"{at}.{name}", MODEL_CHANGES)
         yield refused(f"{at}.{name}.*", MODEL_CHANGES)
+
+
+def _balance(at: str) -> Iterator[Rule]:
+    """How busy experts are kept: Megatron's names."""
+    yield same(f"{at}.moe_router_bias_update_rate", "actor.moe_router_bias_update_rate")
+    yield refused(
+        f"{at}.moe_aux_loss_coeff",
+        "another scale: actor.router_aux_loss_coef is this times layers / experts of a token",
+        (None, 0, 0.0),
+        0.0,
+    )
 
 
 def router_replay(value: Any, given: Given) -> Answer:

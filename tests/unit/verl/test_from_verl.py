@@ -111,6 +111,10 @@ MOST_WRITTEN = [
     (f"{A}.fsdp_config.param_offload=False {A}.fsdp_config.optimizer_offload=False", {}),
     (f"{A}.fsdp_config.optimizer_offload=True", {"actor.optim.offload": True}),
     (f"{A}.fsdp_config.ulysses_sequence_parallel_size=1", {}),
+    (
+        f"{A}.megatron.override_transformer_config.moe_router_bias_update_rate=0.001",
+        {"actor.moe_router_bias_update_rate": 0.001},
+    ),
     (f"{R}.name=vllm", {"rollout.name": "vllm", "rollout.deterministic": False}),
     (f"{R}.n=5", {"rollout.n": 5}),
     (

@@ -454,7 +454,8 @@ class ActorConfig(Config):
     entropy_coeff: float = 0.0
     router_aux_loss_coef: NonNegativeFloat = 0.0
     """Weight of the auxiliary loss that keeps a mixture's experts equally busy, as transformers computes it, over a
-    micro-batch (its models' own coefficient is often 0.001); verl's `moe_aux_loss_coeff`."""
+    micro-batch; config.json has the model's own, often 0.001. Megatron's `moe_aux_loss_coeff` times layers / experts
+    of a token is about the same."""
     moe_router_bias_update_rate: NonNegativeFloat = 0.0
     """How far the bias of each expert moves after an optimizer step, towards equally busy experts, in models whose
     routers have one (DeepSeek-V3, GLM-4.5; 0.001 there). Not with LoRA, whose engines get no biases."""
