@@ -34,7 +34,7 @@ LINES: Mapping[str, int] = {
     "meshrl.cli": 6175,
     "meshrl.deploy": 780,
     "meshrl.http": 3350,
-    "meshrl.verl": 3720,
+    "meshrl.verl": 3725,
     "meshrl.client": 1800,
     "meshrl.config": 3570,
     "meshrl.api": 500,
