@@ -49,7 +49,9 @@ def test_the_auxiliary_loss_is_that_of_transformers(world: World, tmp_path: Path
     for router in routers(hf):
         router.register_forward_hook(lambda _, __, output: logits.append(output[0].detach()))
     row = tiny.rows(1)[0]
-    balance.recorded(lambda packed: policy(packed, 1.0), pack([row], [2]))
+    packed = pack([row], [2])
+    with balance.recorded(packed):
+        policy(packed, 1.0)
     part, whole = balance.loss()
     wanted = load_balancing_loss_func(tuple(logits), 4, 2)
     assert [part.item(), whole] == pytest.approx([wanted.item()] * 2, rel=1e-5)

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -366,12 +367,8 @@ class Learner:
 
     def _forward(self, pack: Pack) -> tuple[torch.Tensor, ...]:
         """The policy's outputs, from which its gradients follow."""
-        if self._balance is None:
-            return self._outputs(pack)
-        return self._balance.recorded(self._outputs, pack)
-
-    def _outputs(self, pack: Pack) -> tuple[torch.Tensor, ...]:
-        outputs: tuple[torch.Tensor, ...] = self.policy(pack, self._temperature)
+        with nullcontext() if self._balance is None else self._balance.recorded(pack):
+            outputs: tuple[torch.Tensor, ...] = self.policy(pack, self._temperature)
         return outputs
 
     def _micro(

@@ -10,8 +10,9 @@ micro-batch counts by its rows' share of the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,6 @@ from meshrl.trainer.model.packing import Pack
 
 BIAS = "e_score_correction_bias"
 """transformers' name, of DeepSeek-V3's routers and of those made like them."""
-Outputs = TypeVar("Outputs")
 
 
 class ExpertBalance:
@@ -66,8 +66,9 @@ class ExpertBalance:
         if self._recording:  # not when activations are computed again
             self._seen.append((output[0][: self._tokens], output[2][: self._tokens]))
 
-    def recorded(self, forward: Callable[[Pack], Outputs], pack: Pack) -> Outputs:
-        """What `forward` makes of the pack, with the routers' choices kept for `loss`."""
+    @contextmanager
+    def recorded(self, pack: Pack) -> Iterator[None]:
+        """While the model forwards the pack, its routers' choices are kept for `loss`."""
         share = pack.layout.share
         self._tokens = pack.input_ids.shape[1]
         if share is not None:  # the last shares end in padding
@@ -75,7 +76,7 @@ class ExpertBalance:
             self._tokens = min(max(left, 0), share.width)
         self._seen, self._recording = [], True
         try:
-            return forward(pack)
+            yield
         finally:
             self._recording = False
 
