@@ -69,22 +69,20 @@ def batch(rows: list[Trajectory]) -> Batch:
     return Batch.of_rows(manifest, batch_id="b", run="r", step=0)
 
 
-def make(
-    model: Path,
+def make(model: Path, world: World, **options: Any) -> Learner:
+    # Plain gradients: with this eps AdamW's first update is lr · g, so weights show the gradient itself.
+    plain = {"lr": 1e3, "eps": 1e3, "weight_decay": 0.0, "clip_grad": 1e9}
+    policy = build_policy(open_hf(model), world, ModelConfig(path=model))
+    return make_of(policy, world, **{"optim": plain, **options})
+
+
+def make_of(
+    policy: Policy,
     world: World,
     *,
     algorithm: dict[str, object] | None = None,
     routed_experts: bool = False,
     **actor: object,
-) -> Learner:
-    # Plain gradients: with this eps AdamW's first update is lr · g, so weights show the gradient itself.
-    plain = {"lr": 1e3, "eps": 1e3, "weight_decay": 0.0, "clip_grad": 1e9}
-    policy = build_policy(open_hf(model), world, ModelConfig(path=model))
-    return make_of(policy, world, algorithm=algorithm, **{"optim": plain, **actor})
-
-
-def make_of(
-    policy: Policy, world: World, *, algorithm: dict[str, object] | None = None, **actor: object
 ) -> Learner:
     config = ActorConfig.model_validate({"ppo_max_token_len_per_gpu": 64, **actor})
     return Learner(
