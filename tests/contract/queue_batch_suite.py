@@ -307,13 +307,14 @@ class FaultPromises:
     async def test_a_failed_row_is_delivered_again_then_dead_lettered(self, queue: Queue) -> None:
         actors = Actors(queue)
         await actors.start(spec(max_attempts=2))
-        await actors.feed(tasks(1))
+        await actors.feed(tasks(1, prompt_text="1 + 1 ☃? " * 50))
         uid = await self.fail_once(actors)
         assert await queue.dead_letters("run") == []
         assert await self.fail_once(actors) == uid
         (letter,) = await queue.dead_letters("run")
         assert (letter.uid, letter.stage, letter.attempts) == (uid, "rollout", 2)
         assert (letter.outcome, letter.reason) == (Outcome.INFRA_FAULT, "engine lost")
+        assert letter.prompt == ("1 + 1 ☃? " * 50)[:200]
 
     async def test_a_worker_that_dies_with_a_row_uses_up_an_attempt(self, queue: Queue) -> None:
         actors = Actors(queue)

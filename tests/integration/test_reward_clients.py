@@ -54,9 +54,11 @@ async def test_each_command_works(tmp_path: Path) -> None:
         assert await run_command(service, "show", "reward") == source(1)
         assert (await run_command(service, "diff", "reward", one, two)).endswith("+    return 2\n")
         assert (await run_command(service, "test", "reward", "--solution", "x")).startswith("1  (")
-        assert "mean 1 -> 2" in await run_command(
+        compared = await run_command(
             service, "compare", "reward", one, two, "--samples", str(tmp_path / "rows.jsonl")
         )
+        assert "mean 1 -> 2" in compared
+        assert ": 1 -> 2  x\n" in compared  # what differs most, with its text
         assert await run_command(service, "watch", "reward", two, "--share", "0.5") == (
             f"watching {two} on 50% of the rows\n"
         )

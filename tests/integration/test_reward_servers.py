@@ -163,7 +163,9 @@ async def test_a_reward_lives_through_http_from_submission_to_retirement(tmp_pat
         compared = await http.post(
             "/v1/rewards/reward/compare", json={"a": one, "samples": [{"solution": "x"}]}
         )
-        assert compared.json()["largest"] == [{"uid": "try/sample/0.0", "a": 1.0, "b": 2.0}]
+        assert compared.json()["largest"] == [
+            {"uid": "try/sample/0.0", "a": 1.0, "b": 2.0, "text": "x"}
+        ]
         back = await http.post("/v1/rewards/reward/rollback", json={})
         assert back.json()["current"] == one
         gone = await http.post("/v1/rewards/reward/retire", json={"version": two})

@@ -1420,11 +1420,14 @@ class DeadLetter(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
     outcome: _trajectory_pb2.Outcome.ValueType
     reason: _builtins.str
     attempts: _builtins.int
     """Deliveries tried."""
+    prompt: _builtins.str
+    """The beginning of the prompt's last message, at most 200 characters."""
     @_builtins.property
     def uid(self) -> _trajectory_pb2.Uid: ...
     def __init__(
@@ -1435,10 +1438,11 @@ class DeadLetter(_message.Message):
         outcome: _trajectory_pb2.Outcome.ValueType = ...,
         reason: _builtins.str = ...,
         attempts: _builtins.int = ...,
+        prompt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["uid", b"uid"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "outcome", b"outcome", "reason", b"reason", "stage", b"stage", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "outcome", b"outcome", "prompt", b"prompt", "reason", b"reason", "stage", b"stage", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

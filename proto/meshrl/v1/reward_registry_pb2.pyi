@@ -617,19 +617,23 @@ class RewardDifference(_message.Message):
     UID_FIELD_NUMBER: _builtins.int
     A_FIELD_NUMBER: _builtins.int
     B_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
     a: _builtins.float
     b: _builtins.float
+    text: _builtins.str
+    """The end of the response, at most 200 characters."""
     def __init__(
         self,
         *,
         uid: _builtins.str = ...,
         a: _builtins.float = ...,
         b: _builtins.float = ...,
+        text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["a", b"a", "b", b"b", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["a", b"a", "b", b"b", "text", b"text", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -79,6 +79,11 @@ class Verdict:
         """True when the run did all it was asked to."""
         return self.code == Exit.DONE
 
+    @property
+    def stopped(self) -> bool:
+        """True when a signal to `up` ended the run, as somebody wanted."""
+        return self.code > 128
+
 
 class Supervisor:
     """Runs `services` until the leading one is done, something ends the run, or `stop` is called."""

@@ -125,7 +125,7 @@ def up(
     }
     console.print(final_table(mesh_status, files))
     if not verdict.finished:
-        print(f"error: {verdict.line}", file=sys.stderr)
+        print(verdict.line if verdict.stopped else f"error: {verdict.line}", file=sys.stderr)
     return verdict.code
 
 

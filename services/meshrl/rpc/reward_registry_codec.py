@@ -135,8 +135,8 @@ def encode_differences(differences: Differences) -> pb.RewardDifferences:
         mean_a=differences.mean_a,
         mean_b=differences.mean_b,
         largest=[
-            pb.RewardDifference(uid=printable(u), a=a, b=b)
-            for _, u, a, b in differences.largest_first
+            pb.RewardDifference(uid=printable(u), a=a, b=b, text=printable(text))
+            for _, u, a, b, text in differences.largest_first
         ],
     )
 

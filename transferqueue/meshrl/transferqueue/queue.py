@@ -484,9 +484,9 @@ class TransferQueue(RowMethods):
 
     async def dead_letters(self, run: str) -> Sequence[DeadLetter]:
         """See the port; in the order in which the rows died."""
-        letters = [row.letter for row in self._run(run).dead_letters.values()]
+        rows = list(self._run(run).dead_letters.values())
         await self._commit_log.flush()
-        return letters
+        return await dead_letters.with_prompts(rows, self._payload)
 
     async def replay(self, run: str, uids: Sequence[Uid]) -> int:
         """See the port. If a group has left, its whole task comes in again."""

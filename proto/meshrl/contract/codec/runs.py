@@ -163,6 +163,7 @@ def encode_dead_letter(letter: DeadLetter) -> pb.DeadLetter:
         outcome=OUTCOMES.number_of[letter.outcome],
         reason=printable(letter.reason),
         attempts=letter.attempts,
+        prompt=printable(letter.prompt),
     )
 
 
@@ -175,6 +176,7 @@ def decode_dead_letter(message: pb.DeadLetter) -> DeadLetter:
         outcome=OUTCOMES.member_of[message.outcome],
         reason=message.reason,
         attempts=message.attempts,
+        prompt=message.prompt,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from meshrl.contract.types.rows import Outcome, Uid, Version
@@ -208,3 +208,5 @@ class DeadLetter:
     outcome: Outcome
     reason: str
     attempts: int
+    prompt: str = field(default="", compare=False)
+    """The beginning of what the row was to answer, for a person; empty in all but the last letters of a long list."""

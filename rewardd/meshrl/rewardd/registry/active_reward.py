@@ -109,9 +109,10 @@ class ActiveRewardJudge:
     ) -> None:
         try:
             async with self._cache.borrow(differences.b) as judge:
-                others = await score_unposted(judge, [sample for sample, _ in chosen])
+                samples = [sample for sample, _ in chosen]
+                others = await score_unposted(judge, samples)
         except MeshError as error:
             log.warning("the watched reward version %s does not score: %s", differences.b, error)
             differences.skipped += len(chosen)
             return
-        differences.add(zip((score for _, score in chosen), others, strict=True))
+        differences.add(zip(samples, (score for _, score in chosen), others, strict=True))

@@ -6,10 +6,12 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from meshrl.contract.types import Score
+from meshrl.contract.types import Sample, Score
 
 TOLERANCE = 1e-6
 SHOWN = 5
+SHOWN_TEXT = 200
+"""Characters of a response, of its end: there the answer is."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,12 +31,12 @@ class Differences:
     """Rows that were not compared, because `b` was too slow."""
     sum_a: float = 0.0
     sum_b: float = 0.0
-    largest: list[tuple[float, str, float, float]] = field(default_factory=list)
-    """(|difference|, uid, score a, score b) of the rows that differ most."""
+    largest: list[tuple[float, str, float, float, str]] = field(default_factory=list)
+    """(|difference|, uid, score a, score b, end of the response) of the rows that differ most."""
 
-    def add(self, pairs: Iterable[tuple[Score, Score]]) -> None:
-        """Count rows, each as scored by `a` and by `b`."""
-        for one, other in pairs:
+    def add(self, scored: Iterable[tuple[Sample, Score, Score]]) -> None:
+        """Count rows, each with its scores by `a` and by `b`."""
+        for sample, one, other in scored:
             self.rows += 1
             self.faults_a += not one.outcome.trainable
             self.faults_b += not other.outcome.trainable
@@ -47,7 +49,8 @@ class Differences:
             if gap <= TOLERANCE:
                 self.equal += 1
                 continue
-            heapq.heappush(self.largest, (gap, str(one.uid), one.score, other.score))
+            text = sample.solution[-SHOWN_TEXT:]
+            heapq.heappush(self.largest, (gap, str(one.uid), one.score, other.score, text))
             if len(self.largest) > SHOWN:
                 heapq.heappop(self.largest)
 
@@ -62,6 +65,6 @@ class Differences:
         return self.sum_b / self.compared if self.compared else 0.0
 
     @property
-    def largest_first(self) -> Sequence[tuple[float, str, float, float]]:
+    def largest_first(self) -> Sequence[tuple[float, str, float, float, str]]:
         """The rows that differ most, the largest difference first."""
         return sorted(self.largest, reverse=True)

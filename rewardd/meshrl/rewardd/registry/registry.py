@@ -319,7 +319,7 @@ class Registry:
         differences = Differences(a=versions[0], b=versions[1])
         async with self._cache.borrow(versions[0]) as one, self._cache.borrow(versions[1]) as other:
             scores = await asyncio.gather(one.score(samples), other.score(samples))
-        differences.add(zip(*scores, strict=True))
+        differences.add(zip(samples, *scores, strict=True))
         return differences
 
     async def _test(self, version: str, cases: Sequence[Case]) -> None:

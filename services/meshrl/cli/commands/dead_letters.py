@@ -12,7 +12,7 @@ from rich.table import Table
 
 from meshrl.cli.find_mesh import Mesh, find_mesh
 from meshrl.cli.options import json_option, mesh_options
-from meshrl.cli.plain_text import text_console
+from meshrl.cli.plain_text import one_line, text_console
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import DeadLetter, Uid
@@ -71,10 +71,11 @@ def _letters(mesh: Mesh) -> Sequence[DeadLetter]:
 
 def _table(letters: Sequence[DeadLetter]) -> Table:
     table = Table()
-    for column in ("row", "stage", "outcome", "tries", "reason"):
+    for column in ("row", "stage", "outcome", "tries", "reason", "prompt"):
         table.add_column(column)
     for letter in letters:
         table.add_row(
-            str(letter.uid), letter.stage, letter.outcome, str(letter.attempts), letter.reason
+            *(str(letter.uid), letter.stage, letter.outcome, str(letter.attempts)),
+            *(letter.reason, one_line(letter.prompt)),
         )
     return table

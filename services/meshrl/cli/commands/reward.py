@@ -15,7 +15,7 @@ from rich.table import Table
 
 from meshrl.cli.commands._reward_rescore import rescore_run
 from meshrl.cli.options import PATH, RUN, OptionsAnywhere, json_option
-from meshrl.cli.plain_text import text_console
+from meshrl.cli.plain_text import one_line, printable, text_console
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, Sample, Uid
 from meshrl.contract.words import counted
@@ -316,7 +316,7 @@ def _print_differences(differences: Any) -> None:
             f"  no score: {differences.faults_a} -> {differences.faults_b}; left out: {differences.skipped}"
         )
     for one in differences.largest:
-        click.echo(f"  {one.uid}: {one.a:g} -> {one.b:g}")
+        click.echo(f"  {printable(one.uid)}: {one.a:g} -> {one.b:g}  {one_line(one.text)}")
 
 
 def _bytes(path: Path) -> bytes:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
 
+from meshrl.contract.codec import printable
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, Outcome, Sample, Score, Uid
 from meshrl.rewardd.pool.signatures import Kind
@@ -147,6 +148,8 @@ class DifferenceModel(_Model):
     uid: str
     a: float
     b: float
+    text: str
+    """The end of the response, at most 200 characters."""
 
 
 class DifferencesModel(_Model):
@@ -168,7 +171,10 @@ class DifferencesModel(_Model):
     def of(cls, differences: Differences) -> DifferencesModel:
         """From the registry's type."""
         names = set(cls.model_fields) - {"largest"}
-        largest = [DifferenceModel(uid=uid, a=a, b=b) for _, uid, a, b in differences.largest_first]
+        largest = [
+            DifferenceModel(uid=uid, a=a, b=b, text=printable(text))
+            for _, uid, a, b, text in differences.largest_first
+        ]
         return cls(**{name: getattr(differences, name) for name in names}, largest=largest)
 
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from meshrl.contract.rows import DAMAGED
-from meshrl.contract.types import GroupRows, Outcome, Uid
-from meshrl.transferqueue.model.group import Group, bits
-from meshrl.transferqueue.model.records import TakenBatch
+from meshrl.contract.types import DeadLetter, GroupRows, Outcome, Uid
+from meshrl.transferqueue.model.group import Group, bits, task_key
+from meshrl.transferqueue.model.records import DeadRow, TakenBatch
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.operations import lifecycle
-from meshrl.transferqueue.operations.payload import Damage
+from meshrl.transferqueue.operations.payload import Damage, PayloadReader
 
 log = logging.getLogger(__name__)
+
+WITH_PROMPT = 1000
+"""Letters whose tasks are read when they are listed."""
 
 
 def dead_letter(
@@ -73,6 +77,16 @@ def quarantine_unread(run: Run, uids: Sequence[Uid], reason: str) -> None:
     for batch_id, groups in damaged.items():
         quarantine_taken(run, run.batches[batch_id], groups)
         lifecycle.rewrite_manifest(run, run.batches[batch_id])
+
+
+async def with_prompts(rows: Sequence[DeadRow], payload: PayloadReader) -> Sequence[DeadLetter]:
+    """The letters of `rows`; the last ones say what was asked."""
+    keys = [task_key(row.run_number, row.group) for row in rows]
+    prompts = await payload.prompts(list(dict.fromkeys(keys[-WITH_PROMPT:])))
+    return [
+        replace(row.letter, prompt=prompts.get(key, ""))
+        for row, key in zip(rows, keys, strict=True)
+    ]
 
 
 def _quarantine(run: Run, group: Group, index: int, stage: Stage, fault: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -176,6 +177,8 @@ class Damage(NamedTuple):
     fault: str
 
 
+PROMPT_SHOWN = 200
+"""Characters of a prompt that a list of rows shows."""
 TASKS_CACHED = 4096
 """Packed tasks kept in RAM: siblings and later stages read the same one."""
 
@@ -378,6 +381,17 @@ class PayloadReader:
                     found.setdefault(
                         group.number, Damage(frame.live, run.stages.ordered[frame.stage], fault)
                     )
+        return found
+
+    async def prompts(self, task_keys: Sequence[bytes]) -> dict[bytes, str]:
+        """The beginnings of what tasks ask; none of a task that left, is damaged or has tokens only."""
+        found: dict[bytes, str] = {}
+        values = await self._store.read(task_keys) if task_keys else []
+        for key, value in zip(task_keys, values, strict=True):
+            with suppress(CorruptError):
+                if value is not None:
+                    task = codec.unpack_task(bytes(strip_checksum(value, "a task")))
+                    found[key] = "".join(m.content for m in task.conversation[-1:])[:PROMPT_SHOWN]
         return found
 
     def _task(self, each: Extract, value: bytes | None) -> PackedTask | None:
