@@ -19,7 +19,8 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ from meshrl.config.recipe import (
     train_sampling,
 )
 from meshrl.config.stages import train_spec
-from meshrl.contract.ports import WeightSource
+from meshrl.contract.ports import Queue, WeightSource
 from meshrl.contract.types import Outcome, Sample, Score
 from meshrl.launcher.learner import build_learner
 from meshrl.launcher.prompts import read_prompts
@@ -87,7 +88,7 @@ class InlineJudge:
 class Direct:
     """The publisher of a mesh with one engine in this process."""
 
-    def __init__(self, recipe: Recipe, queue: TransferQueue, engine: object) -> None:
+    def __init__(self, recipe: Recipe, queue: Queue, engine: object) -> None:
         self._recipe = recipe
         self._queue = queue
         self._engine = engine
@@ -104,9 +105,33 @@ class Direct:
         """Nothing is ever in transfer."""
 
 
-async def train(recipe: Recipe, world: World, directory: Path) -> list[dict[str, float]]:
-    """The metrics of every step."""
-    queue = await TransferQueue.open(MemoryStore())
+@asynccontextmanager
+async def in_process(queue: TransferQueue) -> AsyncIterator[TransferQueue]:
+    """The queue as it is, without gRPC."""
+    yield queue
+
+
+async def train(
+    recipe: Recipe,
+    world: World,
+    directory: Path,
+    *,
+    reached: Callable[[TransferQueue], AbstractAsyncContextManager[Queue]] = in_process,
+    metrics: Callable[[Path], MetricsLog] = MetricsLog,
+) -> list[dict[str, float]]:
+    """The metrics of every step. `reached`: how the parts call the queue; `metrics`: the log of a file."""
+    opened = await TransferQueue.open(MemoryStore())
+    try:
+        async with reached(opened) as queue:
+            log = metrics(directory / "metrics.jsonl")
+            return await _train(recipe, world, directory, queue, log)
+    finally:
+        await opened.close()
+
+
+async def _train(
+    recipe: Recipe, world: World, directory: Path, queue: Queue, log: MetricsLog
+) -> list[dict[str, float]]:
     tokenizer = load_tokenizer(recipe.tokenizer_dir)
     engine = build_engine(recipe.rollout, model=recipe.model.path, tokenizer=tokenizer)
     await engine.start()
@@ -153,7 +178,6 @@ async def train(recipe: Recipe, world: World, directory: Path) -> list[dict[str,
     compute = Compute(world.device)
     learner = build_learner(recipe, settings.total_steps, world)
     state = await resume(settings, queue, learner, compute)
-    log = MetricsLog(directory / "metrics.jsonl")
     trainer = Trainer(
         *(settings, state, learner, compute, queue, Direct(recipe, queue, engine)), metrics=log
     )
@@ -167,7 +191,6 @@ async def train(recipe: Recipe, world: World, directory: Path) -> list[dict[str,
         await asyncio.gather(*working, return_exceptions=True)
         compute.close()
         await engine.close()
-        await queue.close()
     text = (directory / "metrics.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
 
