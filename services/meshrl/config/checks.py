@@ -110,13 +110,20 @@ def _placement(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
 
 
 def _routing_replay(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
+    key = "rollout.routing_replay"
+    if not recipe.rollout.routing_replay:
+        return
     config = machine.json(recipe.model.path / "config.json")
     text = config.get("text_config") or config
-    if recipe.rollout.routing_replay and config and not text.get("num_experts_per_tok"):
-        key = "rollout.routing_replay"
+    if config and not text.get("num_experts_per_tok"):
         yield (
             ("rollout", "routing_replay"),
             f"{key}: {recipe.model.path} has no experts; want false",
+        )
+    if recipe.model.use_torch_compile:
+        yield (
+            ("model", "use_torch_compile"),
+            f"model.use_torch_compile: routers of compiled layers are told nothing by {key}; want one of the two",
         )
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from meshrl.config import Recipe, eval_spec, load_recipe, needs_reference, train_spec
+from meshrl.config.checks import cross_checks
 from meshrl.config.explain import walk
 from meshrl.config.loading import save_recipe
+from meshrl.config.machine import ThisMachine
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import OnUpdate
 
@@ -279,6 +281,12 @@ def test_rows_keep_their_experts_in_the_training_run_only() -> None:
     assert "routed_experts" in trained.writes
     assert "routed_experts" not in evaluated.writes
     assert "routed_experts" not in train_spec(load(MINIMAL)).stages[0].writes
+
+
+def test_routers_of_compiled_layers_cannot_be_told_their_experts() -> None:
+    recipe = load(MINIMAL, "rollout.routing_replay=true", "model.use_torch_compile=true")
+    said = [text for _, text in cross_checks(recipe, ThisMachine())]
+    assert any("use_torch_compile: routers of compiled layers are told nothing" in t for t in said)
 
 
 def test_evaluation_is_a_run_of_its_own_bound_to_no_version() -> None:
