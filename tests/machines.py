@@ -318,8 +318,8 @@ class Cluster:
             meeting = f"{self.trainers[0].address}:29500"
             agent = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-id", "tiny"]
             agent += ["--rdzv-backend", "c10d", "--rdzv-endpoint", meeting]
-            # Torch looks for the endpoint among the addresses of this machine's name, which a namespace shares.
-            agent += ["--rdzv-conf", f"is_host={int(node == 0)}"]
+            # Torch would ask the name of this machine for its address, and a namespace has no name of its own.
+            agent += ["--rdzv-conf", f"is_host={int(node == 0)}", "--local-addr", machine.address]
             words = ["-m", "torch.distributed.run", *agent, "--max-restarts", "5", *words]
         return machine.run("trainer", *words, **self.credentials(machine, "trainer"))
 
