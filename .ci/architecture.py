@@ -20,23 +20,23 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 LINES: Mapping[str, int] = {
-    "meshrl.trainer": 19920,
-    "meshrl.rollout": 12650,
+    "meshrl.trainer": 20400,
+    "meshrl.rollout": 12740,
     "meshrl.transferqueue": 10850,
     "meshrl.rewardd": 6790,
     "meshrl.sandbox": 1870,
     "meshrl.weights": 7480,
-    "meshrl.contract": 6465,
+    "meshrl.contract": 6780,
     "meshrl.simulation": 6240,
     "meshrl.rpc": 6050,
-    "meshrl.launcher": 4710,
+    "meshrl.launcher": 4715,
     "meshrl.testing": 3860,
-    "meshrl.cli": 6175,
+    "meshrl.cli": 6190,
     "meshrl.deploy": 780,
     "meshrl.http": 3350,
-    "meshrl.verl": 3725,
+    "meshrl.verl": 3735,
     "meshrl.client": 1800,
-    "meshrl.config": 3575,
+    "meshrl.config": 3625,
     "meshrl.api": 500,
 }
 """The most lines of each package, generated code left out."""

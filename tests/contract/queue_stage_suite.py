@@ -18,14 +18,16 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.held_rows import Held, HeldLeases
 from meshrl.contract.ports import Queue
-from meshrl.contract.rows import times_column
+from meshrl.contract.rows import times_column, trajectory, with_media
 from meshrl.contract.types import (
     CONVERSATION,
+    MEDIA,
     REFERENCE_STAGE,
     REWARD_STAGE,
     REWARD_TIMES,
     ROLLOUT_STAGE,
     ROLLOUT_TIMES,
+    Media,
     Outcome,
     RowWrite,
     StageSpec,
@@ -280,6 +282,26 @@ class WritePromises:
         wanted = ("tokens", ROLLOUT_TIMES, CONVERSATION, REWARD_TIMES)
         first, second = await queue.fetch(actors.run, [row.uid for row in noted], wanted)
         assert first[ROLLOUT_TIMES].tolist() == [1.0, 2.5] and set(second) == {"tokens"}
+
+    async def test_pictures_come_with_a_task_and_once_with_each_group_of_a_fetch(
+        self, queue: Queue
+    ) -> None:
+        actors, media = Actors(queue), (Media.of(b"one"), Media.of(b"two"))
+        await actors.start()
+        await actors.feed([task("t0", media=media), task("t1")])
+        lease = await actors.lease()
+        assert {row.uid.task: row.task.media for row in lease.rows} == {"t0": media, "t1": ()}
+        await actors.write(lease)
+        uids = sorted(row.uid for row in lease.rows)
+        found = await queue.fetch(actors.run, uids, ("tokens", MEDIA))
+        assert [set(columns) for columns in found] == [
+            *({"tokens", MEDIA}, {"tokens"}),
+            *({"tokens"}, {"tokens"}),
+        ]
+        wanted = (*ROLLOUT_STAGE.writes, MEDIA)
+        fetched = await queue.fetch(actors.run, uids, wanted)
+        rows = with_media([trajectory(*each) for each in zip(uids, fetched, strict=True)])
+        assert [row.media for row in rows] == [media, media, (), ()]
 
     async def test_notes_have_their_stage_and_their_type(self, queue: Queue) -> None:
         actors = Actors(queue)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.precision import Precision, with_rounded_logprobs
 from meshrl.contract.routed_experts import RoutedExperts
 from meshrl.contract.types import (
     CONVERSATION,
     DATA_SOURCE,
+    MEDIA,
     PARTS,
     REFERENCE_TOP,
     REWARD_INPUTS,
@@ -183,6 +186,12 @@ def sample_again(uid: Uid, columns: Columns) -> Sample:
     )
 
 
+def with_media(rows: Sequence[Trajectory]) -> list[Trajectory]:
+    """Rows that were fetched together, each with the pictures that the first row of its group brought."""
+    media_of = {row.uid.task: row.media for row in rows if row.media}
+    return [replace(row, media=media_of.get(row.uid.task, ())) for row in rows]
+
+
 def trajectory(uid: Uid, columns: Columns) -> Trajectory:
     """A row's columns as a Trajectory; absent columns stay at their defaults.
 
@@ -231,6 +240,7 @@ def trajectory(uid: Uid, columns: Columns) -> Trajectory:
         routed_experts=_experts(uid, columns[ROUTED_EXPERTS], len(tokens))
         if ROUTED_EXPERTS in columns
         else None,
+        media=codec.unpack_media(columns[MEDIA]) if MEDIA in columns else (),
         replica=column_text(columns["replica"]) if "replica" in columns else "",
     )
 

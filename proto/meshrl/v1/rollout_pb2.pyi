@@ -3,8 +3,10 @@
 isort:skip_file
 The studio: responses sampled by an engine, token by token."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from meshrl.v1 import trajectory_pb2 as _trajectory_pb2
 import builtins as _builtins
 import sys
@@ -25,6 +27,7 @@ class GenerateRequest(_message.Message):
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     CONTINUED_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller."""
     continued: _builtins.int
@@ -35,6 +38,10 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _trajectory_pb2.SamplingParams: ...
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Media]:
+        """Its pictures, in the order of their places in prompt_ids."""
+
     def __init__(
         self,
         *,
@@ -42,10 +49,11 @@ class GenerateRequest(_message.Message):
         prompt_ids: _trajectory_pb2.Array | None = ...,
         sampling: _trajectory_pb2.SamplingParams | None = ...,
         continued: _builtins.int = ...,
+        media: _abc.Iterable[_trajectory_pb2.Media] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_ids", b"prompt_ids", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continued", b"continued", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continued", b"continued", "media", b"media", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -250,6 +250,58 @@ class Message(_message.Message):
 Global___Message: _TypeAlias = Message  # noqa: Y015
 
 @_typing.final
+class Media(_message.Message):
+    """A picture of a prompt, as its file has it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """image."""
+    sha256: _builtins.str
+    """Of the data, in 64 hexadecimal digits: its name."""
+    data: _builtins.bytes
+    """PNG, JPEG and what else the reader knows."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        sha256: _builtins.str = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "kind", b"kind", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Media: _TypeAlias = Media  # noqa: Y015
+
+@_typing.final
+class MediaList(_message.Message):
+    """The pictures of one prompt, in the order of their places in it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEDIA_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___Media]: ...
+    def __init__(
+        self,
+        *,
+        media: _abc.Iterable[Global___Media] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["media", b"media"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MediaList: _TypeAlias = MediaList  # noqa: Y015
+
+@_typing.final
 class Task(_message.Message):
     """One prompt to be answered group_size times."""
 
@@ -268,6 +320,7 @@ class Task(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     PROMPT_TEXT_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """The run; not empty, no "/"."""
     task_id: _builtins.str
@@ -298,6 +351,10 @@ class Task(_message.Message):
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___Media]:
+        """The prompt's pictures, in the order of their places in prompt_ids."""
+
     def __init__(
         self,
         *,
@@ -314,10 +371,11 @@ class Task(_message.Message):
         deadline_s: _builtins.float = ...,
         priority: _builtins.int = ...,
         prompt_text: _builtins.str = ...,
+        media: _abc.Iterable[Global___Media] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_ids", b"prompt_ids", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_source", b"data_source", "deadline_s", b"deadline_s", "extra_info_json", b"extra_info_json", "ground_truth_json", b"ground_truth_json", "group_size", b"group_size", "messages", b"messages", "priority", b"priority", "program", b"program", "prompt_ids", b"prompt_ids", "prompt_text", b"prompt_text", "run", b"run", "sampling", b"sampling", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_source", b"data_source", "deadline_s", b"deadline_s", "extra_info_json", b"extra_info_json", "ground_truth_json", b"ground_truth_json", "group_size", b"group_size", "media", b"media", "messages", b"messages", "priority", b"priority", "program", b"program", "prompt_ids", b"prompt_ids", "prompt_text", b"prompt_text", "run", b"run", "sampling", b"sampling", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

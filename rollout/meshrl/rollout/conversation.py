@@ -31,6 +31,7 @@ from meshrl.contract.types import (
     GenerateRequest,
     Int32,
     Json,
+    Media,
     Outcome,
     SamplingParams,
     Task,
@@ -85,10 +86,17 @@ class Conversation:
     """
 
     def __init__(
-        self, uid: Uid, tokenizer: Tokenizer, prompt_ids: Int32, *, budget: Budget
+        self,
+        uid: Uid,
+        tokenizer: Tokenizer,
+        prompt_ids: Int32,
+        *,
+        budget: Budget,
+        media: tuple[Media, ...] = (),
     ) -> None:
-        """Start with a prompt, int32[P]; to observe messages, `tokenizer` must be a ChatTokenizer."""
+        """Start with a prompt, int32[P], and its pictures; who observes messages needs a ChatTokenizer."""
         self.uid = uid
+        self.media = media
         self.turns: list[Turn] = []
         self.messages: list[chat.ChatMessage] = []
         """What follows the prompt: the policy's turns, and the messages that it observed."""
@@ -122,6 +130,7 @@ class Conversation:
             request_id=f"{self.uid}{turn}",
             prompt_ids=self.tokens,
             sampling=replace(sampling, max_tokens=most),
+            media=self.media,
         )
 
     async def sample(self, engine: Generator, sampling: SamplingParams) -> Turn:

@@ -60,9 +60,13 @@ CUTS = {False: "sequential", True: "joint"}
 """How top_k and top_p cut together, as `rollout.top_k_top_p` names it, by `joint_cut`."""
 
 
-def check_request(request: GenerateRequest, *, joint_cut: bool = False) -> None:
-    """Raises UserError for an invalid request, or one that asks for another rule than the engine's `joint_cut`."""
+def check_request(
+    request: GenerateRequest, *, joint_cut: bool = False, pictures: bool = False
+) -> None:
+    """Raises UserError for an invalid request, or one that wants what the engine does not do: a cut, `pictures`."""
     sampling, name = request.sampling, request.request_id
+    if request.media and not pictures:
+        raise UserError(f"request {name}: it has pictures, which rollout.name: vllm alone reads")
     prompt = len(request.prompt_ids) - request.continued
     if sampling.temperature < 0:
         raise UserError(f"temperature is {sampling.temperature}, want 0 (greedy) or more")

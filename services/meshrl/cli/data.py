@@ -17,10 +17,11 @@ from meshrl.config import Recipe, load_recipe
 from meshrl.contract.errors import UserError
 from meshrl.contract.words import counted
 from meshrl.launcher.prompt_tokenizer import load_prompt_tokenizer
+from meshrl.launcher.prompts import image_processor
 from meshrl.rpc.exit_codes import Exit
 from meshrl.trainer.data.files import FileRow, file_rows, rows_of
 from meshrl.trainer.data.mixture import quotas
-from meshrl.trainer.data.prompts import prompt_ids, prompt_text, read_prompt_row
+from meshrl.trainer.data.prompts import expanded, prompt_ids, prompt_text, read_prompt_row
 from meshrl.trainer.data.reasoning_gym import gym_rows
 from meshrl.trainer.data.statistics import Repeats, Split, leaked, repeated, scan
 
@@ -94,14 +95,17 @@ def show(
     """Print rows as the model reads them: system prompt, examples and chat template applied."""
     loaded = load_recipe(recipe, overrides, check=False)
     tokenizer = load_prompt_tokenizer(loaded.tokenizer_dir)
+    images = image_processor(loaded)
     rows = _rows(loaded, held_out=held_out) if at is None else iter([_row(loaded, at)])
     for source in itertools.islice(rows, limit or None):
-        row = read_prompt_row(source, loaded.data)
+        row = read_prompt_row(source, loaded.data, pictures=images is not None)
         text = prompt_text(row, source.where, loaded.data, tokenizer)
+        ids = prompt_ids(text, source.where, tokenizer)
         facts = {
             "where": source.where,
             "data_source": row.data_source,
-            "tokens": len(prompt_ids(text, source.where, tokenizer)),
+            "tokens": len(expanded(ids, row, source.where, images)),
+            "pictures": [each.sha256 for each in row.media],
             "text": text,
             "ground_truth": row.ground_truth,
             "extra_info": dict(row.extra_info),
@@ -140,6 +144,8 @@ def _shown(facts: dict[str, Any]) -> str:
         facts["text"],
         f"── answer {answer}",
     ]
+    if facts["pictures"]:
+        lines.append(f"── pictures {', '.join(name[:12] for name in facts['pictures'])}")
     if facts["extra_info"]:
         lines.append(f"── extra_info {json.dumps(facts['extra_info'], ensure_ascii=False)}")
     return printable("\n".join(lines)) + "\n"
@@ -152,11 +158,12 @@ class _Scanned:
         self.recipe = load_recipe(path, overrides, check=False)
         data, self._limit, self._named = self.recipe.data, limit, 0
         tokenizer = load_prompt_tokenizer(self.recipe.tokenizer_dir)
+        images = image_processor(self.recipe)
         gym = data.reasoning_gym
         self.splits = [
             scan(
                 name, files, gym_rows(gym, held_out=name == HELD_OUT) if gym else iter(()),
-                data, tokenizer, self._name,
+                data, tokenizer, self._name, images,
             )
             for name, files in ((TRAIN, data.train_files), (HELD_OUT, data.val_files))
             if files or gym

@@ -21,6 +21,10 @@ from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms import needs as algorithm_rules
 
+PICTURE_PROGRAMS = ("single_turn", "user")
+"""Built-in programs that hand a task's pictures to the engine."""
+PICTURE_PACKAGES = {"PIL": "pillow", "msgpack": "msgpack"}
+
 
 def cross_checks(recipe: Recipe, machine: ThisMachine | None = None) -> Iterator[Problem]:
     """Every problem, in the order of the sections; `machine` is the one that will run the recipe, or this one."""
@@ -32,6 +36,7 @@ def cross_checks(recipe: Recipe, machine: ThisMachine | None = None) -> Iterator
         _sizes(recipe, machine),
         _parallel(recipe, machine),
         _routing_replay(recipe, machine),
+        _pictures(recipe, machine),
         plugin_checks(recipe, machine),
         _algorithm(recipe),
         _providers(recipe, machine),
@@ -191,6 +196,45 @@ def _balance(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[Problem]:
             ("actor", "moe_router_bias_update_rate"),
             "actor.moe_router_bias_update_rate: an adapter holds no biases; want 0",
         )
+
+
+def _pictures(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
+    """Parts that read text only, of a recipe whose model reads pictures, and packages that it lacks."""
+    if "vision_config" not in machine.json(recipe.model.path / "config.json"):
+        return
+    if recipe.rollout.name != "vllm":
+        yield (
+            ("rollout", "name"),
+            f"rollout.name: {recipe.rollout.name} reads text only, and {recipe.model.path} reads pictures; want vllm",
+        )
+    program = recipe.rollout.program
+    if program not in PICTURE_PROGRAMS and "." not in program:
+        yield (
+            ("rollout", "program"),
+            f"rollout.program: {program} loses the pictures of a prompt; want {' or '.join(PICTURE_PROGRAMS)}",
+        )
+    needs = algorithm_needs(recipe)
+    for wrong, at, what in (
+        (needs.reference, ("reference",), "a reference (a KL term, a teacher)"),
+        (needs.critic, ("algorithm", "adv_estimator"), "a critic"),
+        (needs.implicit_reward, ("algorithm", "adv_estimator"), "a reward model beside the policy"),
+        (needs.data_answers, ("algorithm", "adv_estimator"), "the data's own answers"),
+    ):
+        if wrong:
+            yield (
+                at,
+                f"{'.'.join(at)}: {what} would read the text of prompts only, without their pictures; want none",
+            )
+    for dimension in ("tensor", "expert"):
+        if getattr(recipe.parallel, dimension) > 1:
+            key = f"trainer.parallel.{dimension}"
+            yield (
+                ("trainer", "parallel", dimension),
+                f"{key}: a model that reads pictures is not shared out so; want 1",
+            )
+    for package, distribution in PICTURE_PACKAGES.items():
+        if not machine.installed(package):
+            yield ("model",), f"model: pictures need {distribution}: pip install 'meshrl[vision]'"
 
 
 def _sizes(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:

@@ -24,6 +24,7 @@ from meshrl.trainer.learner.reward_learner import RewardLearner
 from meshrl.trainer.learner.value_learner import ValueLearner
 from meshrl.trainer.model.critic import build_critic
 from meshrl.trainer.model.policy import build_policy, open_hf
+from meshrl.trainer.model.vision import VisionReader
 
 
 def build_learner(recipe: Recipe, total_steps: int | None, world: World) -> Learner:
@@ -54,6 +55,7 @@ def build_learner(recipe: Recipe, total_steps: int | None, world: World) -> Lear
         parts=trains_each_branch(recipe),
         routed_experts=recipe.rollout.routing_replay,
         answers=_answers(recipe) if needs.data_answers else None,
+        reader=VisionReader(recipe.model.path, policy.hf) if policy.tower is not None else None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshrl.config.recipe import Recipe
 from meshrl.config.stages import eval_spec
+from meshrl.contract.images import ImageProcessor, reads_images
 from meshrl.contract.types import Task
 from meshrl.launcher.prompt_tokenizer import load_prompt_tokenizer
 from meshrl.trainer.data.prompts import PromptSet, load_prompts, task_maker
@@ -19,7 +20,13 @@ def read_prompts(recipe: Recipe, *, held_out: bool = False) -> PromptSet:
     data = recipe.data
     made = gym_rows(data.reasoning_gym, held_out=held_out) if data.reasoning_gym else ()
     files = data.val_files if held_out else data.train_files
-    return load_prompts(files, data, load_prompt_tokenizer(recipe.tokenizer_dir), made)
+    tokenizer, images = load_prompt_tokenizer(recipe.tokenizer_dir), image_processor(recipe)
+    return load_prompts(files, data, tokenizer, made, images)
+
+
+def image_processor(recipe: Recipe) -> ImageProcessor | None:
+    """What reads the pictures of prompts; None for a model of text. Raises UserError."""
+    return ImageProcessor(recipe.model.path) if reads_images(recipe.model.path) else None
 
 
 def eval_tasks(recipe: Recipe) -> list[Task]:

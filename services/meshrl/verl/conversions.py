@@ -223,6 +223,15 @@ def batch_size(value: Any, given: Given) -> Answer:
     return Answer(settings={"data.train_batch_size": given.batch_prompts}, note=note)
 
 
+def image_key(value: Any, given: Given) -> Answer:
+    """Pictures: verl trains the tower that reads them unless it is told not to."""
+    settings = {"data.image_key": value}
+    if f"{ACTOR}.freeze_vision_tower" in given:
+        return Answer(settings=settings)
+    trains = {"model.freeze_vision_tower": False}
+    return Answer(settings=settings | trains, note="verl trains the vision tower, too")
+
+
 def oversample(value: Any, given: Given) -> Answer:
     """Prompts of one generation, as a multiple of the batch."""
     batch = given.batch_prompts

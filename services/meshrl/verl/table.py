@@ -130,10 +130,12 @@ def _data() -> Iterator[Rule]:
     yield ignored(
         "data.filter_overlong_prompts_workers", "prompts are measured while they are read"
     )
-    for name in ("image_key", "video_key", "audio_key"):
-        yield refused(f"data.{name}", "only text models are trained")
-    for name in ("image_patch_size", "mm_processor_kwargs", "mm_processor_kwargs.*"):
-        yield ignored(f"data.{name}", "read with images only, which are refused")
+    yield rule("data.image_key", to.image_key)
+    for name in ("video_key", "audio_key"):
+        yield refused(f"data.{name}", "texts and pictures are read")
+    yield ignored("data.image_patch_size", "the checkpoint's preprocessor_config.json says it")
+    for name in ("mm_processor_kwargs", "mm_processor_kwargs.*"):
+        yield refused(f"data.{name}", "set it in the checkpoint's preprocessor_config.json", ({},))
     yield ignored("data.custom_cls.name", "see data.custom_cls.path")
     yield from ignored_below(
         "data",
@@ -257,9 +259,7 @@ def _actor() -> Iterator[Rule]:
         (None, False),
         False,
     )
-    yield refused(
-        f"{ACTOR}.freeze_vision_tower", "only text models are trained", (None, False), False
-    )
+    yield same(f"{ACTOR}.freeze_vision_tower", "model.freeze_vision_tower")
 
 
 def _optimizer(verl: str, ours: str, lr: float) -> Iterator[Rule]:

@@ -104,7 +104,7 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "data.val_files=[image.jsonl]",
-        "data.val_files.0: image.jsonl:1: 'images' cannot be used (prompts are text); leave the column out",
+        "data.val_files.0: image.jsonl:1: 'images' cannot be used (model.path reads text only); leave the column out",
     ),
     (
         "data.train_files=[parts.jsonl]",

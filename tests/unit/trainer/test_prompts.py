@@ -139,7 +139,7 @@ MISTAKES = {
     ),
     "images": (
         options(prompt="<image>Find x.", images=["a.png"]),
-        "'images' cannot be used (prompts are text); leave the column out",
+        "'images' cannot be used (model.path reads text only); leave the column out",
     ),
     "tools": (
         options(tools=[{"name": "add"}]),

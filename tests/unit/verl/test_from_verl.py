@@ -53,6 +53,11 @@ MOST_WRITTEN = [
     ("data.train_batch_size=512", {"data.train_batch_size": 512}),
     (TOKENS, {"data.max_prompt_length": 100, "data.max_response_length": 200}),
     ("data.truncation=left", {"data.truncation": "left"}),
+    ("data.image_key=p", {"data.image_key": "p", "model.freeze_vision_tower": False}),
+    (
+        f"data.image_key=p {A}.freeze_vision_tower=True",
+        {"data.image_key": "p", "model.freeze_vision_tower": True},
+    ),
     ("data.filter_overlong_prompts=True", {"data.filter_overlong_prompts": True}),
     ("algorithm.adv_estimator=rloo", {"algorithm.adv_estimator": "rloo"}),
     ("algorithm.use_kl_in_reward=True", {"algorithm.use_kl_in_reward": True}),
@@ -463,7 +468,7 @@ def test_what_has_no_meaning_here_is_ignored_with_a_reason() -> None:
     "written",
     [
         f"{M}.mtp.enable=True",
-        "data.image_key=images",
+        "data.video_key=videos",
         "actor_rollout_ref.actor.freeze_layers=4",
         "actor_rollout_ref.actor.router_replay.mode=R2",
         "critic.megatron.router_replay.mode=R3",

@@ -79,6 +79,9 @@ class ModelConfig(Config):
     ulysses_sequence_parallel_size: PositiveInt = 1
     """Number of ranks that share the tokens of each micro-batch, for rows too long for one device. Divides
     the trainer's ranks and the attention heads; RL and SFT only. In a recipe also `trainer.parallel.sequence`."""
+    freeze_vision_tower: bool = True
+    """Leave the weights that read pictures as they are; a fleet then never gets them again. Of models that read
+    pictures."""
     lora_rank: NonNegativeInt = 0
     """Train low-rank adapters of this rank and leave the weights as they are; 0 trains the weights. A critic is
     trained whole."""
@@ -240,6 +243,8 @@ class DataConfig(Config):
     file's suffix."""
     prompt_key: str = "prompt"
     """The column of the prompt: text or chat messages."""
+    image_key: str = "images"
+    """The column of a prompt's pictures, for a model that reads some: files, or the bytes of them."""
     answer_key: str | None = None
     """The column of the answer that a response is compared with; None takes `reward_model.ground_truth`, else
     `answer`."""

@@ -35,8 +35,8 @@ from typing import NamedTuple
 from meshrl.contract import tracing
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.ports import Publisher, Queue, WeightSource
-from meshrl.contract.rows import trajectory
-from meshrl.contract.types import Batch, Json, TrainerPhase, Trajectory, Uid, Version
+from meshrl.contract.rows import trajectory, with_media
+from meshrl.contract.types import MEDIA, Batch, Json, TrainerPhase, Trajectory, Uid, Version
 from meshrl.trainer.batch_source import BatchSource, Command
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.async_checkpointer import AsyncCheckpointer
@@ -243,6 +243,8 @@ class Trainer:
             try:
                 columns = await self._batches.fetch(run, uids, self._learner.columns)
                 rows = [trajectory(uid, column) for uid, column in zip(uids, columns, strict=True)]
+                if MEDIA in self._learner.columns:
+                    rows = with_media(rows)
                 baselines = await self._baselines(schedule)
             except CorruptError:
                 damaged = await unreadable(self._batches, run, uids, self._learner.columns)

@@ -30,6 +30,7 @@ from meshrl.contract.errors import (
 from meshrl.contract.held_rows import HeldLeases, renewing
 from meshrl.contract.rows import DAMAGED, RowMethods
 from meshrl.contract.types import (
+    MEDIA,
     Batch,
     DeadLetter,
     GroupRows,
@@ -427,6 +428,9 @@ class TransferQueue(RowMethods):
     ) -> Sequence[PayloadGroup]:
         """See the port. Arrays are read-only. Raises UserError for a column that no stage writes."""
         state = self._run(run)
+        with_media = MEDIA in columns
+        if with_media:
+            columns = [name for name in columns if name != MEDIA]
         stages = state.stages.of_columns(columns)
         wanted: list[payload.Extract] = []
         for rows in groups:
@@ -434,7 +438,8 @@ class TransferQueue(RowMethods):
             wanted.append(payload.extract(group, rows, mask, stages, columns))
         await self._commit_log.flush()
         try:
-            return await self._payload.read(wanted, columns, state.stages.writes)
+            found = await self._payload.read(wanted, columns, state.stages.writes)
+            return await self._payload.with_media(wanted, found) if with_media else found
         except NotFoundError:
             for rows in groups:
                 if fault := self._lost(state, rows):

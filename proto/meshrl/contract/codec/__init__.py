@@ -55,8 +55,10 @@ from meshrl.contract.codec.types import (
     encode_uid,
     encode_uids,
     encode_version,
+    pack_media,
     pack_task,
     printable,
+    unpack_media,
     unpack_task,
 )
 from meshrl.contract.codec.work import (
@@ -129,9 +131,11 @@ __all__ = [
     "encode_version",
     "encode_waiting",
     "encode_write",
+    "pack_media",
     "pack_task",
     "pages",
     "parser",
     "printable",
+    "unpack_media",
     "unpack_task",
 ]

@@ -19,12 +19,14 @@ from google.protobuf import message as protobuf
 from meshrl.contract.errors import CorruptError, MeshError, UserError
 from meshrl.contract.types import (
     Json,
+    Media,
     Message,
     Outcome,
     PackedTask,
     SamplingParams,
     Task,
     Uid,
+    Uint8,
     Version,
 )
 from meshrl.v1 import trajectory_pb2 as pb
@@ -292,7 +294,40 @@ def encode_task(task: Task) -> pb.Task:
         group_size=task.group_size,
         deadline_s=task.deadline_s,
         priority=task.priority,
+        media=map(encode_picture, task.media),
     )
+
+
+@encoder
+def encode_picture(media: Media) -> pb.Media:
+    """Any picture."""
+    return pb.Media(kind=media.kind, sha256=media.sha256, data=media.data)
+
+
+@decoder
+def decode_media(messages: Iterable[pb.Media]) -> tuple[Media, ...]:
+    """In order. Raises UserError for a name that is not its data's."""
+    found = tuple([Media(kind=m.kind, sha256=m.sha256, data=m.data) for m in messages])
+    for media in found:
+        if media.kind != "image":
+            malformed(f"media of kind {media.kind[:40]!r}, want image")
+        if media != Media.of(media.data):
+            malformed(f"image {media.sha256[:64]!r} has other data than its name says")
+    return found
+
+
+def pack_media(media: Iterable[Media]) -> Uint8:
+    """Pictures as uint8[n]."""
+    packed = pb.MediaList(media=map(encode_picture, media)).SerializeToString()
+    return np.frombuffer(packed, dtype=np.uint8)
+
+
+def unpack_media(column: Uint8) -> tuple[Media, ...]:
+    """The inverse of `pack_media`. Raises CorruptError."""
+    try:
+        return decode_media(pb.MediaList.FromString(column.tobytes()).media)
+    except (UserError, protobuf.DecodeError) as error:
+        raise CorruptError(f"malformed pictures: {error}") from error
 
 
 @decoder
@@ -315,6 +350,7 @@ def decode_task(message: pb.Task) -> Task:
         group_size=message.group_size,
         deadline_s=message.deadline_s,
         priority=message.priority,
+        media=decode_media(message.media) if message.media else (),
     )
 
 

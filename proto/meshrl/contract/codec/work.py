@@ -8,11 +8,13 @@ from meshrl.contract.codec.types import (
     OUTCOMES,
     EnumCodec,
     decode_array,
+    decode_media,
     decode_sampling,
     decode_uid,
     decode_version,
     decoder,
     encode_array,
+    encode_picture,
     encode_sampling,
     encode_uid,
     encode_version,
@@ -47,6 +49,7 @@ def encode_generate_request(request: GenerateRequest) -> rollout_pb2.GenerateReq
         prompt_ids=encode_array(request.prompt_ids),
         sampling=encode_sampling(request.sampling),
         continued=request.continued,
+        media=map(encode_picture, request.media),
     )
 
 
@@ -59,6 +62,7 @@ def decode_generate_request(message: rollout_pb2.GenerateRequest) -> GenerateReq
         prompt_ids=decode_array(message.prompt_ids, "int32", axes=1, name="prompt_ids"),
         sampling=decode_sampling(message.sampling),
         continued=message.continued,
+        media=decode_media(message.media) if message.media else (),
     )
 
 

@@ -36,6 +36,7 @@ from meshrl.contract.types.rows import (
     Int32,
     Json,
     LeasedRow,
+    Media,
     Message,
     Outcome,
     PackedTask,
@@ -54,6 +55,7 @@ from meshrl.contract.types.rows import (
 from meshrl.contract.types.runs import (
     CONVERSATION,
     DATA_SOURCE,
+    MEDIA,
     NOTES,
     PARTS,
     POSTED_REWARD,
@@ -95,6 +97,7 @@ from meshrl.contract.types.weights import (
 __all__ = [
     "CONVERSATION",
     "DATA_SOURCE",
+    "MEDIA",
     "NOTES",
     "PARTS",
     "POSTED_REWARD",
@@ -130,6 +133,7 @@ __all__ = [
     "LeasedGroup",
     "LeasedRow",
     "Ledger",
+    "Media",
     "Message",
     "OnUpdate",
     "Outcome",

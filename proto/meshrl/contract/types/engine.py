@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from meshrl.contract.routed_experts import Experts
-from meshrl.contract.types.rows import Float32, Int32, SamplingParams, Version
+from meshrl.contract.types.rows import Float32, Int32, Media, SamplingParams, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +17,8 @@ class GenerateRequest:
     prompt_ids: Int32
     """int32[P]"""
     sampling: SamplingParams
+    media: tuple[Media, ...] = ()
+    """Its pictures, in the order of their places in `prompt_ids`."""
     continued: int = 0
     """How many of the last `prompt_ids` belong to the response itself, sampled before: draws and stop strings
     continue from there. `sampling.max_tokens` counts what may still come, and may be 0 here: a response that has

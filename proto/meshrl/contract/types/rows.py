@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -139,6 +140,22 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Media:
+    """A picture that belongs to a prompt: sent and stored with the task, once for all rows of its group."""
+
+    sha256: str
+    """Of `data`, in 64 hexadecimal digits: its name."""
+    data: bytes = field(repr=False)
+    """As its file has it: PNG, JPEG and what else Pillow reads."""
+    kind: str = "image"
+
+    @classmethod
+    def of(cls, data: bytes) -> Media:
+        """The image `data`, by its name."""
+        return cls(sha256=hashlib.sha256(data).hexdigest(), data=data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One prompt to be answered `group_size` times."""
 
@@ -158,6 +175,8 @@ class Task:
     deadline_s: float = 600.0
     """Seconds one rollout of this task may take before it counts as `timeout`."""
     priority: int = 0
+    media: tuple[Media, ...] = ()
+    """The prompt's pictures, in the order of their places in `prompt_ids`."""
     packed: bytes = field(default=b"", init=False, repr=False, compare=False)
     """The bytes in which it came, where it came in a call of `admit`: the queue stores them as they are."""
 
@@ -257,6 +276,8 @@ class Trajectory:
     """Of a row that has every branch of its conversation, in order; empty: the row is one sequence."""
     routed_experts: RoutedExperts | None = None
     """Of every token, where the run replays them in the trainer."""
+    media: tuple[Media, ...] = ()
+    """The pictures of its prompt, where the reader asked for them."""
     replica: str = ""
     """Who sampled it: the rollout worker's name. Where several did, one going on from another, the last of them."""
 

@@ -42,6 +42,9 @@ REWARD_TIMES = "reward_times"
 """As `rollout_times`, of the score."""
 DATA_SOURCE = "data_source"
 """uint8[n]: the `data_source` of the row's task, for metrics of each; of tasks that have one."""
+MEDIA = "media"
+"""uint8[n]: the pictures of a task, packed. No stage writes it: who asks for it finds it on the first row of each
+group that is named, and on no row of a task without pictures."""
 NOTES: Mapping[str, tuple[str, ...]] = {
     "rollout": (ROLLOUT_TIMES, CONVERSATION),
     "reward": (REWARD_TIMES, DATA_SOURCE),

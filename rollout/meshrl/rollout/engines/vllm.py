@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import functools
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import msgpack
 import numpy as np
 import numpy.typing as npt
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,6 +24,7 @@ from meshrl.contract import plugins
 from meshrl.contract.config import read_options
 from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import InfraError, UserError
+from meshrl.contract.images import ImageFeatures
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.engines._vllm.native import NativeSender, RootBuilder
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
@@ -29,7 +32,7 @@ from meshrl.rollout.server_engine.config import ServerConfig, quantization_argum
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.server_engine.http import HttpClient, error_message
 from meshrl.rollout.server_engine.kind import PROBE, check_max_length, processed
-from meshrl.rollout.server_engine.request import ServerRequest
+from meshrl.rollout.server_engine.request import Picture, ServerRequest
 from meshrl.rollout.server_engine.response import Chunk
 from meshrl.rollout.tokenizer import Tokenizer
 
@@ -48,6 +51,12 @@ ARGUMENTS = ("--logprobs-mode", "processed_logprobs", "--enable-scale-out")
 """Arguments without which the mesh cannot use a server."""
 ROUTED_EXPERTS = "--enable-return-routed-experts"
 """The argument without which a server does not tell experts; vLLM's second model runner does, which needs Triton."""
+PICTURE_ARGUMENTS = (
+    # Pixels come with the request as the model reads them: nothing to normalise, and nothing to keep.
+    *("--no-mm-device-do-normalize", "--mm-processor-cache-gb", "0"),
+    *("--limit-mm-per-prompt", '{"video": 0}'),
+)
+"""Of a server whose model reads pictures. vLLM's own processor, which is not asked, needs the tokenizer."""
 PLUGIN_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 CHILD_ENVIRONMENT = {
     # On a CPU: a second engine would be pinned to the first one's cores, and idle OpenMP threads spin.
@@ -62,6 +71,8 @@ ABORT = "/inference/v1/abort_requests"
 ID_PREFIX = "generate-tokens-"
 """vLLM puts it before the ids of token-in/token-out requests."""
 METRICS_S = 10.0
+RAW_TENSOR = 3
+"""msgpack's extension type of a tensor's bytes."""
 PAUSE = {
     OnUpdate.DRAIN: {"mode": "wait", "clear_cache": "true"},
     OnUpdate.INTERRUPT: {"mode": "keep", "clear_cache": "true"},
@@ -74,6 +85,7 @@ class Config(ServerConfig):
     """`rollout.engine` for `rollout.name: vllm`."""
 
     package: ClassVar[str] = "vllm"
+    pictures: ClassVar[bool] = True
 
     update: Literal["staged", "native"] = "staged"
     """How the server gets a version: `staged`: every rank reads the staged file, through our plugin; `native`: this
@@ -134,7 +146,8 @@ class VllmServer:
             *("--max-model-len", str(max_length)),
             *("--max-num-seqs", str(slots)),
             # Requests are complete: token ids in and out, no default of the checkpoint applies.
-            *("--skip-tokenizer-init", "--generation-config", "vllm"),
+            *("--generation-config", "vllm"),
+            *(("--skip-tokenizer-init",) if checkpoint.images is None else PICTURE_ARGUMENTS),
             *UPDATE_ARGUMENTS[self._config.update],
             *ARGUMENTS,
             *(ROUTED_EXPERTS,) * self._config.return_routed_experts,
@@ -278,13 +291,15 @@ class VllmClient(HttpClient):
             UserError: the server refuses the request.
             InfraError: the server failed, disconnected or sent nothing for too long.
         """
-        body = {
+        body: dict[str, Any] = {
             "request_id": request_id,
             "token_ids": request.token_ids,
             "cache_salt": salt,
             "sampling_params": sampling_params(request),
             "stream": True,
         }
+        if request.pictures:
+            body["features"] = await asyncio.to_thread(features, request.pictures)
         async with contextlib.aclosing(self.stream(GENERATE, body)) as events:
             async for event in events:
                 yield _chunk(event)
@@ -346,6 +361,41 @@ def sampling_params(request: ServerRequest) -> Mapping[str, Any]:
             else {"routed_experts_prompt_start": request.experts_from}
         ),
     }
+
+
+def features(pictures: Sequence[Picture]) -> dict[str, Any]:
+    """Pictures as the token-in/token-out route takes them, in order: by name, place and data.
+
+    The data are a message of msgpack in base64, with a tensor and how it is batched for each input of the tower, as
+    `vllm.v1.serial_utils` of 0.32 reads it.
+    """
+    return {
+        "mm_hashes": {"image": [each.name for each in pictures]},
+        "mm_placeholders": {
+            "image": [
+                {"offset": each.start, "length": each.features.num_tokens} for each in pictures
+            ]
+        },
+        "kwargs_data": {"image": [_packed(each.features) for each in pictures]},
+    }
+
+
+def _packed(image: ImageFeatures) -> str:
+    every_patch = {"slices": [[0, len(image.pixels), None]], "dim": 0, "keep_on_cpu": False}
+    item = {
+        "pixel_values": {"data": _tensor(image.pixels), "field": ["flat", every_patch]},
+        "image_grid_thw": {
+            "data": _tensor(image.grid),
+            "field": ["batched", {"keep_on_cpu": True}],
+        },
+    }
+    packed: bytes = msgpack.packb(item)
+    return base64.b64encode(packed).decode()
+
+
+def _tensor(array: npt.NDArray[Any]) -> list[Any]:
+    data = np.ascontiguousarray(array).tobytes()
+    return [array.dtype.name, list(array.shape), msgpack.ExtType(RAW_TENSOR, data)]
 
 
 def _chunk(event: Mapping[str, Any]) -> Chunk:

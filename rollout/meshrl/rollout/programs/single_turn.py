@@ -10,6 +10,7 @@ from meshrl.rollout.tokenizer import Tokenizer
 
 async def run(task: Task, uid: Uid, engine: Generator, tokenizer: Tokenizer) -> Rollout:
     """Sample one response to the task's prompt; see `meshrl.rollout.ports.Program`."""
-    conversation = Conversation(uid, tokenizer, task.prompt_ids, budget=Budget.of(task))
+    budget = Budget.of(task)
+    conversation = Conversation(uid, tokenizer, task.prompt_ids, budget=budget, media=task.media)
     await conversation.sample(engine, task.sampling)
     return conversation.rollout()

@@ -171,7 +171,8 @@ class SessionProgram:
         """See `meshrl.rollout.ports.Program`."""
         config = self._config
         budget = Budget.of(task, turn_tokens=config.max_turn_tokens, turns=config.max_turns)
-        conversation = Conversation(uid, tokenizer, task.prompt_ids, budget=budget)
+        prompt, media = task.prompt_ids, task.media
+        conversation = Conversation(uid, tokenizer, prompt, budget=budget, media=media)
         session = Session(conversation, engine, task, task.sampling)
         try:
             outcome = await self._function(session)

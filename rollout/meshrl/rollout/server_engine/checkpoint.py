@@ -19,10 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from meshrl.contract.errors import UserError
+from meshrl.contract.images import ImageProcessor, reads_images
 from meshrl.contract.types import Uint8, WeightManifest
 
 SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+"""The second is the end of a name."""
+TOWER = ("visual.", "model.visual.")
+"""How names of a vision tower begin: of one that is not trained, a version has no weights."""
 HEADER_BYTES = 100_000_000
 """The longest header that the safetensors library reads."""
 DIGESTS = "meshrl.digests"
@@ -51,6 +55,8 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...]
     experts: tuple[int, int] = (0, 0)
     """Decoder layers, and experts that a token goes to: 0 of a dense model."""
+    images: ImageProcessor | None = None
+    """What reads the pictures of prompts; None: the model reads text."""
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -76,6 +82,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 int(text.get("num_hidden_layers") or 0),
                 int(text.get("num_experts_per_tok") or 0),
             ),
+            images=ImageProcessor(path) if reads_images(path) else None,
         )
     except KeyError as error:
         raise UserError(f"{path / 'config.json'} has no {error.args[0]!r}") from error
@@ -103,8 +110,11 @@ def check_version(
     actual = {spec.name: spec.shape for spec in manifest.tensors}
     if checkpoint.tied:  # either side may or may not name the projection
         expected.pop(HEAD, None)
-        if actual.get(HEAD) == expected.get(EMBEDDING):
+        embeddings = [shape for name, shape in expected.items() if name.endswith(EMBEDDING)]
+        if actual.get(HEAD) in embeddings:
             actual.pop(HEAD, None)
+    if not any(name.startswith(TOWER) for name in actual):
+        expected = {name: shape for name, shape in expected.items() if not name.startswith(TOWER)}
     wrong = [
         f"{name} is {list(actual[name])}, want {list(shape)}"
         for name, shape in expected.items()

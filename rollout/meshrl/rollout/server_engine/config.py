@@ -20,6 +20,9 @@ class ServerConfig(BaseConfig):
     joint_cut: ClassVar[bool] = False
     """The server's top_p is a share of the whole distribution, also beside top_k: `rollout.top_k_top_p: joint`."""
 
+    pictures: ClassVar[bool] = False
+    """The server is given the pictures of a prompt."""
+
     url: str | None = None
     """The address of a server that runs already; docs/reference/engines.md says how to start one."""
     python: Path | None = None

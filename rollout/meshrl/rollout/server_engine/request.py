@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshrl.contract.errors import UserError
+from meshrl.contract.images import ImageFeatures
 from meshrl.contract.types import GenerateRequest
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.config import ServerConfig
@@ -34,6 +35,18 @@ class ServerRequest:
     """Decode steps between two chunks."""
     experts_from: int | None = None
     """The experts of the tokens from this place on are wanted; None: none are."""
+    pictures: tuple[Picture, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """One picture of a request, as the model reads it."""
+
+    name: str
+    """Equal for equal pictures."""
+    start: int
+    """Where it begins in `token_ids`."""
+    features: ImageFeatures
 
 
 def read_request(
@@ -53,7 +66,7 @@ def read_request(
         UserError: the request cannot be run.
     """
     sampling, prompt, name = request.sampling, request.prompt_ids, request.request_id
-    check_request(request, joint_cut=config.joint_cut)
+    check_request(request, joint_cut=config.joint_cut, pictures=config.pictures)
     left = max_length - len(prompt)
     if left < (0 if request.continued else 1):
         raise UserError(
@@ -78,6 +91,21 @@ def read_request(
         seed=_seed(sampling.seed, name, request.continued),
         stream_interval=config.stream_interval,
         experts_from=request.experts_from,
+        pictures=_pictures(request, checkpoint),
+    )
+
+
+def _pictures(request: GenerateRequest, checkpoint: Checkpoint) -> tuple[Picture, ...]:
+    """Raises UserError for pictures that the model cannot read, or that the prompt has no places for."""
+    if not request.media:
+        return ()
+    where, images = f"request {request.request_id}", checkpoint.images
+    if images is None:
+        raise UserError(f"{where}: it has pictures, and {checkpoint.path} reads text only")
+    places = images.places(request.prompt_ids, request.media, where)
+    return tuple(
+        Picture(name=media.sha256, start=start, features=images.features(media, where))
+        for media, (start, _) in zip(request.media, places, strict=True)
     )
 
 

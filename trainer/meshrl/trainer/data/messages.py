@@ -11,6 +11,8 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.types import Message
 
 MEDIA = ("images", "videos", "audios")
+MARK = "<image>"
+"""A picture's place in a text."""
 UNUSABLE = (*MEDIA, "tools")
 """Columns of a row that belong to its prompt in other data sets, and that a text prompt cannot hold."""
 
@@ -22,11 +24,13 @@ def refuse_unusable(
     for key in keys:
         if not is_empty(row.get(key)):
             hint = "name tools in rollout.program_options" if key == "tools" else f"{what} are text"
+            if key == "images" and what == "prompts":
+                hint = "model.path reads text only"
             raise UserError(f"{where}: {key!r} cannot be used ({hint}); leave the column out")
 
 
-def read_text(value: object, where: str, key: str) -> str:
-    """A text, or the text of content parts that are all of type text.
+def read_text(value: object, where: str, key: str, *, pictures: bool = False) -> str:
+    """A text, or the text of content parts that are all of type text; with `pictures` some may be of type image.
 
     Raises:
         UserError: anything else; names file and row.
@@ -37,7 +41,7 @@ def read_text(value: object, where: str, key: str) -> str:
         raise UserError(f"{where}: {key!r} is null, want text")
     if not isinstance(value, Sequence) or not value:
         raise UserError(f"{where}: {key!r} is {value!r:.80}, want text")
-    return _whole("".join(_part(part, where, key) for part in value), where, key)
+    return _whole("".join(_part(part, where, key, pictures) for part in value), where, key)
 
 
 def _whole(text: str, where: str, key: str) -> str:
@@ -52,8 +56,12 @@ def _whole(text: str, where: str, key: str) -> str:
     return text
 
 
-def _part(part: object, where: str, key: str) -> str:
+def _part(part: object, where: str, key: str, pictures: bool) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
+    if pictures and isinstance(part, Mapping) and kind == "image":
+        if all(is_empty(value) for name, value in part.items() if name != "type"):
+            return MARK
+        raise UserError(f"{where}: {key!r} has a picture in it, want it in the column of pictures")
     if not isinstance(part, Mapping) or kind is None:
         raise UserError(f"{where}: {key!r} holds {part!r:.80}, want text or parts of type text")
     text = part.get("text")
@@ -62,8 +70,10 @@ def _part(part: object, where: str, key: str) -> str:
     return text
 
 
-def read_messages(value: object, where: str, key: str) -> tuple[Message, ...]:
-    """A conversation.
+def read_messages(
+    value: object, where: str, key: str, *, pictures: bool = False
+) -> tuple[Message, ...]:
+    """A conversation; with `pictures` one that may have some.
 
     Raises:
         UserError: no list of messages, or a message with more than a role and text; names file and row.
@@ -71,14 +81,20 @@ def read_messages(value: object, where: str, key: str) -> tuple[Message, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         given = "null" if value is None else type(value).__name__
         raise UserError(f"{where}: {key!r} is {given}, want text or a list of messages")
-    return tuple(_message(message, where, key) for message in value)
+    return tuple(_message(message, where, key, pictures) for message in value)
 
 
-def read_prompt(value: object, where: str, key: str) -> str | tuple[Message, ...]:
-    """A prompt: text, or a conversation. Raises UserError as `read_text` and `read_messages` do."""
+def read_prompt(
+    value: object, where: str, key: str, *, pictures: bool = False
+) -> str | tuple[Message, ...]:
+    """A prompt: text, or a conversation, which may have `pictures`.
+
+    Raises:
+        UserError: as `read_text` and `read_messages` do.
+    """
     if isinstance(value, str):
         return read_text(value, where, key)
-    return read_messages(value, where, key)
+    return read_messages(value, where, key, pictures=pictures)
 
 
 def as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
@@ -86,7 +102,7 @@ def as_dicts(messages: Sequence[Message]) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in messages]
 
 
-def _message(message: object, where: str, key: str) -> Message:
+def _message(message: object, where: str, key: str, pictures: bool) -> Message:
     if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
         raise UserError(
             f"{where}: {key!r} holds {message!r:.80}, want an object with role and content"
@@ -101,7 +117,7 @@ def _message(message: object, where: str, key: str) -> Message:
         raise UserError(f"{where}: the role of a message in {key!r} is {role!r:.40}, want text")
     return Message(
         role=_whole(role, where, f"{key}.role"),
-        content=read_text(message["content"], where, f"{key}.content"),
+        content=read_text(message["content"], where, f"{key}.content", pictures=pictures),
     )
 
 

@@ -17,10 +17,18 @@ import numpy as np
 
 from meshrl.contract.chat_templates import rendered
 from meshrl.contract.errors import UserError
-from meshrl.contract.types import Int32, Json, Message, SamplingParams, Task
+from meshrl.contract.images import ImageProcessor
+from meshrl.contract.types import Int32, Json, Media, Message, SamplingParams, Task
 from meshrl.trainer.config import DataConfig
 from meshrl.trainer.data.files import FileRow, file_rows
-from meshrl.trainer.data.messages import as_dicts, read_prompt, refuse_unusable
+from meshrl.trainer.data.messages import (
+    MARK,
+    UNUSABLE,
+    as_dicts,
+    read_prompt,
+    refuse_unusable,
+)
+from meshrl.trainer.data.pictures import check_places, read_pictures, with_parts
 
 
 class PromptTokenizer(Protocol):
@@ -62,6 +70,8 @@ class Prompt:
     extra_info: Mapping[str, Json] = field(default_factory=dict)
     response: Json = None
     """What the data answer; None where they do not say."""
+    media: tuple[Media, ...] = ()
+    """Its pictures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +90,11 @@ def load_prompts(
     config: DataConfig,
     tokenizer: PromptTokenizer,
     made: Iterable[FileRow] = (),
+    images: ImageProcessor | None = None,
 ) -> PromptSet:
     """Read, template and tokenise every row of `files`, then those that code has `made`.
+
+    `images` reads the pictures of rows, where the model does.
 
     Raises:
         UserError: a malformed row or one that is too long and not to be skipped (names file and row), or no
@@ -91,12 +104,13 @@ def load_prompts(
     skipped = 0
     digest = hashlib.blake2b(digest_size=8)
     for index, row in enumerate(itertools.chain(file_rows(files, config.reader), made)):
-        prompt = _prompt(index, row, config, tokenizer)
+        prompt = _prompt(index, row, config, tokenizer, images)
         if len(prompt.prompt_ids) > config.max_prompt_length and config.filter_overlong_prompts:
             skipped += 1
             continue
         prompt = _truncated(prompt, row.where, config)
         digest.update(prompt.prompt_ids.tobytes() + b"|")
+        digest.update("".join(each.sha256 for each in prompt.media).encode())
         prompts.append(prompt)
     if not prompts:
         names = ", ".join(map(str, files)) or "data.reasoning_gym"
@@ -123,6 +137,7 @@ def task_maker(
             sampling=sampling,
             group_size=group_size,
             deadline_s=deadline_s,
+            media=prompt.media,
         )
 
     return make
@@ -137,10 +152,11 @@ class PromptRow:
     extra_info: Mapping[str, Json]
     data_source: str
     response: Json = None
+    media: tuple[Media, ...] = ()
 
 
-def read_prompt_row(source: FileRow, config: DataConfig) -> PromptRow:
-    """What a row says.
+def read_prompt_row(source: FileRow, config: DataConfig, *, pictures: bool = False) -> PromptRow:
+    """What a row says; with `pictures`, of a prompt that may have some.
 
     Raises:
         UserError: no prompt, one that is not text, no answer, or a malformed column; names file and row.
@@ -153,18 +169,36 @@ def read_prompt_row(source: FileRow, config: DataConfig) -> PromptRow:
                 f"{where}: {config.prompt_key!r} is null, want text or a list of messages"
             )
         raise UserError(f"{where}: no {config.prompt_key!r} (data.prompt_key); {_columns(row)}")
-    refuse_unusable(row, where)
+    key = config.image_key
+    refuse_unusable(row, where, [name for name in UNUSABLE if not (pictures and name == key)])
+    prompt = read_prompt(value, where, config.prompt_key, pictures=pictures)
+    media = _pictures(row, prompt, where, key) if pictures else ()
     extra_info = row.get("extra_info") or {}
     if not isinstance(extra_info, Mapping):
         raise UserError(f"{where}: extra_info is {type(extra_info).__name__}, want an object")
     answer = _ground_truth(row, where, config)
     return PromptRow(
-        prompt=_introduced(read_prompt(value, where, config.prompt_key), config),
+        prompt=_introduced(prompt, config),
+        media=media,
         ground_truth=answer,
         response=row.get(config.response_key) if config.response_key else answer,
         extra_info=extra_info,
         data_source=str(row.get("data_source") or ""),
     )
+
+
+def _pictures(
+    row: Mapping[str, Any], prompt: str | tuple[Message, ...], where: str, key: str
+) -> tuple[Media, ...]:
+    media = read_pictures(row.get(key), where, key)
+    if isinstance(prompt, str):
+        if media:
+            raise UserError(
+                f"{where}: {key!r} wants a prompt of messages, with {MARK} at their places"
+            )
+        return ()
+    check_places(prompt, media, where, key)
+    return media
 
 
 def _introduced(prompt: str | tuple[Message, ...], config: DataConfig) -> str | tuple[Message, ...]:
@@ -191,7 +225,8 @@ def prompt_text(row: PromptRow, where: str, config: DataConfig, tokenizer: Promp
     if isinstance(row.prompt, str):
         return row.prompt
     variables = config.apply_chat_template_kwargs
-    return templated(as_dicts(row.prompt), where, tokenizer, **variables)
+    messages = with_parts(row.prompt) if row.media else as_dicts(row.prompt)
+    return templated(messages, where, tokenizer, **variables)
 
 
 def prompt_ids(text: str, where: str, tokenizer: PromptTokenizer) -> Int32:
@@ -202,13 +237,21 @@ def prompt_ids(text: str, where: str, tokenizer: PromptTokenizer) -> Int32:
     return np.array(ids, dtype=np.int32)
 
 
-def _prompt(index: int, source: FileRow, config: DataConfig, tokenizer: PromptTokenizer) -> Prompt:
-    row = read_prompt_row(source, config)
+def _prompt(
+    index: int,
+    source: FileRow,
+    config: DataConfig,
+    tokenizer: PromptTokenizer,
+    images: ImageProcessor | None,
+) -> Prompt:
+    row = read_prompt_row(source, config, pictures=images is not None)
     messages, plain = ((), row.prompt) if isinstance(row.prompt, str) else (row.prompt, "")
     text = prompt_text(row, source.where, config, tokenizer)
+    ids = prompt_ids(text, source.where, tokenizer)
     return Prompt(
         index=index,
-        prompt_ids=prompt_ids(text, source.where, tokenizer),
+        prompt_ids=expanded(ids, row, source.where, images),
+        media=row.media,
         where=source.where,
         messages=messages,
         text=plain,
@@ -217,6 +260,11 @@ def _prompt(index: int, source: FileRow, config: DataConfig, tokenizer: PromptTo
         extra_info=row.extra_info,
         response=row.response,
     )
+
+
+def expanded(ids: Int32, row: PromptRow, where: str, images: ImageProcessor | None) -> Int32:
+    """int32[P]: as many tokens for each picture of the row as the model reads. Raises UserError."""
+    return ids if images is None else images.expanded(ids, row.media, where)
 
 
 def own_answer(response: Json, where: str, config: DataConfig) -> str:
@@ -264,7 +312,7 @@ def _truncated(prompt: Prompt, where: str, config: DataConfig) -> Prompt:
     ids, limit = prompt.prompt_ids, config.max_prompt_length
     if len(ids) <= limit:
         return prompt
-    match config.truncation:
+    match "error" if prompt.media else config.truncation:
         case "error":
             raise UserError(
                 f"{where}: {len(ids)} tokens > data.max_prompt_length {limit}; raise it, or set"

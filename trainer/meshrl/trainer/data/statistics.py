@@ -2,7 +2,7 @@
 
     rows ──read, template, tokens──▶ Split: counters of lengths and sources, 16 bytes a row for what repeats
 
-A prompt repeats another where role and text of each message are the same but for white space.
+A prompt repeats another where role and text of each message, but for white space, and its pictures are the same.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from meshrl.contract.errors import UserError
+from meshrl.contract.images import ImageProcessor
 from meshrl.trainer.config import DataConfig
 from meshrl.trainer.data.files import FileRow, rows_of
 from meshrl.trainer.data.mixture import quotas, source_of
 from meshrl.trainer.data.prompts import (
     PromptRow,
     PromptTokenizer,
+    expanded,
     prompt_ids,
     prompt_text,
     read_prompt_row,
@@ -109,6 +111,7 @@ def scan(
     config: DataConfig,
     tokenizer: PromptTokenizer,
     report: Callable[[str], None],
+    images: ImageProcessor | None = None,
 ) -> Split:
     """Read every row of `files`, then those that code has `made`.
 
@@ -118,6 +121,7 @@ def scan(
         made: Rows of `data.reasoning_gym`.
         config: How rows are read.
         tokenizer: The policy's.
+        images: Reads the pictures of rows, where the model does.
         report: Gets one line for each bad row; a row that is too long is one with `data.truncation: error`.
 
     Raises:
@@ -128,7 +132,7 @@ def scan(
     for row in (*(_good_rows(path, config, split, report) for path in files), made):
         for one in row:
             try:
-                _count(one, split, config, tokenizer, weighted)
+                _count(one, split, config, tokenizer, images, weighted)
             except UserError as error:
                 split.bad += 1
                 report(str(error))
@@ -162,12 +166,19 @@ def _good_rows(
 
 
 def _count(
-    source: FileRow, split: Split, config: DataConfig, tokenizer: PromptTokenizer, weighted: bool
+    source: FileRow,
+    split: Split,
+    config: DataConfig,
+    tokenizer: PromptTokenizer,
+    images: ImageProcessor | None,
+    weighted: bool,
 ) -> None:
     """Take a row in. Raises UserError: it is bad."""
-    row, where = read_prompt_row(source, config), source.where
+    where = source.where
+    row = read_prompt_row(source, config, pictures=images is not None)
     weight = source_of(where, row.data_source, config.weights) if weighted else None
-    length = len(prompt_ids(prompt_text(row, where, config, tokenizer), where, tokenizer))
+    ids = prompt_ids(prompt_text(row, where, config, tokenizer), where, tokenizer)
+    length = len(expanded(ids, row, where, images))
     too_long = length > config.max_prompt_length
     if too_long and config.truncation == "error" and not config.filter_overlong_prompts:
         raise UserError(
@@ -202,6 +213,8 @@ def _hash(row: PromptRow) -> int:
     )
     for role, text in turns:
         digest.update(f"{role}\0{' '.join(text.split())}\0".encode())
+    for media in row.media:
+        digest.update(media.sha256.encode())
     return int.from_bytes(digest.digest(), "little")
 
 

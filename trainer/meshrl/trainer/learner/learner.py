@@ -21,6 +21,7 @@ import torch
 
 from meshrl.contract.types import (
     DATA_SOURCE,
+    MEDIA,
     PARTS,
     ROUTED_EXPERTS,
     TOKEN_REWARDS,
@@ -53,6 +54,7 @@ from meshrl.trainer.learner.value_learner import ValueLearner
 from meshrl.trainer.model.expert_balance import ExpertBalance
 from meshrl.trainer.model.packing import Pack
 from meshrl.trainer.model.policy import Policy
+from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.utilisation import ModelWork
 
 log = logging.getLogger(__name__)
@@ -84,6 +86,7 @@ class Learner:
         answers: Mapping[int, Int32] | None = None,
         parts: bool = False,
         routed_experts: bool = False,
+        reader: VisionReader | None = None,
     ) -> None:
         """Keep the parts.
 
@@ -102,6 +105,7 @@ class Learner:
             answers: The data's answers in tokens, by the number of their prompt, where the objective needs them.
             parts: Whether a row has all branches of its conversation, which are trained each by itself.
             routed_experts: Whether rows have the experts that their tokens went to, which the policy then uses too.
+            reader: Of the pictures of rows, where the policy reads them.
 
         Raises:
             UserError: the policy has no experts that it could be told.
@@ -113,7 +117,7 @@ class Learner:
         self.trains_parts = parts
         self._routing = policy.replay_routing() if routed_experts else None
         asked = (*(TOKEN_REWARDS,) * token_rewards, *(PARTS,) * parts)
-        asked += (ROUTED_EXPERTS,) * routed_experts
+        asked += (*(ROUTED_EXPERTS,) * routed_experts, *(MEDIA,) * (reader is not None))
         self.columns = (*COLUMNS, *asked, *objective.needs.columns)
         self._objective = objective
         self._actor = actor
@@ -124,6 +128,7 @@ class Learner:
         self._rewarder = rewarder
         self._answers = answers
         self._balance = ExpertBalance.of(policy.hf, actor, world)
+        self._reader = reader
         self._work = ModelWork.of(
             policy.hf.config.get_text_config(), frozen=policy.adapter is not None
         )
@@ -186,7 +191,7 @@ class Learner:
             experience = assemble(schedule, own, self.world)
         if parts is not None and self._answers is not None:
             experience = dataclasses.replace(experience, data_answers=parts.number == 1)
-        rows = MicroBatcher.of(schedule, own, self.world, self._routing)
+        rows = MicroBatcher.of(schedule, own, self.world, self._routing, self._reader)
         if self._rewarder is not None:
             process_rewards, learned = self._rewarder.learn(rows, experience, step)
             metrics |= learned

@@ -15,6 +15,7 @@ from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.experience import MiniBatch, Schedule, gather_tokens
 from meshrl.trainer.model.packing import Pack, pack, share_out
 from meshrl.trainer.model.routing_replay import Routing
+from meshrl.trainer.model.vision import VisionReader
 
 WHOLE_GRADIENTS_SHARE = 8
 """Gradients of the whole model may take this part of a device: 10 GB of 80, those of 2.5 billion weights."""
@@ -30,6 +31,8 @@ class MicroBatcher:
     world: World
     routing: Routing | None = None
     """Where the experts of their tokens are replayed."""
+    reader: VisionReader | None = None
+    """Of a model that reads pictures."""
 
     @classmethod
     def of(
@@ -38,10 +41,11 @@ class MicroBatcher:
         own: Sequence[Trajectory],
         world: World,
         routing: Routing | None = None,
+        reader: VisionReader | None = None,
     ) -> MicroBatcher:
         """`own` are the rows of `schedule.own(world.data_rank)`, in order."""
         rows = dict(zip(schedule.own(world.data_rank), own, strict=True))
-        return cls(schedule, rows, world, routing)
+        return cls(schedule, rows, world, routing, reader)
 
     def pack(self, chosen: Sequence[int]) -> Pack:
         """One micro-batch, on the device; with sequence parallelism this rank's share of its tokens."""
@@ -53,6 +57,7 @@ class MicroBatcher:
             share_prefixes=among is None,  # a share of the tokens must hold what its rows attend to
             candidates=[row.ref_top_ids for row in picked if row.ref_top_ids is not None],
             experts=None if routing is None else [routing.of(row) for row in picked],
+            images=[self.reader.of_row(row) for row in picked] if self.reader else (),
         ).to(self.world.device)
         return packed if among is None else share_out(packed, among)
 

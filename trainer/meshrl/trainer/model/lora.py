@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
 from meshrl.trainer.config import ModelConfig
+from meshrl.trainer.model.vision import TOWER, tower_of
 
 LoraLayer: TypeAlias = Any
 """A `peft.tuners.lora.LoraLayer`."""
@@ -72,7 +74,7 @@ def add_adapter(hf: nn.Module, config: ModelConfig) -> None:
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora.layer import ParamWrapper
 
-    excluded = config.exclude_modules
+    excluded = _excluded_modules(hf, config)
     lora = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
@@ -107,6 +109,16 @@ def add_adapter(hf: nn.Module, config: ModelConfig) -> None:
         for name, weight in adapters(hf):
             with torch.no_grad():
                 weight.parameter.copy_(given[name])
+
+
+def _excluded_modules(hf: Any, config: ModelConfig) -> str | tuple[str, ...]:
+    """`model.exclude_modules`, and every module of a vision tower that is left as it is."""
+    given, tower = config.exclude_modules, tower_of(hf)
+    if tower is None or not config.freeze_vision_tower:
+        return given
+    if isinstance(given, str):
+        return rf"(?:{given})|{re.escape(TOWER)}.*"
+    return (*given, *(TOWER + name for name, _ in tower.named_modules() if name))
 
 
 def place_adapters(

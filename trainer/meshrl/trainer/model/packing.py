@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from meshrl.contract.types import Int32
 from meshrl.trainer.model.sequence_parallel import SequenceGroup, Share
+from meshrl.trainer.model.vision import PackedImages, RowImages, packed_images
 
 BUCKET_STEPS = 8
 """Padded attention lengths per octave: at most 1/8 of a row's length is wasted."""
@@ -150,7 +151,7 @@ class Pack:
     input_ids: torch.Tensor
     """int64[1, P]"""
     position_ids: torch.Tensor
-    """int64[1, P]: from 0 in each row."""
+    """int64[1, P]: from 0 in each row. int64[3, 1, P] for a model in which height and width have positions, too."""
     layout: Layout
     positions: torch.Tensor
     """int64[N]: hidden states that predict a response token (one place before it)."""
@@ -161,6 +162,8 @@ class Pack:
     experts: torch.Tensor | None = None
     """[P, L, K]: those to send each token to, by layer; a token with the same number everywhere goes where it likes.
     None: all do."""
+    images: PackedImages | None = None
+    """Of a model that reads pictures; None: the pack has none."""
 
     def joined(self, values: torch.Tensor) -> torch.Tensor:
         """[N, …] of the pack's response tokens from [n, …] that this rank forwarded: all, without a `share`."""
@@ -176,6 +179,7 @@ class Pack:
             targets=self.targets.to(device),
             candidates=None if self.candidates is None else self.candidates.to(device),
             experts=None if self.experts is None else self.experts.to(device),
+            images=None if self.images is None else self.images.to(device),
         )
 
 
@@ -186,31 +190,39 @@ def pack(
     share_prefixes: bool = True,
     candidates: Sequence[Int32] = (),
     experts: Sequence[npt.NDArray[Any]] | None = None,
+    images: Sequence[RowImages] = (),
 ) -> Pack:
     """Lay rows end to end; the tokens from `prompt_lengths[i]` on are the response of row i.
 
     Rows that begin alike, as the siblings of a group do, have what they share laid once: a hidden state depends on
     the tokens before it, and the experts that they are sent to, alone, so it is one and the same, and its gradient
     the sum over the rows. `experts` are [T, L, K] of each row, of one type; where they differ, sharing ends.
-    `candidates` are int32[T, k] of each row, or none. Without rows the pack is one dummy token with no response, so
-    that a rank without work joins the collectives.
+    `candidates` are int32[T, k] of each row, or none; `images` those of the rows, where the model reads pictures.
+    Without rows the pack is one dummy token with no response, so that a rank without work joins the collectives.
     """
     if not rows:
-        rows, prompt_lengths, experts = [np.zeros(1, dtype=np.int32)], [1], None
-    keys = rows if experts is None else list(map(_routed, rows, experts))
+        rows, prompt_lengths, experts, images = [np.zeros(1, dtype=np.int32)], [1], None, ()
+    known: dict[str, int] = {}
+    named = (
+        [each.keys(row, known) for row, each in zip(rows, images, strict=True)] if images else rows
+    )
+    keys = named if experts is None else list(map(_routed, named, experts))
     places, begins = _laid(keys) if share_prefixes else _end_to_end([len(row) for row in rows])
     total = sum(len(row) - begin for row, begin in zip(rows, begins, strict=True))
-    tokens, positions = np.empty((2, total), dtype=np.int64)
-    for row, place, begin in zip(rows, places, begins, strict=True):
+    tokens = np.empty(total, dtype=np.int64)
+    positions = np.empty((len(images[0].positions) if images else 1, total), dtype=np.int64)
+    for index, (row, place, begin) in enumerate(zip(rows, places, begins, strict=True)):
         tokens[place[begin:]] = row[begin:]
-        positions[place[begin:]] = np.arange(begin, len(row))
+        positions[:, place[begin:]] = (
+            images[index].positions[:, begin:] if images else np.arange(begin, len(row))
+        )
     numbers = None if experts is None else _placed(experts, places, total)
     answers = [max(prompt, 1) for prompt in prompt_lengths]
     predicting = [place[a - 1 : -1] for place, a in zip(places, answers, strict=True)]
     targets = [row[a:] for row, a in zip(rows, answers, strict=True)]
     return Pack(
         input_ids=torch.from_numpy(tokens)[None],
-        position_ids=torch.from_numpy(positions)[None],
+        position_ids=torch.from_numpy(positions if len(positions) == 1 else positions[:, None]),
         layout=_layout(places, begins),
         positions=torch.from_numpy(np.concatenate(predicting)),
         targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
@@ -222,6 +234,7 @@ def pack(
         if candidates
         else None,
         experts=None if numbers is None else torch.from_numpy(numbers),
+        images=packed_images(images, places, begins) if images else None,
     )
 
 
@@ -336,10 +349,11 @@ def share_out(pack: Pack, among: SequenceGroup) -> Pack:
     return replace(
         pack,
         input_ids=F.pad(pack.input_ids, padding)[:, begin : begin + width],
-        position_ids=F.pad(pack.position_ids, padding)[:, begin : begin + width],
+        position_ids=F.pad(pack.position_ids, padding)[..., begin : begin + width],
         layout=replace(pack.layout, share=share),
         positions=pack.positions[own] - begin,
         targets=pack.targets[own],
         candidates=None if pack.candidates is None else pack.candidates[own],
         experts=experts,
+        images=None if pack.images is None else pack.images.share(begin, width),
     )

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
@@ -50,6 +50,7 @@ from meshrl.trainer.model.packing import Pack
 from meshrl.trainer.model.routing_replay import Routing, RoutingReplay
 from meshrl.trainer.model.sharded_loading import can_fill, fill, is_empty
 from meshrl.trainer.model.tensor_parallel import share_matrices
+from meshrl.trainer.model.vision import TOWER, VISION_ATTENTION, embedded, tower_of
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ class Policy(nn.Module):
         """Fingerprint of the checkpoint that others can merge the adapter into; None where they cannot."""
         self._stored = stored
         self._replay: RoutingReplay | None = None
+        self.tower = tower_of(hf)
+        """What reads pictures; None in a model of text."""
 
     def forward(self, pack: Pack, temperature: float) -> tuple[torch.Tensor, ...]:
         """Returns logprobs float32[N] and entropies float32[N] for the N response tokens.
@@ -154,7 +157,10 @@ class Policy(nn.Module):
     def _response_hidden(self, pack: Pack) -> torch.Tensor:
         if self._replay is not None:
             self._replay.experts = pack.experts
-        return response_hidden(self.hf.get_decoder(), pack)
+        decoder = self.hf.get_decoder()
+        if self.tower is None:
+            return response_hidden(decoder, pack)
+        return response_hidden(decoder, pack, **embedded(self.hf, pack.input_ids, pack.images))
 
     def named_tensors(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Names and parameters as they are trained, in layer order; a tied one comes once, under its first name."""
@@ -166,21 +172,33 @@ class Policy(nn.Module):
 
     def published_weights(self) -> Iterator[tuple[str, Published]]:
         """The weights as engines load them, adapters merged, under the names of a checkpoint; with its buffers."""
-        yield from in_checkpoint(self.hf, self.named_weights(), self._stored)
+        yield from in_checkpoint(self.hf, self._changing_weights(), self._stored)
         for name, buffer in self.hf.named_buffers():
             if name in self._stored:
                 yield name, lora.Weight(buffer)
+
+    def _changing_weights(self) -> Iterator[tuple[str, lora.Weight]]:
+        """Without a frozen tower's, which engines have from their checkpoint."""
+        frozen = self.tower is not None and not any(
+            parameter.requires_grad for parameter in self.tower.parameters()
+        )
+        for name, weight in self.named_weights():
+            if not (frozen and name.startswith(TOWER)):
+                yield name, weight
 
     def named_adapters(self) -> Iterator[tuple[str, lora.Weight]]:
         """A and B of each module that has an adapter."""
         yield from lora.adapters(self.hf)
 
 
-def response_hidden(decoder: HfModel, pack: Pack) -> torch.Tensor:
-    """[N, H]: the hidden states that predict a response token (of this rank's share: see `Pack.joined`)."""
+def response_hidden(decoder: HfModel, pack: Pack, **embeddings: Any) -> torch.Tensor:
+    """[N, H]: the hidden states that predict a response token (of this rank's share: see `Pack.joined`).
+
+    `embeddings` are what the decoder reads instead of the pack's token ids.
+    """
     before = attention.calls()
     hidden: torch.Tensor = decoder(
-        input_ids=pack.input_ids,
+        **(embeddings or {"input_ids": pack.input_ids}),
         position_ids=pack.position_ids,
         attention_mask=None,
         use_cache=False,
@@ -242,15 +260,16 @@ def _loaded(path: Path, load: Callable[..., HfModel], dtype: torch.dtype, trust:
 
 
 def _whole(path: Path, **how: Any) -> HfModel:
-    factory: Any = AutoModelForCausalLM
-    return factory.from_pretrained(path, attn_implementation=attention.NAME, **how)
+    config: Any = AutoConfig.from_pretrained(path, trust_remote_code=how["trust_remote_code"])
+    factory, kernels = _class_of(config)
+    return factory.from_pretrained(path, attn_implementation=kernels, **how)
 
 
 def _empty(path: Path, **how: Any) -> HfModel:
     config: Any = AutoConfig.from_pretrained(path, trust_remote_code=how["trust_remote_code"])
-    factory: Any = AutoModelForCausalLM
+    factory, kernels = _class_of(config)
     with torch.device("meta"):
-        return factory.from_config(config, attn_implementation=attention.NAME, **how)
+        return factory.from_config(config, attn_implementation=kernels, **how)
 
 
 def random_hf(config: Any, seed: int) -> HfModel:
@@ -260,9 +279,17 @@ def random_hf(config: Any, seed: int) -> HfModel:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        factory: Any = AutoModelForCausalLM
-        hf = factory.from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
+        factory, kernels = _class_of(config)
+        hf = factory.from_config(config, dtype=torch.float32, attn_implementation=kernels)
     return _prepared(hf, Path(config.name_or_path or config.model_type))
+
+
+def _class_of(config: Any) -> tuple[Any, Any]:
+    """Transformers' factory of a model, and which attention its parts compute; pictures are never packed."""
+    if getattr(config, "vision_config", None) is None:
+        return AutoModelForCausalLM, attention.NAME
+    kernels = {"text_config": attention.NAME, "vision_config": VISION_ATTENTION}
+    return AutoModelForImageTextToText, kernels
 
 
 def _prepared(hf: HfModel, path: Path) -> HfModel:
@@ -301,6 +328,8 @@ def build_policy(hf: HfModel, world: World, config: ModelConfig) -> Policy:
 
 def _unsharded(hf: HfModel, world: World, config: ModelConfig) -> Policy:
     """With adapters in place. They can be merged into the same base elsewhere, if its tensors have the same names."""
+    if config.freeze_vision_tower and (tower := tower_of(hf)) is not None:
+        tower.requires_grad_(False)
     try:
         base = BaseModel(config.path)
     except UserError:  # transformers reads formats that the weight plane does not
@@ -355,6 +384,8 @@ def shard(model: Model, hf: HfModel, world: World, config: ModelConfig) -> Model
         if config.use_torch_compile:
             _compile(layer, recompute=config.enable_gradient_checkpointing)
         fully_shard(layer, mesh=world.mesh, **how)
+    if (tower := tower_of(hf)) is not None:
+        fully_shard(tower, mesh=world.mesh, **how)
     fully_shard(model, mesh=world.mesh, **how)
     if is_empty(hf):
         fill(hf, model, config, torch.device("cpu") if config.param_offload else world.device)

@@ -6,16 +6,18 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, NotFoundError, UserError
-from meshrl.contract.frames import Column, Frame, checksum_of, strip_checksum
+from meshrl.contract.frames import Column, Frame, checksum_of, pack, strip_checksum
 from meshrl.contract.types import (
     CONVERSATION,
     DATA_SOURCE,
+    MEDIA,
     NOTES,
     REWARD_TIMES,
     ROLLOUT_TIMES,
@@ -179,8 +181,8 @@ class Damage(NamedTuple):
 
 PROMPT_SHOWN = 200
 """Characters of a prompt that a list of rows shows."""
-TASKS_CACHED = 4096
-"""Packed tasks kept in RAM: siblings and later stages read the same one."""
+TASKS_CACHED, TASK_BYTES_CACHED = 4096, 256 << 20
+"""Packed tasks kept in RAM, and how large they may be together: siblings and later stages read the same one."""
 
 
 class NeededFrame(NamedTuple):
@@ -278,16 +280,21 @@ class PayloadReader:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._tasks: OrderedDict[bytes, PackedTask] = OrderedDict()
+        self._task_bytes = 0
 
     def forget(self) -> None:
         """Empty the cache: after a failed commit it may hold tasks that were never stored."""
         self._tasks.clear()
+        self._task_bytes = 0
 
     def remember(self, task_key: bytes, task: PackedTask) -> None:
         """Cache a task that is being stored, so that a lease need not read it back."""
+        replaced = self._tasks.pop(task_key, None)
         self._tasks[task_key] = task
-        if len(self._tasks) > TASKS_CACHED:
-            self._tasks.popitem(last=False)
+        self._task_bytes += len(task.data) - (0 if replaced is None else len(replaced.data))
+        while len(self._tasks) > TASKS_CACHED or self._task_bytes > TASK_BYTES_CACHED:
+            _, oldest = self._tasks.popitem(last=False)
+            self._task_bytes -= len(oldest.data)
 
     async def read(
         self, extracts: Sequence[Extract], names: Sequence[str], writes: Sequence[Sequence[str]]
@@ -315,6 +322,27 @@ class PayloadReader:
                 )
             )
         return groups
+
+    async def with_media(
+        self, extracts: Sequence[Extract], groups: Sequence[PayloadGroup]
+    ) -> list[PayloadGroup]:
+        """`groups`, which `read` has answered `extracts` with: the first row of each has its task's pictures, too.
+
+        Raises:
+            NotFoundError: rows left while they were read.
+        """
+        missing = [each.task_key for each in extracts if each.task_key not in self._tasks]
+        stored = dict(zip(missing, await self._store.read(missing) if missing else [], strict=True))
+        found: list[PayloadGroup] = []
+        for each, group in zip(extracts, groups, strict=True):
+            task = self._task(each, stored.get(each.task_key))
+            if task is None:
+                raise NotFoundError(f"task {each.task} left while it was read", task=each.task)
+            if media := task.task.media:
+                part = Part(rows=(0,), frame=pack([{MEDIA: codec.pack_media(media)}]))
+                group = replace(group, parts=(*group.parts, part))
+            found.append(group)
+        return found
 
     async def leased(
         self,

@@ -1,0 +1,171 @@
+"""Pictures in packs: a policy that reads them says the same of a row in a pack, alone, and as transformers does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from meshrl.contract.errors import CorruptError
+from meshrl.contract.images import ImageProcessor
+from meshrl.contract.types import Media, Trajectory, Uid, Version
+from meshrl.trainer.config import ModelConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.model.packing import Pack, pack
+from meshrl.trainer.model.policy import Policy, build_policy, load_hf, open_hf
+from meshrl.trainer.model.snapshot import take_snapshot
+from meshrl.trainer.model.vision import TOWER, VisionReader
+
+from ...pictures import KINDS, PLACEHOLDER, make_model, picture
+
+A, B, C = picture(1, 96, 64), picture(2, 70, 130), picture(3)
+
+
+def row(path: Path, media: Sequence[Media], response: int, number: int) -> Trajectory:
+    """A prompt with its pictures and random tokens; the last one is a placeholder that was sampled."""
+    draws = np.random.default_rng(number)
+    ids = np.array([3, 9, *([5, PLACEHOLDER, 6, 11] * len(media)), 12], dtype=np.int32)
+    prompt = ImageProcessor(path).expanded(ids, tuple(media), "row")
+    answer = draws.integers(9, 19, response).astype(np.int32)
+    answer[-1] = PLACEHOLDER
+    tokens = np.concatenate([prompt, answer])
+    mask = np.zeros(len(tokens), dtype=np.uint8)
+    mask[len(prompt) :] = 1
+    return Trajectory(
+        uid=Uid("run", "task", number),
+        tokens=tokens,
+        loss_mask=mask,
+        rollout_logprobs=np.zeros(len(tokens), dtype=np.float32),
+        spans=(),
+        media=tuple(media),
+    )
+
+
+def packed(reader: VisionReader, rows: Sequence[Trajectory], *, share: bool = True) -> Pack:
+    return pack(
+        [row.tokens for row in rows],
+        [row.prompt_length for row in rows],
+        images=[reader.of_row(row) for row in rows],
+        share_prefixes=share,
+    )
+
+
+def gradients(policy: Policy) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+    policy.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pack_says_of_each_row_what_the_row_alone_and_transformers_say(
+    tmp_path: Path, kind: str
+) -> None:
+    make_model(tmp_path, kind)
+    hf = load_hf(tmp_path)
+    policy, reader = Policy(hf), VisionReader(tmp_path, hf)
+    asked = [[A], [A], [B], [A, B], [C, A], []]
+    rows = [row(tmp_path, media, 4 + n, n) for n, media in enumerate(asked)]
+    together, _ = policy(packed(reader, rows), 1.0)
+    together.sum().backward()
+    of_pack = gradients(policy)
+    alone = [policy(packed(reader, [each], share=False), 1.0)[0] for each in rows]
+    torch.cat(alone).sum().backward()
+    of_rows = gradients(policy)
+
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-5)
+    assert of_pack.keys() == of_rows.keys()
+    assert any(name.startswith("hf." + TOWER) for name in of_pack)
+    for name, expected in of_rows.items():
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(of_pack[name], expected, atol=1e-4 * scale + 1e-6, rtol=1e-3)
+    theirs = load_theirs(tmp_path)
+    for mine, each in zip(alone, rows[:5], strict=False):
+        torch.testing.assert_close(mine.detach(), theirs(each, reader), atol=1e-5, rtol=1e-5)
+
+
+def load_theirs(path: Path) -> Any:
+    """Log-probs of a row's response by transformers alone."""
+    from transformers import AutoModelForImageTextToText
+
+    model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+
+    @torch.no_grad()
+    def logprobs(row: Trajectory, reader: VisionReader) -> torch.Tensor:
+        images, length = reader.of_row(row).features, row.prompt_length
+        tokens = torch.from_numpy(row.tokens.astype(np.int64))
+        read = tokens[None, :-1]
+        logits = model(
+            input_ids=read,
+            mm_token_type_ids=(read == PLACEHOLDER).int(),
+            pixel_values=torch.from_numpy(np.concatenate([each.pixels for each in images])),
+            image_grid_thw=torch.from_numpy(np.stack([each.grid for each in images])),
+        ).logits[0]
+        found = logits.log_softmax(-1)[length - 1 :]
+        return found.gather(1, tokens[length:, None])[:, 0]
+
+    return logprobs
+
+
+@pytest.fixture(scope="module")
+def vision_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vision")
+    make_model(path)
+    return path
+
+
+def test_equal_pictures_are_read_once_and_others_share_no_prompt(vision_path: Path) -> None:
+    reader = VisionReader(vision_path, load_hf(vision_path))
+    same = packed(reader, [row(vision_path, [C], 3, n) for n in range(4)])
+    other = packed(reader, [row(vision_path, [picture(n)], 3, n) for n in range(4)])
+    assert same.images is not None and other.images is not None
+    assert (len(same.images.grids), len(other.images.grids)) == (1, 4)
+    assert same.input_ids.shape[1] < other.input_ids.shape[1]
+
+
+def test_a_row_whose_places_are_not_its_pictures_is_corrupt(vision_path: Path) -> None:
+    reader = VisionReader(vision_path, load_hf(vision_path))
+    good = row(vision_path, [C], 3, 0)
+    with pytest.raises(CorruptError, match=r"row run/task/0\.0: picture 2 wants 4 places"):
+        reader.of_row(
+            Trajectory(
+                uid=good.uid,
+                tokens=good.tokens,
+                loss_mask=good.loss_mask,
+                rollout_logprobs=good.rollout_logprobs,
+                spans=(),
+                media=(C, C),
+            )
+        )
+
+
+def test_a_frozen_tower_is_neither_trained_nor_published(vision_path: Path, world: World) -> None:
+    policy = build_policy(open_hf(vision_path), world, ModelConfig(path=vision_path))
+    reader = VisionReader(vision_path, policy.hf)
+    logprobs, _ = policy(packed(reader, [row(vision_path, [C], 3, 0)]), 1.0)
+    logprobs.sum().backward()
+    trained = {name for name, p in policy.named_parameters() if p.grad is not None}
+    assert trained and not any(TOWER in name for name in trained)
+    snapshot = take_snapshot(
+        policy, world, run="run", version=Version(1, 0), dtype="float32", bucket_bytes=1 << 20
+    )
+    assert snapshot is not None
+    names = [spec.name for spec in snapshot.manifest.tensors]
+    assert names and not any(name.startswith(TOWER) for name in names)
+
+
+def test_a_trained_tower_is_published(vision_path: Path, world: World) -> None:
+    config = ModelConfig(path=vision_path, freeze_vision_tower=False)
+    policy = build_policy(open_hf(vision_path), world, config)
+    names = [name for name, _ in policy.published_weights()]
+    assert any(name.startswith(TOWER) for name in names)
+
+
+def test_adapters_leave_a_frozen_tower_alone(vision_path: Path, world: World) -> None:
+    config = ModelConfig(path=vision_path, lora_rank=2)
+    policy = build_policy(open_hf(vision_path), world, config)
+    names = [name for name, _ in policy.named_adapters()]
+    assert names and not any(TOWER in name for name in names)

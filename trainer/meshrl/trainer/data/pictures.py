@@ -1,0 +1,93 @@
+"""Pictures of data rows: verl's column `images`, and where they stand in the prompt.
+
+    {"prompt": [{"role": "user", "content": "<image>How many?"}], "images": [{"bytes": …}], …}
+
+A picture is the bytes of its file, alone or as `{bytes, path}` (what datasets writes), or a path, which is looked for
+beside the data file. In the prompt it stands where the text says `<image>`, or as a content part of type image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshrl.contract.errors import UserError
+from meshrl.contract.images import MOST_BYTES, open_image
+from meshrl.contract.types import Media, Message
+from meshrl.trainer.data.messages import MARK
+
+MOST_OF_ROW = 32 << 20
+"""Bytes of all pictures of one row: its task is one message, of 64 MiB at most."""
+
+
+def read_pictures(value: object, where: str, key: str) -> tuple[Media, ...]:
+    """The pictures in column `key` of the row at `where` (`file:row`), in order.
+
+    Raises:
+        UserError: a picture that is missing, too large or cannot be read; names file and row.
+    """
+    if value is None:
+        return ()
+    many = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+    items: Sequence[Any] = value if many else [value]  # type: ignore[assignment]
+    folder = Path(where.rpartition(":")[0]).parent
+    found = []
+    for number, item in enumerate(items):
+        at = f"{where}: {key}[{number}]"
+        data = _bytes(item, folder, at)
+        open_image(data, at)
+        found.append(Media.of(data))
+    if (size := sum(len(each.data) for each in found)) > MOST_OF_ROW:
+        raise UserError(f"{where}: {key!r} has {size} bytes of pictures, at most {MOST_OF_ROW}")
+    return tuple(found)
+
+
+def _bytes(item: object, folder: Path, at: str) -> bytes:
+    if isinstance(item, Mapping):
+        item = item.get("bytes") or item.get("path")
+    if isinstance(item, bytes | bytearray):
+        return bytes(item)
+    if not isinstance(item, str) or not item:
+        raise UserError(f"{at} is {item!r:.40}, want the bytes of a picture or its path")
+    if "://" in item or item.startswith("data:"):
+        raise UserError(
+            f"{at} is at {item:.80}: pictures are not fetched; name a file, or give its bytes"
+        )
+    path = folder / item
+    try:
+        with path.open("rb") as file:
+            return file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"{at}: {path}: {error.strerror}") from error
+
+
+def with_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as the chat template of a model that reads pictures wants them: content parts where there are some."""
+    return [
+        {
+            "role": message.role,
+            "content": _parts(message.content) if MARK in message.content else message.content,
+        }
+        for message in messages
+    ]
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    first, *others = text.split(MARK)
+    parts: list[dict[str, str]] = [{"type": "text", "text": first}] if first else []
+    for other in others:
+        parts.append({"type": "image"})
+        if other:
+            parts.append({"type": "text", "text": other})
+    return parts
+
+
+def check_places(messages: Sequence[Message], media: Sequence[Media], where: str, key: str) -> None:
+    """Raises UserError unless the prompt has a place for each picture."""
+    places = sum(message.content.count(MARK) for message in messages)
+    if places != len(media):
+        raise UserError(
+            f"{where}: the prompt has {places} places for pictures ({MARK}, or a part of type image), and {key!r} has"
+            f" {len(media)}"
+        )

@@ -1,0 +1,198 @@
+"""Pictures in packs: where they stand, the positions of tokens around them, and their features among the embeddings.
+
+    row, media ──VisionReader──▶ RowImages ──pack──▶ PackedImages ──tower──▶ features ──▶ embeddings at their places
+
+The text decoder then reads embeddings instead of token ids; its attention and everything after it stay as they are. A
+picture in what the rows of a pack have in common is read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from meshrl.contract.errors import CorruptError, UserError
+from meshrl.contract.images import ImageFeatures, ImageProcessor
+from meshrl.contract.types import Int32, Media, Trajectory
+
+HfModel: TypeAlias = Any
+"""A transformers `PreTrainedModel`: the library has no types."""
+TOWER = "model.visual."
+"""How the names of its weights begin."""
+VISION_ATTENTION = "sdpa"
+"""Inside the tower, where each picture attends to itself."""
+Int64: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RowImages:
+    """The pictures of one row."""
+
+    positions: Int64
+    """int64[A, T]: positions of its tokens; A is 3 where height and width have positions of their own, else 1."""
+    starts: tuple[int, ...]
+    """Where each begins in the row."""
+    features: tuple[ImageFeatures, ...]
+
+    def keys(self, tokens: Int32, numbers: dict[str, int]) -> Int32:
+        """int32[T]: the tokens, but at the places of a picture its number among all in `numbers`, below 0.
+
+        Rows with other pictures have the same tokens at their places, and nothing in common from there on.
+        """
+        found = tokens.copy()
+        for start, image in zip(self.starts, self.features, strict=True):
+            number = numbers.setdefault(image.digest, len(numbers))
+            found[start : start + image.num_tokens] = -1 - number
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PackedImages:
+    """The pictures of a pack, in the order of their places; I of them with M tokens in all."""
+
+    pixels: torch.Tensor
+    """float32[patches, numbers of a patch]"""
+    grids: torch.Tensor
+    """int64[I, 3]"""
+    places: torch.Tensor
+    """int64[m]: the places of those tokens that this rank has, ascending."""
+    own: torch.Tensor
+    """int64[m]: which of the M these are."""
+
+    def to(self, device: torch.device) -> PackedImages:
+        """The same on another device."""
+        return PackedImages(
+            pixels=self.pixels.to(device),
+            grids=self.grids.to(device),
+            places=self.places.to(device),
+            own=self.own.to(device),
+        )
+
+    def share(self, begin: int, width: int) -> PackedImages:
+        """For a rank that has the places from `begin` on, `width` of them."""
+        mine = (self.places >= begin) & (self.places < begin + width)
+        return replace(self, places=self.places[mine] - begin, own=self.own[mine])
+
+
+def packed_images(
+    rows: Sequence[RowImages], places: Sequence[Int64], begins: Sequence[int]
+) -> PackedImages | None:
+    """The pictures of rows that lie at `places`, each with the tokens from `begins` on as its own; or None."""
+    found = [
+        (int(place[start]), image)
+        for row, place, begin in zip(rows, places, begins, strict=True)
+        for start, image in zip(row.starts, row.features, strict=True)
+        if start >= begin
+    ]
+    if not found:
+        return None
+    found.sort(key=lambda each: each[0])
+    at = np.concatenate([np.arange(first, first + image.num_tokens) for first, image in found])
+    return PackedImages(
+        pixels=torch.from_numpy(np.concatenate([image.pixels for _, image in found])),
+        grids=torch.from_numpy(np.stack([image.grid for _, image in found])),
+        places=torch.from_numpy(at),
+        own=torch.arange(len(at)),
+    )
+
+
+Positions: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+class VisionReader:
+    """Finds the pictures of rows, for a model that reads pictures."""
+
+    def __init__(self, checkpoint: Path, hf: HfModel) -> None:
+        """Raises UserError where the checkpoint's pictures are not understood."""
+        self._processor = ImageProcessor(checkpoint)
+        self._rope_index: Positions | None = getattr(hf.model, "get_rope_index", None)
+
+    def of_row(self, row: Trajectory) -> RowImages:
+        """The pictures of a row. Raises CorruptError where they are not those of its tokens."""
+        try:
+            return self._images(row.tokens, row.media, f"row {row.uid}")
+        except UserError as error:
+            raise CorruptError(error.message) from error
+
+    def _images(self, tokens: Int32, media: tuple[Media, ...], where: str) -> RowImages:
+        places = self._processor.places(tokens, media, where)
+        features = tuple(self._processor.features(each, where) for each in media)
+        return RowImages(
+            positions=self._positions(tokens, places, features),
+            starts=tuple(start for start, _ in places),
+            features=features,
+        )
+
+    def _positions(
+        self,
+        tokens: Int32,
+        places: Sequence[tuple[int, int]],
+        features: Sequence[ImageFeatures],
+    ) -> Int64:
+        if self._rope_index is None:
+            return np.arange(len(tokens))[None]
+        if not features:
+            return np.broadcast_to(np.arange(len(tokens)), (3, len(tokens)))
+        kinds = torch.zeros(1, len(tokens), dtype=torch.int32)
+        for start, count in places:
+            kinds[0, start : start + count] = 1
+        found, _ = self._rope_index(
+            torch.from_numpy(tokens.astype(np.int64))[None],
+            mm_token_type_ids=kinds,
+            image_grid_thw=torch.from_numpy(np.stack([image.grid for image in features])),
+        )
+        positions: Int64 = found[:, 0].numpy()
+        return positions
+
+
+def tower_of(hf: HfModel) -> nn.Module | None:
+    """What makes features of pictures; None in a model of text."""
+    if getattr(hf.config, "vision_config", None) is None:
+        return None
+    tower = getattr(hf.model, "visual", None)
+    if not isinstance(tower, nn.Module):
+        raise UserError(
+            f"model {type(hf).__name__}: its vision tower is not known here; Qwen2-VL, Qwen2.5-VL and Qwen3-VL can"
+            " be trained"
+        )
+    return tower
+
+
+def embedded(hf: HfModel, input_ids: torch.Tensor, images: PackedImages | None) -> dict[str, Any]:
+    """What the decoder reads instead of `input_ids` int64[1, P]: embeddings, with the features of pictures in place.
+
+    A pack without pictures runs the tower too, on an empty one: ranks gather its weights together.
+    """
+    embeddings: torch.Tensor = hf.get_input_embeddings()(input_ids)
+    config = hf.config.vision_config
+    if images is None:
+        side = config.spatial_merge_size
+        channels = getattr(config, "in_channels", None) or getattr(config, "in_chans", 3)
+        numbers = channels * config.temporal_patch_size * config.patch_size**2
+        pixels = embeddings.new_zeros(side * side, numbers, dtype=torch.float32)
+        grids = torch.tensor([[1, side, side]], device=embeddings.device)
+        nothing = torch.zeros(0, dtype=torch.int64, device=embeddings.device)
+        images = PackedImages(pixels=pixels, grids=grids, places=nothing, own=nothing)
+    made = hf.model.get_image_features(images.pixels, images.grids, return_dict=True)
+    features = torch.cat(tuple(made.pooler_output)).to(embeddings.dtype)
+    features = features.index_select(0, images.own)
+    found: dict[str, Any] = {
+        "inputs_embeds": embeddings.index_copy(1, images.places, features[None])
+    }
+    deep = getattr(made, "deepstack_features", None)
+    if deep is not None:
+        mask = torch.zeros_like(input_ids, dtype=torch.bool)
+        mask[0, images.places] = True
+        found["visual_pos_masks"] = mask
+        found["deepstack_visual_embeds"] = [
+            torch.cat(tuple(layer)).to(embeddings.dtype).index_select(0, images.own)
+            for layer in deep
+        ]
+    return found
