@@ -21,7 +21,7 @@ from ..mesh import make_mesh
 from ..pods import ROOT
 from .images import Docker, docker
 
-STEPS: Final = 60
+STEPS: Final = 300
 PORT: Final = "18800"
 SAVE_EVERY: Final = 5
 REWARD: Final = """
@@ -85,7 +85,7 @@ class Project:
     def steps(self) -> list[int]:
         return [int(line["step"]) for line in self.metrics() if "reward/mean" in line]
 
-    def until(self, what: str, condition: Callable[[], bool], patience_s: float = 240) -> None:
+    def until(self, what: str, condition: Callable[[], bool], patience_s: float = 600) -> None:
         began = time.monotonic()
         while not condition():
             if time.monotonic() - began > patience_s:
@@ -110,7 +110,7 @@ class Project:
         ).split()
 
     def report(self) -> None:
-        found = [line["eval/reward/mean"] for line in self.metrics() if "eval/reward/mean" in line]
+        found = [line["val/score/mean"] for line in self.metrics() if "val/score/mean" in line]
         steps = self.steps()
         print(
             f"held-out {found[0]:.3f} -> {found[-1]:.3f}; {len(steps)} steps, {len(set(steps))} of them different"

@@ -24,7 +24,7 @@ from ..mesh import make_mesh
 from .images import docker
 
 Manifest = dict[str, Any]
-STEPS: Final = 60
+STEPS: Final = 300
 CONTAINERS: Final = """
 [engine]
 cgroup_manager = "cgroupfs"
@@ -211,7 +211,7 @@ class Story:
         read = [json.loads(line) for line in lines if line.endswith("}")]
         return [line["step"] for line in read if "reward/mean" in line]
 
-    def until(self, what: str, condition: Callable[[], bool], patience_s: float = 240) -> None:
+    def until(self, what: str, condition: Callable[[], bool], patience_s: float = 600) -> None:
         began = time.monotonic()
         while not condition():
             if time.monotonic() - began > patience_s:

@@ -18,7 +18,7 @@ from ..mesh import make_mesh
 from ..pods import ROOT
 from .images import Docker, docker
 
-STEPS: Final = 40
+STEPS: Final = 100
 CONTROLLERS: Final = ("systemd", "memory", "pids")
 """Of version 1."""
 IMAGE: Final = """\
@@ -94,7 +94,7 @@ class Machine:
             raise SystemExit(f"{command}: {done.stdout}{done.stderr}\n{journal.stdout[-5000:]}")
         return done.stdout + done.stderr
 
-    def until(self, what: str, condition: Callable[[], bool], patience_s: float = 240) -> None:
+    def until(self, what: str, condition: Callable[[], bool], patience_s: float = 600) -> None:
         began = time.monotonic()
         while not condition():
             if time.monotonic() - began > patience_s:

@@ -193,9 +193,10 @@ def kubernetes(
 )
 def credentials(folder: Path, apart: bool) -> None:
     """Make a run's credentials in FOLDER/credentials, where there are none: before its services start elsewhere."""
-    from meshrl.rpc.credentials import hand_out, open_run_directory
+    from meshrl.rpc.credentials import ensure_credentials, hand_out
 
-    (hand_out if apart else open_run_directory)(folder)
+    # The folder itself may hold what others read, as /etc/meshrl does.
+    (hand_out if apart else ensure_credentials)(folder)
 
 
 def _placed(

@@ -37,6 +37,13 @@ def test_they_lie_as_in_a_runs_directory(tmp_path: Path) -> None:
     assert made(tmp_path) == found
 
 
+def test_a_folder_that_others_read_stays_open_to_them(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    made(tmp_path)
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+    assert (tmp_path / "credentials").stat().st_mode & 0o777 == 0o700
+
+
 def test_a_file_of_tokens_may_have_none_yet(tmp_path: Path) -> None:
     file = tmp_path / "tokens.yaml"
     file.touch(0o600)
