@@ -79,6 +79,8 @@ class Machine:
         words += [f"--volume={ROOT}/deploy/systemd:/opt/units:ro", "--network=none"]
         words += [f"--volume={assets}:/srv:ro"]
         self.engine.run(*words, "--entrypoint=/lib/systemd/systemd", "meshrl:systemd")
+        # As on a machine, where systemd's mounts of credentials are seen by the services.
+        self.tell("mount --make-rshared /")
         self.until(
             "systemd runs",
             lambda: "running" in self.tell("systemctl is-system-running", check=False),
