@@ -1,6 +1,6 @@
 """Host memory of a trainer's ranks that load, train, save, resume and export models of 10^9 parameters.
 
-    python benchmarks/big_models.py [load] [train] [experts] [export] [--folder /tmp/big]
+    python benchmarks/big_models.py [load] [train] [experts] [export] [--small] [--folder /tmp/big]
 
 Random models in the shape of Qwen3, as bfloat16 checkpoints, on this CPU over gloo:
 
@@ -10,7 +10,8 @@ Random models in the shape of Qwen3, as bfloat16 checkpoints, on this CPU over g
     export   1.5 B in bfloat16 on 2 ranks: loaded, exported
 
 Memory is what a rank has for itself (RssAnon of /proc/self/status, every 5 ms) above what it had before it loaded;
-pages of mapped files are the kernel's. The last line is one JSON object.
+pages of mapped files are the kernel's. `--small` takes models of 0.03 B (a mixture of 0.06 B) in the same shapes
+instead. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -52,16 +53,22 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+LITTLE = {
+    **{"vocab_size": 16_000, "hidden_size": 512, "intermediate_size": 1536},
+    **{"num_hidden_layers": 6, "moe_intermediate_size": 384},
+}
+"""What `--small` changes in a shape."""
 STEPS = {"load": ("0.6B", 4), "train": ("0.6B", 2), "experts": ("0.6B mixture", 2)}
 STEPS["export"] = ("1.5B", 2)
 
 
-def write(shape: str, path: Path) -> None:
+def write(shape: str, path: Path, *, small: bool) -> None:
     """A random checkpoint in bfloat16."""
     import torch
     import transformers
 
     name, sizes = SHAPES[shape]
+    sizes = sizes | {key: value for key, value in LITTLE.items() if small and key in sizes}
     factory: Any = transformers.AutoModelForCausalLM
     torch.manual_seed(0)
     hf = factory.from_config(getattr(transformers, name)(**sizes), dtype=torch.bfloat16)
@@ -137,7 +144,11 @@ def trains(step: str, path: Path, work: Path) -> dict[str, Any]:
     optimizers = Optimizers(policy, OptimConfig(lr=1e-4))
     state = TrainerState(run="r", step=1, epoch=1, seed=0, world_size=ranks, kl_coef=0.0)
     figures: dict[str, Any] = {"load_mib": peak.take()}
-    row = np.random.default_rng(world.rank).integers(3, VOCABULARY, 32).astype(np.int32)
+    row = (
+        np.random.default_rng(world.rank)
+        .integers(3, policy.hf.config.vocab_size, 32)
+        .astype(np.int32)
+    )
     packed = pack([row], [4])
     if found := checkpoint.newest(work, world):
         checkpoint.load(found[0], policy, optimizers)
@@ -211,12 +222,13 @@ def same(exported: Path, start: Path) -> bool:
     )
 
 
-def measure(step: str, folder: Path) -> dict[str, Any]:
+def measure(step: str, folder: Path, *, small: bool) -> dict[str, Any]:
     """One step of the list above."""
     shape, ranks = STEPS[step]
+    shape = f"{shape} made small" if small else shape
     path, work = folder / shape.replace(" ", "-"), folder / f"work-{step}"
     if not path.is_dir():
-        write(shape, path)
+        write(STEPS[step][0], path, small=small)
     shutil.rmtree(work, ignore_errors=True)
     try:
         figures = run(step, ranks, path, work)
@@ -252,13 +264,16 @@ def main() -> int:
         return 0
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("steps", nargs="*", help=f"of {', '.join(STEPS)}; default: all")
+    parser.add_argument("--small", action="store_true", help="models of 0.03 B")
     parser.add_argument("--folder", type=Path, help="keeps the models; default: a temporary one")
     options = parser.parse_args()
     if unknown := set(options.steps) - set(STEPS):
         parser.error(f"no step {unknown.pop()!r}")
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         folder = options.folder or Path(temporary)
-        found = {step: measure(step, folder) for step in options.steps or STEPS}
+        found = {
+            step: measure(step, folder, small=options.small) for step in options.steps or STEPS
+        }
     print(json.dumps(found))
     return 0 if all(each["holds"] for each in found.values()) else 1
 

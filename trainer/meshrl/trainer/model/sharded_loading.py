@@ -8,6 +8,9 @@ where a shard lies is read off its parameter: FSDP, experts and tensors alike.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,10 @@ from meshrl.trainer.model.base_model import BaseModel
 
 NEEDED = (5, 23)
 """Of transformers: older ones have no reader of shards."""
+
+
+_NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
+"""transformers' own switch."""
 
 
 def can_fill(path: Path) -> bool:
@@ -62,16 +69,15 @@ def fill(hf: Any, model: nn.Module, config: ModelConfig, device: torch.device) -
     path, place = Path(hf.config.name_or_path), {"": device}
     lora.place_adapters(hf, config, lambda empty, whole: placed(empty, whole.to(device)))
     mapping: list[Any] = [*get_model_conversion_mapping(hf)]
-    found, _ = convert_and_load_state_dict_in_model(
-        hf,
-        _slices(hf, model, path, mapping),
-        LoadStateDictConfig(
-            device_map=place,
-            dtype=hf.dtype,
-            dtype_plan=hf._get_dtype_plan(hf.dtype),
-            weight_mapping=mapping,
-        ),
+    slices = _slices(hf, model, path, mapping)
+    how = LoadStateDictConfig(
+        device_map=place,
+        dtype=hf.dtype,
+        dtype_plan=hf._get_dtype_plan(hf.dtype),
+        weight_mapping=mapping,
     )
+    with _one_by_one() if any(p.ndim > 2 for p in model.parameters()) else nullcontext():
+        found, _ = convert_and_load_state_dict_in_model(hf, slices, how)
     for name, stored, wanted in sorted(found.mismatched_keys):
         raise UserError(
             f"model.path: {path}: {name} is {list(stored)}, and config.json wants {list(wanted)}"
@@ -82,6 +88,23 @@ def fill(hf: Any, model: nn.Module, config: ModelConfig, device: torch.device) -
             raise UserError(f"model.path: {path} has no weights for {name} of its architecture")
     hf._move_missing_keys_from_meta_to_device(set(), place, None, None)
     hf.initialize_weights()  # of what no checkpoint has, such as tables of positions
+
+
+@contextmanager
+def _one_by_one() -> Iterator[None]:
+    """Read nothing ahead: of experts, threads would read all, before the first layer's become one tensor.
+
+    A mixture of 55 million parameters took 372 MiB where its shard has 211, and takes 251 so.
+    """
+    before = os.environ.get(_NO_THREADS)
+    os.environ[_NO_THREADS] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_THREADS]
+        else:
+            os.environ[_NO_THREADS] = before
 
 
 def placed(empty: torch.Tensor, whole: torch.Tensor) -> nn.Parameter:
