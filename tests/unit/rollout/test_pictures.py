@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from pathlib import Path
+from typing import NamedTuple
 
 import msgpack
 import numpy as np
@@ -14,7 +15,7 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.images import ImageFeatures
 from meshrl.contract.types import GenerateRequest, SamplingParams, TensorSpec, Version
 from meshrl.contract.types import WeightManifest as Manifest
-from meshrl.rollout.engines.vllm import RAW_TENSOR, features
+from meshrl.rollout.engines.vllm import PICTURE_ARGUMENTS, RAW_TENSOR, Config, VllmServer, features
 from meshrl.rollout.server_engine.checkpoint import Checkpoint, check_version
 from meshrl.rollout.server_engine.request import Picture
 from meshrl.rollout.streams import check_request
@@ -92,3 +93,36 @@ def test_a_version_has_all_weights_of_a_tower_or_none(names: tuple[str, ...]) ->
     else:
         with pytest.raises(UserError, match=r"missing model\.visual\.b"):
             check_version(manifest, buckets, checkpoint)
+
+
+class Served(NamedTuple):
+    """What decides over a server's arguments."""
+
+    images: object
+    quantization: str | None
+
+
+@pytest.mark.parametrize(
+    ("served", "wanted", "absent"),
+    [
+        (Served(None, None), {"--skip-tokenizer-init"}, {*PICTURE_ARGUMENTS, "--quantization"}),
+        (Served(object(), None), {*PICTURE_ARGUMENTS}, {"--skip-tokenizer-init"}),
+        (Served(None, "fp8"), {"--quantization", "fp8"}, {*PICTURE_ARGUMENTS}),
+    ],
+)
+def test_a_vllm_server_is_started_for_pictures_and_for_fewer_bits(
+    served: Served, wanted: set[str], absent: set[str]
+) -> None:
+    checkpoint = Checkpoint(
+        path=Path("model"),
+        num_bytes=0,
+        shapes={},
+        tied=False,
+        vocab_size=9,
+        max_length=9,
+        eos_token_ids=(),
+        images=served.images,  # type: ignore[arg-type]
+    )
+    server = VllmServer(Config(quantization=served.quantization))
+    arguments = set(server.arguments(checkpoint, max_length=9, slots=1, port="1"))
+    assert wanted <= arguments and not absent & arguments
