@@ -295,7 +295,7 @@ Figures of 1e-5 and below are float32 rounding.
 
 Which of them a real vLLM or SGLang served here: [engines](engines.md#versions-and-what-was-run). Attention with
 softcaps (Gemma 2) or sinks (GPT-OSS) keeps all scores of a row in memory. Buffers such as DeepSeek-V3's routing
-bias are published as they were loaded, in the type of the weights.
+bias are published in the type of the weights.
 """
 
 
