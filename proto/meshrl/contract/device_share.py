@@ -12,6 +12,11 @@ MEMORY = "MESHRL_GPU_MEMORY_SHARE"
 PORTS = "MESHRL_PORTS"
 IN_TURNS = "MESHRL_GPU_IN_TURNS"
 
+LOGIT_BYTES = 10
+"""In half precision, with the two float32 buffers that the trainer works in."""
+_LOGITS_SHARE = 20
+_FEWEST_LOGITS, _MOST_LOGITS = 1 << 25, 1 << 28
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceShare:
@@ -53,3 +58,9 @@ class DeviceShare:
             bus_order=environment.get(ORDER) == "PCI_BUS_ID",
             in_turns=environment.get(IN_TURNS) == "1",
         )
+
+
+def logits_at_once(memory: int) -> int:
+    """How many logits a trainer holds that may take so many bytes of a GPU: a power of two, a 20th of it at most."""
+    fits = max(1, memory // _LOGITS_SHARE // LOGIT_BYTES)
+    return min(_MOST_LOGITS, max(_FEWEST_LOGITS, 1 << fits.bit_length() - 1))

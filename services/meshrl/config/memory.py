@@ -1,7 +1,7 @@
 """How much memory a service takes of each of its GPUs: an estimate from a checkpoint's config.json and the recipe.
 
 trainer   weights, gradients and AdamW's two moments in float32: 16 bytes a parameter, over the ranks; the activations
-          of one micro-batch (every layer's, or with checkpointing one layer's and each layer's input); two chunks of
+          of one micro-batch (every layer's, or with checkpointing one layer's and each layer's input); a chunk of
           logits and the head's gradient; the layers that FSDP gathers
 reference weights and one layer's activations in the compute type
 engine    weights in 16 bits over its GPUs, and a cache for at least CACHED_ROWS rows of the greatest length
@@ -17,12 +17,11 @@ from typing import Any
 
 from meshrl.config.inventory import GIB
 from meshrl.config.recipe import Recipe, algorithm_needs
+from meshrl.contract.device_share import LOGIT_BYTES, logits_at_once
 
 OVERHEAD = 3 * GIB // 2
 CACHED_ROWS = 8
 """An engine with room for fewer rows at once would be no faster than one request after the other."""
-LOGITS = 2 * 4 << 25
-"""Two chunks of 2^25 float32 logits."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -105,8 +104,8 @@ class Need:
         return self.weights + self.state + self.work + OVERHEAD
 
 
-def trainer_need(recipe: Recipe, model: Architecture, gpus: int) -> Need:
-    """On each of the trainer's GPUs."""
+def trainer_need(recipe: Recipe, model: Architecture, gpus: int, memory: int) -> Need:
+    """On each of the trainer's GPUs, of which each has `memory` bytes; 0: unknown."""
     config, actor = recipe.model, recipe.actor
     element = BYTES[config.param_dtype]
     trained = model.parameters * (2 if algorithm_needs(recipe).critic else 1)
@@ -120,20 +119,22 @@ def trainer_need(recipe: Recipe, model: Architecture, gpus: int) -> Need:
         activations = layer + model.layers * tokens * element * model.hidden
     else:
         activations = layer * model.layers
-    head = LOGITS + (0 if config.lora_rank else 4 * model.vocabulary * model.hidden)
+    head = LOGIT_BYTES * logits_at_once(memory) + (
+        0 if config.lora_rank else 4 * model.vocabulary * model.hidden
+    )
     on_device = 0 if config.param_offload else 1
     return Need(
         weights=full * on_device + gathered, state=states * on_device, work=activations + head
     )
 
 
-def reference_need(recipe: Recipe, model: Architecture) -> Need:
-    """On the reference's GPU."""
+def reference_need(recipe: Recipe, model: Architecture, memory: int) -> Need:
+    """On the reference's GPU of `memory` bytes; 0: unknown."""
     element = BYTES[recipe.model.param_dtype]
     tokens = recipe.reference.max_tokens_per_batch
     return Need(
         weights=element * model.parameters,
-        work=model.layer_activations(tokens, element) + LOGITS,
+        work=model.layer_activations(tokens, element) + LOGIT_BYTES * logits_at_once(memory),
     )
 
 

@@ -368,7 +368,10 @@ class _Division:
         if self.model is None or not self.memory:
             return 1
         needs = (
-            (gpus, memory.trainer_need(self.recipe, self.model, gpus * self.nodes).total)
+            (
+                gpus,
+                memory.trainer_need(self.recipe, self.model, gpus * self.nodes, self.memory).total,
+            )
             for gpus in range(1, self.first + 1)
         )
         return next((gpus for gpus, need in needs if need <= USABLE * self.memory), self.first)
@@ -442,9 +445,9 @@ class _Division:
         if model is None:
             return None
         if kind == "trainer":
-            return memory.trainer_need(recipe, model, max(1, ranks * self.nodes))
+            return memory.trainer_need(recipe, model, max(1, ranks * self.nodes), self.memory)
         if kind == "reference":
-            return memory.reference_need(recipe, model)
+            return memory.reference_need(recipe, model, self.memory)
         return memory.engine_need(recipe, model, max(1, per_worker))
 
     def _turn_share(self, beside: Sequence[str], needs: Mapping[str, Need | None]) -> float:

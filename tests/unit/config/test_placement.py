@@ -148,7 +148,7 @@ def test_in_turns_each_has_what_the_other_does_not_keep(tmp_path: Path) -> None:
         assert 0.6 < shares[name].memory < 0.95 - shares["reference"].memory - 1.5 / 24 + 0.01
         assert shares[name].in_turns
     assert not shares["reference"].in_turns
-    alone = place(recipe(tmp_path, *HALF), machine(1)).places["trainer"].need
+    alone = place(recipe(tmp_path, *HALF), machine(1, 16)).places["trainer"].need
     assert alone is not None
     small = machine(1, (alone.total / GIB + 1.6) / 0.95)
     assert list(place(recipe(tmp_path, *HALF), small).problems())  # side by side

@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshrl.contract.device_share import LOGIT_BYTES, logits_at_once
 from meshrl.trainer.model.logprob import linear_logprob
 
 
@@ -108,3 +109,36 @@ def test_no_tokens_give_no_logprobs_and_zero_gradients() -> None:
     logprobs, _ = linear_logprob(hidden, weight, torch.zeros(0, dtype=torch.int64))
     logprobs.sum().backward()
     assert weight.grad is not None and not weight.grad.any()
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name in ("aten::mm", "aten::addmm", "aten::addmm_")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_frozen_embedding_gets_no_gradient_and_its_product_is_not_computed() -> None:
+    hidden, weight = torch.randn(6, 4), torch.randn(11, 4)
+    targets = torch.randint(0, 11, (6,))
+    products, gradients = [], []
+    for frozen in (False, True):
+        states = hidden.clone().requires_grad_()
+        logprobs, _ = linear_logprob(states, weight.clone().requires_grad_(not frozen), targets)
+        with Products() as counted:
+            logprobs.sum().backward()
+        products.append(counted.count)
+        gradients.append(states.grad)
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert products == [3, 2]  # the logits again, and one gradient instead of two
+
+
+@pytest.mark.parametrize(
+    ("gib", "power"), [(0, 25), (8, 25), (24, 26), (48, 27), (80, 28), (141, 28)]
+)
+def test_more_logits_are_held_at_once_where_there_is_more_memory(gib: int, power: int) -> None:
+    assert logits_at_once(gib << 30) == 1 << power
+    assert gib < 8 or LOGIT_BYTES << power <= (gib << 30) // 20

@@ -26,6 +26,7 @@ from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.sockets import interface_towards, is_loopback, listen_fd, loopback_interface
 from meshrl.trainer import peers
 from meshrl.trainer.config import ParallelConfig
+from meshrl.trainer.model.attention_kernels import use_flash_attention_3
 from meshrl.trainer.model.sequence_parallel import SequenceGroup
 from meshrl.trainer.peers import Peers, Seat
 
@@ -242,6 +243,7 @@ def prepare_cuda() -> None:
     if settings := allocator_settings(os.environ):
         set_allocator: Any = torch.cuda.memory._set_allocator_settings  # has no public name
         set_allocator(settings)
+    use_flash_attention_3(torch.cuda.get_device_capability()[0])
 
 
 def allocator_settings(environment: Mapping[str, str]) -> str:

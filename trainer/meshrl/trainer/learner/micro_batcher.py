@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,25 @@ from meshrl.trainer.model.vision import VisionReader
 
 WHOLE_GRADIENTS_SHARE = 8
 """Gradients of the whole model may take this part of a device: 10 GB of 80, those of 2.5 billion weights."""
+
+
+class _Packs:
+    """Packs in order: the next one is laid out, and sent to the device, while that computes."""
+
+    def __init__(
+        self, pack: Callable[[Sequence[int]], Pack], parts: Iterable[Sequence[int]]
+    ) -> None:
+        self._packs = map(pack, parts)
+        self._next: Pack | None = None
+
+    def take(self) -> Pack:
+        """The next one."""
+        ready, self._next = self._next, None
+        return ready or next(self._packs)
+
+    def prepare(self) -> None:
+        """Lay out the one after it; call this when the device has work."""
+        self._next = next(self._packs, None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,10 +103,12 @@ class MicroBatcher:
         """
         parts = mini.ranks[self.world.data_rank]
         once = isinstance(model, FSDPModule) and reduces_once(model, self.world)
+        packs = _Packs(self.pack, parts)
         for index, chosen in enumerate(parts):
             if once and isinstance(model, FSDPModule):
                 model.set_requires_gradient_sync(index == len(parts) - 1)
-            outputs = forward(self.pack(chosen))
+            outputs = forward(packs.take())
+            packs.prepare()
             if chosen:
                 yield chosen, outputs
             else:
@@ -103,10 +124,12 @@ class MicroBatcher:
     def forward(self, model: nn.Module, function: Callable[[Pack], torch.Tensor]) -> torch.Tensor:
         """float32[N] of the whole batch from a function of packs that calls `model`; every rank calls this."""
         of_row: dict[int, torch.Tensor] = {}
-        for mini in self.schedule.mini_batches:
-            for chosen in mini.ranks[self.world.data_rank]:
-                parts = self.split(function(self.pack(chosen)), chosen)
-                of_row.update(zip(chosen, parts, strict=True))
+        every = [c for mini in self.schedule.mini_batches for c in mini.ranks[self.world.data_rank]]
+        packs = _Packs(self.pack, every)
+        for chosen in every:
+            values = function(packs.take())
+            packs.prepare()
+            of_row.update(zip(chosen, self.split(values, chosen), strict=True))
         if isinstance(model, FSDPModule):
             # FSDP leaves the root gathered for a backward pass, which does not follow: the next reader
             # of the parameters would get them in the compute type.

@@ -1,6 +1,6 @@
 """Block-diagonal causal attention over a pack, registered with transformers as `meshrl_packed`.
 
-No mask is built. On CUDA in half precision torch's varlen flash attention (2.11 and later) takes the pack as it is.
+No mask is built. On CUDA in half precision a kernel takes the pack as it is (`attention_kernels.py` says which).
 Elsewhere sequences of similar length become one rectangular causal call: padding at the end cannot be seen by a real
 query under a causal mask, so the result is exact. No kernel of torch computes softcaps and sinks: there all scores
 are in memory.
@@ -8,8 +8,6 @@ are in memory.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import threading
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,37 +18,9 @@ from torch import nn
 from transformers import AttentionInterface
 
 from meshrl.contract.errors import UserError
+from meshrl.trainer.model.attention_kernels import attend_varlen
 from meshrl.trainer.model.packing import Bucket, Layout
 from meshrl.trainer.model.sequence_parallel import repeats
-
-try:
-    from torch.nn.attention import varlen
-except ImportError:  # before torch 2.10
-    varlen = None  # type: ignore[assignment]
-
-
-def with_grouped_heads(attend: Any | None) -> Any | None:
-    """Torch's `varlen_attn` as this torch has it, for heads of keys that may be fewer; None where it cannot do it.
-
-    2.10 knows no window. 2.11 has no `enable_gqa`: it hands unequal heads to the kernel, which takes them. Later ones
-    refuse them without it.
-    """
-    if attend is None:
-        return None
-    known = inspect.signature(attend).parameters
-    if not {"scale", "window_size"} <= known.keys():
-        return None
-    if "enable_gqa" not in known:
-        return attend
-
-    @functools.wraps(attend)
-    def grouped(q: torch.Tensor, k: torch.Tensor, *others: Any, **options: Any) -> Any:
-        return attend(q, k, *others, **options, enable_gqa=q.shape[1] != k.shape[1])
-
-    return grouped
-
-
-varlen_attn = with_grouped_heads(getattr(varlen, "varlen_attn", None))
 
 NAME = "meshrl_packed"
 _calls = threading.local()
@@ -141,24 +111,32 @@ def _attend(
     """[1, P, Hq, Dv] from all tokens of the pack."""
     half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
     same = query.shape[-1] == value.shape[-1]
-    if half and varlen_attn is not None and scores.plain and same:
-        window = (-1 if scores.window is None else scores.window - 1, 0)
-        unfolded, folded = packed_layout.unfolded, packed_layout.folded
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        if unfolded is not None:
-            q, k, v = (x.index_select(0, unfolded) for x in (q, k, v))
-        cu = packed_layout.cu_seqlens
-        longest = packed_layout.max_seqlen
-        out = varlen_attn(
-            q, k, v, cu, cu, longest, longest,
-            scale=scores.scaling, window_size=window,
-        )  # fmt: skip
-        assert isinstance(out, torch.Tensor)
-        return (out if folded is None else out.index_select(0, folded))[None]
+    if half and attend_varlen is not None and scores.plain and same:
+        return _end_to_end(attend_varlen, query, key, value, packed_layout, scores)
     # [P, H, D]: tokens first, so that one index takes whole tokens.
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     parts = [_rectangle(q, k, v, b, scores) for b in packed_layout.buckets]
     return torch.cat(parts).index_select(0, packed_layout.order)[None]
+
+
+def _end_to_end(
+    attend: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed_layout: Layout,
+    scores: Scores,
+) -> torch.Tensor:
+    """[1, P, Hq, D] by a kernel that takes rows end to end."""
+    window = (-1 if scores.window is None else scores.window - 1, 0)
+    unfolded, folded = packed_layout.unfolded, packed_layout.folded
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if unfolded is not None:
+        q, k, v = (x.index_select(0, unfolded) for x in (q, k, v))
+    cu, longest = packed_layout.cu_seqlens, packed_layout.max_seqlen
+    out = attend(q, k, v, cu, cu, longest, longest, scale=scores.scaling, window_size=window)
+    assert isinstance(out, torch.Tensor)
+    return (out if folded is None else out.index_select(0, folded))[None]
 
 
 def _rectangle(

@@ -14,13 +14,17 @@ Ranks that share the vocabulary (`VocabularyShare`) exchange maxima and sums of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 25}
-"""Logits held at once, twice: 32 MiB each in float32 on a CPU, which gains nothing from more, 128 MiB on a GPU."""
+from meshrl.contract.device_share import DeviceShare, logits_at_once
+
+CHUNK_ELEMENTS = {"cpu": 1 << 23}
+"""Logits held at once, twice, by kind of device: 32 MiB each in float32, a CPU gains nothing from more. A GPU that is
+not named here has as many as its memory allows: each chunk goes through the gradient of the whole embedding once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -64,7 +68,7 @@ def linear_logprob(
         targets: int64[N], or int64[N, m]: several tokens at each place.
         temperature: τ > 0, divides the logits.
         softcap: c of Gemma 2: logits become c tanh(logit / c), before τ.
-        chunk_elements: How many logits may exist at once; None takes CHUNK_ELEMENTS.
+        chunk_elements: How many logits may exist at once; None: as many as suit the device.
         share: Whose rows `weight` has, where ranks share the vocabulary.
 
     Returns:
@@ -148,8 +152,17 @@ def linear_sum_pi_squared(
 def _chunk(weight: torch.Tensor, elements: int | None) -> int:
     """Tokens of a chunk."""
     if elements is None:
-        elements = CHUNK_ELEMENTS.get(weight.device.type, CHUNK_ELEMENTS["cuda"])
+        kind = weight.device.type
+        elements = CHUNK_ELEMENTS[kind] if kind in CHUNK_ELEMENTS else _by_memory(weight.device)
     return max(1, elements // weight.shape[0])
+
+
+@cache
+def _by_memory(device: torch.device) -> int:
+    """All that this process may take, not what is free now: sums must not depend on what else runs."""
+    share = DeviceShare.of()
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return logits_at_once(int(total * (1.0 if share is None else share.memory)))
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -194,9 +207,11 @@ class _LinearLogprob(torch.autograd.Function):
         grad_logprob = None if grad_targets is None else grad_targets.sum(-1)
         if grad_targets is not None and here is not None:
             grad_targets = grad_targets * _columns(here)
-        grad_hidden = torch.empty_like(hidden)
+        # Frozen by an adapter, the embedding needs none: a third of this pass, and a float32 of each of its numbers.
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         # Summed over chunks in float32: in bfloat16 a large vocabulary's small contributions would be lost.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         buffers = _Buffers(hidden, weight, ctx.chunk, ctx.softcap, ctx.share)
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
@@ -213,14 +228,16 @@ class _LinearLogprob(torch.autograd.Function):
             if grad_targets is not None:
                 grad.scatter_add_(1, _columns(targets[part]), grad_targets[part])
             grad = buffers.uncapped(_divided(grad, ctx.temperature)).to(weight.dtype)
-            grad_hidden[part] = grad @ weight
-            if weight.dtype == torch.float32:
+            if grad_hidden is not None:
+                grad_hidden[part] = grad @ weight
+            if grad_weight is not None and weight.dtype == torch.float32:
                 grad_weight.addmm_(grad.T, hidden[part])
-            else:
+            elif grad_weight is not None:
                 grad_weight += grad.T @ hidden[part]
-        if ctx.share is not None:
+        if ctx.share is not None and grad_hidden is not None:
             ctx.share.add_up(grad_hidden)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None
+        of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, of_weight, None, None, None, None, None
 
 
 def _columns(values: torch.Tensor) -> torch.Tensor:

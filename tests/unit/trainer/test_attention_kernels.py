@@ -1,0 +1,92 @@
+"""Installed FlashAttention packages, played by modules that compute the same on a CPU."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshrl.trainer.model import attention, attention_kernels
+from meshrl.trainer.model.attention import Scores
+from meshrl.trainer.model.packing import pack
+
+
+def flash_attn_varlen_func(  # type: ignore[no-untyped-def]  # the package's first arguments, and its names
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+):  # fmt: skip
+    """FlashAttention 2.8, row by row."""
+    assert causal and dropout_p == softcap == 0.0 and torch.equal(cu_seqlens_q, cu_seqlens_k)
+    rows = []
+    for start, end in zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True):
+        assert end - start <= max_seqlen_q == max_seqlen_k
+        age = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        seen = (age >= 0) & (age <= (window_size[0] if window_size[0] >= 0 else end))
+        one = [x[start:end].transpose(0, 1) for x in (q, k, v)]
+        out = F.scaled_dot_product_attention(
+            one[0], one[1], one[2], attn_mask=seen, scale=softmax_scale, enable_gqa=True
+        )
+        rows.append(out.transpose(0, 1))
+    return torch.cat(rows)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def install(name: str, **content: Any) -> None:
+        module = ModuleType(name)
+        module.__spec__ = SimpleNamespace(name=name)  # type: ignore[assignment]  # `find_spec` reads it
+        for key, value in content.items():
+            setattr(module, key, value)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    return install
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_package_of_flash_attention_2_takes_a_pack_as_rectangles_do(
+    installed: Any, window: int | None
+) -> None:
+    installed("flash_attn", flash_attn_varlen_func=flash_attn_varlen_func)
+    attend = attention_kernels.of_package()
+    assert attend is not None
+    torch.manual_seed(0)
+    beginning = np.arange(4, dtype=np.int32)  # shared, so that the pack is folded
+    rows = [np.concatenate([beginning, np.full(n, n, np.int32)]) for n in (2, 5, 5)]
+    layout = pack(rows, [4, 4, 4]).layout
+    tokens = len(layout.order)
+    query, (key, value) = torch.randn(1, 4, tokens, 8), torch.randn(2, 1, 2, tokens, 8)
+    scores = Scores(scaling=0.3, window=window, softcap=None, sinks=None)
+    found = attention._end_to_end(attend, query, key, value, layout, scores)
+    torch.testing.assert_close(found, attention._attend(query, key, value, layout, scores))
+
+
+def test_a_package_that_is_not_there_or_was_built_for_another_torch_is_not_used(
+    installed: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert attention_kernels.of_package() is None  # not installed here
+    installed("flash_attn")
+    assert attention_kernels.of_package() is None
+    assert "flash_attn is installed and cannot be used" in caplog.text
+
+
+def test_torch_gets_flash_attention_3_on_hopper_where_it_is_installed(
+    installed: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: list[str] = []
+    attention_of_torch = SimpleNamespace(activate_flash_attention_impl=given.append)
+    use = attention_kernels.use_flash_attention_3
+    assert not use(9, attention_of_torch)
+    installed("flash_attn_interface")
+    assert not use(8, attention_of_torch)
+    assert not use(9, SimpleNamespace())  # torch 2.10
+    assert given == []
+    assert use(9, attention_of_torch)
+    assert given == ["FA3"]
+    # This torch's own: the package must bring kernels.
+    assert not use(9)
+    assert "flash_attn_interface is installed and cannot be used" in caplog.text
