@@ -5,7 +5,7 @@
 # nothing. PYTHON is the interpreter (.venv/bin/python), OUT the folder of the logs (build/gpu-day).
 # Not run on a GPU yet.
 set -uo pipefail
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/../.." || exit
 python=${PYTHON:-.venv/bin/python} out=${OUT:-build/gpu-day} rehearse='' wanted=''
 all='machine unit parity mfu matrix nccl mesh_shm mesh_cuda_ipc mesh_nccl ranks engine'
 while [ $# -gt 0 ]; do

@@ -1,7 +1,9 @@
-"""A fleet of two kinds of engines: a stock vLLM server under `up`, and a torch worker that joins it."""
+"""A fleet of three kinds of engines: a stock vLLM server under `up`, which SGLang and torch workers join."""
 
 from __future__ import annotations
 
+import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,32 @@ from ..mesh import PATIENCE_S, make_mesh
 
 pytestmark = pytest.mark.slow
 
-PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+SGLANG = {
+    "python": str(ROOT / ".venv-sglang" / "bin" / "python"),
+    "dtype": "float32",
+    "max_model_len": 128,
+    "extra_args": [
+        *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend"),
+        *("pytorch", "--max-total-tokens", "4000", "--disable-overlap-schedule", "--sleep-on-idle"),
+    ],
+    "env": {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT / "tests" / "sglang_cpu"),
+    },
+}
+JOINERS = {
+    "rollout-1": ("torch", {}),
+    **({"rollout-2": ("sglang", SGLANG)} if Path(str(SGLANG["python"])).exists() else {}),
+}
 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: make venv-vllm makes it")
-async def test_vllm_and_torch_sample_one_run(tmp_path: Path) -> None:
+async def test_vllm_torch_and_sglang_sample_one_run(tmp_path: Path) -> None:
     vllm = {
         "python": str(PYTHON),
         "dtype": "float32",
@@ -37,14 +58,20 @@ async def test_vllm_and_torch_sample_one_run(tmp_path: Path) -> None:
     with mesh.up() as process:
         # vLLM first: beside a run that trains it would take minutes to start.
         mesh.wait_for_step(process, 1)
-        words = fleet(mesh, "add", "--print").split()
-        torch = ["rollout.name=torch", "rollout.engine={}"]
-        with mesh.serve(*words[2:4], *torch, *words[4:]) as joiner:
-            both = working("rollout-0", "rollout-1")
-            await wait_for(mesh, process, both, "sampled with both")
+        with ExitStack() as stack:
+            joined = {}
+            for name, (kind, engine) in JOINERS.items():
+                words = fleet(mesh, "add", "--print").split()
+                assert words[words.index("--name") + 1] == name
+                of_kind = [f"rollout.name={kind}", f"rollout.engine={json.dumps(engine)}"]
+                joined[name] = stack.enter_context(mesh.serve(*words[2:4], *of_kind, *words[4:]))
+                await wait_for(mesh, process, working(name), f"sampled with {kind}")
+            all_of_them = working("rollout-0", *joined)
+            await wait_for(mesh, process, all_of_them, "sampled with all")
             mesh.wait_for_step(process, len(mesh.steps()) + 3)
-            fleet(mesh, "drain", "rollout-1")
-            assert joiner.wait(PATIENCE_S) == 0
+            for name, joiner in joined.items():
+                fleet(mesh, "drain", name)
+                assert joiner.wait(PATIENCE_S) == 0
         await end(mesh, process)
     # vLLM has sampled with weights that it was sent while it served.
     assert int(mesh.steps()[-1]["policy_version"].removeprefix("1.")) > 3

@@ -83,8 +83,8 @@ class Kind:
 
     @property
     def venv(self) -> Path:
-        """Its environment; not there unless made."""
-        return ROOT / f".venv-{self.package}"
+        """Its environment; not there unless made. VLLM_VENV or SGLANG_VENV is another one."""
+        return Path(os.environ.get(f"{self.package.upper()}_VENV", ROOT / f".venv-{self.package}"))
 
     def options(self, log: Path) -> dict[str, object]:
         """`rollout.engine` of an engine that starts the server."""

@@ -19,8 +19,8 @@ from .weights_fleet import opened
     [
         # Written to /dev/shm, which every replica maps.
         ("shm", lambda replicas: 1),
-        # Into the pinned memory of rank 0, and out of that of each replica's rank.
-        ("nccl", lambda replicas: 1 + replicas),
+        # The processes of the ranks map what the snapshot lies in, and what engines get.
+        ("nccl", lambda replicas: 0),
         # Sent from where the snapshot lies, received into what the engine gets.
         ("gloo", lambda replicas: 0),
     ],

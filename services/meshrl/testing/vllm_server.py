@@ -35,6 +35,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from meshrl.config.weights import NcclConfig
+from meshrl.contract import shared_buffers
 from meshrl.contract.types import Uint8
 from meshrl.weights.nccl.process import NcclProcess
 
@@ -107,9 +108,9 @@ class Workers:
             os.kill(os.getpid(), signal.SIGKILL)
 
     async def _broadcast(self, rank: NcclProcess, nbytes: int) -> Uint8:
-        memory = await rank.memory(nbytes)
-        await rank.broadcast(nbytes, WAIT_S)
-        return memory[:nbytes].copy()
+        (memory,) = shared_buffers.allocate([nbytes])
+        await rank.broadcast(memory, WAIT_S)
+        return memory
 
 
 def has_fault(kind: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from meshrl.contract import shared_buffers
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.contract.types import OnUpdate, TensorSpec, Uint8, Version, WeightManifest
 from meshrl.weights.messages import digest, tensor_digest
@@ -43,9 +44,9 @@ class StubSource:
         """
         sparse = density < 1.0
         random = np.random.default_rng(0 if sparse else [version.epoch, version.step])
-        self._buckets = [
-            random.integers(0, 256, bucket_bytes, dtype=np.uint8) for _ in range(buckets)
-        ]
+        self._buckets = shared_buffers.allocate([bucket_bytes] * buckets)
+        for bucket in self._buckets:
+            bucket[:] = random.integers(0, 256, bucket_bytes, dtype=np.uint8)
         for bucket in self._buckets:
             if sparse:  # each word changes once in `period` steps
                 period, words = round(1 / density), bucket.view(f"u{_ITEM[dtype]}")

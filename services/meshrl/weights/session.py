@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from meshrl.config.weights import WeightsConfig
+from meshrl.contract import shared_buffers
 from meshrl.contract.errors import (
     ConflictError,
     CorruptError,
@@ -169,8 +170,10 @@ class Session:
         # Fresh memory for each version: an engine may keep these very arrays until, and after, the commit. And for
         # each sender: the one before may still write into what it has not finished.
         incoming = self._received = self._incoming
-        for index in incoming.missing:
-            incoming.buckets[index] = np.empty(manifest.bucket_bytes[index], dtype=np.uint8)
+        indices = sorted(incoming.missing)
+        sizes = [manifest.bucket_bytes[index] for index in indices]
+        for index, memory in zip(indices, shared_buffers.allocate(sizes), strict=True):
+            incoming.buckets[index] = memory
         held = set(range(len(incoming.buckets))) - incoming.missing
         ready = pb.ReplicaReady(hop=message.propose.hop, held=sorted(held))
         try:
@@ -235,7 +238,7 @@ class Session:
         manifest, buckets = incoming.manifest, incoming.buckets
         if index not in incoming.missing:  # in a group: another one lacks it
             buckets = [*buckets]
-            buckets[index] = np.empty_like(buckets[index])
+            (buckets[index],) = shared_buffers.allocate([manifest.bucket_bytes[index]])
         received = pb.ReplicaReceived(bucket=index, hop=self._hop)
         try:
             mapped = await self._from_sender(channel.receive(manifest, index, buckets[index]))

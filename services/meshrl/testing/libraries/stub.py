@@ -38,6 +38,7 @@ from typing import Any, cast
 
 from meshrl.weights.nccl.library import UNIQUE_ID_BYTES
 from meshrl.weights.nccl.library import Buffer as AnyBuffer
+from meshrl.weights.nccl.library import Host as AnyHost
 
 VARIABLE = "MESHRL_NCCL_STUB"
 _HELLO = struct.Struct("<16sIII")  # nonce, rank, its port, length of the version that follows
@@ -85,9 +86,13 @@ class Library:
             before, behind = _call(int(port), nonce, rank, self.version)
         return Communicator(rank, before, behind, self._stream, self._faults, deaf=self._deaf)
 
-    def buffer(self, memory: mmap.mmap) -> Buffer:
-        """A buffer of the same size."""
-        return Buffer(memory, self._stream)
+    def host(self, memory: mmap.mmap) -> Host:
+        """Nothing to pin."""
+        return Host(memory)
+
+    def buffer(self, nbytes: int) -> Buffer:
+        """Of this process's own memory."""
+        return Buffer(nbytes, self._stream)
 
     def mark(self) -> Callable[[], bool]:
         """An event in the stream's thread."""
@@ -116,26 +121,38 @@ class Stream:
                 self.failure = error
 
 
-class Buffer:
-    """Both halves in host memory."""
+class Host:
+    """Memory that two processes have."""
 
-    def __init__(self, memory: mmap.mmap, stream: Stream) -> None:
-        self._stream = stream
+    def __init__(self, memory: mmap.mmap) -> None:
         self._view = (ctypes.c_uint8 * len(memory)).from_buffer(memory)
-        self._device = (ctypes.c_uint8 * len(memory))()
-        self.bytes = memoryview(self._device).cast("B")
-
-    def load(self, nbytes: int) -> None:
-        """Host to device."""
-        self._stream.put(lambda: ctypes.memmove(self._device, self._view, nbytes))
-
-    def store(self, nbytes: int) -> None:
-        """Device to host."""
-        self._stream.put(lambda: ctypes.memmove(self._view, self._device, nbytes))
+        self.address = ctypes.addressof(self._view)
 
     def close(self) -> None:
-        """Release the shared half."""
+        """Release it."""
         del self._view
+
+
+class Buffer:
+    """A device's memory, played by the host's."""
+
+    def __init__(self, nbytes: int, stream: Stream) -> None:
+        self._stream = stream
+        self._device = (ctypes.c_uint8 * nbytes)()
+        self.bytes = memoryview(self._device).cast("B")
+
+    def load(self, host: AnyHost, at: int, nbytes: int) -> None:
+        """Host to device."""
+        source = cast(Host, host).address + at
+        self._stream.put(lambda: ctypes.memmove(self._device, source, nbytes))
+
+    def store(self, host: AnyHost, at: int, nbytes: int) -> None:
+        """Device to host."""
+        to = cast(Host, host).address + at
+        self._stream.put(lambda: ctypes.memmove(to, self._device, nbytes))
+
+    def close(self) -> None:
+        """Nothing to free."""
 
 
 class Communicator:

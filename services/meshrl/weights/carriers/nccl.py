@@ -6,8 +6,9 @@
 
 NCCL blocks: only the end of the process ends a wait for the other ranks, and a broadcast waits for a dead rank for
 ever. So no engine and no trainer calls it. Every end of a channel starts a process, which imports torch
-and cupy and nothing of an engine; whatever goes wrong there, it is killed. Bytes go as uint8 from pinned shared
-memory through device memory that is neither torch's nor the engine's.
+and cupy and nothing of an engine; whatever goes wrong there, it is killed. Bytes go as uint8 from the snapshot's
+memory, which the process maps and pins, through device memory that is neither torch's nor the engine's, into the
+memory that engines are given.
 
 The replicas that take a version together are one communicator, into which the trainer sends each bucket once (see
 `groups.py`). One that dies stops the broadcast to all: all processes are killed, the others are one communicator
@@ -21,6 +22,7 @@ import asyncio
 import numpy as np
 
 from meshrl.config.weights import WeightsConfig
+from meshrl.contract import shared_buffers
 from meshrl.contract.errors import MeshError, UnavailableError, UserError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
@@ -103,16 +105,18 @@ class NcclChannel:
         self._processes.prepare()
 
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
-        """Copy a bucket to the process, which broadcasts it."""
-        memory = await self._broadcastable(manifest)
-        await asyncio.to_thread(np.copyto, memory[: bucket.nbytes], bucket)
-        await self._broadcast(bucket.nbytes)
+        """The process broadcasts a bucket from where it lies; other memory than a snapshot's is copied first."""
+        shared = _shared(bucket)
+        if shared is not bucket:
+            await asyncio.to_thread(np.copyto, shared, bucket)
+        await self._broadcast(shared)
 
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
-        """Take part in the broadcast, and copy the bucket out."""
-        memory = await self._broadcastable(manifest)
-        await self._broadcast(into.nbytes)
-        await asyncio.to_thread(np.copyto, into, memory[: into.nbytes])
+        """Take part in the broadcast, straight into memory that can be shared; other memory is copied to."""
+        shared = _shared(into)
+        await self._broadcast(shared)
+        if shared is not into:
+            await asyncio.to_thread(np.copyto, into, shared)
 
     def committed(self, version: Version) -> None:
         """Does nothing: nothing is kept from one version to the next."""
@@ -158,16 +162,9 @@ class NcclChannel:
             )
         await process.join(self._link.size, unique_id, self._link.rank, deadline_s)
 
-    async def _broadcastable(self, manifest: WeightManifest) -> Uint8:
-        """The memory that a bucket of this version fits in."""
+    async def _broadcast(self, memory: Uint8) -> None:
         try:
-            return await self._opened().memory(max(manifest.bucket_bytes))
-        except MeshError as error:
-            raise UnavailableError(f"{self._where}: {error}") from error
-
-    async def _broadcast(self, nbytes: int) -> None:
-        try:
-            await self._opened().broadcast(nbytes, self._config.deadline_s(nbytes))
+            await self._opened().broadcast(memory, self._config.deadline_s(memory.nbytes))
         except MeshError as error:
             raise UnavailableError(f"{self._where}: {error}") from error
 
@@ -175,6 +172,11 @@ class NcclChannel:
         if self._process is None or self._aborted:
             raise UnavailableError("it is not open")
         return self._process
+
+
+def _shared(memory: Uint8) -> Uint8:
+    """This memory, or else as much that the process can map."""
+    return memory if shared_buffers.find(memory) else shared_buffers.allocate([memory.nbytes])[0]
 
 
 async def _check(facts: Facts, peer: WaitingPeer) -> None:

@@ -18,19 +18,27 @@ LIBRARIES = "meshrl.weights.nccl.libraries"
 UNIQUE_ID_BYTES = 128
 
 
-class Buffer(Protocol):
-    """Host memory that another process shares, and device memory of the same size."""
+class Host(Protocol):
+    """Host memory that another process shares, pinned."""
 
-    def load(self, nbytes: int) -> None:
+    def close(self) -> None:
+        """Undo the pinning; nothing may be enqueued on it."""
+        ...
+
+
+class Buffer(Protocol):
+    """Device memory."""
+
+    def load(self, host: Host, at: int, nbytes: int) -> None:
         """Enqueue host to device."""
         ...
 
-    def store(self, nbytes: int) -> None:
+    def store(self, host: Host, at: int, nbytes: int) -> None:
         """Enqueue device to host."""
         ...
 
     def close(self) -> None:
-        """Free the device's half; nothing may be enqueued on it."""
+        """Free it; nothing may be enqueued on it."""
         ...
 
 
@@ -73,8 +81,12 @@ class Library(Protocol):
         """Join the other ranks. Blocks for ever when one does not join."""
         ...
 
-    def buffer(self, memory: mmap.mmap) -> Buffer:
-        """Pin `memory` and have as much on the device; after `join`."""
+    def host(self, memory: mmap.mmap) -> Host:
+        """Pin `memory`; after `join`."""
+        ...
+
+    def buffer(self, nbytes: int) -> Buffer:
+        """Device memory; after `join`."""
         ...
 
     def mark(self) -> Callable[[], bool]:

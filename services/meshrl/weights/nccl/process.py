@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
-import mmap
 import os
 import signal
 import socket
@@ -14,9 +13,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from meshrl.config.weights import NcclConfig
+from meshrl.contract import shared_buffers
 from meshrl.contract.errors import ConfigError, UnavailableError, from_detail
 from meshrl.contract.types import Uint8
 from meshrl.rpc.parent_death import PARENT_VARIABLE
@@ -31,7 +29,6 @@ _ANSWER_S = 10.0
 _GRACE_S = 2.0
 """Time for a process that missed its own deadline to abort and report it."""
 _LEAVE_S = 3.0
-_GRAIN = 1 << 21
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +67,11 @@ class NcclProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._memory_fd = -1
-        self._memory: Uint8 = np.empty(0, dtype=np.uint8)
+        self._files: socket.socket | None = None
+        self._attached: set[int] = set()
+        """Regions of shared memory that it has mapped."""
+        self._memory: Uint8 | None = None
+        """Of a broadcast that has not ended well: nobody else may have it while the process may write there."""
         self._facts: Facts | None = None
         self._killed = False
 
@@ -93,8 +93,8 @@ class NcclProcess:
     async def start(self) -> None:
         """Run it; what it imports takes seconds, see `facts`."""
         ours, theirs = socket.socketpair()
-        self._memory_fd = os.memfd_create("meshrl-nccl")
-        fds = (theirs.fileno(), self._memory_fd)
+        self._files, their_files = socket.socketpair()
+        fds = (theirs.fileno(), their_files.fileno())
         config = self._config
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -113,6 +113,7 @@ class NcclProcess:
             raise
         finally:
             theirs.close()  # the child must hold the only copy, or its death would not close the socket
+            their_files.close()
 
     async def facts(self) -> Facts:
         """The library and version that it loaded; the first call waits for its imports.
@@ -143,25 +144,24 @@ class NcclProcess:
             deadline_s=deadline_s,
         )
 
-    async def memory(self, nbytes: int) -> Uint8:
-        """The shared memory, uint8[>= nbytes], pinned on the other side; the same one until it must grow."""
-        if self._memory.nbytes < nbytes and not self._killed:
-            size = -(-nbytes // _GRAIN) * _GRAIN
-            os.ftruncate(self._memory_fd, size)
-            self._memory = np.frombuffer(mmap.mmap(self._memory_fd, size), dtype=np.uint8)
-            await self._ask(self._config.start_s, "pinning memory", do="remember", nbytes=size)
-        return self._memory
-
-    async def broadcast(self, nbytes: int, deadline_s: float) -> None:
-        """From rank 0's shared memory into that of the other ranks."""
+    async def broadcast(self, memory: Uint8, deadline_s: float) -> None:
+        """From rank 0's `memory` into that of the other ranks, all of `meshrl.contract.shared_buffers`."""
+        found = shared_buffers.find(memory)
+        assert found is not None, "memory that cannot be shared"
+        region, at = found
+        self._memory = memory
+        await self._attach(region)
         await self._ask(
             deadline_s + _GRACE_S,
-            f"a broadcast of {nbytes} bytes",
+            f"a broadcast of {memory.nbytes} bytes",
             do="broadcast",
-            nbytes=nbytes,
+            number=region.number,
+            at=at,
+            nbytes=memory.nbytes,
             root=0,
             deadline_s=deadline_s,
         )
+        self._memory = None
 
     def kill(self) -> None:
         """SIGKILL, whatever it does; never waits, idempotent. A wait for its answer raises UnavailableError."""
@@ -171,9 +171,8 @@ class NcclProcess:
                 self._process.kill()
         if self._writer is not None:
             self._writer.close()
-        if self._memory_fd >= 0:
-            os.close(self._memory_fd)
-            self._memory_fd = -1
+        if self._files is not None:
+            self._files.close()
 
     async def kill_and_wait(self) -> None:
         """Kill it and wait for its end."""
@@ -190,6 +189,21 @@ class NcclProcess:
                 async with asyncio.timeout(_LEAVE_S):
                     await process.wait()
         await self.kill_and_wait()
+
+    async def _attach(self, region: shared_buffers.Region) -> None:
+        """Have it map and pin a region, once, and let go of those that are no more."""
+        for number in [each for each in self._attached if not shared_buffers.exists(each)]:
+            self._attached.discard(number)
+            await self._ask(self._config.start_s, "unpinning memory", do="detach", number=number)
+        if region.number in self._attached:
+            return
+        await self.facts()
+        assert self._files is not None
+        if not self._killed:
+            socket.send_fds(self._files, [b"0"], [region.descriptor])
+        frame = {"number": region.number, "nbytes": region.nbytes}
+        await self._ask(self._config.start_s, "pinning memory", do="attach", **frame)
+        self._attached.add(region.number)
 
     async def _ask(self, limit_s: float, what: str, **frame: Any) -> messages.Frame:
         await self.facts()

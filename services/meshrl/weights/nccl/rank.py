@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import mmap
+import os
 import time
 
 from meshrl.contract.errors import InfraError, UnavailableError
-from meshrl.weights.nccl.library import Buffer, Communicator, Library
+from meshrl.weights.nccl.library import Buffer, Communicator, Host, Library
 
 _FIRST_LOOK_S, _LAST_LOOK_S = 20e-6, 1e-3
 
@@ -14,11 +15,11 @@ _FIRST_LOOK_S, _LAST_LOOK_S = 20e-6, 1e-3
 class Rank:
     """Joins, then takes part in one broadcast after the other; call `abort` before the process ends."""
 
-    def __init__(self, library: Library, memory_fd: int) -> None:
+    def __init__(self, library: Library) -> None:
         self._library = library
-        self._memory_fd = memory_fd
-        self._memory: mmap.mmap | None = None
+        self._hosts: dict[int, Host] = {}
         self._buffer: Buffer | None = None
+        self._buffer_bytes = 0
         self._communicator: Communicator | None = None
         self._rank = 0
 
@@ -29,33 +30,46 @@ class Rank:
         self._communicator.warm_up()
         self._finish(self._communicator, deadline_s, "the warm-up")
 
-    def remember(self, nbytes: int) -> None:
-        """Map the shared memory, which its owner has made `nbytes` long, and pin it."""
-        if self._buffer is not None:
-            self._buffer.close()
-        self._memory = mmap.mmap(self._memory_fd, nbytes)
-        self._buffer = self._library.buffer(self._memory)
+    def attach(self, number: int, descriptor: int, nbytes: int) -> None:
+        """Map a file of the parent's that is `nbytes` long, and pin it."""
+        try:
+            self._hosts[number] = self._library.host(mmap.mmap(descriptor, nbytes))
+        finally:
+            os.close(descriptor)
 
-    def broadcast(self, nbytes: int, root: int, deadline_s: float) -> None:
+    def detach(self, number: int) -> None:
+        """The parent has freed it."""
+        self._hosts.pop(number).close()
+
+    def broadcast(self, number: int, at: int, nbytes: int, root: int, deadline_s: float) -> None:
         """Shared memory to device at the root, device to all devices, device to shared memory at the others.
 
         Raises:
             UnavailableError: not through within the deadline.
         """
-        communicator, buffer = self._communicator, self._buffer
-        if communicator is None or buffer is None:
+        communicator, host = self._communicator, self._hosts.get(number)
+        if communicator is None or host is None:
             raise InfraError("a broadcast needs a communicator and memory")
+        buffer = self._device_memory(nbytes)
         if self._rank == root:
-            buffer.load(nbytes)
+            buffer.load(host, at, nbytes)
         communicator.broadcast(buffer, nbytes, root)
         if self._rank != root:
-            buffer.store(nbytes)
+            buffer.store(host, at, nbytes)
         self._finish(communicator, deadline_s, f"a broadcast of {nbytes} bytes")
 
     def abort(self) -> None:
         """Abort the communicator; idempotent."""
         if self._communicator is not None:
             self._communicator.abort()
+
+    def _device_memory(self, nbytes: int) -> Buffer:
+        """What every bucket goes through."""
+        if self._buffer is None or self._buffer_bytes < nbytes:
+            if self._buffer is not None:
+                self._buffer.close()
+            self._buffer, self._buffer_bytes = self._library.buffer(nbytes), nbytes
+        return self._buffer
 
     def _finish(self, communicator: Communicator, deadline_s: float, what: str) -> None:
         """Wait until the device has finished, NCCL reports an error, or the deadline passes.

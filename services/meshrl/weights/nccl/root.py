@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from meshrl.config.weights import NcclConfig
+from meshrl.contract import shared_buffers
 from meshrl.contract.config import read_options
 from meshrl.contract.types import Uint8
 from meshrl.weights.nccl.process import NcclProcess, environment
@@ -42,10 +43,9 @@ class Root:
 
     async def broadcast(self, parts: Sequence[Uint8], deadline_s: float) -> None:
         """The parts back to back, as one broadcast of uint8. Raises UnavailableError, WaitTimeoutError."""
-        nbytes = sum(part.nbytes for part in parts)
-        memory = await self._process.memory(nbytes)
-        await asyncio.to_thread(np.concatenate, parts, out=memory[:nbytes])
-        await self._process.broadcast(nbytes, deadline_s)
+        (memory,) = shared_buffers.allocate([sum(part.nbytes for part in parts)])
+        await asyncio.to_thread(np.concatenate, parts, out=memory)
+        await self._process.broadcast(memory, deadline_s)
 
     def abort(self) -> None:
         """Kill the process; idempotent."""

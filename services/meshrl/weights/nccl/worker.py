@@ -1,6 +1,6 @@
 """The NCCL process: `python -m meshrl.weights.nccl.worker`, started by `process.NcclProcess` only.
 
-Answers one frame after the other on an inherited socket, and moves bytes through inherited shared memory. It ends
+Answers one frame after the other on an inherited socket, and moves bytes from and to the parent's memory. It ends
 when the socket does, when its parent dies (the kernel sees to that), and after its first failure: it aborts, reports
 the error, and exits without running any destructor. Blocked inside NCCL it cannot do this, and is killed.
 """
@@ -31,7 +31,7 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", type=int, required=True)
-    parser.add_argument("--memory", type=int, required=True)
+    parser.add_argument("--memory", type=int, required=True, help="a socket that files come over")
     parser.add_argument("--library", required=True)
     parser.add_argument("--device", type=int, required=True)
     args = parser.parse_args()
@@ -48,7 +48,8 @@ def _serve(
     rank: Rank | None = None
     try:
         library = load_library(args.library, args.device)
-        rank = Rank(library, args.memory)
+        rank = Rank(library)
+        files = socket.socket(fileno=args.memory)
         connection.sendall(pack({"library": args.library, "version": library.version}))
         while (frame := inbox.get()) is not None:
             answer: Frame = {}
@@ -57,8 +58,11 @@ def _serve(
                     answer["unique_id"] = library.unique_id().hex()
                 case "join":
                     rank.join(unique_id=bytes.fromhex(frame.pop("unique_id")), **frame)
-                case "remember":
-                    rank.remember(**frame)
+                case "attach":
+                    _, (descriptor, *_), _, _ = socket.recv_fds(files, 1, 1)
+                    rank.attach(descriptor=descriptor, **frame)
+                case "detach":
+                    rank.detach(**frame)
                 case "broadcast":
                     rank.broadcast(**frame)
             connection.sendall(pack(answer))

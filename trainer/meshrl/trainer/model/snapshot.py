@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 import xxhash
 
+from meshrl.contract import shared_buffers
 from meshrl.contract.types import Adapter, TensorSpec, Uint8, Version, WeightManifest
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model.checkpoint_names import Published
@@ -100,12 +101,22 @@ def _packed(
         bucket_bytes=bucket_bytes,
     )
     placed = zip(specs, (weight for _, weight in weights), strict=True)
+    grouped = [list(group) for _, group in itertools.groupby(placed, lambda pair: pair[0].bucket)]
+    sizes = [spec.offset + spec.nbytes for *_, (spec, _) in grouped]
+    pin = _pin if world.device.type == "cuda" else None
+    kept = shared_buffers.allocate(sizes, pin) if keep and world.is_main else []
     hashed: list[_Hashed] = []
     with ThreadPoolExecutor(1, thread_name_prefix="snapshot") as hasher:
         under_way: list[Future[_Hashed]] = []
-        for _, group in itertools.groupby(placed, key=lambda pair: pair[0].bucket):
-            members = list(group)
-            memory, copied = _gathered(members, kind, world)
+        for index, members in enumerate(grouped):
+            nbytes = sizes[index] if world.is_main else 0
+            # Pinned, the GPU writes into it by itself: one copy, and this thread gathers the next tensor meanwhile.
+            memory = (
+                torch.from_numpy(kept[index])
+                if kept
+                else torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin is not None)
+            )
+            copied = _gather(members, memory, kind, world)
             hashed += [before.result() for before in under_way]  # so that no third one is begun
             under_way = [hasher.submit(_hashed, [s for s, _ in members], memory, copied, keep)]
         hashed += [before.result() for before in under_way]
@@ -132,25 +143,24 @@ class _Hashed:
     tensors: list[int]
 
 
-def _gathered(
-    members: Sequence[tuple[TensorSpec, Published]], kind: torch.dtype, world: World
-) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """The bytes of a bucket on rank 0, and what is reached when they are there."""
-    last, cuda = members[-1][0], world.device.type == "cuda"
-    # Pinned, the GPU writes into it by itself: one copy, and this thread gathers the next tensor meanwhile.
-    memory = torch.empty(
-        last.offset + last.nbytes if world.is_main else 0, dtype=torch.uint8, pin_memory=cuda
-    )
+def _gather(
+    members: Sequence[tuple[TensorSpec, Published]],
+    memory: torch.Tensor,
+    kind: torch.dtype,
+    world: World,
+) -> torch.cuda.Event | None:
+    """The bytes of a bucket into `memory`, on rank 0; what is reached when they are there."""
+    cuda = world.device.type == "cuda"
     for spec, weight in members:
         full = weight.whole(kind)
         if world.is_main:
             flat = full.contiguous().view(-1).view(torch.uint8)
             memory[spec.offset : spec.offset + spec.nbytes].copy_(flat, non_blocking=cuda)
     if not cuda:
-        return memory, None
+        return None
     copied: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()
-    return memory, copied
+    return copied
 
 
 def _hashed(
@@ -170,6 +180,14 @@ def _hashed(
         digest=xxhash.xxh3_128_hexdigest(bucket.data),
         tensors=[xxhash.xxh3_64_intdigest(part.data) for part in parts],
     )
+
+
+def _pin(address: int, nbytes: int) -> Callable[[], object]:
+    """Page-lock memory for CUDA. Raises RuntimeError."""
+    load: Any = torch.cuda.cudart  # torch leaves it untyped
+    runtime = load()
+    torch.cuda.check_error(runtime.cudaHostRegister(address, nbytes, 0))
+    return lambda: runtime.cudaHostUnregister(address)
 
 
 def layout(

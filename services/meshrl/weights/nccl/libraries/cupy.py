@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from meshrl.contract.errors import ConfigError
 from meshrl.weights.nccl.library import Buffer as AnyBuffer
+from meshrl.weights.nccl.library import Host as AnyHost
 from meshrl.weights.nccl.library import dotted, loaded_nccl
 
 if importlib.util.find_spec("torch") is not None:
@@ -57,9 +58,13 @@ class Library:
         self._event = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
         return Communicator(nccl.NcclCommunicator(size, unique_id, rank), self._stream)
 
-    def buffer(self, memory: mmap.mmap) -> Buffer:
+    def host(self, memory: mmap.mmap) -> Host:
         """Page-locked, so that copies run beside the host."""
-        return Buffer(memory, self._stream)
+        return Host(memory)
+
+    def buffer(self, nbytes: int) -> Buffer:
+        """Calls cudaMalloc."""
+        return Buffer(nbytes, self._stream)
 
     def mark(self) -> Callable[[], bool]:
         """Asks cudaEventQuery behind the stream's last work; raises RuntimeError for a fault of the device."""
@@ -73,29 +78,40 @@ class Library:
         return bool(status == 0)
 
 
-class Buffer:
-    """Pinned shared memory, and cudaMalloc's."""
+class Host:
+    """Pinned shared memory."""
 
-    def __init__(self, memory: mmap.mmap, stream: int) -> None:
-        self._stream = stream
+    def __init__(self, memory: mmap.mmap) -> None:
         self._view = (ctypes.c_uint8 * len(memory)).from_buffer(memory)
-        self._host = ctypes.addressof(self._view)
-        runtime.hostRegister(self._host, len(memory), 0)
-        self.pointer: int = runtime.malloc(len(memory))
+        self.address = ctypes.addressof(self._view)
+        runtime.hostRegister(self.address, len(memory), 0)
 
-    def load(self, nbytes: int) -> None:
-        """Calls cudaMemcpyAsync."""
-        self._copy(self.pointer, self._host, nbytes, runtime.memcpyHostToDevice)
+    def close(self) -> None:
+        """Calls cudaHostUnregister."""
+        runtime.hostUnregister(self.address)
+        del self._view
 
-    def store(self, nbytes: int) -> None:
+
+class Buffer:
+    """Memory of cudaMalloc."""
+
+    def __init__(self, nbytes: int, stream: int) -> None:
+        self._stream = stream
+        self.pointer: int = runtime.malloc(nbytes)
+
+    def load(self, host: AnyHost, at: int, nbytes: int) -> None:
         """Calls cudaMemcpyAsync."""
-        self._copy(self._host, self.pointer, nbytes, runtime.memcpyDeviceToHost)
+        source = cast(Host, host).address + at
+        self._copy(self.pointer, source, nbytes, runtime.memcpyHostToDevice)
+
+    def store(self, host: AnyHost, at: int, nbytes: int) -> None:
+        """Calls cudaMemcpyAsync."""
+        to = cast(Host, host).address + at
+        self._copy(to, self.pointer, nbytes, runtime.memcpyDeviceToHost)
 
     def close(self) -> None:
         """Calls cudaFree, which waits for the device, so this is for a healthy one."""
-        runtime.hostUnregister(self._host)
         runtime.free(self.pointer)
-        del self._view
 
     def _copy(self, to: int, source: int, nbytes: int, kind: int) -> None:
         runtime.memcpyAsync(to, source, nbytes, kind, self._stream)

@@ -1,0 +1,63 @@
+"""Memory of versions: mapped by others, taken again, never while somebody still has it."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+
+import numpy as np
+import pytest
+
+from meshrl.contract import shared_buffers
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # what tests before this one left
+    monkeypatch.setattr(shared_buffers, "_free", [])
+
+
+def test_whoever_maps_the_file_sees_what_the_arrays_hold() -> None:
+    one, two = shared_buffers.allocate([5000, 7])
+    one[:], two[:] = 1, 2
+    found = shared_buffers.find(two)
+    assert found is not None
+    region, at = found
+    with mmap.mmap(region.descriptor, region.nbytes) as theirs:
+        assert theirs[at : at + 7] == b"\2" * 7
+        assert theirs[:5000] == b"\1" * 5000
+        theirs[at] = 9
+    assert two[0] == 9
+    assert at % 4096 == 0
+    assert shared_buffers.find(np.zeros(7, np.uint8)) is None
+
+
+def test_memory_is_taken_again_once_no_array_of_it_is_left() -> None:
+    pinned: list[str] = []
+
+    def pin(address: int, nbytes: int) -> object:
+        pinned.append("pinned")
+        return lambda: pinned.append("unpinned")
+
+    def number(array: np.ndarray) -> int:
+        found = shared_buffers.find(array)
+        assert found is not None
+        return found[0].number
+
+    first, part = shared_buffers.allocate([8192, 4096], pin)  # type: ignore[arg-type]
+    one = number(first)
+    part = part[10:20]
+    del first
+    (other,) = shared_buffers.allocate([12288], pin)  # type: ignore[arg-type]
+    assert number(other) != one  # a view of it is left
+    del part
+    (again,) = shared_buffers.allocate([12288], pin)  # type: ignore[arg-type]
+    assert number(again) == one
+    assert pinned == ["pinned", "pinned"]
+    del other, again  # two are free, none in use: one is kept
+    assert pinned == ["pinned", "pinned", "unpinned"]
+    assert shared_buffers.exists(one) + len(shared_buffers._free) in (1, 2)
+    (small,) = shared_buffers.allocate([4096])
+    assert number(small) != one  # it would waste most of it
+    del small
+    assert [region.nbytes for region in shared_buffers._free] == [12288]
