@@ -1,6 +1,6 @@
 """Kills and stops one process of a weight plane at each of 20 points of the protocol, and checks the others.
 
-    python -m tests.chaos.weights_points [--carrier shm] [--write docs/reference/weights-chaos.md]
+    python -m tests.chaos.weights_points [--carrier shm] [--write docs/reference/weights-chaos.md] [--slowly 5]
 
 One trainer and two survivors run through all cases; each replica that is killed or stopped is a process of its own.
 Prints a table and, last, a line of JSON; exit code 0 when every case ended as it must:
@@ -93,10 +93,12 @@ class Outcome:
 class Campaign:
     """A trainer, two survivors, and the process that is killed or stopped."""
 
-    def __init__(self, directory: Path, carrier: str) -> None:
+    def __init__(self, directory: Path, carrier: str, slowly: float) -> None:
         # NCCL over a network does not notice that a rank is lost.
         stub = {"library": "stub", "env": {VARIABLE: json.dumps({"deaf": True})}}
-        self.mesh = Mesh(directory, carrier, nccl=stub, **QUICK)
+        self._times = slowly
+        deadlines = {name: slowly * seconds for name, seconds in QUICK.items()}
+        self.mesh = Mesh(directory, carrier, nccl=stub, **deadlines)
         self._epoch = 1
         self._step = 0
         self._victims = 0
@@ -115,7 +117,7 @@ class Campaign:
         back_s: float | None = None
         fault = ""
         try:
-            async with asyncio.timeout(CASE_S):
+            async with asyncio.timeout(self._times * CASE_S):
                 survivors_s, back_s = await case(point, number)
             self._compare()
         except (TimeoutError, AssertionError) as error:
@@ -173,7 +175,7 @@ class Campaign:
         else:
             await self.trainer.stopped()
             # Not an event that can be seen from here: the replicas have given the trainer up.
-            await asyncio.sleep(QUICK["silence_s"] + 0.5)
+            await asyncio.sleep(self._times * QUICK["silence_s"] + 0.5)
             self._compare()
             restarted = time.monotonic()
             self.trainer.signal(signal.SIGCONT)
@@ -232,9 +234,10 @@ async def run(
     carrier: str,
     points: Sequence[Point] = POINTS,
     signals: Sequence[signal.Signals] = (signal.SIGKILL, signal.SIGSTOP),
+    slowly: float = 1.0,
 ) -> list[Outcome]:
     """Send every signal at every point; trainers' points come last, as each ends an epoch."""
-    campaign = Campaign(directory, carrier)
+    campaign = Campaign(directory, carrier, slowly)
     try:
         await campaign.start()
         outcomes = []
@@ -265,7 +268,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def page(outcomes: Sequence[Outcome], carrier: str) -> str:
+def page(outcomes: Sequence[Outcome], carrier: str, slowly: float) -> str:
     """The reference page."""
     assert __doc__ is not None
     expected = __doc__.partition("as it must:\n\n")[2].rstrip()
@@ -274,7 +277,7 @@ def page(outcomes: Sequence[Outcome], carrier: str) -> str:
 <!-- Written by `python -m tests.chaos.weights_points --write FILE`: run it again, do not edit. -->
 
 One trainer, two survivors and the process that is killed or stopped, all real processes, stub engines that serve
-hashes, carrier `{carrier}`, deadlines of one to two seconds. A case is right when
+hashes, carrier `{carrier}`, deadlines of {slowly:g} to {2 * slowly:g} seconds. A case is right when
 
 ```
 {expected}
@@ -295,13 +298,16 @@ def main() -> int:
     )
     parser.add_argument("--carrier", default="shm")
     parser.add_argument("--write", type=Path, help="the reference page to write")
+    parser.add_argument(
+        "--slowly", type=float, default=1.0, help="times the deadlines, where others compute"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="meshrl-points-") as scratch:
-        outcomes = asyncio.run(run(Path(scratch), options.carrier))
+        outcomes = asyncio.run(run(Path(scratch), options.carrier, slowly=options.slowly))
     print(table(outcomes))
     ok = len(outcomes) == 2 * len(POINTS) and all(each.ok for each in outcomes)
     if ok and options.write:
-        options.write.write_text(page(outcomes, options.carrier))
+        options.write.write_text(page(outcomes, options.carrier, options.slowly))
     summary = {
         "ok": ok,
         "points": len({(each.role, each.point) for each in outcomes}),

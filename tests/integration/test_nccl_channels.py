@@ -217,6 +217,8 @@ async def test_a_broadcast_that_hangs_ends_at_the_deadline_of_its_bucket_at_both
     said = await failures(channels, source, 0)
     # Said by the process itself, or on a busy machine by its parent, which kills it a little later.
     assert any("was not through in" in each or "no progress" in each for each in said), said
+    for channel in channels:  # until it is gone it may write there: nobody else gets that memory
+        assert channel._process is not None and channel._process._memory is not None
 
 
 async def test_an_error_that_nccl_reports_is_known_long_before_the_deadline(make: Any) -> None:

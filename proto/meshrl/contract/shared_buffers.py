@@ -56,7 +56,7 @@ def find(array: Uint8) -> tuple[Region, int] | None:
     """The region that an array of `allocate` lies in, and where; None for other memory."""
     address = array.__array_interface__["data"][0]
     with _lock:
-        for region in _live.values():
+        for region in list(_live.values()):  # arrays that die meanwhile change it
             if region.address <= address < region.address + region.nbytes:
                 return region, address - region.address
     return None
@@ -97,7 +97,7 @@ def _give_back(number: int) -> None:
     """No array refers to it. No more is kept than is in use, or one: the largest."""
     with _lock:
         _free.append(_live.pop(number))
-        used = sum(region.nbytes for region in _live.values())
+        used = sum(region.nbytes for region in list(_live.values()))
         while len(_free) > 1 and sum(region.nbytes for region in _free) > used:
             least = min(_free, key=lambda region: region.nbytes)
             _free.remove(least)
