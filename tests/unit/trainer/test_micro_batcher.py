@@ -21,7 +21,7 @@ def test_the_next_pack_is_laid_out_while_the_device_computes_this_one(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = {
-        index: SimpleNamespace(tokens=tokens, prompt_length=2)
+        index: SimpleNamespace(tokens=tokens, prompt_length=2, ref_top_ids=None)
         for index, tokens in enumerate(tiny.rows(3))
     }
     mini = MiniBatch(rows=(0, 1, 2), ranks=(((0,), (1,), (2,)),))
