@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import importlib.util
+import os
 import pickle
 import pickletools
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -177,3 +180,21 @@ def test_engines_that_cut_differently_never_sample_one_run(joint: bool) -> None:
     for alone in ({"top_k": 20}, {"top_p": 0.7}, {"top_k": 20, "top_p": 0.7, "temperature": 0.0}):
         alike = replace(asked, sampling=SamplingParams(joint_cut=joint, **alone))  # type: ignore[arg-type]
         check_request(alike, joint_cut=not joint)
+
+
+def test_a_key_may_begin_with_a_dash(tmp_path: Path) -> None:
+    package = tmp_path / "sglang"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(
+        "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--api-key')\n"
+        "print(parser.parse_args().api_key)\n"
+    )
+    path = os.pathsep.join([str(PLUGIN_DIR), str(tmp_path)])
+    found = subprocess.run(
+        [sys.executable, "-m", "meshrl_sglang_server"],
+        env={**os.environ, "PYTHONPATH": path, "SGLANG_API_KEY": "-key"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout.strip() == "-key", found.stderr

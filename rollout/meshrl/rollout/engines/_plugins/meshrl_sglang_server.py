@@ -11,5 +11,6 @@ import runpy
 import sys
 
 if __name__ == "__main__":  # SGLang's own processes import this file again
-    sys.argv += ["--api-key", os.environ["SGLANG_API_KEY"]]
+    # In one word: a key may begin with a dash.
+    sys.argv.append(f"--api-key={os.environ['SGLANG_API_KEY']}")
     runpy.run_module("sglang.launch_server", run_name="__main__")
