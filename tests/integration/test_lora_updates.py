@@ -15,6 +15,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import GenerateRequest, SamplingParams, Version
 from meshrl.rollout.engines.torch import build
+from meshrl.testing.weights import HashSink
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
@@ -103,6 +104,29 @@ async def test_every_replica_serves_the_merged_weights_bit_for_bit(
         late = fleet.join("late")
         await until(lambda: late.version == Version(1, 2))
         assert late.hashes == engines[0].hashes
+
+
+class AdapterHashSink(HashSink):
+    """One that takes adapters as they are sent."""
+
+    serves_adapters = True
+
+
+async def test_an_engine_that_serves_adapters_gets_what_was_sent_beside_one_that_gets_it_merged(
+    tmp_path: Path, model: Path, world: World
+) -> None:
+    learning = Learning(model, world)
+    async with opened("disk", tmp_path) as fleet:
+        stand(fleet, model)
+        merging = fleet.join("merging")
+        serving = fleet.join("serving", AdapterHashSink())
+        await until(lambda: len(fleet.coordinator.fleet().replicas) == 2)
+        learning.step(0)
+        sent = learning.sent(0)
+        await fleet.carry(sent)  # type: ignore[arg-type]
+        assert serving.version == merging.version == Version(1, 0)
+        assert serving.hashes == sent.manifest.bucket_hashes
+        assert merging.hashes == sent.manifest.served.bucket_hashes
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ import httpx
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.ports import Engine
@@ -30,6 +31,11 @@ from meshrl.rollout.engines import sglang, vllm
 from meshrl.rollout.engines import torch as torch_engine
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.streams import Response, sample
+from meshrl.trainer.config import ModelConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.model.packing import pack as pack_rows
+from meshrl.trainer.model.policy import build_policy, open_hf
+from meshrl.trainer.model.snapshot import take_snapshot
 
 from ..contract.engine_suite import LONG, SLOTS, EngineSuite, until_running
 from ..listening import reachable_sockets
@@ -601,6 +607,55 @@ async def test_a_mixture_of_experts_serves_the_experts_that_were_published(
                 assert [span.version for span in answer.spans] == [Version(1, step)]
                 forced = forced_logprobs(model, prompt, answer.tokens.tolist())
                 np.testing.assert_allclose(answer.logprobs, forced, atol=1e-4)
+    finally:
+        await engine.close()
+
+
+async def test_adapters_are_served_beside_the_base_without_a_merge_and_a_response_keeps_its_own(
+    kind: Kind, tmp_path: Path, world: World
+) -> None:
+    if kind.package == "sglang" and not torch.cuda.is_available():
+        pytest.skip("SGLang's adapters want pinned memory, which torch has beside a GPU only")
+    model = tmp_path / "model"
+    tied().save_pretrained(model)
+    config = ModelConfig(path=model, lora_rank=4, lora_alpha=16)
+    policy = build_policy(open_hf(model), world, config)
+    log = model / f"{kind.package}.log"
+    options = {**kind.options(log), "max_lora_rank": 4}
+    engine = kind.build(options, model=model, slots=SLOTS, tokenizer=Words())
+    await engine.start()
+    sent = {}
+    try:
+        for step in (1, 2):
+            for name, weight in policy.named_adapters():
+                torch.manual_seed(step)
+                torch.nn.init.normal_(weight.parameter.to_local(), std=0.3 if "_B" in name else 0.1)  # type: ignore[attr-defined]
+            version = Version(1, step)
+            made = take_snapshot(
+                policy, world, run="r", version=version, dtype="float32", bucket_bytes=1 << 16,
+                adapters_only=True,
+            )  # fmt: skip
+            assert made is not None
+            sent[version] = made
+            if step == 2:  # while one runs
+                long = asyncio.create_task(
+                    sample(engine, request("long", prompts(1)[0], max_tokens=SWAPPED))
+                )
+                await until_running(engine, 1)
+            await engine.stage_weights(made.manifest, made.buckets)
+            await engine.commit_weights(version, OnUpdate.IN_FLIGHT)
+            assert engine.version == version
+            answer = await sample(engine, request(f"r{step}", prompts(1)[0], max_tokens=24))
+            assert [span.version for span in answer.spans] == [version]
+            text = np.concatenate([prompts(1)[0], answer.tokens]).astype(np.int32)
+            forced, _ = policy(pack_rows([text], [len(prompts(1)[0])]), 1.0)
+            np.testing.assert_allclose(answer.logprobs, forced.detach().numpy(), atol=1e-4)
+        slow = await long
+        assert len(slow.tokens) == SWAPPED
+        assert [span.version for span in slow.spans] == [Version(1, 1)]
+        whole = pack(tied(), Version(1, 3))
+        with pytest.raises(UserError, match="max_lora_rank wants adapters"):
+            await engine.stage_weights(*whole)
     finally:
         await engine.close()
 

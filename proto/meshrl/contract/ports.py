@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from meshrl.contract.held_rows import HeldLeases
 from meshrl.contract.types import (
@@ -231,6 +231,16 @@ class WeightSink(Protocol):
 
     async def discard_weights(self, version: Version) -> None:
         """Forget a staged version; never raises for an unknown one."""
+        ...
+
+
+@runtime_checkable
+class AdapterSink(WeightSink, Protocol):
+    """One that can take LoRA adapters as they are sent."""
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether it wants them so: `stage_weights` then gets adapters, not what they are merged into."""
         ...
 
 

@@ -62,6 +62,7 @@ def plugin_checks(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
             at, ENGINES, recipe.rollout.name, recipe.rollout.engine, recipe, machine
         )
         yield from _cuts(recipe)
+        yield from _served_adapters(recipe)
     for index, judge in enumerate(recipe.reward.judges):
         at = ("reward", "judges", index)
         if (*at, "kind") not in unknown:
@@ -113,6 +114,21 @@ def _cuts(recipe: Recipe) -> Iterator[Problem]:
             f"rollout.top_k_top_p: top_k {twice.top_k} with top_p {twice.top_p}: {rollout.name} takes top_p {rule};"
             f" want {'joint' if joint else 'sequential'} to accept that, or one of the two alone",
         )
+
+
+def _served_adapters(recipe: Recipe) -> Iterator[Problem]:
+    """An engine that serves adapters gets adapters, and as large ones as it has room for."""
+    most, rank = recipe.rollout.engine.get("max_lora_rank"), recipe.model.lora_rank
+    if not isinstance(most, int) or not most:
+        return
+    if not rank or not recipe.weights.adapters_only:
+        says = "whole weights: want model.lora_rank and weights.adapters_only, or no max_lora_rank"
+    elif rank > most:
+        says = f"adapters of rank {rank}: want at least that"
+    else:
+        return
+    at: Loc = ("rollout", "engine", "max_lora_rank")
+    yield at, f"rollout.engine.max_lora_rank: {most}, and the trainer sends {says}"
 
 
 def _required(at: Loc, package: str, name: str, machine: ThisMachine) -> Iterator[Problem]:

@@ -34,7 +34,7 @@ class Merger:
         """
         adapter = manifest.adapter
         assert adapter is not None
-        base = self._checked(adapter)
+        base = self.base_of(adapter)
         parts = {
             # A copy, for torch would warn of read-only memory; adapters are small.
             spec.name: _tensor(
@@ -56,7 +56,8 @@ class Merger:
                 )
         return merged_buckets
 
-    def _checked(self, adapter: Adapter) -> BaseModel:
+    def base_of(self, adapter: Adapter) -> BaseModel:
+        """This process's copy of the base model. Raises UserError: it has none, or another one."""
         from meshrl.trainer.model.base_model import (
             BaseModel,  # torch, which not every fleet needs here
         )

@@ -21,7 +21,7 @@ from meshrl.contract.errors import (
     UserError,
     from_detail,
 )
-from meshrl.contract.ports import WeightSink
+from meshrl.contract.ports import AdapterSink, WeightSink
 from meshrl.contract.types import Version
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Carriers, Channel, Link
@@ -264,7 +264,11 @@ class Session:
         self._staged = manifest.version
         served = manifest.served
         if manifest.adapter is not None:
-            buckets = await asyncio.to_thread(self._merger.merge, manifest, buckets)
+            if isinstance(self._engine, AdapterSink) and self._engine.serves_adapters:
+                await asyncio.to_thread(self._merger.base_of, manifest.adapter)
+                served = manifest
+            else:
+                buckets = await asyncio.to_thread(self._merger.merge, manifest, buckets)
         try:
             await self._engine.stage_weights(served, buckets)
         except MeshError:

@@ -288,6 +288,10 @@ WRONG: list[tuple[str, str]] = [
         " accept that, or one of the two alone",
     ),
     (
+        "rollout={name: vllm, engine: {url: 'http://a:1', max_lora_rank: 8}}",
+        "rollout.engine.max_lora_rank: 8, and the trainer sends whole weights: want model.lora_rank and",
+    ),
+    (
         "rollout={top_k: 20, top_p: 0.7, top_k_top_p: joint}",
         "rollout.top_k_top_p: top_k 20 with top_p 0.7: torch takes top_p of what top_k has left; want sequential",
     ),

@@ -24,6 +24,7 @@ from meshrl.contract.config import read_options
 from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.types import OnUpdate, Version
+from meshrl.rollout.server_engine.adapters import ServedAdapters
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.config import ServerConfig, quantization_arguments
 from meshrl.rollout.server_engine.engine import ServerEngine
@@ -98,6 +99,16 @@ def share_arguments(share: DeviceShare | None) -> Sequence[str]:
     )
 
 
+def adapter_arguments(rank: int) -> Sequence[str]:
+    """What it takes to serve adapters of up to `rank`; several versions run at once while responses end."""
+    if not rank:
+        return ()
+    return (
+        *("--enable-lora", "--max-lora-rank", str(rank)),
+        *("--lora-target-modules", "all", "--max-loras-per-batch", "4"),
+    )
+
+
 class SglangServer:
     """How an SGLang server is started and checked. Satisfies `server_engine.kind.ServerKind`."""
 
@@ -127,6 +138,7 @@ class SglangServer:
             *(ROUTED_EXPERTS,) * self._config.return_routed_experts,
             *quantization_arguments(self._config),
             *share_arguments(DeviceShare.of()),
+            *adapter_arguments(self._config.max_lora_rank),
             *self._config.extra_args,
         )
 
@@ -145,6 +157,7 @@ class SglangServer:
             silence_s=config.silence_s,
             update_s=config.update_s,
             sender=_sender(config) if config.update == "native" else None,
+            adapters=config.max_lora_rank > 0,
         )
 
     async def check(self, client: SglangClient, checkpoint: Checkpoint, max_length: int) -> None:
@@ -273,8 +286,10 @@ class SglangClient(HttpClient):
         silence_s: float,
         update_s: float,
         sender: Sender | None = None,
+        adapters: bool = False,
     ) -> None:
         super().__init__("SGLang", url, key=key, silence_s=silence_s, update_s=update_s)
+        self._adapters = ServedAdapters(self) if adapters else None
         self._update = update
         self._sender = sender
         self.facts = ServerFacts(
@@ -300,6 +315,8 @@ class SglangClient(HttpClient):
 
     async def sleep(self) -> None:
         """Running requests go back to the waiting queue; weights, cache and graphs go. Raises MeshError."""
+        if self._adapters is not None:
+            raise InfraError("no update brings back the base model of adapters")
         await self.call("POST", "/pause_generation", json={"mode": "retract"})
         await self.call("POST", "/release_memory_occupation", json={"tags": [*WEIGHTS, *CACHE]})
         self._asleep = True
@@ -310,6 +327,9 @@ class SglangClient(HttpClient):
         Raises:
             MeshError: at any point; the server must then be considered half loaded.
         """
+        if self._adapters is not None:
+            await self._adapters.load(directory, version)
+            return
         if self._asleep:  # and paused
             await self.call("POST", "/resume_memory_occupation", json={"tags": WEIGHTS})
         else:
@@ -369,6 +389,20 @@ class SglangClient(HttpClient):
             },
         )
 
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        """See `AdapterClient`."""
+        adapter = {"lora_name": name, "lora_path": str(directory)}
+        await self.call("POST", "/load_lora_adapter", json=adapter)
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `AdapterClient`."""
+        await self.call("POST", "/unload_lora_adapter", json={"lora_name": name})
+
+    async def set_label(self, version: Version) -> None:
+        """See `AdapterClient`."""
+        label = {"new_version": str(version), "abort_all_requests": False}
+        await self.call("POST", "/update_weight_version", json=label)
+
     async def generate(
         self, request_id: str, request: ServerRequest, salt: str
     ) -> AsyncGenerator[Chunk, None]:
@@ -379,6 +413,19 @@ class SglangClient(HttpClient):
             InfraError: the server failed, disconnected or sent nothing for too long.
         """
         body = request_body(request_id, request, salt, self.facts)
+        if self._adapters is None:
+            chunks = self._chunks(request_id, body)
+        else:
+            adapter = self._adapters.newest
+            named = {"lora_path": adapter} if adapter else {}
+            chunks = self._adapters.labelled(adapter, self._chunks(request_id, {**body, **named}))
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
+
+    async def _chunks(
+        self, request_id: str, body: Mapping[str, Any]
+    ) -> AsyncGenerator[Chunk, None]:
         reader = EventReader(
             increments=self.facts.increments,
             cut=body["return_sampling_mask"],

@@ -27,6 +27,7 @@ from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.images import ImageFeatures
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.engines._vllm.native import NativeSender, RootBuilder
+from meshrl.rollout.server_engine.adapters import ServedAdapters
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.config import ServerConfig, quantization_arguments
 from meshrl.rollout.server_engine.engine import ServerEngine
@@ -58,6 +59,9 @@ PICTURE_ARGUMENTS = (
 )
 """Of a server whose model reads pictures. vLLM's own processor, which is not asked, needs the tokenizer."""
 PLUGIN_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+ADAPTER_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Those that vLLM takes."""
 CHILD_ENVIRONMENT = {
     # On a CPU: a second engine would be pinned to the first one's cores, and idle OpenMP threads spin.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -153,12 +157,14 @@ class VllmServer:
             *(ROUTED_EXPERTS,) * self._config.return_routed_experts,
             *quantization_arguments(self._config),
             *share_arguments(DeviceShare.of()),
+            *adapter_arguments(self._config.max_lora_rank),
             *self._config.extra_args,
         )
 
     def environment(self) -> Mapping[str, str]:
         """Environment of a server that is started here; `rollout.engine.env` is added to it."""
-        return {**CHILD_ENVIRONMENT, **os.environ, **PLUGIN_ENVIRONMENT}
+        adapters = ADAPTER_ENVIRONMENT if self._config.max_lora_rank else {}
+        return {**CHILD_ENVIRONMENT, **os.environ, **PLUGIN_ENVIRONMENT, **adapters}
 
     def client(self, url: str, key: str | None) -> VllmClient:
         """A client of the server at `url`, which presents `key`."""
@@ -169,6 +175,7 @@ class VllmServer:
             silence_s=config.silence_s,
             update_s=config.update_s,
             sender=self._sender(),
+            adapters=config.max_lora_rank > 0,
         )
 
     def _sender(self) -> NativeSender | None:
@@ -223,10 +230,15 @@ class VllmClient(HttpClient):
         silence_s: float,
         update_s: float,
         sender: NativeSender | None = None,
+        adapters: bool = False,
     ) -> None:
-        """With a `sender` versions are broadcast, without one the server's plugin reads them."""
+        """With a `sender` versions are broadcast, without one the server's plugin reads them.
+
+        `adapters`: versions are LoRA adapters, which the server serves beside its base model.
+        """
         super().__init__("vLLM", url, key=key, silence_s=silence_s, update_s=update_s)
         self._sender = sender
+        self._adapters = ServedAdapters(self) if adapters else None
         self._asleep = False
 
     async def close(self) -> None:
@@ -252,6 +264,8 @@ class VllmClient(HttpClient):
 
     async def sleep(self) -> None:
         """Level 2: weights and cache go, requests stay paused and are computed again. Raises MeshError."""
+        if self._adapters is not None:
+            raise InfraError("no update brings back the base model of adapters")
         await self.call("POST", "/sleep", params={"level": "2", "mode": "keep"})
         self._asleep = True
 
@@ -261,6 +275,9 @@ class VllmClient(HttpClient):
         Raises:
             MeshError: at any point; the server must then be considered half loaded.
         """
+        if self._adapters is not None:
+            await self._adapters.load(directory, version)
+            return
         if self._sender is not None:
             await self._sender.join(self)  # again, if rank 0 has died since
         if self._asleep:  # and paused
@@ -282,6 +299,19 @@ class VllmClient(HttpClient):
             self._asleep = False
         await self.call("POST", "/resume")
 
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        """See `AdapterClient`. Not in place: vLLM would read the file again at every step."""
+        adapter = {"lora_name": name, "lora_path": str(directory)}
+        await self.call("POST", "/v1/load_lora_adapter", json=adapter)
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `AdapterClient`."""
+        await self.call("POST", "/v1/unload_lora_adapter", json={"lora_name": name})
+
+    async def set_label(self, version: Version) -> None:
+        """See `AdapterClient`."""
+        await self.call("POST", "/update_weight_version", json={"new_version": str(version)})
+
     async def generate(
         self, request_id: str, request: ServerRequest, salt: str
     ) -> AsyncGenerator[Chunk, None]:
@@ -300,6 +330,17 @@ class VllmClient(HttpClient):
         }
         if request.pictures:
             body["features"] = await asyncio.to_thread(features, request.pictures)
+        if self._adapters is None:
+            chunks = self._chunks(body)
+        else:
+            adapter = self._adapters.newest
+            named = {"model": adapter} if adapter else {}
+            chunks = self._adapters.labelled(adapter, self._chunks({**body, **named}))
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
+
+    async def _chunks(self, body: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
         async with contextlib.aclosing(self.stream(GENERATE, body)) as events:
             async for event in events:
                 yield _chunk(event)
@@ -317,6 +358,17 @@ def share_arguments(share: DeviceShare | None) -> Sequence[str]:
         *("--tensor-parallel-size", str(len(share.devices))),
         *("--gpu-memory-utilization", f"{share.memory:g}"),
         *(("--enable-sleep-mode",) if share.in_turns else ()),
+    )
+
+
+def adapter_arguments(rank: int) -> Sequence[str]:
+    """What it takes to serve adapters of up to `rank`; several versions run at once while responses end."""
+    if not rank:
+        return ()
+    fits = next((each for each in LORA_RANKS if each >= rank), rank)
+    return (
+        *("--enable-lora", "--max-lora-rank", str(fits)),
+        *("--max-loras", "4", "--max-cpu-loras", "32"),
     )
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ TOWER = ("visual.", "model.visual.")
 """How names of a vision tower begin: of one that is not trained, a version has no weights."""
 HEADER_BYTES = 100_000_000
 """The longest header that the safetensors library reads."""
+ADAPTER_FILE = "adapter_config.json"
+"""A directory with this file has an adapter, not whole weights."""
 DIGESTS = "meshrl.digests"
 """In a staged file's metadata: JSON, from a tensor's name to its digest."""
 CHUNK_WORDS = 32768
@@ -130,10 +132,64 @@ def check_version(
         raise UserError(f"{where} do not fit {checkpoint.path}: {message}")
 
 
-def write_version(
-    directory: Path, manifest: WeightManifest, buckets: Sequence[Uint8], *, tied: bool
+def check_adapter(
+    manifest: WeightManifest, buckets: Sequence[Uint8], checkpoint: Checkpoint, most_rank: int
 ) -> None:
-    """Write a checked version to `directory` as `model.safetensors`; a tied projection is left out.
+    """Compare an adapter with the model that it is for.
+
+    Raises:
+        UserError: it is no adapter, its rank is above `most_rank`, or a module is not the model's.
+    """
+    where, adapter = f"weights {manifest.version} of {manifest.run!r}", manifest.adapter
+    if adapter is None:
+        raise UserError(
+            f"{where} are whole weights, and rollout.engine.max_lora_rank wants adapters: set model.lora_rank and"
+            " weights.adapters_only, or leave max_lora_rank out"
+        )
+    if adapter.rank > most_rank:
+        raise UserError(
+            f"{where}: an adapter of rank {adapter.rank}, rollout.engine.max_lora_rank is {most_rank}"
+        )
+    expected = {}
+    for module in adapter.targets:
+        rows, columns = checkpoint.shapes.get(f"{module}.weight", (0, 0))
+        expected[f"{module}.lora_A.weight"] = (adapter.rank, columns)
+        expected[f"{module}.lora_B.weight"] = (rows, adapter.rank)
+    wrong = [spec.name for spec in manifest.tensors if expected.get(spec.name) != spec.shape]
+    sizes = tuple(len(bucket) for bucket in buckets)
+    if wrong or len(expected) != len(manifest.tensors) or sizes != manifest.bucket_bytes:
+        raise UserError(
+            f"{where} do not fit {checkpoint.path}: {_listed('misshapen', wrong) or 'layout'}"
+        )
+
+
+def write_adapter(directory: Path, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
+    """Write a checked adapter to `directory` as peft does."""
+    adapter = manifest.adapter
+    assert adapter is not None
+    named = [replace(spec, name=f"base_model.model.{spec.name}") for spec in manifest.tensors]
+    held = replace(manifest, tensors=tuple(named))
+    write_version(directory, held, buckets, tied=False, name="adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": adapter.rank,
+        "lora_alpha": adapter.scale * adapter.rank,
+        "target_modules": sorted({module.rpartition(".")[2] for module in adapter.targets}),
+        "bias": "none",
+    }
+    (directory / ADAPTER_FILE).write_text(json.dumps(settings))
+
+
+def write_version(
+    directory: Path,
+    manifest: WeightManifest,
+    buckets: Sequence[Uint8],
+    *,
+    tied: bool,
+    name: str = "model.safetensors",
+) -> None:
+    """Write a checked version to `directory` as file `name`; a tied projection is left out.
 
     The file's metadata holds a digest of each tensor, for whoever loads it.
     """
@@ -155,7 +211,7 @@ def write_version(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "model.safetensors").open("wb") as file:
+    with (directory / name).open("wb") as file:
         file.write(struct.pack("<Q", len(text)))
         file.write(text)
         for spec in tensors:

@@ -47,6 +47,9 @@ class ServerConfig(BaseConfig):
     space, else the temporary directory."""
     return_routed_experts: bool = False
     """A server that is started here tells the experts of tokens; `rollout.routing_replay` sets it."""
+    max_lora_rank: NonNegativeInt = 0
+    """Serve LoRA adapters of up to this rank as they are sent, beside the base model, where the server can: an update
+    pauses nothing, and a response ends with the adapter that it began with. 0: adapters are merged before."""
     stream_interval: PositiveInt = 16
     """Decode steps between two deltas of a request."""
     eos_token_ids: tuple[int, ...] | None = None

@@ -47,8 +47,10 @@ from meshrl.rollout.server_engine.capacity import (
 )
 from meshrl.rollout.server_engine.checkpoint import (
     Checkpoint,
+    check_adapter,
     check_version,
     read_checkpoint,
+    write_adapter,
     write_version,
 )
 from meshrl.rollout.server_engine.config import ServerConfig
@@ -192,15 +194,25 @@ class ServerEngine:
         stream.on_close = functools.partial(_cancel, response)
         return stream
 
+    @property
+    def serves_adapters(self) -> bool:
+        """See `AdapterSink`."""
+        return self._config.max_lora_rank > 0
+
     async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
         """Write a version to the staging directory; see `WeightSink.stage_weights`."""
         checkpoint, staging = self._loaded(), self._staging
         if staging is None:
             raise EngineGoneError("the engine is not started")
         self._limit.check()
-        check_version(manifest, buckets, checkpoint)
         files = staging.new()
-        await asyncio.to_thread(write_version, files.path, manifest, buckets, tied=checkpoint.tied)
+        if self.serves_adapters:
+            check_adapter(manifest, buckets, checkpoint, self._config.max_lora_rank)
+            await asyncio.to_thread(write_adapter, files.path, manifest, buckets)
+        else:
+            check_version(manifest, buckets, checkpoint)
+            tied = checkpoint.tied
+            await asyncio.to_thread(write_version, files.path, manifest, buckets, tied=tied)
         replaced = self._staged.get(manifest.version)
         self._staged[manifest.version] = files
         if replaced is not None:
