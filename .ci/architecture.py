@@ -25,6 +25,7 @@ LINES: Mapping[str, int] = {
     "meshrl.transferqueue": 10850,
     "meshrl.rewardd": 6790,
     "meshrl.sandbox": 1870,
+    "meshrl.images": 245,
     "meshrl.weights": 7545,
     "meshrl.contract": 6900,
     "meshrl.simulation": 6240,

@@ -23,8 +23,8 @@ from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Qwen3VLConfig
 
-from meshrl.contract.images import ImageProcessor
 from meshrl.contract.types import Media
+from meshrl.images import ImageProcessor
 
 COLOURS = {
     "red": (220, 30, 30),

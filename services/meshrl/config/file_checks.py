@@ -12,7 +12,7 @@ from meshrl.config.machine import ThisMachine
 from meshrl.config.recipe import Recipe, algorithm_needs
 from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError, MeshError, UserError
-from meshrl.contract.images import reads_images
+from meshrl.images import reads_images
 from meshrl.rewardd.config import RewardFunctionConfig
 from meshrl.rewardd.pool.rule import REWARDS, SIGNATURE, check_call, find_function
 from meshrl.rewardd.pool.signatures import Kind

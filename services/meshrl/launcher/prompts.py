@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from meshrl.config.recipe import Recipe
 from meshrl.config.stages import eval_spec
-from meshrl.contract.images import ImageProcessor, reads_images
 from meshrl.contract.types import Task
+from meshrl.images import ImageProcessor, reads_images
 from meshrl.launcher.prompt_tokenizer import load_prompt_tokenizer
 from meshrl.trainer.data.prompts import PromptSet, load_prompts, task_maker
 from meshrl.trainer.data.reasoning_gym import gym_rows

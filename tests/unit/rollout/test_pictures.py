@@ -12,9 +12,9 @@ import pytest
 
 from meshrl.contract import codec
 from meshrl.contract.errors import UserError
-from meshrl.contract.images import ImageFeatures
 from meshrl.contract.types import GenerateRequest, SamplingParams, TensorSpec, Version
 from meshrl.contract.types import WeightManifest as Manifest
+from meshrl.images import ImageFeatures
 from meshrl.rollout.engines.vllm import PICTURE_ARGUMENTS, RAW_TENSOR, Config, VllmServer, features
 from meshrl.rollout.server_engine.checkpoint import Checkpoint, check_version
 from meshrl.rollout.server_engine.request import Picture

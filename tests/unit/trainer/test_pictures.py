@@ -10,8 +10,8 @@ import pyarrow.parquet
 import pytest
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.images import ImageProcessor
 from meshrl.contract.types import Media, SamplingParams
+from meshrl.images import ImageProcessor
 from meshrl.trainer.config import DataConfig
 from meshrl.trainer.data.prompts import Prompt, load_prompts, task_maker
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.images import ImageProcessor
 from meshrl.contract.types import Media, Trajectory, Uid, Version
+from meshrl.images import ImageProcessor
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model.packing import Pack, pack

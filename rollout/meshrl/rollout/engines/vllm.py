@@ -24,8 +24,8 @@ from meshrl.contract import plugins
 from meshrl.contract.config import read_options
 from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import InfraError, UserError
-from meshrl.contract.images import ImageFeatures
 from meshrl.contract.types import OnUpdate, Version
+from meshrl.images import ImageFeatures
 from meshrl.rollout.engines._vllm.native import NativeSender, RootBuilder
 from meshrl.rollout.server_engine.adapters import ServedAdapters
 from meshrl.rollout.server_engine.checkpoint import Checkpoint

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.images import ImageProcessor, reads_images
 from meshrl.contract.types import Uint8, WeightManifest
+from meshrl.images import ImageProcessor, reads_images
 
 SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"

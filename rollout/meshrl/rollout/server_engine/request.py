@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.images import ImageFeatures
 from meshrl.contract.types import GenerateRequest
+from meshrl.images import ImageFeatures
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.config import ServerConfig
 from meshrl.rollout.streams import check_request, response_before

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.images import MOST_BYTES, open_image
 from meshrl.contract.types import Media, Message
+from meshrl.images import MOST_BYTES, open_image
 from meshrl.trainer.data.messages import MARK
 
 MOST_OF_ROW = 32 << 20

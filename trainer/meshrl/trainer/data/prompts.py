@@ -17,8 +17,8 @@ import numpy as np
 
 from meshrl.contract.chat_templates import rendered
 from meshrl.contract.errors import UserError
-from meshrl.contract.images import ImageProcessor
 from meshrl.contract.types import Int32, Json, Media, Message, SamplingParams, Task
+from meshrl.images import ImageProcessor
 from meshrl.trainer.config import DataConfig
 from meshrl.trainer.data.files import FileRow, file_rows
 from meshrl.trainer.data.messages import (

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.images import ImageProcessor
+from meshrl.images import ImageProcessor
 from meshrl.trainer.config import DataConfig
 from meshrl.trainer.data.files import FileRow, rows_of
 from meshrl.trainer.data.mixture import quotas, source_of

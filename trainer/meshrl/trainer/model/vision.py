@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from meshrl.contract.errors import CorruptError, UserError
-from meshrl.contract.images import ImageFeatures, ImageProcessor
 from meshrl.contract.types import Int32, Media, Trajectory
+from meshrl.images import ImageFeatures, ImageProcessor
 
 HfModel: TypeAlias = Any
 """A transformers `PreTrainedModel`: the library has no types."""

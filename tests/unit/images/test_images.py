@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.images import MOST_PIXELS, ImageProcessor, read_image, reads_images
 from meshrl.contract.types import Media
+from meshrl.images import MOST_PIXELS, ImageProcessor, read_image, reads_images
 
 from ...pictures import picture
 
