@@ -87,6 +87,8 @@ async def test_a_run_goes_on_whoever_is_killed_and_after_ctrl_c(tmp_path: Path) 
         assert "without the preloader" not in mesh.output
         # The second preloader is a child of the first and dies with it.
         (preloader,) = preloaders_of(process.pid)
+        # A fork that is about to become a service still has the preloader's name.
+        await until(lambda: len(preloaders_of(preloader)) == 1)
         (second,) = preloaders_of(preloader)
         os.kill(preloader, signal.SIGKILL)
         await until(lambda: not preloaders_of(process.pid) and ended(second))

@@ -68,7 +68,7 @@ async def test_lora_learns_resumes_and_serves_what_it_exports(
     queue: TransferQueue, model: Path, tmp_path: Path, world: World
 ) -> None:
     async with mesh(queue, louder(model, tmp_path / "model"), tmp_path, world) as made:
-        made.changes = {"lora_rank": 4, "lora_alpha": 16}
+        made.changes = {"lora_rank": 4, "lora_alpha": 8}
         feeding = asyncio.create_task(made.feed(GROUPS * 12, close=True))
         assert await made.train(6) == 6
         assert await made.train(12) == 12

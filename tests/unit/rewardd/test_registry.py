@@ -416,7 +416,7 @@ async def test_two_versions_are_compared_on_given_and_on_recent_samples(opened: 
     await registry.submit("ann", constant(2, source=HEAD + "    return len(solution_str)\n"))
     found = await registry.compare("reward", one, "", [sample("x", 0), sample("yyy", 1)])
     assert (found.compared, found.equal, found.mean_a, found.mean_b) == (2, 1, 1.0, 2.0)
-    assert found.largest_first == [(2.0, "run/task/1.0", 1.0, 3.0)]
+    assert found.largest_first == [(2.0, "run/task/1.0", 1.0, 3.0, "yyy")]
     await registry.judge.score([sample("zz", 4)])
     recent = await registry.compare("reward", "recipe", "", [])
     assert (recent.compared, recent.mean_a, recent.mean_b) == (1, -1.0, 2.0)

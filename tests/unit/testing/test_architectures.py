@@ -11,8 +11,9 @@ PAGE = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
 
 
 def listed() -> dict[str, Tried]:
-    """The lines of the page."""
-    rows = [line.strip("| ").split("|") for line in PAGE.read_text().splitlines() if "|" in line]
+    """The lines of the page's first table."""
+    first = PAGE.read_text().partition("\n## ")[0]
+    rows = [line.strip("| ").split("|") for line in first.splitlines() if "|" in line]
     cells = [[cell.strip() for cell in row] for row in rows[2:]]
     return {name: Tried(name, *rest, *[""] * (6 - len(rest))) for name, *rest in cells}
 

@@ -197,11 +197,12 @@ async def test_shared_memory_refuses_a_replica_of_another_host_in_one_line(tmp_p
 async def test_a_full_shared_memory_is_one_line(tmp_path: Path) -> None:
     carrier = load_carrier(WeightsConfig(carrier="shm"), RunPaths(directory=tmp_path))
     await carrier.listen()
+    source = StubSource("full", Version(1, 0))  # in memory of its own, which the limit is not for
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
         with pytest.raises(CapacityError, match="no room for 262144 bytes of weights in /dev/shm"):
-            await carrier.stage(StubSource("full", Version(1, 0)))
+            await carrier.stage(source)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(Path("/dev/shm").glob("*-full-1.0.weights")) == []  # noqa: ASYNC240
