@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,17 +107,12 @@ class ImageProcessor:
             UserError: the checkpoint reads no pictures, or reads them in a way that is not known here.
         """
         self.placeholder, self.merge = _vision_of(checkpoint)
-        self._checkpoint = checkpoint
+        self._processor = _processor(checkpoint)
         self._cached: OrderedDict[str, ImageFeatures] = OrderedDict()
         self._cached_bytes = 0
         self._counts: dict[str, int] = {}
-
-    @cached_property
-    def _processor(self) -> Any:
-        from transformers import AutoImageProcessor
-
-        load: Any = AutoImageProcessor.from_pretrained
-        return load(self._checkpoint, backend="pil", local_files_only=True)
+        self._lock = threading.Lock()
+        """Held by the thread that makes pixels: the rows of a group ask for the same ones at once."""
 
     def num_tokens(self, media: Media, where: str) -> int:
         """Places that a picture takes in a prompt, by its size alone. Raises UserError, which names `where`."""
@@ -131,7 +126,15 @@ class ImageProcessor:
         return self._counts[media.sha256]
 
     def features(self, media: Media, where: str) -> ImageFeatures:
-        """Pixels of a picture; read-only, and kept for the next row. Raises UserError, which names `where`."""
+        """Pixels of a picture, in any thread; read-only, and kept for the next row.
+
+        Raises:
+            UserError: it cannot be read; names `where`.
+        """
+        with self._lock:
+            return self._features(media, where)
+
+    def _features(self, media: Media, where: str) -> ImageFeatures:
         if (known := self._cached.get(media.sha256)) is not None:
             self._cached.move_to_end(media.sha256)
             return known
@@ -180,7 +183,7 @@ class ImageProcessor:
         found_at = np.flatnonzero(tokens == self.placeholder)
         used = 0
         for number, picture in enumerate(media):
-            count = self.features(picture, f"{where}, picture {number + 1}").num_tokens
+            count = self.num_tokens(picture, f"{where}, picture {number + 1}")
             own = found_at[used : used + count]
             if len(own) < count or own[-1] - own[0] != count - 1:
                 raise UserError(
@@ -189,6 +192,13 @@ class ImageProcessor:
             found.append((int(own[0]), count))
             used += count
         return found
+
+
+def _processor(checkpoint: Path) -> Any:
+    from transformers import AutoImageProcessor
+
+    load: Any = AutoImageProcessor.from_pretrained
+    return load(checkpoint, backend="pil", local_files_only=True)
 
 
 def reads_images(checkpoint: Path) -> bool:

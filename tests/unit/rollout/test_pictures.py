@@ -12,7 +12,7 @@ import pytest
 
 from meshrl.contract import codec
 from meshrl.contract.errors import UserError
-from meshrl.contract.types import GenerateRequest, SamplingParams, TensorSpec, Version
+from meshrl.contract.types import GenerateRequest, Media, SamplingParams, TensorSpec, Version
 from meshrl.contract.types import WeightManifest as Manifest
 from meshrl.images import ImageFeatures
 from meshrl.rollout.engines.vllm import PICTURE_ARGUMENTS, RAW_TENSOR, Config, VllmServer, features
@@ -23,13 +23,24 @@ from meshrl.rollout.streams import check_request
 from ...pictures import picture
 
 
+class Processor(NamedTuple):
+    """Makes the same of every picture."""
+
+    image: ImageFeatures
+
+    def features(self, media: Media, where: str) -> ImageFeatures:
+        return self.image
+
+
 def test_vllm_gets_pixels_and_grid_as_its_own_messages_have_them() -> None:
     pixels = np.arange(8, dtype=np.float32).reshape(4, 2)
     image = ImageFeatures(
         pixels=pixels, grid=np.array([1, 2, 2], dtype=np.int64), num_tokens=1, digest="d"
     )
-    body = features([Picture(name="abc", start=5, features=image)])
-    assert body["mm_hashes"] == {"image": ["abc"]}
+    media = picture(0)
+    asked = Picture(media=media, start=5, num_tokens=1, images=Processor(image))  # type: ignore[arg-type]
+    body = features([asked])
+    assert body["mm_hashes"] == {"image": [media.sha256]}
     assert body["mm_placeholders"] == {"image": [{"offset": 5, "length": 1}]}
     item = msgpack.unpackb(base64.b64decode(body["kwargs_data"]["image"][0]))
     dtype, shape, raw = item["pixel_values"]["data"]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.types import GenerateRequest
-from meshrl.images import ImageFeatures
+from meshrl.contract.types import GenerateRequest, Media
+from meshrl.images import ImageFeatures, ImageProcessor
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.config import ServerConfig
 from meshrl.rollout.streams import check_request, response_before
@@ -40,13 +40,17 @@ class ServerRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """One picture of a request, as the model reads it."""
+    """One picture of a request."""
 
-    name: str
-    """Equal for equal pictures."""
+    media: Media
     start: int
     """Where it begins in `token_ids`."""
-    features: ImageFeatures
+    num_tokens: int
+    images: ImageProcessor
+
+    def features(self) -> ImageFeatures:
+        """As the model reads it. Takes a processor's time: in a thread. Raises UserError."""
+        return self.images.features(self.media, f"picture {self.media.sha256[:12]}")
 
 
 def read_request(
@@ -104,8 +108,8 @@ def _pictures(request: GenerateRequest, checkpoint: Checkpoint) -> tuple[Picture
         raise UserError(f"{where}: it has pictures, and {checkpoint.path} reads text only")
     places = images.places(request.prompt_ids, request.media, where)
     return tuple(
-        Picture(name=media.sha256, start=start, features=images.features(media, where))
-        for media, (start, _) in zip(request.media, places, strict=True)
+        Picture(media=media, start=start, num_tokens=count, images=images)
+        for media, (start, count) in zip(request.media, places, strict=True)
     )
 
 
