@@ -3,12 +3,11 @@
     data file ──bytes──▶ Media (named by sha256) ──ImageProcessor──▶ pixels, grid ──▶ engine and trainer alike
 
 A worker and a trainer run the same processor of transformers on the same bytes, so the engine samples from the pixels
-that the trainer learns on; `ImageFeatures.digest` says so. Needs the extra `vision` (Pillow, transformers), no torch.
+that the trainer learns on. Needs the extra `vision` (Pillow, transformers), no torch.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import threading
@@ -93,8 +92,8 @@ class ImageFeatures:
     """int64[3]: frames, rows and columns of patches."""
     num_tokens: int
     """Places that it takes in a prompt."""
-    digest: str
-    """Of `pixels`, in 64 hexadecimal digits."""
+    name: str
+    """Of the picture: equal ones have equal pixels."""
 
 
 class ImageProcessor:
@@ -147,7 +146,7 @@ class ImageProcessor:
             pixels=pixels,
             grid=grid,
             num_tokens=num_tokens,
-            digest=hashlib.sha256(pixels.tobytes()).hexdigest(),
+            name=media.sha256,
         )
         self._cached[media.sha256] = found
         self._cached_bytes += pixels.nbytes

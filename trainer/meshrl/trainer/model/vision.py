@@ -48,7 +48,7 @@ class RowImages:
         """
         found = tokens.copy()
         for start, image in zip(self.starts, self.features, strict=True):
-            number = numbers.setdefault(image.digest, len(numbers))
+            number = numbers.setdefault(image.name, len(numbers))
             found[start : start + image.num_tokens] = -1 - number
         return found
 
