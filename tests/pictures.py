@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 
 from meshrl.contract.types import Media
 
-ROOT = Path(__file__).parents[1]
+FOLDER = Path(__file__).parents[1] / "recipes/vision"
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 PLACEHOLDER = 7
@@ -30,12 +31,14 @@ def picture(seed: int, width: int = 64, height: int = 64) -> Media:
 
 def prepare() -> ModuleType:
     """`recipes/vision/prepare.py`."""
-    spec = importlib.util.spec_from_file_location(
-        "vision_prepare", ROOT / "recipes/vision/prepare.py"
-    )
+    spec = importlib.util.spec_from_file_location("vision_prepare", FOLDER / "prepare.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(FOLDER))  # as `python prepare.py` has it
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(FOLDER))
     return module
 
 

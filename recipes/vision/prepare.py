@@ -9,7 +9,6 @@ little more often right than by chance: what it sees, it learns by RL.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import random
 from pathlib import Path
@@ -19,22 +18,14 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import torch
-from PIL import Image, ImageDraw
+from game import COLOURS, QUESTION, picture
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Qwen3VLConfig
 
 from meshrl.contract.types import Media
 from meshrl.images import ImageProcessor
 
-COLOURS = {
-    "red": (220, 30, 30),
-    "green": (30, 160, 60),
-    "blue": (40, 60, 210),
-    "yellow": (235, 215, 40),
-    "white": (245, 245, 245),
-    "black": (10, 10, 10),
-}
-PATCH, SIDE = 16, 64
+PATCH = 16
 SPECIAL = (
     *("<pad>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>"),
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
@@ -46,7 +37,6 @@ TEMPLATE = (
     "{% else %} {{ part.text }}{% endif %}{% endfor %}{% endif %} <|im_end|> {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )
-QUESTION = "<image> which colour ?"
 RIGHT = 0.25
 """Share of the warm start's answers that are right."""
 
@@ -72,19 +62,6 @@ def main() -> None:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(part), folder / f"{name}.parquet")
     warm_start(model, tokenizer, folder / "model", draws, arguments.warm_steps)
     model.save_pretrained(folder / "model")
-
-
-def picture(draws: random.Random, colour: str) -> bytes:
-    """A shape of `colour` on a grey ground, as PNG."""
-    ground = draws.randrange(110, 150)
-    image = Image.new("RGB", (SIDE, SIDE), (ground, ground, ground))
-    size, canvas = draws.randrange(24, 44), ImageDraw.Draw(image)
-    left, top = draws.randrange(SIDE - size), draws.randrange(SIDE - size)
-    shape = draws.choice((canvas.ellipse, canvas.rectangle))
-    shape((left, top, left + size, top + size), fill=COLOURS[colour])
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
 
 
 def row(draws: random.Random, number: int) -> dict[str, Any]:

@@ -26,11 +26,13 @@ from meshrl.contract.types import (
     REWARD_TIMES,
     ROLLOUT_TIMES,
     ROUTED_EXPERTS,
+    ROW_MEDIA,
     TOKEN_REWARDS,
     Columns,
     Float32,
     GroupRows,
     Json,
+    Media,
     Message,
     Outcome,
     PackedGroup,
@@ -186,10 +188,34 @@ def sample_again(uid: Uid, columns: Columns) -> Sample:
     )
 
 
+def row_media_column(media: Sequence[Media], task: Sequence[Media]) -> Uint8:
+    """The pictures of a row whose task has those of `task`, as uint8[n]: each picture's data once at most."""
+    known = {each.sha256 for each in task}
+    packed: list[Media] = []
+    for each in media:
+        packed.append(replace(each, data=b"") if each.sha256 in known else each)
+        known.add(each.sha256)
+    return codec.pack_media(packed)
+
+
 def with_media(rows: Sequence[Trajectory]) -> list[Trajectory]:
-    """Rows that were fetched together, each with the pictures that the first row of its group brought."""
+    """Rows that were fetched together, each with its own pictures, or those that the first row of its group brought.
+
+    Raises:
+        CorruptError: a row names a picture that neither it nor its task has.
+    """
     media_of = {row.uid.task: row.media for row in rows if row.media}
-    return [replace(row, media=media_of.get(row.uid.task, ())) for row in rows]
+    return [replace(row, media=_media(row, media_of.get(row.uid.task, ()))) for row in rows]
+
+
+def _media(row: Trajectory, task: tuple[Media, ...]) -> tuple[Media, ...]:
+    if row.row_media is None:
+        return task
+    known = {each.sha256: each for each in (*task, *row.row_media) if each.data}
+    lost = [each.sha256[:12] for each in row.row_media if each.sha256 not in known]
+    if lost:
+        raise CorruptError(f"row {row.uid}: its picture {lost[0]} is not there")
+    return tuple(known[each.sha256] for each in row.row_media)
 
 
 def trajectory(uid: Uid, columns: Columns) -> Trajectory:
@@ -241,6 +267,9 @@ def trajectory(uid: Uid, columns: Columns) -> Trajectory:
         if ROUTED_EXPERTS in columns
         else None,
         media=codec.unpack_media(columns[MEDIA]) if MEDIA in columns else (),
+        row_media=codec.unpack_media(columns[ROW_MEDIA], names=True)
+        if ROW_MEDIA in columns
+        else None,
         replica=column_text(columns["replica"]) if "replica" in columns else "",
     )
 

@@ -35,6 +35,14 @@ MOST_PIXELS = 32 << 20
 """Of one picture: a file of a few kilobytes may unpack to any number of them."""
 MOST_CACHED = 256 << 20
 """Bytes of pixels that a processor keeps: the rows of a group have the same pictures."""
+MEDIA_TYPES = {
+    b"\x89PNG\r\n\x1a\n": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "image/gif",
+    b"BM": "image/bmp",
+    b"RIFF": "image/webp",
+}
+"""Of the `FORMATS`, by how their files begin."""
 PROCESSORS = ("Qwen2VLImageProcessor",)
 """Classes of `preprocessor_config.json` whose pictures become patches: Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
 
@@ -74,6 +82,14 @@ def open_image(data: bytes, where: str) -> Image:
         raise
     except Exception as error:
         raise _unreadable(where, error) from error
+
+
+def media_type(data: bytes) -> str:
+    """The media type of a picture's file, by its first bytes; empty for any other file."""
+    found = [kind for begin, kind in MEDIA_TYPES.items() if data.startswith(begin)]
+    if found == ["image/webp"] and data[8:12] != b"WEBP":
+        return ""
+    return found[0] if found else ""
 
 
 def _unreadable(where: str, error: Exception) -> UserError:
@@ -171,9 +187,10 @@ class ImageProcessor:
         return np.repeat(ids, counts)
 
     def places(self, tokens: Int32, media: tuple[Media, ...], where: str) -> list[tuple[int, int]]:
-        """Where each picture stands in a row that begins with an expanded prompt: its first token and how many.
+        """Where each picture stands in a row: its first token and how many.
 
-        A placeholder behind those of the pictures is a token that the policy has sampled.
+        A placeholder behind those of the pictures is a token that the policy has sampled; none that it sampled
+        between them may be among `tokens`.
 
         Raises:
             UserError: the row has too few placeholders side by side; names `where`.

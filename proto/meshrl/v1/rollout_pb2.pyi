@@ -28,6 +28,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     CONTINUED_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
+    MEDIA_STARTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller."""
     continued: _builtins.int
@@ -42,6 +43,10 @@ class GenerateRequest(_message.Message):
     def media(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Media]:
         """Its pictures, in the order of their places in prompt_ids."""
 
+    @_builtins.property
+    def media_starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where the last of them begin, those that were observed between turns; the others stand in the first places."""
+
     def __init__(
         self,
         *,
@@ -50,10 +55,11 @@ class GenerateRequest(_message.Message):
         sampling: _trajectory_pb2.SamplingParams | None = ...,
         continued: _builtins.int = ...,
         media: _abc.Iterable[_trajectory_pb2.Media] | None = ...,
+        media_starts: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_ids", b"prompt_ids", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continued", b"continued", "media", b"media", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continued", b"continued", "media", b"media", "media_starts", b"media_starts", "prompt_ids", b"prompt_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -263,7 +263,9 @@ class Media(_message.Message):
     sha256: _builtins.str
     """Of the data, in 64 hexadecimal digits: its name."""
     data: _builtins.bytes
-    """PNG, JPEG and what else the reader knows."""
+    """PNG, JPEG and what else the reader knows. Empty in a list of a row's own pictures: it is said before, or the
+    task's.
+    """
     def __init__(
         self,
         *,
@@ -281,7 +283,7 @@ Global___Media: _TypeAlias = Media  # noqa: Y015
 
 @_typing.final
 class MediaList(_message.Message):
-    """The pictures of one prompt, in the order of their places in it."""
+    """The pictures of one prompt or one row, in the order of their places in it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

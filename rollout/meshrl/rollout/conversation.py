@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from meshrl.contract import tracing
-from meshrl.contract.errors import ConfigError
+from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import (
     GenerateRequest,
     Int32,
@@ -39,10 +39,16 @@ from meshrl.contract.types import (
     Uid,
     VersionSpan,
 )
+from meshrl.images.messages import MOST_OF_ROW, marked, taken_out
 from meshrl.rollout import chat
 from meshrl.rollout.ports import Generator, Replaying, Rollout
 from meshrl.rollout.streams import Response, sample
-from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer
+from meshrl.rollout.tokenizer import (
+    ChatTokenizer,
+    Tokenizer,
+    picture_tokenizer,
+    reads_pictures,
+)
 
 OUTCOMES = {"stop": Outcome.OK, "length": Outcome.TRUNCATED, "max_turns": Outcome.TRUNCATED}
 """By finish reason; any other means that the engine aborted a request."""
@@ -97,6 +103,9 @@ class Conversation:
         """Start with a prompt, int32[P], and its pictures; who observes messages needs a ChatTokenizer."""
         self.uid = uid
         self.media = media
+        """Its pictures so far, in order of time."""
+        self._starts: tuple[int, ...] = ()
+        """Where those begin that are not the prompt's."""
         self.turns: list[Turn] = []
         self.messages: list[chat.ChatMessage] = []
         """What follows the prompt: the policy's turns, and the messages that it observed."""
@@ -117,6 +126,11 @@ class Conversation:
         return self._tokens[0]
 
     @property
+    def _length(self) -> int:
+        """T: of the row so far."""
+        return self._prompt + self._budget.response_tokens - self.left
+
+    @property
     def full(self) -> bool:
         """Whether all turns or tokens of the policy are used up."""
         return self.left < 1 or len(self.turns) == self._budget.turns
@@ -131,6 +145,7 @@ class Conversation:
             prompt_ids=self.tokens,
             sampling=replace(sampling, max_tokens=most),
             media=self.media,
+            media_starts=self._starts,
         )
 
     async def sample(self, engine: Generator, sampling: SamplingParams) -> Turn:
@@ -148,9 +163,7 @@ class Conversation:
 
     def append(self, response: Response) -> Turn:
         """Append a sampled turn: loss mask 1, log-probs and versions as the engine gave them."""
-        start = (
-            self._prompt + self._budget.response_tokens - self.left
-        )  # the length of the row so far
+        start = self._length
         self._add(response.tokens, response.logprobs, sampled=True)
         for span in response.spans:
             moved = replace(span, start=span.start + start, end=span.end + start)
@@ -170,7 +183,7 @@ class Conversation:
         return self.turns[-1]
 
     def rendered(self, messages: Sequence[chat.ChatMessage]) -> list[int]:
-        """The tokens that `messages` add, from the end of the last turn to the start of the next.
+        """The tokens that `messages`, of text, add: from the end of the last turn to the start of the next.
 
         Raises:
             ConfigError: the tokenizer cannot render messages.
@@ -181,23 +194,44 @@ class Conversation:
         return chat.appended(self._chat_tokenizer, messages, last=last)
 
     def observe(self, messages: Sequence[chat.ChatMessage]) -> bool:
-        """Append messages of the environment; see `observe_tokens` for False, `rendered` for errors."""
-        if not self.observe_tokens(self.rendered(messages)):
+        """Append messages of the environment, which may have pictures (`meshrl.images.messages`).
+
+        See `observe_tokens` for False and `rendered` for errors.
+        """
+        messages, media = taken_out(messages)
+        if not self.observe_tokens(self.rendered(messages), media):
             return False
-        self.messages += messages
+        self.messages += map(marked, messages)
         return True
 
-    def observe_tokens(self, ids: Sequence[int]) -> bool:
-        """Append tokens that the policy did not sample: loss mask 0.
+    def observe_tokens(self, ids: Sequence[int], media: tuple[Media, ...] = ()) -> bool:
+        """Append tokens that the policy did not sample, with one placeholder for each of `media`: loss mask 0.
 
         Returns False, and appends nothing, if no token would be left for an answer.
+
+        Raises:
+            UserError: not as many placeholders as pictures, or pictures that the model cannot read.
         """
-        if len(ids) >= self.left:
+        tokens, starts = np.array(ids, dtype=np.int32), ()
+        if media or reads_pictures(self._tokenizer):
+            tokens, starts = picture_tokenizer(self._tokenizer).with_places(ids, media)
+        if len(tokens) >= self.left:
             return False
-        self._add(
-            np.array(ids, dtype=np.int32), np.zeros(len(ids), dtype=np.float32), sampled=False
-        )
+        if media:
+            self._add_media(media, starts)
+        self._add(tokens, np.zeros(len(tokens), dtype=np.float32), sampled=False)
         return True
+
+    def _add_media(self, media: tuple[Media, ...], starts: Sequence[int]) -> None:
+        """Pictures that begin at `starts` of what is observed next. Raises UserError for too many bytes."""
+        observed = self.media[len(self.media) - len(self._starts) :]
+        sizes = {each.sha256: len(each.data) for each in (*observed, *media)}
+        if (size := sum(sizes.values())) > MOST_OF_ROW:
+            raise UserError(
+                f"row {self.uid}: it observed {size} bytes of pictures, at most {MOST_OF_ROW}"
+            )
+        self._starts += tuple(self._length + start for start in starts)
+        self.media = (*self.media, *media)
 
     def observe_text(self, text: str) -> bool:
         """As `observe`, with a text that the chat template does not see."""
@@ -248,6 +282,7 @@ class Conversation:
             outcome=ended,
             finish_reason=reason,
             messages=tuple(self.messages) if several else (),
+            media=self.media,
         )
 
     @property

@@ -261,8 +261,8 @@ class ResumableGenerator:
     """A `Generator` for one row. Satisfies `Replaying`.
 
     Checkpoints are kept of rows that only grow: the id of the first request is the uid, and the prompt of each
-    further one is everything requested and sampled before, plus an observation. Any other request is passed to the
-    engine, and from there on no checkpoint is kept.
+    further one is everything requested and sampled before, plus an observation without pictures. Any other request is
+    passed to the engine, and from there on no checkpoint is kept.
     """
 
     def __init__(
@@ -328,6 +328,9 @@ class ResumableGenerator:
         """Whether `request` is the next one of a growing row; if so, the observation before it is recorded."""
         has_turns, self._has_turns = self._has_turns, True
         if not self._recording or self._sampling or not (has_turns or self._begins(request)):
+            return False
+        if request.media != self._row.task.media:
+            # Tokens alone do not say which picture was observed: another worker asks the program again.
             return False
         known = self._known
         new = request.prompt_ids[len(known) :]

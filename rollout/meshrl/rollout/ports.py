@@ -12,6 +12,7 @@ from meshrl.contract.types import (
     GenerateDelta,
     GenerateRequest,
     Int32,
+    Media,
     Outcome,
     Task,
     Trajectory,
@@ -70,6 +71,8 @@ class Rollout:
     """Additional columns, where the run's rollout stage has them."""
     messages: Sequence[Mapping[str, Any]] = ()
     """What follows the prompt, in the form of OpenAI's API, for people who read the row: of rows of several turns."""
+    media: tuple[Media, ...] | None = None
+    """The row's pictures in the order of their places; None: those of its task."""
 
 
 class GiveBackError(Exception):

@@ -7,9 +7,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from meshrl.contract.chat_templates import rendered
 from meshrl.contract.errors import UserError
-from meshrl.contract.types import Json
+from meshrl.contract.types import Int32, Json, Media
+from meshrl.images import ImageProcessor
+
+NO_PICTURES = "there are pictures, and the model reads text only"
 
 
 class Tokenizer(Protocol):
@@ -51,11 +56,52 @@ class ChatTokenizer(Tokenizer, Protocol):
         ...
 
 
-class HuggingFaceTokenizer:
-    """A checkpoint's own tokenizer. Satisfies `ChatTokenizer`."""
+@runtime_checkable
+class PictureTokenizer(ChatTokenizer, Protocol):
+    """In addition, for a model that reads pictures."""
 
-    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Wrap a tokenizer of transformers; `variables` are given to its chat template."""
+    @property
+    def reads_pictures(self) -> bool:
+        """Whether the model does."""
+        ...
+
+    def with_places(
+        self, ids: Sequence[int], media: tuple[Media, ...]
+    ) -> tuple[Int32, tuple[int, ...]]:
+        """int32[k]: `ids` with as many places for each picture as it has tokens; where each picture begins in them.
+
+        Raises:
+            UserError: not as many placeholders as pictures, or a picture that the model cannot read.
+        """
+        ...
+
+
+def reads_pictures(tokenizer: Tokenizer) -> bool:
+    """Whether it is of a model that reads pictures."""
+    return isinstance(tokenizer, PictureTokenizer) and tokenizer.reads_pictures
+
+
+def picture_tokenizer(tokenizer: Tokenizer) -> PictureTokenizer:
+    """The tokenizer of a model that reads pictures. Raises UserError for another one."""
+    if isinstance(tokenizer, PictureTokenizer) and tokenizer.reads_pictures:
+        return tokenizer
+    raise UserError(NO_PICTURES)
+
+
+class HuggingFaceTokenizer:
+    """A checkpoint's own tokenizer. Satisfies `PictureTokenizer`."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        images: ImageProcessor | None = None,
+    ) -> None:
+        """Wrap a tokenizer of transformers; `variables` are given to its chat template.
+
+        `images` reads the pictures of messages; None: the model reads text only.
+        """
+        self._images = images
         self._tokenizer = tokenizer
         self._variables = dict(variables)
         self._special = frozenset(tokenizer.all_special_ids)
@@ -101,15 +147,33 @@ class HuggingFaceTokenizer:
         """See `ChatTokenizer.is_special`."""
         return token in self._special
 
+    @property
+    def reads_pictures(self) -> bool:
+        """See `PictureTokenizer`."""
+        return self._images is not None
+
+    def with_places(
+        self, ids: Sequence[int], media: tuple[Media, ...]
+    ) -> tuple[Int32, tuple[int, ...]]:
+        """See `PictureTokenizer`."""
+        if self._images is None:
+            raise UserError(NO_PICTURES)
+        expanded = self._images.expanded(np.array(ids, dtype=np.int32), media, "a message")
+        places = self._images.places(expanded, media, "a message")
+        return expanded, tuple(start for start, _ in places)
+
 
 def load_tokenizer(
-    path: Path, variables: Mapping[str, Any] = MappingProxyType({})
+    path: Path,
+    variables: Mapping[str, Any] = MappingProxyType({}),
+    images: ImageProcessor | None = None,
 ) -> HuggingFaceTokenizer:
     """The tokenizer in a checkpoint directory; transformers is imported with the first call.
 
     Args:
         path: The directory.
         variables: Of the chat template (`data.apply_chat_template_kwargs`).
+        images: Of a model that reads pictures.
 
     Raises:
         UserError: the directory has no tokenizer.
@@ -120,7 +184,7 @@ def load_tokenizer(
         raise UserError(f"{path} is not a directory with a tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        return HuggingFaceTokenizer(tokenizer, variables)
+        return HuggingFaceTokenizer(tokenizer, variables, images)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"no tokenizer in {path}: {reason}") from error

@@ -28,13 +28,20 @@ from typing import Any, NoReturn, Protocol, Self
 from meshrl.contract import plugins, tracing
 from meshrl.contract.errors import ConfigError, EngineGoneError, InfraError
 from meshrl.contract.ports import Engine, Queue
-from meshrl.contract.rows import column_parts, conversation_column, rollout_write, times_column
+from meshrl.contract.rows import (
+    column_parts,
+    conversation_column,
+    rollout_write,
+    row_media_column,
+    times_column,
+)
 from meshrl.contract.stage_worker import Failure, Returned, StageResult, StageStats, StageWorker
 from meshrl.contract.types import (
     CONVERSATION,
     PARTS,
     ROLLOUT_STAGE,
     ROLLOUT_TIMES,
+    ROW_MEDIA,
     Columns,
     LeasedRow,
     Outcome,
@@ -410,6 +417,8 @@ class RolloutWorker:
         notes: Columns = {ROLLOUT_TIMES: times_column(began, time.time())}
         if rollout.messages:
             notes = {**notes, CONVERSATION: conversation_column(rollout.messages)}
+        if rollout.media is not None and rollout.media != row.task.media:
+            notes = {**notes, ROW_MEDIA: row_media_column(rollout.media, row.task.media)}
         return replace(written, columns={**written.columns, **notes, **rollout.columns})
 
     async def _park(self, row: LeasedRow, error: EngineGoneError) -> NoReturn:

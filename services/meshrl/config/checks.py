@@ -21,7 +21,7 @@ from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms import needs as algorithm_rules
 
-PICTURE_PROGRAMS = ("single_turn", "user")
+PICTURE_PROGRAMS = ("single_turn", "tools", "user", "openai")
 """Built-in programs that hand a task's pictures to the engine."""
 PICTURE_PACKAGES = {"PIL": "pillow", "msgpack": "msgpack"}
 
@@ -211,7 +211,12 @@ def _pictures(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     if program not in PICTURE_PROGRAMS and "." not in program:
         yield (
             ("rollout", "program"),
-            f"rollout.program: {program} loses the pictures of a prompt; want {' or '.join(PICTURE_PROGRAMS)}",
+            f"rollout.program: {program} loses the pictures of a prompt; want {', '.join(PICTURE_PROGRAMS)}",
+        )
+    if recipe.rollout.program_options.get("branch") == "each":
+        yield (
+            ("rollout", "program_options"),
+            "rollout.program_options.branch: each trains text only; want last, longest or only",
         )
     needs = algorithm_needs(recipe)
     for wrong, at, what in (

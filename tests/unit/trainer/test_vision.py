@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,33 @@ def test_equal_pictures_are_read_once_and_others_share_no_prompt(vision_path: Pa
     assert same.images is not None and other.images is not None
     assert (len(same.images.grids), len(other.images.grids)) == (1, 4)
     assert same.input_ids.shape[1] < other.input_ids.shape[1]
+
+
+def test_pictures_between_turns_stand_where_they_were_observed(vision_path: Path) -> None:
+    hf = load_hf(vision_path)
+    policy, reader = Policy(hf), VisionReader(vision_path, hf)
+    rows = []
+    for number, media in enumerate(([A, B], [A, C], [A])):
+        # The first turn ends with a sampled placeholder, and each later picture is observed.
+        said = row(vision_path, media[:1], 3, 7)
+        seen = [row(vision_path, [each], 2, number) for each in media[1:]]
+        rows.append(
+            replace(
+                said,
+                uid=Uid("run", "task", number),
+                tokens=np.concatenate([said.tokens, *(each.tokens for each in seen)]),
+                loss_mask=np.concatenate([said.loss_mask, *(each.loss_mask for each in seen)]),
+                media=tuple(media),
+            )
+        )
+    assert [len(reader.of_row(each).starts) for each in rows] == [2, 2, 1]
+    assert (rows[0].tokens[reader.of_row(rows[0]).starts[1] :][:6] == PLACEHOLDER).all()
+    together, _ = policy(packed(reader, rows), 1.0)
+    alone = [policy(packed(reader, [each], share=False), 1.0)[0] for each in rows]
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-5)
+    assert packed(reader, rows).images is not None
+    # The picture that all have in common is read once.
+    assert len(packed(reader, rows).images.grids) == 3  # type: ignore[union-attr]
 
 
 def test_a_row_whose_places_are_not_its_pictures_is_corrupt(vision_path: Path) -> None:

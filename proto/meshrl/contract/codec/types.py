@@ -305,13 +305,13 @@ def encode_picture(media: Media) -> pb.Media:
 
 
 @decoder
-def decode_media(messages: Iterable[pb.Media]) -> tuple[Media, ...]:
-    """In order. Raises UserError for a name that is not its data's."""
+def decode_media(messages: Iterable[pb.Media], *, names: bool = False) -> tuple[Media, ...]:
+    """In order, with `names` some without data. Raises UserError for a name that is not its data's."""
     found = tuple([Media(kind=m.kind, sha256=m.sha256, data=m.data) for m in messages])
     for media in found:
         if media.kind != "image":
             malformed(f"media of kind {media.kind[:40]!r}, want image")
-        if media != Media.of(media.data):
+        if media != Media.of(media.data) and not (names and not media.data):
             malformed(f"image {media.sha256[:64]!r} has other data than its name says")
     return found
 
@@ -322,10 +322,10 @@ def pack_media(media: Iterable[Media]) -> Uint8:
     return np.frombuffer(packed, dtype=np.uint8)
 
 
-def unpack_media(column: Uint8) -> tuple[Media, ...]:
-    """The inverse of `pack_media`. Raises CorruptError."""
+def unpack_media(column: Uint8, *, names: bool = False) -> tuple[Media, ...]:
+    """The inverse of `pack_media`; with `names` some have no data. Raises CorruptError."""
     try:
-        return decode_media(pb.MediaList.FromString(column.tobytes()).media)
+        return decode_media(pb.MediaList.FromString(column.tobytes()).media, names=names)
     except (UserError, protobuf.DecodeError) as error:
         raise CorruptError(f"malformed pictures: {error}") from error
 

@@ -50,6 +50,7 @@ def encode_generate_request(request: GenerateRequest) -> rollout_pb2.GenerateReq
         sampling=encode_sampling(request.sampling),
         continued=request.continued,
         media=map(encode_picture, request.media),
+        media_starts=request.media_starts,
     )
 
 
@@ -63,6 +64,7 @@ def decode_generate_request(message: rollout_pb2.GenerateRequest) -> GenerateReq
         sampling=decode_sampling(message.sampling),
         continued=message.continued,
         media=decode_media(message.media) if message.media else (),
+        media_starts=tuple(message.media_starts),
     )
 
 

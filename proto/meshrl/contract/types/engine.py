@@ -19,6 +19,9 @@ class GenerateRequest:
     sampling: SamplingParams
     media: tuple[Media, ...] = ()
     """Its pictures, in the order of their places in `prompt_ids`."""
+    media_starts: tuple[int, ...] = ()
+    """Where the last of them begin, those that were observed between turns; the others stand in the first places for
+    pictures that `prompt_ids` have."""
     continued: int = 0
     """How many of the last `prompt_ids` belong to the response itself, sampled before: draws and stop strings
     continue from there. `sampling.max_tokens` counts what may still come, and may be 0 here: a response that has

@@ -141,12 +141,12 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Media:
-    """A picture that belongs to a prompt: sent and stored with the task, once for all rows of its group."""
+    """A picture. One of a prompt is sent and stored with the task, once for all rows of its group."""
 
     sha256: str
     """Of `data`, in 64 hexadecimal digits: its name."""
     data: bytes = field(repr=False)
-    """As its file has it: PNG, JPEG and what else Pillow reads."""
+    """As its file has it: PNG, JPEG and what else Pillow reads. Empty where only the name is said."""
     kind: str = "image"
 
     @classmethod
@@ -277,7 +277,9 @@ class Trajectory:
     routed_experts: RoutedExperts | None = None
     """Of every token, where the run replays them in the trainer."""
     media: tuple[Media, ...] = ()
-    """The pictures of its prompt, where the reader asked for them."""
+    """Its pictures in the order of their places, where the reader asked for them."""
+    row_media: tuple[Media, ...] | None = None
+    """As its column says it, some without data; `contract.rows.with_media` makes `media` of it. None: its task's."""
     replica: str = ""
     """Who sampled it: the rollout worker's name. Where several did, one going on from another, the last of them."""
 

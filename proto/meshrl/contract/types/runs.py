@@ -45,11 +45,14 @@ DATA_SOURCE = "data_source"
 MEDIA = "media"
 """uint8[n]: the pictures of a task, packed. No stage writes it: who asks for it finds it on the first row of each
 group that is named, and on no row of a task without pictures."""
+ROW_MEDIA = "row_media"
+"""uint8[n]: the pictures of a row where they are not those of its task, packed in the order of their places: of rows
+that an environment answered with pictures. Those of the task, and repeated ones, are named without their data."""
 NOTES: Mapping[str, tuple[str, ...]] = {
-    "rollout": (ROLLOUT_TIMES, CONVERSATION),
+    "rollout": (ROLLOUT_TIMES, CONVERSATION, ROW_MEDIA),
     "reward": (REWARD_TIMES, DATA_SOURCE),
 }
-"""By stage: columns that it may write beside those of its spec. Nothing waits for them or is trained on them."""
+"""By stage: columns that it may write beside those of its spec. Nothing waits for them."""
 REFERENCE_COLUMNS = ("ref_logprobs",)
 REFERENCE_TOP = ("ref_top_ids", "ref_top_logprobs")
 """int32[T, k] and float32[T, k]: what a teacher thinks likeliest at each place, in runs that ask for it."""

@@ -16,13 +16,14 @@ import numpy as np
 
 from meshrl.contract import plugins, tracing
 from meshrl.contract.config import read_options
-from meshrl.contract.errors import ConfigError
-from meshrl.contract.types import Int32, Task, Uid
+from meshrl.contract.errors import ConfigError, UserError
+from meshrl.contract.types import Int32, Json, Task, Uid
+from meshrl.images.messages import has_pictures, with_parts
 from meshrl.rollout import chat
 from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.ports import Generator, Rollout
 from meshrl.rollout.sessions.gateway import Gateway
-from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer
+from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer, picture_tokenizer
 from meshrl.rollout.tools.building import ToolBuilder, named_tools
 from meshrl.rollout.tools.config import ToolsConfig as Config
 from meshrl.rollout.tools.ports import Caller, ToolCall
@@ -93,7 +94,7 @@ class ToolProgram:
         config, caller = self._config, Caller(task=task, uid=uid)
         budget = Budget.of(task, turn_tokens=config.max_turn_tokens, turns=config.max_turns)
         prompt = self._prompt(task, tokenizer, tools)
-        conversation = Conversation(uid, tokenizer, prompt, budget=budget)
+        conversation = Conversation(uid, tokenizer, prompt, budget=budget, media=task.media)
         sampling = replace(task.sampling, stop=(*task.sampling.stop, *self._stop))
         while True:
             turn = await conversation.sample(engine, sampling)
@@ -115,6 +116,10 @@ class ToolProgram:
         """Append the results: messages, or text where the format has its own; False: they do not fit."""
         if not self._observation:
             return conversation.observe(results)
+        if has_pictures(results):
+            raise UserError(
+                f"a tool returned a picture, and the format {self._config.format} has text only"
+            )
         said = (self._observation.replace("{}", str(each["content"])) for each in results)
         return conversation.observe_text("".join(said))
 
@@ -122,8 +127,10 @@ class ToolProgram:
         """Messages are rendered again, with the tools; text is not, nor a prompt that says itself how to call."""
         if not task.messages or self._observation:
             return task.prompt_ids
-        messages = [asdict(message) for message in task.messages]
+        messages = with_parts(task.messages) if task.media else list(map(asdict, task.messages))
         ids = chat.prompt_of(tokenizer, messages, tools=tools.schemas())
+        if task.media:
+            ids = picture_tokenizer(tokenizer).with_places(ids, task.media)[0].tolist()
         if not self._warned and np.array_equal(ids, task.prompt_ids):
             log.warning("the chat template does not show the policy its tools")
             self._warned = True
@@ -142,7 +149,7 @@ class ToolProgram:
         limited = [call if index < most else over for index, call in enumerate(calls)]
         slots = asyncio.Semaphore(1 if tools.stateful else most)
 
-        async def result(call: ToolCall) -> str:
+        async def result(call: ToolCall) -> Json:
             async with slots:
                 with tracing.span("tool", tool=call.name):
                     return await tools.call(call, caller, tokenizer)

@@ -25,6 +25,7 @@ from meshrl.contract.config import read_options
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.rows import posted_column
 from meshrl.contract.types import POSTED_REWARD, Outcome, SamplingParams, Task, Uid
+from meshrl.images.messages import content_with
 from meshrl.rollout.chat import ChatMessage
 from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.ports import Generator, Program, Rollout
@@ -105,16 +106,24 @@ class Session:
             raise self._end(turn.finish_reason)
         return turn.text
 
-    async def say(self, content: str, *, role: str = "user") -> str:
+    async def say(self, content: str, *, role: str = "user", images: Sequence[object] = ()) -> str:
         """Add a message, which is not trained on, and let the policy answer.
+
+        Args:
+            content: Its text; `<image>` stands for a picture.
+            role: Who says it.
+            images: Pictures for a model that reads some: bytes of files, or pictures of Pillow. They stand at the
+                marks, or before a text without any.
 
         Raises:
             EndedError: message and answer do not fit.
+            UserError: pictures that the model cannot read, or another number of marks.
         """
-        return await self.tell([{"role": role, "content": content}])
+        said = content_with(content, images) if images else content
+        return await self.tell([{"role": role, "content": said}])
 
     async def tell(self, messages: Sequence[ChatMessage]) -> str:
-        """As `say`, with several messages, or with other keys than `role` and `content`."""
+        """As `say`, with several messages, other keys than `role` and `content`, or content parts."""
         if not self._conversation.turns:
             raise UserError("the policy must answer the prompt first: `await session.reply()`")
         self._check_not_full()

@@ -106,11 +106,31 @@ def _pictures(request: GenerateRequest, checkpoint: Checkpoint) -> tuple[Picture
     where, images = f"request {request.request_id}", checkpoint.images
     if images is None:
         raise UserError(f"{where}: it has pictures, and {checkpoint.path} reads text only")
-    places = images.places(request.prompt_ids, request.media, where)
+    places = _places(request, images, where)
     return tuple(
         Picture(media=media, start=start, num_tokens=count, images=images)
         for media, (start, count) in zip(request.media, places, strict=True)
     )
+
+
+def _places(
+    request: GenerateRequest, images: ImageProcessor, where: str
+) -> Sequence[tuple[int, int]]:
+    """First token and number of tokens of each picture. Raises UserError."""
+    prompt, media, starts = request.prompt_ids, request.media, request.media_starts
+    first = len(media) - len(starts)
+    if first < 0:
+        raise UserError(f"{where}: {len(media)} pictures begin at {list(starts)[:8]}")
+    found = images.places(prompt, media[:first], where)
+    for number, (start, picture) in enumerate(zip(starts, media[first:], strict=True), first + 1):
+        count = images.num_tokens(picture, f"{where}, picture {number}")
+        own = prompt[max(0, start) : start + count]
+        if len(own) != count or (own != images.placeholder).any():
+            raise UserError(f"{where}: picture {number} wants {count} places at {start}")
+        if found and start < sum(found[-1]):
+            raise UserError(f"{where}: picture {number} begins in the one before it, at {start}")
+        found.append((start, count))
+    return found
 
 
 def ended_before(

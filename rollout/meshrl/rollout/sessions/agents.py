@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, PostedReward, Task, Uid
+from meshrl.images.messages import as_openai
 from meshrl.rollout.sessions.gateway import Address
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.tools import subprocess_guard
@@ -54,7 +55,7 @@ class Agent(Protocol):
 def task_json(task: Task, uid: Uid, tokenizer: Tokenizer) -> dict[str, Json]:
     """The task as an agent gets it."""
     prompt = tokenizer.decode(task.prompt_ids.tolist())
-    messages = [{"role": m.role, "content": m.content} for m in task.messages]
+    messages = as_openai(task.messages, task.media)
     return {
         "run": task.run,
         "task_id": task.task_id,

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from meshrl.contract.types import Json
+from meshrl.contract.types import Json, Media
 from meshrl.rollout.chat import ChatMessage
 from meshrl.rollout.sessions.requests import ToolCall
 from meshrl.rollout.sessions.tool_calls import same_call
@@ -38,6 +38,8 @@ class Turn:
     observed: tuple[int, ...]
     """Tokens between the parent's response and this one, not sampled; of a first turn: the prompt."""
     response: Response
+    media: tuple[Media, ...] = ()
+    """Pictures in `observed`, which has one placeholder for each."""
     messages: tuple[ChatMessage, ...] = ()
     """What the request added to the conversation, and the answer; empty for completions of text."""
 

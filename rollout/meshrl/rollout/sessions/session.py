@@ -29,12 +29,14 @@ from meshrl.contract.types import (
     GenerateRequest,
     Int32,
     Json,
+    Media,
     Outcome,
     PostedReward,
     SamplingParams,
     Task,
     Uid,
 )
+from meshrl.images.messages import marked, taken_out
 from meshrl.rollout import chat
 from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.ports import Generator, Rollout
@@ -49,7 +51,7 @@ from meshrl.rollout.sessions.requests import (
 )
 from meshrl.rollout.sessions.visible_text import VisibleText
 from meshrl.rollout.streams import Response
-from meshrl.rollout.tokenizer import ChatTokenizer
+from meshrl.rollout.tokenizer import ChatTokenizer, picture_tokenizer, reads_pictures
 
 TOKEN_PREFIX: Final = "mrs_"
 Ended: TypeAlias = Callable[[Turn, Answer], None]
@@ -83,6 +85,17 @@ class SessionRules:
     """Requests of one session in total."""
     prompt_tokens: int | None = None
     """The longest prompt of a conversation's first request; None: the engine's limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a request adds to a conversation."""
+
+    tokens: Sequence[int]
+    """With one placeholder for each picture."""
+    media: tuple[Media, ...] = ()
+    messages: tuple[chat.ChatMessage, ...] = ()
+    """For people who read the row; none of a completion of text."""
 
 
 def _said(answer: Answer) -> chat.ChatMessage:
@@ -214,24 +227,30 @@ class Session:
 
     def _ask_chat(self, request: SessionRequest) -> AnswerStream:
         place = self.history.find_chat(request.messages, request.tools)
+        messages, media = taken_out(request.messages[place.known :])
+        if media and self._rules.branch is Branch.EACH:
+            raise UserError("pictures: rollout.program_options.branch: each trains text only")
         if place.turn is None:
-            observed = chat.prompt_of(self._tokenizer, request.messages, tools=request.tools)
-            self._check_tools_shown(request, observed)
+            observed = chat.prompt_of(self._tokenizer, messages, tools=request.tools)
+            self._check_tools_shown(messages, request.tools, observed)
         else:
-            observed = self._conversation(place.turn).rendered(request.messages[place.known :])
+            observed = self._conversation(place.turn).rendered(messages)
         visible = VisibleText(self._tokenizer, stop=request.stop, tools=bool(request.tools))
 
         def ended(turn: Turn, answer: Answer) -> None:
             message = ShownMessage(text=answer.text, tool_calls=answer.tool_calls)
             self.history.add_chat(place, turn, message)
 
-        return self._begin(request, place, observed, visible, ended)
+        said = tuple(map(marked, messages))
+        return self._begin(request, place, Observed(observed, media, said), visible, ended)
 
-    def _check_tools_shown(self, request: SessionRequest, prompt: Sequence[int]) -> None:
+    def _check_tools_shown(
+        self, messages: Sequence[chat.ChatMessage], tools: Sequence[Json], prompt: Sequence[int]
+    ) -> None:
         """Raises UserError if the prompt does not show the policy its tools."""
-        if not request.tools or self._rules.tools_unseen:
+        if not tools or self._rules.tools_unseen:
             return
-        if prompt == chat.prompt_of(self._tokenizer, request.messages):
+        if prompt == chat.prompt_of(self._tokenizer, messages):
             raise UserError(
                 "tools: the chat template of this model does not show it tools "
                 "(rollout.program_options.tools_unseen accepts them nevertheless)"
@@ -253,13 +272,13 @@ class Session:
                 Completion(text=text, hidden=visible.hidden, tokens=tokens, turn=turn)
             )
 
-        return self._begin(request, place, observed, visible, ended)
+        return self._begin(request, place, Observed(observed), visible, ended)
 
     def _begin(
         self,
         asked: SessionRequest,
         place: Place,
-        observed: Sequence[int],
+        observed: Observed,
         visible: VisibleText,
         ended: Ended,
     ) -> AnswerStream:
@@ -274,9 +293,13 @@ class Session:
         self.asked += 1
 
         def complete(response: Response, answer: Answer) -> None:
-            said = (*asked.messages[place.known :], _said(answer)) if asked.messages else ()
+            said = (*observed.messages, _said(answer)) if asked.messages else ()
             turn = Turn(
-                parent=place.turn, observed=tuple(observed), response=response, messages=said
+                parent=place.turn,
+                observed=tuple(observed.tokens),
+                response=response,
+                media=observed.media,
+                messages=said,
             )
             ended(turn, answer)
 
@@ -288,32 +311,33 @@ class Session:
         if not self.fault.done():
             self.fault.set_result(error)
 
-    def _before(self, place: Place, observed: Sequence[int]) -> Conversation:
+    def _before(self, place: Place, observed: Observed) -> Conversation:
         """The conversation up to the start of the answer. Raises ContextLengthError."""
         most = self._rules.prompt_tokens
         if place.turn is None:
-            if not observed:
+            if not observed.tokens:
                 raise UserError("the prompt is empty")
-            if most is not None and len(observed) > most:
+            conversation = self._beginning(observed.tokens, observed.media)
+            if most is not None and (length := len(conversation.tokens)) > most:
                 self.full = True
                 raise ContextLengthError(
-                    f"the prompt has {len(observed)} tokens, and may have {most} (data.max_prompt_length)"
+                    f"the prompt has {length} tokens, and may have {most} (data.max_prompt_length)"
                 )
-            return self._beginning(observed)
+            return conversation
         conversation = self._conversation(place.turn)
-        if not conversation.observe_tokens(observed):
+        if not conversation.observe_tokens(observed.tokens, observed.media):
             self.full = True
+            added = len(observed.tokens)
             raise ContextLengthError(
-                f"the conversation has {len(conversation.tokens)} tokens and this request adds {len(observed)}: "
+                f"the conversation has {len(conversation.tokens)} tokens and this request adds {added}: "
                 f"no room for an answer in {self.task.sampling.max_tokens} (data.max_response_length)"
             )
         return conversation
 
     def _request(self, asked: SessionRequest, conversation: Conversation) -> GenerateRequest:
-        sampling = conversation.request(self._sampling(asked)).sampling
         # The id of the first request is the uid, of which checkpoints are kept; others have draws of their own.
         name = f"{self.uid}/{self.asked}" if self.asked else str(self.uid)
-        return GenerateRequest(request_id=name, prompt_ids=conversation.tokens, sampling=sampling)
+        return replace(conversation.request(self._sampling(asked)), request_id=name)
 
     def _sampling(self, asked: SessionRequest) -> SamplingParams:
         """The task's, so that training and sampling agree. Lengths and stops do not change the distribution."""
@@ -331,16 +355,19 @@ class Session:
             top_p=task.top_p if asked.top_p is None else asked.top_p,
         )
 
-    def _beginning(self, prompt: Sequence[int]) -> Conversation:
+    def _beginning(self, prompt: Sequence[int], media: tuple[Media, ...]) -> Conversation:
         ids: Int32 = np.array(prompt, dtype=np.int32)
-        return Conversation(self.uid, self._tokenizer, ids, budget=Budget.of(self.task))
+        if media or reads_pictures(self._tokenizer):
+            ids, _ = picture_tokenizer(self._tokenizer).with_places(prompt, media)
+        budget = Budget.of(self.task)
+        return Conversation(self.uid, self._tokenizer, ids, budget=budget, media=media)
 
     def _conversation(self, turn: Turn) -> Conversation:
         """All turns up to the end of `turn`, joined as they were sampled."""
         first, *later = turn.path()
-        conversation = self._beginning(first.observed)
+        conversation = self._beginning(first.observed, first.media)
         conversation.append(first.response)
         for each in later:
-            conversation.observe_tokens(each.observed)
+            conversation.observe_tokens(each.observed, each.media)
             conversation.append(each.response)
         return conversation

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Json
-from meshrl.rollout.tools.ports import Caller, ToolError
+from meshrl.rollout.tools.ports import NO_PICTURE, Caller, Pictured, ToolError
 
 PREFIX = "argument_"
 """Of the pydantic model's fields: some parameter names are not allowed for fields."""
@@ -59,7 +59,7 @@ class FunctionTool:
         schema = self._model.model_json_schema()
         self.parameters: Mapping[str, Json] = _without_titles(schema)
 
-    async def call(self, arguments: Mapping[str, Json], caller: Caller) -> str:
+    async def call(self, arguments: Mapping[str, Json], caller: Caller) -> str | Pictured:
         """See `Tool`."""
         try:
             checked = self._model.model_validate({**arguments, **caller.given})
@@ -69,7 +69,7 @@ class FunctionTool:
         if self._takes_caller:
             values[CALLER] = caller
         try:
-            return as_text(await self._run(values))
+            return as_said(await self._run(values))
         except (InfraError, ToolError, TimeoutError):
             raise
         except Exception as error:
@@ -116,6 +116,21 @@ class FunctionTool:
             done.set_exception(error)
         else:
             done.set_result(result)
+
+
+def as_said(result: Any) -> str | Pictured:
+    """A picture, or a list with some, as such; anything else as text."""
+    parts = result if isinstance(result, list | tuple) else [result]
+    pictures = tuple(part for part in parts if _is_picture(part))
+    if not pictures:
+        return as_text(result)
+    texts = [NO_PICTURE if _is_picture(part) else as_text(part) for part in parts]
+    return Pictured(text="\n".join(texts), pictures=pictures)
+
+
+def _is_picture(result: Any) -> bool:
+    """Bytes of a file, or a picture of Pillow."""
+    return isinstance(result, bytes) or (hasattr(result, "save") and hasattr(result, "tobytes"))
 
 
 def as_text(result: Any) -> str:

@@ -10,6 +10,7 @@ reconnects. After a failed attempt the next one waits, twice as long each time, 
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib
 import json
 import logging
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Json, Uid
 from meshrl.rollout.tools.config import ToolConfig
-from meshrl.rollout.tools.ports import Caller, ToolError
+from meshrl.rollout.tools.ports import Caller, Pictured, ToolError
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -282,13 +283,14 @@ class McpTool:
         self.stateful = server.stateful
         self._server = server
 
-    async def call(self, arguments: Mapping[str, Json], caller: Caller) -> str:
+    async def call(self, arguments: Mapping[str, Json], caller: Caller) -> str | Pictured:
         """See `Tool`."""
         result = await self._server.call(self.name, {**arguments, **caller.given}, caller.uid)
         text = text_of(result)
         if result.is_error:
             raise ToolError(text)
-        return text
+        pictures = pictures_of(result)
+        return Pictured(text=text, pictures=pictures) if pictures else text
 
     async def check(self, caller: Caller) -> None:
         """See `Tool`."""
@@ -305,6 +307,18 @@ def text_of(result: CallToolResult) -> str:
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(parts)
+
+
+def pictures_of(result: CallToolResult) -> tuple[bytes, ...]:
+    """The pictures of a result. Raises ToolError for one that is no base64."""
+    try:
+        return tuple(
+            base64.b64decode(each.data, validate=True)
+            for each in result.content
+            if each.type == "image"
+        )
+    except ValueError as error:
+        raise ToolError(f"a picture is no base64: {error}") from error
 
 
 def _transport(config: ToolConfig) -> Transport:

@@ -8,6 +8,9 @@ from typing import Protocol
 
 from meshrl.contract.types import Json, Task, Uid
 
+NO_PICTURE = "[image]"
+"""Stands for a picture in a text."""
+
 
 class ToolError(Exception):
     """A tool could not do what the policy asked: the policy observes the message; it is no fault of the mesh."""
@@ -33,6 +36,22 @@ class Caller:
     """Arguments from the task that the policy does not see (`extra_info.tools_kwargs`)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pictured:
+    """A result with pictures."""
+
+    text: str
+    """For a model that reads text only: `[image]` stands for each picture."""
+    pictures: tuple[object, ...]
+    """Bytes of files, or pictures of Pillow."""
+
+    def content(self, text: str) -> list[dict[str, object]]:
+        """Content parts for a model that reads pictures; `text` is what is shown of the result's own."""
+        said = [{"type": "image", "image": each} for each in self.pictures]
+        rest = text.replace(NO_PICTURE, "").strip()
+        return [*said, {"type": "text", "text": rest}] if rest else said
+
+
 class Tool(Protocol):
     """A tool that a policy may call."""
 
@@ -43,8 +62,8 @@ class Tool(Protocol):
     stateful: bool
     """Whether a call may change the results of later calls of its row: such calls are repeated on another worker."""
 
-    async def call(self, arguments: Mapping[str, Json], caller: Caller) -> str:
-        """The result as text.
+    async def call(self, arguments: Mapping[str, Json], caller: Caller) -> str | Pictured:
+        """The result as text, or with pictures.
 
         Raises:
             ToolError: wrong arguments, or the tool failed: an observation.

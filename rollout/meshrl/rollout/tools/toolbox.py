@@ -14,8 +14,8 @@ from typing import Literal
 
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json, Task
-from meshrl.rollout.tokenizer import ChatTokenizer
-from meshrl.rollout.tools.ports import Caller, Tool, ToolCall, ToolError
+from meshrl.rollout.tokenizer import ChatTokenizer, reads_pictures
+from meshrl.rollout.tools.ports import Caller, Pictured, Tool, ToolCall, ToolError
 
 CHARACTERS = 16
 """Only so many characters of a result are looked at for each token that it may have."""
@@ -91,15 +91,19 @@ class TaskTools:
             for name, offer in self._offers.items()
         ]
 
-    async def call(self, call: ToolCall, caller: Caller, tokenizer: ChatTokenizer) -> str:
-        """What the policy observes of `call`.
+    async def call(self, call: ToolCall, caller: Caller, tokenizer: ChatTokenizer) -> Json:
+        """What the policy observes of `call`: a text, or content parts with pictures if it reads some.
 
         Raises:
             InfraError: the tool cannot be reached.
         """
-        return self._cut(await self._said(call, caller), tokenizer)
+        said = await self._said(call, caller)
+        if isinstance(said, str):
+            return self._cut(said, tokenizer)
+        text = self._cut(said.text, tokenizer)
+        return said.content(text) if reads_pictures(tokenizer) else text
 
-    async def _said(self, call: ToolCall, caller: Caller) -> str:
+    async def _said(self, call: ToolCall, caller: Caller) -> str | Pictured:
         if call.problem:
             return f"Error: {call.problem}"
         offer = self._offers.get(call.name)

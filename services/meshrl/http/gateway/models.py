@@ -42,17 +42,31 @@ class ToolCallBody(Body):
 
 
 class TextPart(Body):
-    """A part of a message; only text is supported."""
+    """A part of a message that is text."""
 
     type: Literal["text", "refusal"]
     text: str = ""
+
+
+class ImageUrl(Body):
+    """Where a picture is."""
+
+    url: Annotated[str, Field(pattern=r"^data:image/[a-z+*.-]+;base64,")]
+    """`data:image/png;base64,...`: pictures are not fetched."""
+
+
+class ImagePart(Body):
+    """A part of a message that is a picture, for a model that reads some."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
 
 
 class MessageBody(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = None
     name: str | None = None
     tool_calls: list[ToolCallBody] | None = None
     tool_call_id: str | None = None
@@ -60,11 +74,19 @@ class MessageBody(Body):
     def message(self) -> dict[str, Json]:
         """As a chat template reads it; the JSON text of tool call arguments is parsed."""
         content = self.content
+        said: Json = content or ""
         if isinstance(content, list):
-            content = "".join(part.text for part in content)
+            said = "".join(part.text for part in content if isinstance(part, TextPart))
+            if any(isinstance(part, ImagePart) for part in content):
+                said = [
+                    part.model_dump()
+                    if isinstance(part, ImagePart)
+                    else {"type": "text", "text": part.text}
+                    for part in content
+                ]
         message: dict[str, Json] = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": content or "",
+            "content": said,
         }
         if self.tool_calls:
             message["tool_calls"] = [

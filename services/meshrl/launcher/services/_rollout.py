@@ -16,6 +16,7 @@ from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import InfraError
 from meshrl.http.gateway.metrics import GatewayMetrics
 from meshrl.http.gateway.serving import gateway_of
+from meshrl.launcher.prompts import image_processor
 from meshrl.launcher.stage_service import (
     STAGE_GRACE_S,
     lease_device,
@@ -42,7 +43,9 @@ from meshrl.weights.waiting import first_ends
 async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Serve until stopped; before the first committed version the engine answers no request."""
     trainer = context.address_of("trainer")
-    tokenizer = load_tokenizer(recipe.tokenizer_dir, recipe.data.apply_chat_template_kwargs)
+    tokenizer = load_tokenizer(
+        recipe.tokenizer_dir, recipe.data.apply_chat_template_kwargs, image_processor(recipe)
+    )
     engine = build_engine(recipe.rollout, model=recipe.model.path, tokenizer=tokenizer)
     async with AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Message
+from meshrl.images.messages import MARK
 
 MEDIA = ("images", "videos", "audios")
-MARK = "<image>"
-"""A picture's place in a text."""
 UNUSABLE = (*MEDIA, "tools")
 """Columns of a row that belong to its prompt in other data sets, and that a text prompt cannot hold."""
 

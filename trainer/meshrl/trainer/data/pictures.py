@@ -15,10 +15,7 @@ from typing import Any
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Media, Message
 from meshrl.images import MOST_BYTES, open_image
-from meshrl.trainer.data.messages import MARK
-
-MOST_OF_ROW = 32 << 20
-"""Bytes of all pictures of one row: its task is one message, of 64 MiB at most."""
+from meshrl.images.messages import MARK, MOST_OF_ROW
 
 
 def read_pictures(value: object, where: str, key: str) -> tuple[Media, ...]:
@@ -60,27 +57,6 @@ def _bytes(item: object, folder: Path, at: str) -> bytes:
             return file.read(MOST_BYTES + 1)
     except OSError as error:
         raise UserError(f"{at}: {path}: {error.strerror}") from error
-
-
-def with_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as the chat template of a model that reads pictures wants them: content parts where there are some."""
-    return [
-        {
-            "role": message.role,
-            "content": _parts(message.content) if MARK in message.content else message.content,
-        }
-        for message in messages
-    ]
-
-
-def _parts(text: str) -> list[dict[str, str]]:
-    first, *others = text.split(MARK)
-    parts: list[dict[str, str]] = [{"type": "text", "text": first}] if first else []
-    for other in others:
-        parts.append({"type": "image"})
-        if other:
-            parts.append({"type": "text", "text": other})
-    return parts
 
 
 def check_places(messages: Sequence[Message], media: Sequence[Media], where: str, key: str) -> None:

@@ -19,16 +19,16 @@ from meshrl.contract.chat_templates import rendered
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32, Json, Media, Message, SamplingParams, Task
 from meshrl.images import ImageProcessor
+from meshrl.images.messages import MARK, with_parts
 from meshrl.trainer.config import DataConfig
 from meshrl.trainer.data.files import FileRow, file_rows
 from meshrl.trainer.data.messages import (
-    MARK,
     UNUSABLE,
     as_dicts,
     read_prompt,
     refuse_unusable,
 )
-from meshrl.trainer.data.pictures import check_places, read_pictures, with_parts
+from meshrl.trainer.data.pictures import check_places, read_pictures
 
 
 class PromptTokenizer(Protocol):

@@ -24,6 +24,7 @@ from meshrl.contract.types import (
     MEDIA,
     PARTS,
     ROUTED_EXPERTS,
+    ROW_MEDIA,
     TOKEN_REWARDS,
     Batch,
     Int32,
@@ -117,7 +118,7 @@ class Learner:
         self.trains_parts = parts
         self._routing = policy.replay_routing() if routed_experts else None
         asked = (*(TOKEN_REWARDS,) * token_rewards, *(PARTS,) * parts)
-        asked += (*(ROUTED_EXPERTS,) * routed_experts, *(MEDIA,) * (reader is not None))
+        asked += (*(ROUTED_EXPERTS,) * routed_experts, *(MEDIA, ROW_MEDIA) * (reader is not None))
         self.columns = (*COLUMNS, *asked, *objective.needs.columns)
         self._objective = objective
         self._actor = actor

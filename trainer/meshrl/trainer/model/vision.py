@@ -117,12 +117,19 @@ class VisionReader:
     def of_row(self, row: Trajectory) -> RowImages:
         """The pictures of a row. Raises CorruptError where they are not those of its tokens."""
         try:
-            return self._images(row.tokens, row.media, f"row {row.uid}")
+            observed = np.where(row.loss_mask, -1, row.tokens)  # what is sampled is no place
+            places = self._processor.places(observed, row.media, f"row {row.uid}")
+            return self._images(row.tokens, places, row.media, f"row {row.uid}")
         except UserError as error:
             raise CorruptError(error.message) from error
 
-    def _images(self, tokens: Int32, media: tuple[Media, ...], where: str) -> RowImages:
-        places = self._processor.places(tokens, media, where)
+    def _images(
+        self,
+        tokens: Int32,
+        places: Sequence[tuple[int, int]],
+        media: tuple[Media, ...],
+        where: str,
+    ) -> RowImages:
         features = tuple(self._processor.features(each, where) for each in media)
         return RowImages(
             positions=self._positions(tokens, places, features),

@@ -22,6 +22,7 @@ from meshrl.contract.types import (
     REWARD_TIMES,
     ROLLOUT_TIMES,
     ROUTED_EXPERTS,
+    ROW_MEDIA,
     GroupRows,
     LeasedGroup,
     PackedGroup,
@@ -54,6 +55,7 @@ TYPES: Mapping[str, tuple[np.dtype[Any], int]] = {
     ROUTED_EXPERTS: (_U1, 1),
     ROLLOUT_TIMES: (_F8, 1),
     CONVERSATION: (_U1, 1),
+    ROW_MEDIA: (_U1, 1),
     REWARD_TIMES: (_F8, 1),
     DATA_SOURCE: (_U1, 1),
 }
