@@ -20,7 +20,7 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 LINES: Mapping[str, int] = {
-    "meshrl.trainer": 20520,
+    "meshrl.trainer": 20640,
     "meshrl.rollout": 13260,
     "meshrl.transferqueue": 10855,
     "meshrl.rewardd": 6790,
@@ -30,9 +30,9 @@ LINES: Mapping[str, int] = {
     "meshrl.contract": 6900,
     "meshrl.simulation": 6240,
     "meshrl.rpc": 6050,
-    "meshrl.launcher": 4720,
+    "meshrl.launcher": 4725,
     "meshrl.testing": 3880,
-    "meshrl.cli": 6190,
+    "meshrl.cli": 6195,
     "meshrl.deploy": 780,
     "meshrl.http": 3350,
     "meshrl.verl": 3735,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
@@ -12,12 +13,15 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from PIL import Image, ImageDraw
 
 from meshrl.config import load_recipe
 from meshrl.config.loading import save_recipe
 from meshrl.contract.errors import UnavailableError
 from meshrl.contract.tracing import row_trace
-from meshrl.contract.types import Uid
+from meshrl.contract.types import Media, Uid
+from meshrl.trainer.trajectories.pictures import FOLDER as PICTURES
+from meshrl.trainer.trajectories.pictures import PictureFiles
 from meshrl.trainer.trajectories.table import schema
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
@@ -199,6 +203,32 @@ def tool_row(draw: random.Random) -> dict[str, Any]:
         [not first <= at < second for at in range(len(words))],
         draw,
     )
+
+
+def add_picture_rows(directory: Path, step: int) -> None:
+    """Log a row whose prompt and whose tool's answer have pictures, beside files that are none."""
+    draw = random.Random(step)
+    shots = [Media.of(_drawn(draw, *size)) for size in ((320, 200), (96, 96))]
+    broken = Media.of(b"<svg xmlns='http://www.w3.org/2000/svg' onload='document.title=1'></svg>")
+    PictureFiles(directory / "trajectories" / PICTURES, 1 << 20).keep([*shots, broken])
+    row = _common(directory.name, step, 0, 0, 1, "train", draw) | tool_row(draw)
+    row["pictures"] = [each.sha256 for each in (*shots, broken)] + ["0" * 64, HOSTILE]
+    row["prompt"] = f"<|im_start|>{'<|image_pad|>' * 64}{row['prompt']}"
+    row |= {"advantage": 0.0, "advantages": [0.0 for _ in row["loss_mask"]]}
+    write_rows(directory, step, [row])
+
+
+def _drawn(draw: random.Random, width: int, height: int) -> bytes:
+    """Shapes on a ground, as PNG."""
+    image = Image.new("RGB", (width, height), (236, 232, 222))
+    canvas = ImageDraw.Draw(image)
+    for colour in ("#c43", "#27a", "#393", "#e9b32f"):
+        left, top = draw.randrange(width - 40), draw.randrange(height - 40)
+        shape = draw.choice((canvas.ellipse, canvas.rectangle))
+        shape((left, top, left + 40, top + 40), fill=colour)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 def _split(tokens: str) -> list[str]:

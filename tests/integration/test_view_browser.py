@@ -13,7 +13,7 @@ from meshrl.rpc.credentials import MeshRole, ensure_credentials, file_of_role
 
 from ..browser import Browser, browser, missing
 from ..screenshots import VIEWS, served
-from ..view_runs import SaidServices, add_many_rows, add_steps, two_runs
+from ..view_runs import SaidServices, add_many_rows, add_picture_rows, add_steps, two_runs
 
 SCROLL = "const box = document.querySelector('.scroll')"
 FIRST_PARTS = """return [...document.querySelectorAll('.parts li:first-child .what')]
@@ -148,6 +148,31 @@ async def test_every_view_is_drawn_and_what_models_say_stays_text(
         await asyncio.to_thread(walk_by_keyboard, page, url)
         await asyncio.to_thread(set_every_option, page, url)
         await asyncio.to_thread(watch_it_grow, page, url, runs[0])
+
+
+def look_at_pictures(page: Browser, url: str) -> None:
+    page.open(url)
+    page.show(390, 800)
+    page.open(f"{url.partition('#')[0]}#/rollouts?step=90&row=0")
+    page.until("document.querySelectorAll('.pictures figure').length === 5")
+    page.until("[...document.querySelectorAll('.pictures img')].every((one) => one.naturalWidth)")
+    shown = page.run("return document.querySelector('.pictures').innerText")
+    assert "320 × 200" in shown and "96 × 96" in shown and "want PNG, JPEG" in shown
+    assert "not kept" in shown and "no name of a picture" in shown
+    assert len(page.run("return document.querySelectorAll('.pictures img')")) == 2
+    assert page.run("return document.documentElement.scrollWidth") <= 390
+    assert "<|image_pad|>×64" in page.run("return document.body.textContent")
+    assert not page.complaints() and page.run("return document.title") != "1"
+    page.show(1280, 800)
+
+
+async def test_a_row_shows_its_pictures_and_nothing_else_of_their_files(
+    page: Browser, tmp_path: Path
+) -> None:
+    run = two_runs(tmp_path)[0]
+    add_picture_rows(run, 90)
+    async with served([run], SaidServices()) as url:
+        await asyncio.to_thread(look_at_pictures, page, url)
 
 
 async def test_an_operator_replays_dead_letters_by_a_button_that_a_reader_lacks(

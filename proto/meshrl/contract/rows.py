@@ -205,10 +205,11 @@ def with_media(rows: Sequence[Trajectory]) -> list[Trajectory]:
         CorruptError: a row names a picture that neither it nor its task has.
     """
     media_of = {row.uid.task: row.media for row in rows if row.media}
-    return [replace(row, media=_media(row, media_of.get(row.uid.task, ()))) for row in rows]
+    return [replace(row, media=media_of_row(row, media_of.get(row.uid.task, ()))) for row in rows]
 
 
-def _media(row: Trajectory, task: tuple[Media, ...]) -> tuple[Media, ...]:
+def media_of_row(row: Trajectory, task: tuple[Media, ...]) -> tuple[Media, ...]:
+    """The pictures of a row whose task has those of `task`. Raises CorruptError."""
     if row.row_media is None:
         return task
     known = {each.sha256: each for each in (*task, *row.row_media) if each.data}

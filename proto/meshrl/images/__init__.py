@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import threading
 import warnings
 from collections import OrderedDict
@@ -93,7 +94,8 @@ def media_type(data: bytes) -> str:
 
 
 def _unreadable(where: str, error: Exception) -> UserError:
-    reason = " ".join(str(error).split()) or type(error).__name__
+    reason = " ".join(re.sub(r"<\S+ object at \w+>", "", str(error)).split())
+    reason = reason or type(error).__name__
     kinds = ", ".join(FORMATS)
     return UserError(f"{where}: no picture that can be read ({reason:.120}); want {kinds}")
 

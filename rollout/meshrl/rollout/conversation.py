@@ -126,11 +126,6 @@ class Conversation:
         return self._tokens[0]
 
     @property
-    def _length(self) -> int:
-        """T: of the row so far."""
-        return self._prompt + self._budget.response_tokens - self.left
-
-    @property
     def full(self) -> bool:
         """Whether all turns or tokens of the policy are used up."""
         return self.left < 1 or len(self.turns) == self._budget.turns
@@ -163,7 +158,7 @@ class Conversation:
 
     def append(self, response: Response) -> Turn:
         """Append a sampled turn: loss mask 1, log-probs and versions as the engine gave them."""
-        start = self._length
+        start = len(self.tokens)
         self._add(response.tokens, response.logprobs, sampled=True)
         for span in response.spans:
             moved = replace(span, start=span.start + start, end=span.end + start)
@@ -212,7 +207,8 @@ class Conversation:
         Raises:
             UserError: not as many placeholders as pictures, or pictures that the model cannot read.
         """
-        tokens, starts = np.array(ids, dtype=np.int32), ()
+        tokens: Int32 = np.array(ids, dtype=np.int32)
+        starts: tuple[int, ...] = ()
         if media or reads_pictures(self._tokenizer):
             tokens, starts = picture_tokenizer(self._tokenizer).with_places(ids, media)
         if len(tokens) >= self.left:
@@ -230,7 +226,7 @@ class Conversation:
             raise UserError(
                 f"row {self.uid}: it observed {size} bytes of pictures, at most {MOST_OF_ROW}"
             )
-        self._starts += tuple(self._length + start for start in starts)
+        self._starts += tuple(len(self.tokens) + start for start in starts)
         self.media = (*self.media, *media)
 
     def observe_text(self, text: str) -> bool:

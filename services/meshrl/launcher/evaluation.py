@@ -28,6 +28,7 @@ from meshrl.contract.types import (
     Version,
 )
 from meshrl.http.gateway.serving import gateway_of
+from meshrl.launcher.prompts import image_processor
 from meshrl.rewardd.estimates import (
     Estimate,
     ScoredAnswer,
@@ -146,7 +147,9 @@ async def evaluate(
         ConfigError: the recipe's engine cannot serve a checkpoint by itself.
         UserError: the model, the tokenizer or the reward cannot be loaded.
     """
-    tokenizer = load_tokenizer(recipe.tokenizer_dir, recipe.data.apply_chat_template_kwargs)
+    tokenizer = load_tokenizer(
+        recipe.tokenizer_dir, recipe.data.apply_chat_template_kwargs, image_processor(recipe)
+    )
     engine = build_engine(recipe.rollout, model=model, tokenizer=tokenizer)
     if not isinstance(engine, CheckpointEngine):
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -19,7 +20,10 @@ from meshrl.cli.plain_text import one_line, printable, text_console
 from meshrl.contract.errors import UserError
 from meshrl.contract.words import counted
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
+from meshrl.trainer.trajectories.files import FOLDER
+from meshrl.trainer.trajectories.pictures import described
 
+PLACES = re.compile(r"(<\|[a-z_]+\|>)\1{3,}")
 LISTED, WHOLE = 20, 8
 """Rows that are shown where `--limit` is not given: as a list, and whole."""
 
@@ -78,7 +82,7 @@ def rows(
     console = text_console()
     if uid is not None:
         for row in shown:
-            _print_whole(console, row)
+            _print_whole(console, row, directory)
     else:
         _print_list(console, shown, ranked=worst or best)
 
@@ -119,7 +123,7 @@ def _print_list(console: Console, shown: Sequence[Row], *, ranked: bool) -> None
             line(f"{_short(task)}/{name}" if ranked else f"  {name}", facts, said)
 
 
-def _print_whole(console: Console, row: Row) -> None:
+def _print_whole(console: Console, row: Row, directory: Path) -> None:
     """Everything of a row but its tokens."""
     console.rule(Text(row["uid"]), align="left")
     reward = [_number(row["reward"], 4)]
@@ -143,6 +147,14 @@ def _print_whole(console: Console, row: Row) -> None:
     for name, value in facts.items():
         if value not in (None, "", "null", "{}"):
             console.print(Text(f"{name:10} ", style="dim") + Text(printable(value)), soft_wrap=True)
+    pictures = described(directory / FOLDER, row.get("pictures") or (), thumbnails=False)
+    for number, picture in enumerate(pictures, 1):
+        size = picture["problem"] or f"{picture['bytes']} bytes"
+        console.print(
+            Text(f"picture {number:<3}", style="dim")
+            + Text(f"{printable(picture['name'])}, {size}"),
+            soft_wrap=True,
+        )
     console.print(Text("prompt", style="bold"))
     console.print(Text(printable(_prompt(row))), soft_wrap=True)
     for message in row.get("conversation") or ():
@@ -158,9 +170,9 @@ def _print_whole(console: Console, row: Row) -> None:
 
 
 def _prompt(row: Row) -> str:
-    """As text: its tokens, or where no tokenizer could be read its messages."""
+    """As text: its tokens, of the equal ones of a picture one, or without a tokenizer its messages."""
     if row["prompt"] is not None:
-        return str(row["prompt"])
+        return PLACES.sub(lambda run: f"{run[1]}×{len(run[0]) // len(run[1])}", str(row["prompt"]))
     return "\n".join(f"{m['role']}: {m['content']}" for m in row["messages"] or ())
 
 

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.trainer.trajectories.files import FOLDER, Split, file_of, logged_files
+from meshrl.trainer.trajectories.pictures import described
 from meshrl.trainer.trajectories.reading import make_plain
 from meshrl.trainer.trajectories.where import COMPONENTS, NUMBERS, TEXTS, condition
 
@@ -102,7 +103,8 @@ def row_of(run_dir: Path, split: Split, step: int, number: int) -> dict[str, Any
         (row,) = table.to_pylist()
     plain = _plain(row)
     assert isinstance(plain, dict)
-    return plain | {"number": number, "split": split}
+    pictures = described(run_dir / FOLDER, plain.get("pictures") or (), thumbnails=True)
+    return plain | {"number": number, "split": split, "pictures": pictures}
 
 
 def _path(run_dir: Path, split: Split, step: int) -> Path:

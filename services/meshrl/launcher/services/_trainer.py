@@ -28,6 +28,7 @@ from meshrl.contract import tracing
 from meshrl.contract.device_lease import DeviceLease
 from meshrl.contract.errors import CapacityError
 from meshrl.contract.ports import Queue
+from meshrl.images import reads_images
 from meshrl.launcher.learner import build_learner, training_steps
 from meshrl.launcher.prompts import eval_tasks
 from meshrl.launcher.stage_service import lease_device, open_run, open_runs, work_until_stopped
@@ -148,6 +149,7 @@ async def _lead(
         max_bytes=recipe.trainer.log_bytes,
         tokenizer=recipe.tokenizer_dir,
         keeps_inputs=recipe.reward.mixed_versions == "rescore",
+        pictures=reads_images(recipe.model.path),
         on_rows=metrics.rows,
     )
     trainer = Trainer(

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ import numpy as np
 import numpy.typing as npt
 
 from meshrl.contract.errors import MeshError
-from meshrl.contract.rows import sample_again, trajectory
+from meshrl.contract.rows import media_of_row, sample_again, trajectory, with_media
 from meshrl.contract.types import (
+    MEDIA,
     NOTES,
     REWARD_COLUMNS,
     REWARD_INPUTS,
@@ -52,6 +54,8 @@ from meshrl.trainer.trajectories.files import (
     file_of,
     logged_files,
 )
+from meshrl.trainer.trajectories.pictures import FOLDER as PICTURES
+from meshrl.trainer.trajectories.pictures import SHARE, PictureFiles
 from meshrl.trainer.trajectories.table import (
     FLOATS,
     LoggedRow,
@@ -96,6 +100,7 @@ class TrajectoryLog:
         max_bytes: int = 10 << 30,
         tokenizer: Path | None = None,
         keeps_inputs: bool = False,
+        pictures: bool = False,
         on_rows: Callable[[int, Split, Any], None] | None = None,
     ) -> None:
         """Nothing is written before the first rows.
@@ -106,6 +111,7 @@ class TrajectoryLog:
             max_bytes: What the folder may hold; beyond it the oldest files go, down to nine tenths of it.
             tokenizer: Its directory, for the texts of prompts and tokens.
             keeps_inputs: Whether rows of training have what their judge saw.
+            pictures: Whether prompts may have pictures, which are kept too.
             on_rows: Gets step, split and `pyarrow.Table` of what is written, in the writer's thread.
         """
         self._folder = folder
@@ -116,7 +122,9 @@ class TrajectoryLog:
         self._columns = (
             *(*ROLLOUT_COLUMNS, *REWARD_COLUMNS, *chain(*NOTES.values())),
             *(REWARD_INPUTS,) * keeps_inputs,
+            *(MEDIA,) * pictures,
         )
+        self._pictures = PictureFiles(folder / PICTURES, max_bytes // SHARE)
         self._jobs: queue.Queue[Callable[[], LoggedStep] | None] = queue.Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._builder: TableBuilder | None = None
@@ -169,7 +177,7 @@ class TrajectoryLog:
                 step=batch.step,
                 epoch=epoch,
                 time_unix_s=now,
-                rows=[_row(*pair) for pair in zip(rows, columns, strict=True)],
+                rows=_rows(rows, columns),
                 per_token=per_token(learned[0], chosen),
             )
 
@@ -251,6 +259,9 @@ class TrajectoryLog:
         if self._on_rows is not None:
             self._on_rows(step.step, step.split, table)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        media = {each.sha256: each for row in step.rows for each in row.trajectory.media}
+        if media:
+            self._pictures.keep(media.values())
         path = file_of(self._folder, step.split, step.step)
         draft = draft_of(path)
         try:
@@ -297,15 +308,20 @@ async def _fetched(
         return None
 
 
-def _row(row: BatchRow, columns: Columns) -> LoggedRow:
-    made = trajectory(row.uid, columns)
-    return LoggedRow(
-        trajectory=made,
-        start=made.prompt_length,
-        group_size=row.group_size,
-        outcome=str(row.outcome),
-        sample=sample_again(row.uid, columns) if REWARD_INPUTS in columns else None,
+def _rows(rows: Sequence[BatchRow], columns: Sequence[Columns]) -> list[LoggedRow]:
+    made = with_media(
+        [trajectory(row.uid, column) for row, column in zip(rows, columns, strict=True)]
     )
+    return [
+        LoggedRow(
+            trajectory=each,
+            start=each.prompt_length,
+            group_size=row.group_size,
+            outcome=str(row.outcome),
+            sample=sample_again(row.uid, column) if REWARD_INPUTS in column else None,
+        )
+        for row, column, each in zip(rows, columns, made, strict=True)
+    ]
 
 
 def _held_out(row: Trajectory, task: Task) -> LoggedRow:
@@ -317,6 +333,7 @@ def _held_out(row: Trajectory, task: Task) -> LoggedRow:
         extra_info=task.extra_info,
         messages=task.conversation,
     )
+    row = replace(row, media=media_of_row(row, task.media))
     return LoggedRow(
         trajectory=row, start=row.prompt_length, group_size=task.group_size, sample=sample
     )

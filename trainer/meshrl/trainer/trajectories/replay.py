@@ -35,6 +35,7 @@ from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.learner.learner import Learned, Learner
 from meshrl.trainer.trajectories.files import file_of
 from meshrl.trainer.trajectories.log import per_token
+from meshrl.trainer.trajectories.pictures import read_back
 from meshrl.trainer.trajectories.reading import read_rows
 
 FIGURES = ("actor/loss", "actor/grad_norm")
@@ -150,7 +151,7 @@ def _replayed(
     )  # fmt: skip
     schedule = learner.schedule(batch)
     rows = {row["uid"]: row for row in logged}
-    own = [_trajectory(rows[str(uid)], learner) for uid in schedule.uids(0)]
+    own = [_trajectory(rows[str(uid)], learner, folder) for uid in schedule.uids(0)]
     found: list[Learned] = []
     computed = learner.learn(schedule, own, step, None, found.append)
     columns = per_token(found[0], range(len(schedule.rows)))
@@ -218,7 +219,7 @@ def _manifest(row: Mapping[str, Any]) -> BatchRow:
     )
 
 
-def _trajectory(row: Mapping[str, Any], learner: Learner) -> Trajectory:
+def _trajectory(row: Mapping[str, Any], learner: Learner, folder: Path) -> Trajectory:
     """The row as the trainer fetched it; of the columns before its response it reads nothing but the tokens."""
     start = row["prompt_length"]
     if ROUTED_EXPERTS in learner.columns:
@@ -253,6 +254,7 @@ def _trajectory(row: Mapping[str, Any], learner: Learner) -> Trajectory:
         if "ref_logprobs" in learner.columns
         else None,
         data_source=row["data_source"] or "",
+        media=read_back(folder, row.get("pictures") or ()),
         replica=row["worker"] or "",
     )
 

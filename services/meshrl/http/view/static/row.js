@@ -45,6 +45,7 @@ export function rowView(bar, body, context, split, step) {
           ...[["sampled", row.sample_s], ["waited for judge", row.score_wait_s], ["scored", row.score_s], ["waited to be trained", row.train_wait_s]]
             .filter(([, seconds]) => seconds != null).map(([name, seconds]) => fact(name, `${figure(seconds)} s`)),
           fact("source", row.data_source || "–"))),
+      pictures(row.pictures ?? []),
       el("section", { class: "card" }, el("h2", {}, "Prompt"), asked(row)),
       response(row, parameters.get("colour") ?? "logprob"),
       el("section", { class: "card" }, el("h2", {}, "What the judge was given"),
@@ -55,11 +56,26 @@ export function rowView(bar, body, context, split, step) {
 
 const given = (name, text) => (text === null || text === undefined ? null : el("div", {}, el("dt", {}, name), el("dd", {}, el("pre", {}, text))));
 
+// Thumbnails that the server has drawn: a page never shows a file of a prompt or of an environment.
+function pictures(found) {
+  if (!found.length) return null;
+  const size = (one) => [one.width ? `${one.width} × ${one.height}` : null, one.bytes === null ? null : `${figure(one.bytes)} bytes`];
+  return el("section", { class: "card" },
+    el("h2", {}, "Pictures", el("small", {}, `${plural(found.length, "picture")}, in the order of their places`)),
+    el("div", { class: "pictures" }, found.map((one, at) => el("figure", {},
+      one.thumbnail ? el("img", { src: one.thumbnail, alt: `picture ${at + 1}` }) : null,
+      el("figcaption", {}, el("b", {}, String(at + 1)), ` ${one.name.slice(0, 12)} `,
+        el("small", {}, [...size(one), one.problem].filter(Boolean).join(", ")))))));
+}
+
+// A picture has a token for each of its patches: of so many equal ones a prompt shows one.
+const folded = (text) => text.replace(/(<\|[a-z_]+\|>)\1{3,}/g, (run, token) => `${token}×${run.length / token.length}`);
+
 function asked(row) {
   const messages = row.messages ?? [];
   const chat = messages.map(({ role, content }) => bubble(role ?? "", el("div", { class: "text" }, content ?? "")));
-  if (!messages.length) return el("pre", {}, row.prompt ?? "");
-  return [chat, el("details", {}, el("summary", {}, "as the model saw it"), el("pre", {}, row.prompt ?? ""))];
+  if (!messages.length) return el("pre", {}, folded(row.prompt ?? ""));
+  return [chat, el("details", {}, el("summary", {}, "as the model saw it"), el("pre", {}, folded(row.prompt ?? "")))];
 }
 
 const bubble = (role, ...content) => el("div", { class: "bubble" }, el("small", {}, role), content);
