@@ -1,6 +1,6 @@
 """What do 1,000 rollout workers cost one queue? Leases, heartbeats, memory, a restart of the queue, 64 that join.
 
-    python benchmarks/control.py [--workers 1000] [--processes 4] [--warm 60] [--seconds 90] [--storm 60]
+    python benchmarks/control.py [--workers 1000] [--processes 4] [--ttl 5] [--warm 60]
 
 A queue process (disk, fsync on) and workers of the product, several in a process, each with connections of its own as
 in a mesh: the stage worker leases, renews and writes; instead of sampling it sleeps. Loopback, no certificates. A
@@ -41,6 +41,7 @@ import numpy as np
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import MeshError, WaitTimeoutError
+from meshrl.contract.held_rows import RENEWALS
 from meshrl.contract.rows import rollout_write
 from meshrl.contract.stage_worker import StageWorker
 from meshrl.contract.types import (
@@ -79,7 +80,6 @@ TOKENS_PER_S = 50.0
 """Of a worker: rows take 30 s on average, at most 100."""
 STEP_S = 0.5
 STORED_TOKENS = 16
-TTL_S = 30.0
 WARM_S = 60.0
 """All begin at once; after a mean and a tail of rows they have drifted apart."""
 
@@ -91,7 +91,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--warm", type=float, default=WARM_S, help="seconds before timing")
-    parser.add_argument("--storm", type=float, default=2 * TTL_S, help="seconds after the restart")
+    parser.add_argument("--storm", type=float, default=40.0, help="seconds after the restart")
+    parser.add_argument("--ttl", type=float, default=5.0, help="queue.lease_ttl_s")
     parser.add_argument("--replicas", type=int, default=64)
     parser.add_argument("--serve", nargs=2, metavar=("PORT", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -99,15 +100,16 @@ def main() -> None:
     logging.disable(logging.WARNING)  # at the end everybody leaves
     _allow_files()
     if options.serve:
-        asyncio.run(serve(int(options.serve[0]), Path(options.serve[1])))
+        asyncio.run(serve(int(options.serve[0]), Path(options.serve[1]), options.ttl))
         return
     with tempfile.TemporaryDirectory(prefix="control-") as folder:
         found = asyncio.run(fleet(options, Path(folder)))
         found["join"] = asyncio.run(join(options.replicas, Path(folder)))
-    found["simulated"] = simulated(options.workers, found["steady"]["rows_per_h"])
+    found["simulated"] = simulated(options, found["steady"]["rows_per_h"])
     for name, figures in found.items():
         print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in figures.items()))
-    print(json.dumps({"workers": options.workers, "processes": options.processes, **found}))
+    asked = {key: getattr(options, key) for key in ("workers", "processes", "ttl")}
+    print(json.dumps({**asked, **found}))
 
 
 def _allow_files() -> None:
@@ -118,7 +120,7 @@ def _allow_files() -> None:
 # --- the queue
 
 
-async def serve(port: int, folder: Path) -> None:
+async def serve(port: int, folder: Path, ttl_s: float) -> None:
     """A queue process, until it is killed."""
     config = QueueConfig.model_validate({"store": "disk"})
     queue = await TransferQueue.open(stores.build(config, folder / "queue"))
@@ -129,7 +131,7 @@ async def serve(port: int, folder: Path) -> None:
         max_staleness=math.inf,
         stages=(ROLLOUT_STAGE,),
         resident_batches=max(8, 3 * 1000 // (GROUP * GROUPS)),
-        lease_ttl_s=TTL_S,
+        lease_ttl_s=ttl_s,
     )
     await queue.open_run(spec)
     settings = ServerSettings(port=port, metrics_port=None)
@@ -142,14 +144,15 @@ async def serve(port: int, folder: Path) -> None:
 class QueueProcess:
     """The queue, and how much of the machine it takes."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, ttl_s: float) -> None:
+        self._folder, self._ttl_s = folder, ttl_s
         self.port = 0
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
         """Returns when it is served."""
         words = [sys.executable, __file__, "--serve", str(self.port), str(self._folder)]
+        words += ["--ttl", str(self._ttl_s)]
         self._process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.port = int(self._process.stdout.readline())
@@ -328,7 +331,7 @@ async def consume(queue: Any, trained: list[tuple[float, int]]) -> None:
 
 async def fleet(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The steady fleet, and the storm."""
-    queue_process = QueueProcess(folder)
+    queue_process = QueueProcess(folder, options.ttl)
     await asyncio.to_thread(queue_process.start)
     empty_mb = queue_process.memory_mb
     address = f"127.0.0.1:{queue_process.port}"
@@ -481,11 +484,11 @@ async def join(replicas: int, folder: Path) -> dict[str, float]:
 # --- the same in virtual time
 
 
-def simulated(workers: int, measured: float) -> dict[str, float]:
+def simulated(options: argparse.Namespace, measured: float) -> dict[str, float]:
     """Rows an hour of the same setting, and how far the measured ones are from them."""
     outlook = run_setting(
         Setting(
-            workers=workers,
+            workers=options.workers,
             slots=1,
             tokens_per_s=TOKENS_PER_S,
             lengths=LENGTHS,
@@ -495,6 +498,7 @@ def simulated(workers: int, measured: float) -> dict[str, float]:
             max_staleness=math.inf,
             resident_batches=max(8, 3 * 1000 // (GROUP * GROUPS)),
             stages=0,
+            renewals_per_s=RENEWALS / options.ttl,
             steps=40,
         )
     )

@@ -19,7 +19,7 @@ class Processor:
         self._free_at = 0.0
         self._loop = loop
 
-    def charge(self, *, calls: int = 1, rows: int = 0) -> float:
+    def charge(self, *, calls: float = 1, rows: int = 0) -> float:
         """Busy for these calls after what it has to do; returns how long from now until they are done."""
         cost = calls * self._setting.call_s + rows * self._setting.row_s
         now = self._loop.time()

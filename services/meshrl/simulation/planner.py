@@ -13,6 +13,7 @@ from typing import Final
 from meshrl.config.recipe import Recipe
 from meshrl.config.stages import train_spec
 from meshrl.contract.errors import UserError
+from meshrl.contract.held_rows import RENEWALS
 from meshrl.simulation.scale import Outlook, run_setting
 from meshrl.simulation.setting import P99, Lengths, Setting
 from meshrl.trainer.config import ModelConfig
@@ -112,6 +113,8 @@ class _Case:
         self.slots = recipe.rollout.slots
         self.on_update = recipe.rollout.on_update
         self.shards = recipe.queue.shards
+        # A worker renews in one call what it holds of a shard.
+        self.renewals_per_s = RENEWALS / spec.lease_ttl_s * min(self.shards, self.slots)
         most = recipe.data.max_response_length
         found = _params(recipe.model)
         params = asked.params or found or PARAMS
@@ -266,6 +269,7 @@ class _Case:
             failures_per_h=asked.failures_per_day / 24,
             restart_s=asked.restart_s,
             stages=len(spec.stages) - 1,
+            renewals_per_s=self.renewals_per_s,
             steps=int(max(FEWEST_STEPS, min(24, ROWS // rows), min(24, 2 * fixed))),
             seed=asked.seed,
         )
@@ -309,7 +313,7 @@ def plan(recipe: Recipe, asked: Question) -> Plan:
 
 
 ADVICE: Final = {
-    "queue": "the queue's processor is busy: more queue.shards, or fewer and larger groups",
+    "queue": "the queue's processor is busy: a longer queue.lease_ttl_s, more queue.shards, or fewer and larger groups",
     "weight transfer": "the trainer waits until a version has travelled: more bandwidth, bfloat16, or fewer steps",
     "trainer": "the trainer never waits: only more or faster trainer GPUs give more",
     "rollout": "the engines never idle: only more or faster rollout GPUs give more",

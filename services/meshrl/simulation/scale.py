@@ -99,6 +99,8 @@ class _Worker:
         )
         self._mesh = mesh
         self._taken = 0
+        self._renewed_at = 0.0
+        """Renewals are counted up to then, while it holds rows."""
         self._rows: set[_Row] = set()
         self._waiting: deque[_Row] = deque()
         """Leased while an update drains the engine."""
@@ -142,7 +144,16 @@ class _Worker:
             self._start(self._waiting.popleft())
         self._changed.set()
 
+    def renew(self) -> None:
+        """Charge the queue for the renewals of what is held since the last call, as one piece of work."""
+        now = self._mesh.loop.time()
+        if self._taken:
+            renewals = (now - self._renewed_at) * self._mesh.setting.renewals_per_s
+            self._mesh.processor.charge(calls=renewals)
+        self._renewed_at = now
+
     def _forget(self) -> None:
+        self.renew()
         self.gpu.stop()
         self._rows.clear()
         self._waiting.clear()
@@ -177,6 +188,7 @@ class _Worker:
                 continue
             mesh.processor.charge_spread((mesh.loop.time() - asked) // WAIT_S)
             mesh.processor.charge(calls=0, rows=lease.num_rows)
+            self.renew()
             self._taken += lease.num_rows
             for group in lease.groups:
                 task = int(group.task)
@@ -211,6 +223,7 @@ class _Worker:
             self._mesh.loop.call_later(pause, self._turn, row)
             return
         self._rows.discard(row)
+        self.renew()
         self._taken -= 1
         self._changed.set()
         self._finished.append(row)
@@ -345,7 +358,7 @@ class _Mesh:
                 resident_batches=setting.resident_batches,
                 resident_bytes=1 << 40,
                 resident_tokens=0 if resident == 1 << 30 else math.ceil(resident * stored),
-                lease_ttl_s=1e6,  # heartbeats end leases; renewals are no rows and cost next to nothing
+                lease_ttl_s=1e6,  # heartbeats end leases; `renew` counts what renewals cost
                 max_attempts=1 << 20,
             )
         )
@@ -435,6 +448,7 @@ class _Mesh:
     def _mark(self) -> _Mark:
         for worker in self._workers:
             worker.gpu.advance()
+            worker.renew()
         return _Mark(
             self.loop.time(),
             self._sums.rows,

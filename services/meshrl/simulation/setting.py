@@ -82,6 +82,8 @@ class Setting:
     """Trainer processes: each fetches its own rows."""
     stages: int = 1
     """Stages beside rollout, each of which leases and writes every row."""
+    renewals_per_s: float = 0.6
+    """Calls of a worker that holds rows, to keep its leases: three in `queue.lease_ttl_s`."""
     call_s: float = CALL_S
     row_s: float = ROW_S
     steps: int = 12

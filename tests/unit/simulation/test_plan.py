@@ -93,6 +93,26 @@ def test_failures_and_tools_cost_samples() -> None:
     assert calling.samples_per_h < sound.samples_per_h
 
 
+def test_the_queue_also_renews_the_leases_of_those_who_hold_rows() -> None:
+    long = Lengths(mean=60_000, p99=60_000, most=60_000)  # 600 s a row: nothing else costs calls
+    fleet = replace(SMALL, workers=50, slots=1, tokens_per_s=100.0, lengths=long)
+    fleet = replace(fleet, step_s=0.1, max_staleness=math.inf)
+    often, seldom = (run_setting(replace(fleet, renewals_per_s=3 / ttl)) for ttl in (5.0, 30.0))
+    assert often.queue_load == pytest.approx(50 * 0.6 * fleet.call_s, rel=0.1)
+    assert seldom.queue_load == pytest.approx(often.queue_load / 6, rel=0.2)
+
+
+def test_a_plan_renews_as_often_as_the_recipe_says() -> None:
+    asked = Question(gpus=8, rollout_gpus=4, params=1e9, tokens_per_s=4.0, train_tokens_per_s=1e6)
+    words = ["data.train_batch_size=8", "rollout.slots=4"]
+    loads = [
+        plan(load_recipe(RECIPE, [*words, *more], check=False), asked).best.outlook.queue_load
+        for more in ((), ("queue.lease_ttl_s=50",), ("queue.shards=2",))
+    ]
+    assert loads[1] < loads[0] / 3
+    assert loads[2] == pytest.approx(loads[0], rel=0.2)  # each shard is told of all workers
+
+
 def test_lengths_have_the_mean_and_the_percentile_that_were_asked_for() -> None:
     lengths = Lengths(mean=1000, p99=5000, most=1 << 20)
     drawn = sorted(lengths.draw(0, task, 0) for task in range(20_000))
