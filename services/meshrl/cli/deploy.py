@@ -154,6 +154,13 @@ def _claims(
     default="http://prometheus:9090",
     help="Where KEDA asks for the hint.",
 )
+@click.option(
+    "--cert-manager",
+    "issuer",
+    default="",
+    metavar="ISSUER",
+    help="Let cert-manager's Issuer make the certificate of a recipe with `tls`.",
+)
 @click.option("--monitor", is_flag=True, help="Let the Prometheus operator scrape the services.")
 @click.option(
     "--secrets",

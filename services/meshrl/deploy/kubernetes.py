@@ -67,6 +67,8 @@ class Cluster:
     """Up to which number KEDA scales rollout workers, by the queue's hint; 0: as many as the recipe says."""
     prometheus: str = "http://prometheus:9090"
     """Where KEDA asks for the hint."""
+    issuer: str = ""
+    """cert-manager's Issuer of the mesh's certificate; empty: the Secret with it is made by somebody else."""
     monitor: bool = False
     """Let the Prometheus operator scrape every service, with the run's credential of the role `reader`."""
 
@@ -110,7 +112,7 @@ def manifests(
         cluster: The rest.
 
     Raises:
-        UserError: services would share a GPU, which pods cannot.
+        UserError: services would share a GPU, which pods cannot; a certificate is wanted that the recipe does not name.
     """
     return list(_Mesh(recipe, placement, files, cluster).objects())
 
@@ -163,6 +165,11 @@ class _Mesh:
         self.services: dict[str, list[MeshService]] = {}
         for service in mesh_services(recipe):
             self.services.setdefault(service.kind, []).append(service)
+        if cluster.issuer and recipe.tls.cert is None:
+            raise UserError(
+                f"--cert-manager: the recipe has no certificate; want tls.cert={TLS_AT}/tls.crt,"
+                f" tls.key={TLS_AT}/tls.key and tls.ca={TLS_AT}/ca.crt"
+            )
         for first, second in _sharing(placement):
             raise UserError(
                 f"placement: {first} and {second} share a GPU, which pods cannot; want placement.colocate=false,"
@@ -182,6 +189,8 @@ class _Mesh:
             spec={"maxUnavailable": 0, "selector": self._selector("queue")},
         )
         yield from self._policies()
+        if self.cluster.issuer:
+            yield self._certificate()
         if self.cluster.most_workers:
             yield self._scaled()
         if self.cluster.monitor:
@@ -363,6 +372,11 @@ class _Mesh:
             values[credentials.FILE_VARIABLE] = f"{CREDENTIALS_AT}/credential"
         if not self.recipe.encrypted:  # the NetworkPolicies keep others out
             values["MESHRL_ALLOW_INSECURE_BIND"] = "1"
+        # The probe, which is a command in the container, shows and trusts what the services do.
+        for name in ("ca", "cert", "key"):
+            path = getattr(self.recipe.tls, name)
+            if path is not None and (name == "ca" or self.recipe.tls.client_ca is not None):
+                values[f"MESHRL_TLS_{name.upper()}"] = str(path)
         if share is not None and share.devices:
             # The pod's own GPUs, which its container numbers from 0.
             own = tuple(str(number) for number in range(len(share.devices)))
@@ -443,6 +457,18 @@ class _Mesh:
     def _policy(self, name: str, pods: Manifest, **rules: list[Manifest]) -> Manifest:
         spec = {"podSelector": pods, "policyTypes": [kind.title() for kind in rules], **rules}
         return self._object("networking.k8s.io/v1", "NetworkPolicy", name, spec=spec)
+
+    def _certificate(self) -> Manifest:
+        """For the names by which pods are called, and for probes and port-forwards, which call 127.0.0.1."""
+        called = ",".join(self._address(kind) for kind in CALLED)
+        spec = {
+            "secretName": f"{self.run}-tls",
+            "dnsNames": [address.rpartition(":")[0] for address in called.split(",")],
+            "ipAddresses": ["127.0.0.1"],
+            "usages": ["digital signature", "key encipherment", "server auth", "client auth"],
+            "issuerRef": {"name": self.cluster.issuer, "kind": "Issuer"},
+        }
+        return self._object("cert-manager.io/v1", "Certificate", "mesh", spec=spec)
 
     def _scaled(self) -> Manifest:
         """Up at once, down slowly: a worker that joins costs its start, one that leaves a prefill per response."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,20 @@ from meshrl.rpc.identity import METHODS
 from .test_slurm import FILES, RECIPE
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
-UNCHECKED = {"ScaledObject", "PodMonitor"}
+VERSIONS = [
+    f"1.{n}" for n in range(29, int(kubernetes_validate.latest_version().split(".")[1]) + 1)
+]
+schema = cache(kubernetes_validate.utils.schema_contents)
+"""It would be read again for every object."""
+UNCHECKED = {"ScaledObject", "PodMonitor", "Certificate"}
 """Kinds of others, which Kubernetes' schemas do not know."""
 SERVICES = {"queue": "Queue", "trainer": "Weights", "reward": "Reward"}
 """What of a service the others call."""
 PYTHON = "rollout.program_options={tools: [{python: {}}]}"
 STRICT = ("reward.registry.tokens=tokens.yaml", "actor.use_kl_loss=true")
+TLS = ["tls.cert=/tls/tls.crt", "tls.key=/tls/tls.key", "tls.ca=/tls/ca.crt"]
+OPENED = {("submitted-rewards", "reward"), ("mutual-tls", "reward"), ("python-tool", "rollout")}
+"""Where strict sandboxes are made: callers with a certificate of their own may submit rewards, too."""
 VARIANTS = {
     "cpu": ["actor.use_kl_loss=true"],
     "8-gpus": ["--gpus-per-node", "8", "--mount", "models:/models"],
@@ -37,7 +47,8 @@ VARIANTS = {
     "shards": ["queue.shards=3", "--storage-class", "fast"],
     "submitted-rewards": [*STRICT],
     "python-tool": ["rollout.program=tools", PYTHON],
-    "tls": ["tls.cert=/tls/tls.crt", "tls.key=/tls/tls.key", "tls.ca=/tls/ca.crt"],
+    "tls": TLS,
+    "mutual-tls": [*TLS, "tls.client_ca=/tls/ca.crt", "--cert-manager", "mesh"],
 }
 
 
@@ -77,15 +88,14 @@ def values(pod: dict[str, Any]) -> dict[str, str]:
     return {each["name"]: each.get("value", "") for each in pod["containers"][0]["env"]}
 
 
-@pytest.mark.parametrize("version", ["1.29", kubernetes_validate.latest_version()])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_kubernetes_knows_every_field(variant: str, version: str) -> None:
+def test_kubernetes_knows_every_field(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes_validate.utils, "schema_contents", schema)
+    unknown = pytest.raises(kubernetes_validate.SchemaNotFoundError)
     for (kind, _), each in objects(*VARIANTS[variant]).items():
-        if kind in UNCHECKED:
-            with pytest.raises(kubernetes_validate.SchemaNotFoundError):
+        for version in VERSIONS:
+            with unknown if kind in UNCHECKED else nullcontext():
                 kubernetes_validate.validate(each, version, strict=True)
-        else:
-            kubernetes_validate.validate(each, version, strict=True)
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="`kubectl` is not installed")
@@ -210,6 +220,35 @@ def test_the_trainer_ends_the_run_and_a_wrong_recipe_is_not_tried_again() -> Non
     assert job["template"]["spec"]["terminationGracePeriodSeconds"] == 315
 
 
+@pytest.mark.parametrize(
+    ("variant", "shown"), [("tls", {"CA"}), ("mutual-tls", {"CA", "CERT", "KEY"})]
+)
+def test_probes_trust_the_certificate_and_show_one_where_it_is_asked_for(
+    variant: str, shown: set[str]
+) -> None:
+    for pod in pods(objects(*VARIANTS[variant])).values():
+        (tls,) = [each for each in pod["containers"][0]["volumeMounts"] if each["name"] == "tls"]
+        given = {name: value for name, value in values(pod).items() if "MESHRL_TLS_" in name}
+        assert set(given) == {f"MESHRL_TLS_{name}" for name in shown}
+        assert {str(Path(path).parent) for path in given.values()} == {tls["mountPath"]}
+
+
+def test_the_certificate_has_every_name_by_which_a_pod_is_called() -> None:
+    found = objects(*VARIANTS["mutual-tls"], "queue.shards=2")
+    spec = found["Certificate", "my-run-mesh"]["spec"]
+    for pod in pods(found).values():
+        environment = values(pod)
+        for called in CALLED:
+            for address in environment[f"MESHRL_{called.upper()}"].split(","):
+                assert address.removesuffix(":7001") in spec["dnsNames"]
+        command = pod["containers"][0]["readinessProbe"]["exec"]["command"]
+        assert command[-1].removesuffix(":7001") in spec["ipAddresses"]
+        assert {
+            "secret": {"secretName": spec["secretName"], "defaultMode": 0o440},
+            "name": "tls",
+        } in (pod["volumes"])
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_containers_hold_nothing_that_they_do_not_need(variant: str) -> None:
     for kind, pod in pods(objects(*VARIANTS[variant])).items():
@@ -218,7 +257,7 @@ def test_containers_hold_nothing_that_they_do_not_need(variant: str) -> None:
         assert not held["allowPrivilegeEscalation"] and pod["securityContext"]["runAsNonRoot"]
         assert not pod["automountServiceAccountToken"]
         # bubblewrap needs namespaces; who makes sandboxes has them, in a user namespace of its own, and nobody else.
-        opened = (variant, kind) in (("submitted-rewards", "reward"), ("python-tool", "rollout"))
+        opened = (variant, kind) in OPENED
         assert ("procMount" in held) == opened == (pod.get("hostUsers") is False)
 
 
@@ -231,6 +270,7 @@ def test_containers_hold_nothing_that_they_do_not_need(variant: str) -> None:
             ["tls.cert=/etc/a.pem", "tls.key=/etc/a.key"],
             "tls.cert: /etc/a.pem: want a file in /tls",
         ),
+        (["--cert-manager", "mesh"], "--cert-manager: the recipe has no certificate"),
         (["rollout.nn=4"], "no such key 'rollout.nn'"),
     ],
 )
