@@ -10,20 +10,28 @@ import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import yaml
 
 from ..mesh import make_mesh
 from ..pods import ROOT
-from .images import Docker, docker
+from .images import BASE, Docker, docker
 
 STEPS: Final = 300
 PORT: Final = "18800"
 SAVE_EVERY: Final = 5
+PROMETHEUS: Final = f"""\
+FROM {BASE}
+RUN apt-get update && apt-get install -y --no-install-recommends prometheus && rm -rf /var/lib/apt/lists/*
+ENTRYPOINT ["prometheus"]
+"""
+"""Debian's: the image that compose.yaml names is on a registry."""
+PROMETHEUS_PORT: Final = "19090"
 REWARD: Final = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return 1.0 if solution_str.strip().endswith(ground_truth) else 0.0
@@ -38,6 +46,8 @@ class Project:
         self.files = ["compose.yaml", *more]
         self.variables = {f"MESHRL_{key.upper()}": value for key, value in variables.items()}
         self.variables["MESHRL_REWARD_PORT"] = PORT
+        self.variables["MESHRL_PROMETHEUS_PORT"] = PROMETHEUS_PORT
+        self.variables["MESHRL_PROMETHEUS_IMAGE"] = "prometheus:debian"
 
     def run(self, *words: str, check: bool = True) -> str:
         files = [word for file in self.files for word in ("-f", str(ROOT / "deploy" / file))]
@@ -169,6 +179,7 @@ def kills(engine: Docker, folder: Path) -> None:
     submit(project)
     project.trained(24)
     print(f"reward/hash of the last step: {project.metrics()[-1].get('reward/hash')}")
+    monitor(project)
     steps = set(project.steps())
     took = engine.stop()
     saved = max(int(path.name.rpartition("_")[2]) for path in checkpoints(project))
@@ -182,7 +193,7 @@ def kills(engine: Docker, folder: Path) -> None:
         "after the engine's return, without a word of ours:",
         project.run("ps", "--format", "{{.Service}} {{.Status}}"),
     )
-    project.run("down")
+    project.run("--profile", "monitoring", "down")
     project.up(*alone)
     project.done()
     project.report()
@@ -217,6 +228,53 @@ def submit(project: Project) -> None:
                 f"POST /v1/rewards with {name}: {error.code} {error.read()[:200].decode()}",
                 flush=True,
             )
+
+
+def monitor(project: Project) -> None:
+    """Prometheus of the profile: all services are scraped, and the dashboard's queries find series."""
+    folder = project.engine.folder.parent / "prometheus"
+    folder.mkdir(exist_ok=True)
+    (folder / "Dockerfile").write_text(PROMETHEUS)
+    words = ["build", "--network=host", "--tag=prometheus:debian", str(folder)]
+    project.engine.run(*words, timeout=600)
+    project.run("--profile", "monitoring", "up", "-d", "--no-build", "prometheus")
+
+    def health() -> list[tuple[str, str]]:
+        try:
+            found = asked("targets?state=active")["activeTargets"]
+        except OSError:
+            return []
+        return sorted((each["labels"]["instance"], each["health"]) for each in found)
+
+    def scraped() -> bool:
+        up = {instance for instance, state in health() if state == "up"}
+        return {f"{name}:9100" for name in ("queue", "trainer", "reward", "feeder")} <= up
+
+    project.until("Prometheus scrapes all services", scraped, patience_s=120)
+    print(health(), flush=True)
+    for expression in expressions(json.loads((ROOT / "deploy/grafana/meshrl.json").read_text())):
+        query = urllib.parse.quote(expression.replace("$run", ".*"))
+        found = asked(f"query?query={query}")["result"]
+        print(f"{len(found)} series: {expression}")
+    rules = [rule for group in asked("rules")["groups"] for rule in group["rules"]]
+    print("alerts:", {rule["name"]: (rule["health"], rule["state"]) for rule in rules}, flush=True)
+
+
+def asked(path: str) -> Any:
+    url = f"http://127.0.0.1:{PROMETHEUS_PORT}/api/v1/{path}"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.load(answer)["data"]
+
+
+def expressions(part: Any) -> Iterator[str]:
+    """Of the dashboard's panels."""
+    inside: list[Any] = part if isinstance(part, list) else []
+    if isinstance(part, dict):
+        inside = list(part.values())
+        if "expr" in part:
+            yield part["expr"]
+    for each in inside:
+        yield from expressions(each)
 
 
 def wrong(engine: Docker, folder: Path) -> None:

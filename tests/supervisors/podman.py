@@ -93,8 +93,10 @@ def rendered(owner: Manifest, number: int) -> Manifest:
     elif name.endswith("-reward"):
         host = name
     (container,) = pod["containers"]
-    for probe in ("startupProbe", "readinessProbe"):
-        container.pop(probe)  # they want timers of systemd: `healthy` asks
+    for unplayed in ("startupProbe", "readinessProbe", "ports"):
+        container.pop(
+            unplayed
+        )  # probes want timers of systemd: `healthy` asks; ports would be the host's
     for variable in container["env"]:
         if variable["name"] == "MESHRL_NAME":
             variable.pop("valueFrom", None)

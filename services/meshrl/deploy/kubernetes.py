@@ -112,7 +112,7 @@ def manifests(
         cluster: The rest.
 
     Raises:
-        UserError: services would share a GPU, which pods cannot; a certificate is wanted that the recipe does not name.
+        UserError: services would share a GPU, which pods cannot; a certificate is wanted that the recipe lacks.
     """
     return list(_Mesh(recipe, placement, files, cluster).objects())
 
