@@ -1,4 +1,7 @@
-"""`meshrl slurm` on a real Slurm: three nodes of this machine, a requeue in mid-run, and a drain by scancel."""
+"""`meshrl slurm` on a real Slurm: three nodes of this machine, the trainer on two of them.
+
+A requeue in mid-run, the signal that says that the time limit is near, and a drain by scancel.
+"""
 
 from __future__ import annotations
 
@@ -75,24 +78,30 @@ def state(job: str) -> str:
     return found
 
 
+def interrupt(mesh: Mesh, number: int, *command: str) -> None:
+    """After two more steps say this, and wait for the stop of that number."""
+    wanted = len(mesh.steps()) + 2
+    wait_until(mesh, lambda: len(mesh.steps()) >= wanted)
+    told(*command)
+    wait_until(mesh, lambda: mesh.output.count("stopped by SIGTERM") == number)
+
+
 async def test_a_job_is_requeued_goes_on_and_drains(tmp_path: Path, cluster: None) -> None:
-    mesh = make_mesh(tmp_path, {"rollout": {"workers": 2}, "trainer": {"save_freq": 1000}})
-    job = submit(mesh, "trainer.total_training_steps=12")
-    wait_until(mesh, lambda: len(mesh.steps()) >= 2)
-    told("scontrol", "requeue", job)
-    wait_until(mesh, lambda: "stopped by SIGTERM" in mesh.output)
-    saved = len(mesh.steps())
+    trainer = {"save_freq": 1000, "nnodes": 2}
+    mesh = make_mesh(tmp_path, {"rollout": {"workers": 2}, "trainer": trainer})
+    job = submit(mesh, "trainer.total_training_steps=14")
+    interrupt(mesh, 1, "scontrol", "requeue", job)
+    # What the script asks for before its time limit.
+    interrupt(mesh, 2, "scancel", "--batch", "--signal=USR1", job)
+    assert len(mesh.steps()) < 14
     wait_until(mesh, lambda: state(job) in ("COMPLETED", "FAILED"))
     assert state(job) == "COMPLETED", mesh.output[-6000:]
-    # No step was trained twice: the stop saved, and the second start went on from there.
-    assert [line["step"] for line in mesh.steps()] == list(range(12))
-    assert saved < 12
+    # No step was trained twice: each stop saved, and the next start went on from there.
+    assert [line["step"] for line in mesh.steps()] == list(range(14))
     assert (await mesh.ledger()).balanced
 
     job = submit(mesh, "trainer.total_training_steps=1000")
-    wait_until(mesh, lambda: len(mesh.steps()) >= 14)
-    told("scancel", job)
+    interrupt(mesh, 3, "scancel", job)
     wait_until(mesh, lambda: state(job) == "CANCELLED")
-    wait_until(mesh, lambda: mesh.output.count("stopped by SIGTERM") == 2)
     assert "did not drain" not in mesh.output and "killing it" not in mesh.output
     assert (await mesh.ledger()).balanced
