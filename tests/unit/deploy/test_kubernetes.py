@@ -31,6 +31,7 @@ VERSIONS = [
 ]
 schema = cache(kubernetes_validate.utils.schema_contents)
 """It would be read again for every object."""
+PAGE = Path(__file__).parents[3] / "docs/how-to/kubernetes.md"
 UNCHECKED = {"ScaledObject", "PodMonitor", "Certificate"}
 """Kinds of others, which Kubernetes' schemas do not know."""
 SERVICES = {"queue": "Queue", "trainer": "Weights", "reward": "Reward"}
@@ -99,22 +100,18 @@ def test_kubernetes_knows_every_field(variant: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="`kubectl` is not installed")
-def test_a_kustomization_takes_what_is_printed(here: Path) -> None:
-    (here / "mesh.yaml").write_text(printed(*VARIANTS["many-nodes"]))
-    patch = {
-        "target": {"kind": "StatefulSet"},
-        "patch": '[{"op": "add", "path": "/spec/template/spec/priorityClassName", "value": "high"}]',
-    }
-    text = yaml.safe_dump({"resources": ["mesh.yaml"], "namespace": "rl", "patches": [patch]})
-    (here / "kustomization.yaml").write_text(text)
+def test_the_kustomization_of_the_page_takes_what_is_printed(here: Path) -> None:
+    (here / "mesh.yaml").write_text(printed(*VARIANTS["8-gpus"]))
+    (text,) = re.findall("```yaml\n(# kustomization.yaml.*?)```", PAGE.read_text(), re.DOTALL)
+    (here / "kustomization.yaml").write_text(text.replace("my-rollout", "my-run-rollout"))
     done = subprocess.run(
         ["kubectl", "kustomize", "."], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     found = list(yaml.safe_load_all(done.stdout))
     assert {each["metadata"]["namespace"] for each in found} == {"rl"}
-    (queue,) = [each for each in found if each["kind"] == "StatefulSet"]
-    assert queue["spec"]["template"]["spec"]["priorityClassName"] == "high"
+    (rollout,) = [each for each in found if each["metadata"]["name"] == "my-run-rollout"]
+    assert rollout["spec"]["template"]["spec"]["nodeSelector"] == {"gpu": "h100"}
 
 
 def test_every_service_of_the_mesh_runs_by_the_command_of_serve() -> None:
