@@ -123,6 +123,19 @@ def _claims(
     "--engine-image", default="", metavar="IMAGE", help="Of rollout workers, with their engine."
 )
 @click.option(
+    "--engine-nodes",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Nodes of each rollout worker's vLLM server: a LeaderWorkerSet. Not run.",
+)
+@click.option(
+    "--engine-gpus",
+    type=click.IntRange(0),
+    default=0,
+    help="Of such a server, on each of its nodes.",
+)
+@click.option(
     "--mount",
     "claims",
     multiple=True,

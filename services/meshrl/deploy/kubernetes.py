@@ -22,6 +22,7 @@ from meshrl.config.recipe import Recipe, names
 from meshrl.config.stages import MeshService, mesh_services
 from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import UserError
+from meshrl.deploy.engine_group import EngineGroup
 from meshrl.rpc import credentials
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.exit_codes import Exit
@@ -41,6 +42,7 @@ WORK, RECIPE_AT, CREDENTIALS_AT, TLS_AT = "/mesh/runs", "/recipe", "/credentials
 GRACE_S = 15
 """Beyond a service's own drain, before the kubelet kills it."""
 UID = 1000
+GROUPS = ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
 NEEDS: Mapping[str, Mapping[str, str]] = {
     "torch": {"cpu": "2", "memory": "4Gi"},
     "other": {"cpu": "500m", "memory": "512Mi"},
@@ -67,6 +69,10 @@ class Cluster:
     """Up to which number KEDA scales rollout workers, by the queue's hint; 0: as many as the recipe says."""
     prometheus: str = "http://prometheus:9090"
     """Where KEDA asks for the hint."""
+    engine_nodes: int = 1
+    """Of each rollout worker's server; more than one: a LeaderWorkerSet."""
+    engine_gpus: int = 0
+    """Of such a server, on each of its nodes."""
     issuer: str = ""
     """cert-manager's Issuer of the mesh's certificate; empty: the Secret with it is made by somebody else."""
     monitor: bool = False
@@ -165,6 +171,15 @@ class _Mesh:
         self.services: dict[str, list[MeshService]] = {}
         for service in mesh_services(recipe):
             self.services.setdefault(service.kind, []).append(service)
+        self.group: EngineGroup | None = None
+        if cluster.engine_nodes > 1:
+            self.group = EngineGroup(
+                nodes=cluster.engine_nodes,
+                gpus=cluster.engine_gpus,
+                gpu=cluster.gpu,
+                image=cluster.engine_image or cluster.image,
+            )
+            self.group.check(recipe)
         if cluster.issuer and recipe.tls.cert is None:
             raise UserError(
                 f"--cert-manager: the recipe has no certificate; want tls.cert={TLS_AT}/tls.crt,"
@@ -223,6 +238,9 @@ class _Mesh:
         }
         if rules.finite:
             return self._job(kind, template)
+        if kind == "rollout" and self.group is not None:
+            groups = self.group.spec(self.recipe, template, _labels(self.run, "engine"))
+            return self._object(*GROUPS, kind, component=kind, spec=groups)
         spec: Manifest = {"selector": self._selector(kind), "template": template}
         if kind != "rollout" or not self.cluster.most_workers:
             spec["replicas"] = len(services)
@@ -302,11 +320,11 @@ class _Mesh:
 
     def _container(self, kind: str, service: MeshService) -> Manifest:
         rules, image = service.rules, self.cluster.image
-        if kind == "rollout" and self.cluster.engine_image:
+        if kind == "rollout" and self.cluster.engine_image and not self._serves(kind):
             image = self.cluster.engine_image
         share = self.placement.share(service.name)
         gpus = len(share.devices) if share is not None else 0
-        needs = dict(NEEDS["torch" if rules.needs_torch(self.recipe) else "other"])
+        needs = dict(NEEDS["torch" if self._needs_torch(kind) else "other"])
         resources: Manifest = {"requests": needs}
         if gpus:
             resources["limits"] = {self.cluster.gpu: gpus}
@@ -329,6 +347,13 @@ class _Mesh:
             "readinessProbe": {**probe, "periodSeconds": 10},
             "securityContext": self._confinement(kind),
         }
+
+    def _serves(self, kind: str) -> bool:
+        """Whether its pods have a server of `group` beside it."""
+        return kind == "rollout" and self.group is not None
+
+    def _needs_torch(self, kind: str) -> bool:
+        return self.services[kind][0].rules.needs_torch(self.recipe) or self._serves(kind)
 
     def _confinement(self, kind: str) -> Manifest:
         held: Manifest = {
@@ -409,7 +434,7 @@ class _Mesh:
             ("work", WORK, False, work),
             ("tmp", "/tmp", False, empty),
         ]
-        if self.services[kind][0].rules.needs_torch(self.recipe):
+        if self._needs_torch(kind):
             found.append(("shm", "/dev/shm", False, {"emptyDir": {"medium": "Memory"}}))
         if self.recipe.tls.cert is not None:
             secret = {"secretName": f"{self.run}-tls", "defaultMode": 0o440}
@@ -437,6 +462,8 @@ class _Mesh:
             yield self._among("weights", ["trainer", "rollout"])
         if self.recipe.trainer.nnodes > 1:
             yield self._among("ranks", ["trainer"])
+        if self.group is not None:
+            yield self._among("engines", ["rollout", "engine"])
         if self.cluster.monitor or self.cluster.most_workers:
             scraped = [{"port": METRICS_PORT, "protocol": "TCP"}]
             anywhere: list[Manifest] = [{"namespaceSelector": {}}]
@@ -488,7 +515,10 @@ class _Mesh:
             },
         }
         spec = {
-            "scaleTargetRef": {"name": f"{self.run}-rollout"},
+            "scaleTargetRef": {
+                "name": f"{self.run}-rollout",
+                **(dict(zip(("apiVersion", "kind"), GROUPS, strict=True)) if self.group else {}),
+            },
             "minReplicaCount": 1,
             "maxReplicaCount": self.cluster.most_workers,
             "pollingInterval": 15,

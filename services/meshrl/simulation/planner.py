@@ -313,7 +313,8 @@ def plan(recipe: Recipe, asked: Question) -> Plan:
 
 
 ADVICE: Final = {
-    "queue": "the queue's processor is busy: a longer queue.lease_ttl_s, more queue.shards, or fewer and larger groups",
+    "queue": "the queue's processor is busy: a longer queue.lease_ttl_s, more queue.shards, or fewer and larger"
+    " groups",
     "weight transfer": "the trainer waits until a version has travelled: more bandwidth, bfloat16, or fewer steps",
     "trainer": "the trainer never waits: only more or faster trainer GPUs give more",
     "rollout": "the engines never idle: only more or faster rollout GPUs give more",

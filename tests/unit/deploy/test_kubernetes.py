@@ -32,7 +32,7 @@ VERSIONS = [
 schema = cache(kubernetes_validate.utils.schema_contents)
 """It would be read again for every object."""
 PAGE = Path(__file__).parents[3] / "docs/how-to/kubernetes.md"
-UNCHECKED = {"ScaledObject", "PodMonitor", "Certificate"}
+UNCHECKED = {"ScaledObject", "PodMonitor", "Certificate", "LeaderWorkerSet"}
 """Kinds of others, which Kubernetes' schemas do not know."""
 SERVICES = {"queue": "Queue", "trainer": "Weights", "reward": "Reward"}
 """What of a service the others call."""
@@ -48,6 +48,11 @@ VARIANTS = {
     "shards": ["queue.shards=3", "--storage-class", "fast"],
     "submitted-rewards": [*STRICT],
     "python-tool": ["rollout.program=tools", PYTHON],
+    "engines-of-two-nodes": [
+        *("--engine-nodes", "2", "--engine-gpus", "4", "--engine-image", "vllm", "--keda", "4"),
+        *("--mount", "models:/models", "rollout.name=vllm", "rollout.workers=3"),
+        "rollout.engine={url: 'http://127.0.0.1:8000', update: native}",
+    ],
     "tls": TLS,
     "mutual-tls": [*TLS, "tls.client_ca=/tls/ca.crt", "--cert-manager", "mesh"],
 }
@@ -78,9 +83,11 @@ def objects(*arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
 
 def pods(found: dict[tuple[str, str], dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The spec of each kind of service's pods."""
-    templates = [
-        each["spec"]["template"] for each in found.values() if "template" in each.get("spec", {})
-    ]
+    templates = []
+    for spec in (each.get("spec", {}) for each in found.values()):
+        templates += [spec["template"]] if "template" in spec else []
+        group = spec.get("leaderWorkerTemplate", {})
+        templates += [group[name] for name in ("leaderTemplate", "workerTemplate") if group]
     return {each["spec"]["containers"][0]["name"]: each["spec"] for each in templates}
 
 
@@ -97,6 +104,9 @@ def test_kubernetes_knows_every_field(variant: str, monkeypatch: pytest.MonkeyPa
         for version in VERSIONS:
             with unknown if kind in UNCHECKED else nullcontext():
                 kubernetes_validate.validate(each, version, strict=True)
+    for name, spec in pods(objects(*VARIANTS[variant])).items():
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
+        kubernetes_validate.validate(pod, VERSIONS[-1], strict=True)
 
 
 @pytest.mark.skipif(not shutil.which("kubectl"), reason="`kubectl` is not installed")
@@ -194,6 +204,27 @@ def test_gpus_are_those_of_the_placement_numbered_as_the_container_sees_them() -
     assert values(specs["rollout"])["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
+def test_an_engine_of_two_nodes_has_a_worker_on_the_first_one_and_its_ranks_on_both() -> None:
+    found = objects(*VARIANTS["engines-of-two-nodes"])
+    spec = found["LeaderWorkerSet", "my-run-rollout"]["spec"]
+    assert (spec["replicas"], spec["leaderWorkerTemplate"]["size"]) == (3, 2)
+    specs = pods(found)
+    worker, leader = specs["rollout"]["containers"]
+    (follower,) = specs["engine"]["containers"]
+    assert follower["args"] == [*leader["args"], "--headless"]
+    assert (worker["image"], leader["image"]) == ("meshrl", "vllm")
+    limits = [each["resources"]["limits"] for each in (worker, leader, follower)]
+    assert limits == [{"nvidia.com/gpu": 1}, {"nvidia.com/gpu": 4}, {"nvidia.com/gpu": 4}]
+    # A server reads models, and neither credentials nor the recipe.
+    assert {each["name"] for each in follower["volumeMounts"]} == {"tmp", "shm", "files-0"}
+    (rule,) = found["NetworkPolicy", "my-run-engines"]["spec"]["ingress"]
+    among = rule["from"][0]["podSelector"]["matchExpressions"][0]["values"]
+    template = spec["leaderWorkerTemplate"]["workerTemplate"]
+    assert template["metadata"]["labels"]["app.kubernetes.io/component"] in among
+    target = found["ScaledObject", "my-run-rollout"]["spec"]["scaleTargetRef"]
+    assert target["kind"] == "LeaderWorkerSet"
+
+
 def test_a_trainer_of_two_machines_has_two_pods_that_share_a_volume_and_reach_each_other() -> None:
     found = objects("trainer.nnodes=2", "weights.carrier=object", "weights.directory=s3://b/p")
     job = found["Job", "my-run-trainer"]["spec"]
@@ -267,6 +298,7 @@ def test_containers_hold_nothing_that_they_do_not_need(variant: str) -> None:
             ["tls.cert=/etc/a.pem", "tls.key=/etc/a.key"],
             "tls.cert: /etc/a.pem: want a file in /tls",
         ),
+        (["--engine-nodes", "2"], "--engine-nodes: want rollout.name=vllm"),
         (["--cert-manager", "mesh"], "--cert-manager: the recipe has no certificate"),
         (["rollout.nn=4"], "no such key 'rollout.nn'"),
     ],
