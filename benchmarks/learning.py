@@ -53,6 +53,7 @@ from meshrl.trainer.reference import ReferenceModel, ReferenceStage
 from meshrl.trainer.settings import TrainerSettings
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
+from meshrl.weights.gathering import whole
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes" / "algorithms"
@@ -95,6 +96,7 @@ class Direct:
 
     async def publish(self, source: WeightSource) -> None:
         """Stage, commit, tell the queue."""
+        await whole(source)
         manifest = source.manifest
         buckets = [source.bucket(index) for index in range(len(manifest.bucket_bytes))]
         await self._engine.stage_weights(manifest, buckets)

@@ -16,6 +16,8 @@ words move by one. Parts:
     root    bytes that the trainer's process sends for one version to 1, 2, 4 and 8 receivers, in versions
     hung    every receiver gets SIGSTOP in the middle of an update: seconds that the trainer waits, publish by
             publish, with a step between two versions, and at once after one another
+    plan    seconds from the begin of a gather of half a second until all hold the version: sent when it is whole, and
+            each bucket as soon as it is there; update by update in turn
     auto    100 updates with `auto` beside each fixed carrier, in turn: receivers here, and said to be elsewhere
 
 Pauses and waits are what the replicas report, by the clock that all processes share. The first two updates of each
@@ -47,7 +49,8 @@ from source import Drifting
 from fleet import Fleet, Update, opened
 from meshrl.contract.types import Version
 
-PARTS = ("exact", "speed", "kill", "stop", "root", "hung", "auto")
+PARTS = ("exact", "speed", "kill", "stop", "root", "hung", "plan", "auto")
+GATHER_S = 0.5
 NAMES = ["one", "two", "three"]
 WARM = 2
 SMALL = 16 << 20
@@ -245,6 +248,34 @@ class Bench:
                 fleet.strike(name, signal.SIGCONT)
             await fleet.until(lambda: all(fleet.state(name) == "serving" for name in NAMES))
         return waits
+
+    async def plan(self) -> None:
+        """The gather before the transfer, and beside it."""
+        self.results["plan"] = {"gather_s": GATHER_S}
+        for carrier in [each for each in self.options.carriers if each in ("gloo", "nccl")]:
+            config = self.config(carrier, nccl={"library": "stub"}, bucket_bytes=self.bytes // 8)
+            weights = Drifting(self.bytes, self.bytes // 8)
+            seconds: dict[str, list[float]] = {"before": [], "beside": []}
+            async with opened(config, self.place("plan"), NAMES) as fleet:
+                for _ in range(WARM):
+                    await fleet.update(weights)
+                for _ in range(self.options.updates):
+                    for what, gather_s in (
+                        ("before", (GATHER_S, 0.0)),
+                        ("beside", (0.0, GATHER_S)),
+                    ):
+                        update = await fleet.update(weights, gather_s=gather_s)
+                        seconds[what].append(update.prepare_s)
+            medians = {what: statistics.median(each) for what, each in seconds.items()}
+            figures = {
+                "before_s": round(medians["before"], 3),
+                "beside_s": round(medians["beside"], 3),
+                "beyond_the_gather": round(
+                    (medians["beside"] - GATHER_S) / (medians["before"] - GATHER_S), 2
+                ),
+            }
+            self.results["plan"][carrier] = figures
+            print(f"plan    {carrier:6} {figures}", flush=True)
 
     async def auto(self) -> None:
         """Beside the fixed ones."""

@@ -114,15 +114,26 @@ class Fleet:
         weights: Drifting,
         served_by: list[str] | None = None,
         on_bucket: Callable[[int], None] | None = None,
+        gather_s: tuple[float, float] = (0.0, 0.0),
     ) -> Update:
-        """Publish the next version; returns once it is committed and these (all, if not given) serve it."""
+        """Publish the next version; returns once it is committed and these (all, if not given) serve it.
+
+        `gather_s`: what its gather takes before it is published, and while it already is.
+        """
         self._step += 1
         source = weights.version(Version(1, self._step), on_bucket)
         version = str(source.manifest.version)
         self.sources = {version: source}  # the coordinator keeps what it needs
         members = [self.members[name] for name in (served_by or self.members)]
+        before_s, meanwhile_s = gather_s
         began = time.monotonic()
+        await asyncio.sleep(before_s)
+        if meanwhile_s:
+            gather = asyncio.create_task(source.gather(meanwhile_s))
+            await asyncio.sleep(0)
         await self.coordinator.publish(source)
+        if meanwhile_s:
+            await gather
         await self.until(
             lambda: version in self.committed and all(version in m.served for m in members)
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -57,6 +59,8 @@ class Source:
             for offset in range(0, bucket.nbytes, TENSOR_BYTES)
         )
         self._buckets = buckets
+        self._known: tuple[str, ...] = ()
+        self._coming: list[asyncio.Event] = []
         self._on_bucket = on_bucket
         self.manifest = WeightManifest(
             run=RUN,
@@ -65,6 +69,21 @@ class Source:
             bucket_bytes=tuple(bucket.nbytes for bucket in buckets),
             bucket_hashes=tuple(digest(bucket) for bucket in buckets),
         )
+
+    async def gather(self, seconds: float) -> None:
+        """Let the buckets come one by one, evenly, from now on: published meanwhile, it is a `GatheredSource`."""
+        known, self.manifest = self.manifest, replace(self.manifest, bucket_hashes=())
+        self._coming = [asyncio.Event() for _ in self._buckets]
+        self._known = known.bucket_hashes
+        for each in self._coming:
+            await asyncio.sleep(seconds / len(self._buckets))
+            each.set()
+        self.manifest = known
+
+    async def gathered(self, index: int) -> tuple[str, tuple[int, ...]]:
+        """See `GatheredSource`."""
+        await self._coming[index].wait()
+        return self._known[index], ()
 
     def bucket(self, index: int) -> Uint8:
         if self._on_bucket is not None:

@@ -1,6 +1,11 @@
 """Kills and stops one process of a weight plane at each of 20 points of the protocol, and checks the others.
 
     python -m tests.chaos.weights_points [--carrier shm] [--write docs/reference/weights-chaos.md] [--slowly 5]
+                                         [--part 1/3 --kept /tmp/outcomes.json]
+
+Versions are published before they are gathered, as a trainer's are. A carrier that sends what is there while the rest
+is gathered has two points more. With `--part` the command runs one of so many parts and adds it to the file; the one
+that completes the file also writes the page.
 
 One trainer and two survivors run through all cases; each replica that is killed or stopped is a process of its own.
 Prints a table and, last, a line of JSON; exit code 0 when every case ended as it must:
@@ -26,6 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from meshrl.testing.libraries.stub import VARIABLE
+from meshrl.weights.carrier import carrier_facts
 
 from .weights_mesh import Mesh, Process
 
@@ -73,6 +79,17 @@ POINTS = (
     Point("COMMIT sent to one", "trainer", "after commit"),
     Point("first COMMITTED received, queue not yet informed", "trainer", "received committed"),
 )
+GATHERING = (
+    Point("READY sent, the first bucket not yet gathered", "replica", "after ready"),
+    Point("first bucket gathered, not yet sent", "trainer", "before transfer"),
+)
+"""For carriers that send what is there while the rest is gathered."""
+
+
+def points_of(carrier: str) -> tuple[Point, ...]:
+    """Those of a carrier, replicas' first: each point of a trainer ends an epoch."""
+    points = POINTS + (GATHERING if carrier_facts(carrier).streams else ())
+    return tuple(sorted(points, key=lambda point: point.role))
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,12 +289,14 @@ def page(outcomes: Sequence[Outcome], carrier: str, slowly: float) -> str:
     """The reference page."""
     assert __doc__ is not None
     expected = __doc__.partition("as it must:\n\n")[2].rstrip()
+    cases = len(outcomes)
     return f"""# SIGKILL and SIGSTOP at every point of the weights protocol
 
 <!-- Written by `python -m tests.chaos.weights_points --write FILE`: run it again, do not edit. -->
 
 One trainer, two survivors and the process that is killed or stopped, all real processes, stub engines that serve
-hashes, carrier `{carrier}`, deadlines of {slowly:g} to {2 * slowly:g} seconds. A case is right when
+hashes, carrier `{carrier}`, deadlines of {slowly:g} to {2 * slowly:g} seconds.
+{cases} of {cases} cases are right. A case is right when
 
 ```
 {expected}
@@ -301,12 +320,19 @@ def main() -> int:
     parser.add_argument(
         "--slowly", type=float, default=1.0, help="times the deadlines, where others compute"
     )
+    parser.add_argument("--part", default="1/1", help="which of how many parts of the points, 2/3")
+    parser.add_argument("--kept", type=Path, help="JSON with the outcomes of other parts")
     options = parser.parse_args()
+    part, parts = map(int, options.part.split("/"))
+    every = points_of(options.carrier)
+    chosen = every[len(every) * (part - 1) // parts : len(every) * part // parts]
     with tempfile.TemporaryDirectory(prefix="meshrl-points-") as scratch:
-        outcomes = asyncio.run(run(Path(scratch), options.carrier, slowly=options.slowly))
+        outcomes = asyncio.run(run(Path(scratch), options.carrier, chosen, slowly=options.slowly))
+    ok = len(outcomes) == 2 * len(chosen) and all(each.ok for each in outcomes)
+    if options.kept is not None:
+        outcomes = _merged(options.kept, outcomes, every)
     print(table(outcomes))
-    ok = len(outcomes) == 2 * len(POINTS) and all(each.ok for each in outcomes)
-    if ok and options.write:
+    if ok and options.write and len(outcomes) == 2 * len(every):
         options.write.write_text(page(outcomes, options.carrier, options.slowly))
     summary = {
         "ok": ok,
@@ -319,6 +345,16 @@ def main() -> int:
     }
     print(json.dumps(summary))
     return 0 if ok else 1
+
+
+def _merged(kept: Path, outcomes: Iterable[Outcome], points: Sequence[Point]) -> list[Outcome]:
+    """What other parts have left in the file, and this one's, in the order of the points."""
+    found = [Outcome(**each) for each in json.loads(kept.read_text())] if kept.exists() else []
+    merged = {(each.role, each.point, each.signal): each for each in (*found, *outcomes)}
+    places = [(point.role, point.name) for point in points]
+    ordered = sorted(merged.values(), key=lambda each: places.index((each.role, each.point)))
+    kept.write_text(json.dumps([asdict(each) for each in ordered]))
+    return ordered
 
 
 def _worst(outcomes: Iterable[Outcome], role: str, number: str) -> float:

@@ -21,7 +21,7 @@ import grpc
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
-from meshrl.testing.weights import HashSink, StubSource
+from meshrl.testing.weights import GatheredStub, HashSink
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.messages import MessageStream
@@ -30,19 +30,27 @@ from meshrl.weights.servicer import WeightsServicer
 from meshrl.weights.session import Session
 
 RUN = "chaos"
+GATHER_S = 0.02
+"""For a bucket."""
 
 
 def report(**event: object) -> None:
     print(json.dumps(event), flush=True)
 
 
-class SignallingSource(StubSource):
-    """Sends a signal to a process when one bucket is asked for the given time."""
+class SignallingSource(GatheredStub):
+    """Sends a signal to a process when one bucket is asked for the given time. Its buckets come one by one."""
 
     def __init__(self, version: Version, command: dict[str, Any]) -> None:
         super().__init__(RUN, version, density=command.get("density", 1.0))
         self._command = command
         self._calls = command.get("call", 1)
+
+    async def gather(self) -> None:
+        """Until all buckets are there."""
+        for index in range(len(self.manifest.bucket_bytes)):
+            await asyncio.sleep(GATHER_S)
+            self.come(index)
 
     def bucket(self, index: int) -> Uint8:
         if index == self._command.get("at"):
@@ -157,7 +165,9 @@ async def trainer(config: WeightsConfig, args: argparse.Namespace) -> None:
                 signal_point.arm(command["arm"], command["step"], command["signal"])
                 continue
             source = SignallingSource(Version(args.epoch, command["publish"]), command)
+            gather = asyncio.create_task(source.gather())
             await coordinator.publish(source)
+            await gather
             report(carrying=str(source.manifest.version), hashes=source.manifest.bucket_hashes)
         watching.cancel()
         await server.stop(0)

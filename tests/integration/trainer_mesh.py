@@ -56,6 +56,7 @@ from meshrl.trainer.reference import ReferenceModel, ReferenceStage
 from meshrl.trainer.settings import TrainerSettings
 from meshrl.trainer.trajectories.files import FOLDER
 from meshrl.trainer.trajectories.log import TrajectoryLog
+from meshrl.weights.gathering import whole
 
 VOCABULARY = 23
 LUCKY = 7
@@ -120,6 +121,7 @@ class Sampler:
         manifest = source.manifest
         if manifest.version.step == self.fail_at:
             raise ConnectionError("killed")
+        await whole(source)
         state = {}
         for tensor in manifest.tensors:
             data = source.bucket(tensor.bucket)[tensor.offset : tensor.offset + tensor.nbytes]

@@ -313,6 +313,18 @@ class WeightSource(Protocol):
         ...
 
 
+@runtime_checkable
+class GatheredSource(WeightSource, Protocol):
+    """A version that may be published before it is gathered: its manifest has no hashes until all of it is there."""
+
+    async def gathered(self, index: int) -> tuple[str, Sequence[int]]:
+        """Return once a bucket is there, with its hash and those of its tensors, as manifests have them.
+
+        Raises the error with which the gather ended.
+        """
+        ...
+
+
 class Publisher(Protocol):
     """Carries a version from a source to the whole fleet."""
 

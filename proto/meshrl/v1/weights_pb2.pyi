@@ -147,7 +147,7 @@ class WeightManifest(_message.Message):
     def bucket_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def bucket_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """xxh3-128, hexadecimal."""
+        """xxh3-128, hexadecimal; none while the version is being gathered."""
 
     @_builtins.property
     def adapter(self) -> Global___WeightAdapter:
@@ -578,16 +578,28 @@ class PlaneTransfer(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BUCKETS_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    TENSOR_HASHES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """xxh3-128 of each bucket, and xxh3-64 of each of their tensors; none where the PROPOSE had them. A version that is
+        being gathered is proposed without, and each bucket is sent as soon as it is there.
+        """
+
+    @_builtins.property
+    def tensor_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         buckets: _abc.Iterable[_builtins.int] | None = ...,
+        hashes: _abc.Iterable[_builtins.str] | None = ...,
+        tensor_hashes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "hashes", b"hashes", "tensor_hashes", b"tensor_hashes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

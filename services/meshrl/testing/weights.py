@@ -5,8 +5,10 @@ Tests, benchmarks and a dry run of a fleet use them in place of a trainer and of
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -83,6 +85,42 @@ class StubSource:
     def bucket(self, index: int) -> Uint8:
         """uint8[bucket_bytes[index]]."""
         return self._buckets[index]
+
+
+class GatheredStub(StubSource):
+    """One that is published before its buckets are there, as a trainer's versions are. Made in an event loop."""
+
+    def __init__(self, run: str, version: Version, **options: Any) -> None:
+        """`options` as `StubSource` has them; no bucket has come."""
+        super().__init__(run, version, **options)
+        self._coming = [asyncio.Event() for _ in self._manifest.bucket_bytes]
+        self._error: Exception | None = None
+
+    @property
+    def manifest(self) -> WeightManifest:
+        """Without hashes until all buckets have come."""
+        if all(each.is_set() for each in self._coming) and self._error is None:
+            return self._manifest
+        return replace(self._manifest, bucket_hashes=(), tensor_hashes=())
+
+    def come(self, index: int) -> None:
+        """A bucket is there."""
+        self._coming[index].set()
+
+    def fail(self, error: Exception) -> None:
+        """Nothing comes any more."""
+        self._error = error
+        for each in self._coming:
+            each.set()
+
+    async def gathered(self, index: int) -> tuple[str, Sequence[int]]:
+        """See `GatheredSource`."""
+        await self._coming[index].wait()
+        if self._error is not None:
+            raise self._error
+        manifest = self._manifest
+        pairs = zip(manifest.tensors, manifest.tensor_hashes, strict=True)
+        return manifest.bucket_hashes[index], [known for t, known in pairs if t.bucket == index]
 
 
 class HashSink:

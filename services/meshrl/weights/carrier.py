@@ -9,6 +9,8 @@ A carrier's module may assign these literals, which are read without importing i
     RELAYS = False                               whether a replica can be the sender of another one: its end of a
                                                  channel of rank 0 opens by the same endpoint. The trainer then sends
                                                  a version once, into a chain of replicas
+    STREAMS = False                              whether it sends from the source itself, also while that is being
+                                                 gathered; others stage a whole version first
     GROUPS = False                               whether a channel may have more than two ends: rank 0 sends each
                                                  bucket once, to all others
 """
@@ -141,6 +143,7 @@ class CarrierFacts:
     sparse: bool
     relays: bool
     groups: bool
+    streams: bool
 
     @property
     def met(self) -> bool:
@@ -166,6 +169,7 @@ def carrier_facts(name: str) -> CarrierFacts:
         sparse=bool(constant("SPARSE", False)),
         relays=bool(constant("RELAYS", False)),
         groups=bool(constant("GROUPS", False)),
+        streams=bool(constant("STREAMS", False)),
     )
 
 

@@ -35,9 +35,10 @@ from meshrl.contract.types import Version, name_fault
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Link, LoadCarrier, RunPaths
 from meshrl.weights.fleet import FleetView, ReplicaState
+from meshrl.weights.gathering import SourceError
 from meshrl.weights.groups import Groups
 from meshrl.weights.messages import ReplicaStream, stamp, stamped_version
-from meshrl.weights.replica import Replica, SourceError
+from meshrl.weights.replica import Replica
 from meshrl.weights.routes import Peer, Routes
 from meshrl.weights.transaction import Phase, Transaction
 from meshrl.weights.waiting import first_ends

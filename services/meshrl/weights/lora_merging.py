@@ -10,7 +10,7 @@ import numpy as np
 
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.types import Adapter, TensorSpec, Uint8, WeightManifest
-from meshrl.weights.messages import digest, wrong_tensors
+from meshrl.weights.messages import digest, hashes_of, wrong_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ class Merger:
                 self._base = None  # its file may have changed since it was opened: open it again
                 raise CorruptError(
                     f"weights {manifest.version}, merged here, are not what the trainer merged:"
-                    f" {wrong_tensors(served, index, bucket)}"
+                    f" {wrong_tensors(served, index, bucket, hashes_of(served)[index][1])}"
                 )
         return merged_buckets
 

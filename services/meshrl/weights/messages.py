@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
 import grpc
@@ -27,12 +27,26 @@ def tensor_digest(bucket: Uint8, tensor: TensorSpec) -> int:
     return xxhash.xxh3_64_intdigest(bucket.data[tensor.offset : tensor.offset + tensor.nbytes])
 
 
-def wrong_tensors(manifest: WeightManifest, index: int, bucket: Uint8) -> str:
-    """Names the tensors of a bucket whose bytes differ from the manifest, for an error message."""
-    if len(manifest.tensor_hashes) != len(manifest.tensors):
+def hashes_of(manifest: WeightManifest) -> dict[int, tuple[str, Sequence[int]]]:
+    """Of each bucket and its tensors; nothing while the version is being gathered."""
+    of_tensors: dict[int, list[int]] = {}
+    for tensor, known in zip(manifest.tensors, manifest.tensor_hashes, strict=False):
+        of_tensors.setdefault(tensor.bucket, []).append(known)
+    return {
+        index: (known, of_tensors.get(index, ()))
+        for index, known in enumerate(manifest.bucket_hashes)
+    }
+
+
+def wrong_tensors(
+    manifest: WeightManifest, index: int, bucket: Uint8, hashes: Sequence[int]
+) -> str:
+    """Names the tensors of a bucket whose bytes have other hashes than these, for an error message."""
+    tensors = [tensor for tensor in manifest.tensors if tensor.bucket == index]
+    if len(hashes) != len(tensors):
         return f"bucket {index}"
-    pairs = zip(manifest.tensors, manifest.tensor_hashes, strict=True)
-    names = [t.name for t, h in pairs if t.bucket == index and tensor_digest(bucket, t) != h]
+    pairs = zip(tensors, hashes, strict=True)
+    names = [t.name for t, h in pairs if tensor_digest(bucket, t) != h]
     if not names:
         return f"bucket {index}, between its tensors"
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -29,6 +29,8 @@ class Received:
     manifest: WeightManifest
     buckets: list[Uint8]
     missing: set[int]
+    hashes: dict[int, tuple[str, Sequence[int]]]
+    """Of each bucket and its tensors, as far as the trainer has said them."""
 
     @property
     def version(self) -> Version:

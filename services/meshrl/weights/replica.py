@@ -19,10 +19,11 @@ from meshrl.contract.errors import (
     from_detail,
 )
 from meshrl.contract.ports import WeightSource
-from meshrl.contract.types import Version, WeightManifest
+from meshrl.contract.types import Version
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Channel, Link
 from meshrl.weights.fleet import ReplicaState, ReplicaView
+from meshrl.weights.gathering import SourceError, gathered
 from meshrl.weights.groups import Assembly, FromGroup
 from meshrl.weights.messages import ReplicaStream, digest, manifest_to_message, stamp, wrong_tensors
 from meshrl.weights.routes import Peer, Route, Routes
@@ -33,10 +34,6 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _MOST_FAILED = 2
 """Replicas that could not send to this one, though they live: after so many the trainer always does."""
-
-
-class SourceError(CorruptError):
-    """The source's own bytes differ from its manifest: the replicas are not the cause."""
 
 
 class Replica:
@@ -83,6 +80,8 @@ class Replica:
         """Of the channel that is used."""
         self._shunned: set[int] = set()
         """Generations of replicas that lived and did not send."""
+        self._planned = False
+        """Whether the version was proposed before it was gathered, so that each TRANSFER has to say the hashes."""
         self._missing: Sequence[int] = ()
         """Buckets of the version in transfer that it has not acknowledged."""
         self._route: Route | None = None
@@ -143,9 +142,9 @@ class Replica:
             SourceError: the source's bytes are not what its manifest says.
             MeshError: the replica failed, hung or received corrupted bytes too often.
         """
-        manifest = source.manifest
         with self._carrying():
             await self._send_version(source)
+        manifest = source.manifest
         served = manifest.served
         self._served_bytes = served.total_bytes
         prepared = await self._expect("prepared", self._config.deadline_s(served.total_bytes))
@@ -349,7 +348,7 @@ class Replica:
             carrier=route.carrier,
             hop=sender.hop if sender else 0,
         )
-        self._hop = message.hop
+        self._hop, self._planned = message.hop, not manifest.bucket_hashes
         if isinstance(sender, FromGroup):
             group = sender.group
             message.group, message.size = group.number, group.size
@@ -377,7 +376,7 @@ class Replica:
     ) -> None:
         """Send the missing buckets; then those are missing that arrived corrupted."""
         manifest, wanted = source.manifest, self._missing
-        version = manifest.version
+        version, planned = manifest.version, self._planned
         lacking = set(wanted)
         if isinstance(sender, FromGroup):
             wanted = await sender.plan(wanted)
@@ -386,32 +385,38 @@ class Replica:
         async def send() -> None:
             for index in wanted:
                 await sender.until_held(version, index)
-                if sender.hop:
-                    await self._send(version, transfer=pb.PlaneTransfer(buckets=[index]))
+                digest, tensors = await gathered(source, index)
+                if sender.hop or planned:
+                    transfer = pb.PlaneTransfer(buckets=[index])
+                    if planned:
+                        transfer.hashes.append(digest)
+                        transfer.tensor_hashes.extend(tensors)
+                    await self._send(version, transfer=transfer)
                 await sender.send(source, index)
 
         async def acknowledge() -> None:
             for place, index in enumerate(wanted):
                 await sender.until_held(version, index)
+                expected, _ = await gathered(source, index)  # no deadline counts the gather
                 received = await self._received(manifest.bucket_bytes[index], sender)
                 if received.bucket != index:
                     raise InfraError(
                         f"{self.name}: acknowledged bucket {received.bucket}, not {index}"
                     )
                 self._moving_bytes += received.moved_bytes
-                if received.hash == manifest.bucket_hashes[index]:
+                if received.hash == expected:
                     self.progress.holds(index)
                 elif index in lacking:
                     corrupted.append(index)
                 self._missing = [*corrupted, *(i for i in wanted[place + 1 :] if i in lacking)]
 
-        if not sender.hop or not wanted:
+        if not (sender.hop or planned) or not wanted:
             await self._send(version, transfer=pb.PlaneTransfer(buckets=wanted))
         await together(send(), acknowledge())
         if isinstance(sender, FromGroup) and wanted and not corrupted:
             await self._send(version, transfer=pb.PlaneTransfer())  # that was all
         for index in corrupted if not isinstance(sender, FromReplica) else ():
-            _check_source(manifest, index, source)
+            _check_source(index, source, *await gathered(source, index))
 
     async def _received(
         self, nbytes: int, sender: FromTrainer | FromReplica | FromGroup
@@ -479,12 +484,14 @@ class Replica:
         self.suspect = True
 
 
-def _check_source(manifest: WeightManifest, index: int, source: WeightSource) -> None:
+def _check_source(
+    index: int, source: WeightSource, expected: str, tensor_hashes: Sequence[int]
+) -> None:
     """Before a bucket is sent again: raises SourceError when the source itself is wrong."""
-    actual = digest(source.bucket(index))
-    if actual != manifest.bucket_hashes[index]:
-        wrong = wrong_tensors(manifest, index, source.bucket(index))
+    manifest, actual = source.manifest, digest(source.bucket(index))
+    if actual != expected:
+        wrong = wrong_tensors(manifest, index, source.bucket(index), tensor_hashes)
         raise SourceError(
             f"bucket {index} of weights {manifest.version} has hash {actual}, its manifest says "
-            f"{manifest.bucket_hashes[index]}: the trainer's memory changed after the version was made ({wrong})"
+            f"{expected}: the trainer's memory changed after the version was made ({wrong})"
         )

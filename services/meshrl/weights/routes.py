@@ -30,6 +30,7 @@ from meshrl.weights.carrier import (
     host_id,
 )
 from meshrl.weights.carriers.auto import CostModel
+from meshrl.weights.gathering import whole
 
 logger = logging.getLogger(__name__)
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
@@ -116,6 +117,8 @@ class Routes:
         chosen = self._chosen.get(receivers)
         if chosen is not None and chosen[0] == version:
             return chosen[1]
+        if self._choosing:  # what is measured is the way of the bytes
+            await whole(source)
         last = chosen[1].carrier if chosen else ""
         options = {
             f"{name} from a base" if self._has_base(name, last) else name: name for name in reaching
@@ -223,6 +226,8 @@ class Routes:
     async def _prepare(self, name: str, source: WeightSource) -> str:
         """Have the carrier listen and stage the version; returns its endpoint."""
         carrier, endpoint = await self._listen(name)
+        if not self._facts[name].streams:
+            await whole(source)
         async with self._locks[name]:
             version = source.manifest.version
             if version not in self._staged[name]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -22,13 +23,14 @@ from meshrl.contract.errors import (
     from_detail,
 )
 from meshrl.contract.ports import AdapterSink, WeightSink
-from meshrl.contract.types import Version
+from meshrl.contract.types import Version, WeightManifest
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Carriers, Channel, Link
 from meshrl.weights.lora_merging import Merger
 from meshrl.weights.messages import (
     CoordinatorStream,
     digest,
+    hashes_of,
     manifest_from_message,
     stamp,
     stamped_version,
@@ -147,7 +149,7 @@ class Session:
         if body == "propose":
             await self._propose(message)
         elif body == "transfer":
-            await self._transfer(version, message.transfer.buckets)
+            await self._transfer(version, message.transfer)
         elif body == "commit":
             await self._commit(version)
         elif body == "abort":
@@ -163,10 +165,12 @@ class Session:
         self._proposals -= 1
         if not self._proposals:
             self._proposed.clear()
-        if self._incoming is None or self._incoming.manifest != manifest:
+        if self._incoming is None or not _same(self._incoming.manifest, manifest):
             await self._discard()
             every = range(len(manifest.bucket_bytes))
-            self._incoming = Received(manifest, [np.empty(0, np.uint8) for _ in every], set(every))
+            empty = [np.empty(0, np.uint8) for _ in every]
+            self._incoming = Received(manifest, empty, set(every), {})
+        self._incoming.hashes.update(hashes_of(manifest))
         # Fresh memory for each version: an engine may keep these very arrays until, and after, the commit. And for
         # each sender: the one before may still write into what it has not finished.
         incoming = self._received = self._incoming
@@ -223,10 +227,12 @@ class Session:
         """What the channel does, until the coordinator names another sender."""
         return await unless(self._proposed, work, "another sender is named")
 
-    async def _transfer(self, version: Version, indices: Sequence[int]) -> None:
-        incoming = self._incoming
+    async def _transfer(self, version: Version, transfer: pb.PlaneTransfer) -> None:
+        incoming, indices = self._incoming, transfer.buckets
         if incoming is None or incoming.version != version or self._channel is None:
             raise ConflictError(f"buckets of version {version}, which was not proposed")
+        for index, expected in zip(indices, transfer.hashes, strict=False):  # one at a time
+            incoming.hashes[index] = expected, transfer.tensor_hashes
         for index in indices:
             await self._receive(incoming, index, self._channel)
         # A group is sent what others lack, too; nothing is what it is told when that was all.
@@ -252,15 +258,22 @@ class Session:
             if not self._hop:
                 raise
             received.error = str(error)
-        if received.hash == manifest.bucket_hashes[index]:
+        expected, of_tensors = incoming.hashes.get(index, ("", ()))
+        if received.hash and received.hash == expected:
             incoming.missing.discard(index)
         elif received.hash:
-            wrong = await asyncio.to_thread(wrong_tensors, manifest, index, buckets[index])
+            wrong = await asyncio.to_thread(
+                wrong_tensors, manifest, index, buckets[index], of_tensors
+            )
             logger.warning("weights %s arrived wrong: %s", manifest.version, wrong)
         await self._send(manifest.version, received=received)
 
     async def _stage(self, incoming: Received) -> None:
-        manifest, buckets = incoming.manifest, incoming.buckets
+        buckets = incoming.buckets
+        manifest = replace(
+            incoming.manifest,
+            bucket_hashes=tuple(incoming.hashes[index][0] for index in range(len(buckets))),
+        )
         self._staged = manifest.version
         served = manifest.served
         if manifest.adapter is not None:
@@ -309,3 +322,10 @@ class Session:
     async def _send(self, version: Version, **body: object) -> None:
         about = stamp(self._run, self._generation, version)
         await self._stream.send(pb.ReplicaMessage(stamp=about, **body))  # type: ignore[arg-type]
+
+
+def _same(one: WeightManifest, other: WeightManifest) -> bool:
+    """Whether these are of one version, of which the first may have been proposed before it had hashes."""
+    if not one.bucket_hashes:
+        other = replace(other, bucket_hashes=(), tensor_hashes=())
+    return one == other

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import UnavailableError
@@ -34,6 +34,7 @@ BUCKETS, BUCKET_BYTES = 4, 1 << 10
 WHOLE = BUCKETS * BUCKET_BYTES
 BUCKET_S, STEP_S = 0.2, 0.1
 FOR_EVER_S = 1e6
+Source = TypeVar("Source", bound=StubSource)
 Strike = Callable[[str, str, int], object]
 """Called with sender, receiver and bucket when a bucket is about to cross a channel."""
 
@@ -220,10 +221,15 @@ class SimulatedFleet:
         self.network._hidden.clear()
         self.network._silent_until = 0.0
 
-    async def publish(self) -> StubSource:
-        """The next version, handed over: what the trainer waits for is noted."""
-        source = StubSource(RUN, Version(1, self.steps), buckets=BUCKETS, bucket_bytes=BUCKET_BYTES)
+    def source(self, kind: Callable[..., Source] = StubSource) -> Source:  # type: ignore[assignment]
+        """The next version."""
         self.steps += 1
+        version = Version(1, self.steps - 1)
+        return kind(RUN, version, buckets=BUCKETS, bucket_bytes=BUCKET_BYTES)
+
+    async def publish(self, source: StubSource | None = None) -> StubSource:
+        """The next version, handed over: what the trainer waits for is noted."""
+        source = source or self.source()
         began = self._loop.time()
         await spawn(
             self._loop, self.processes["trainer"], self.coordinator.publish(source), "publish"
@@ -234,12 +240,20 @@ class SimulatedFleet:
     async def carry(self, *names: str) -> StubSource:
         """The next version, until it is committed and these serve it."""
         source = await self.publish()
+        await self.serve(source, *names)
+        return source
+
+    async def serve(self, source: StubSource, *names: str) -> None:
+        """Return once a version that was published is committed, and these serve it."""
         version = source.manifest.version
         await self.until(lambda: version in self.published)
         for name in names:
             await self.until(lambda each=name: self.engines[each].version == version)
             assert self.engines[name].hashes == source.manifest.bucket_hashes
-        return source
+
+    async def pass_time(self, seconds: float) -> None:
+        """Of the virtual clock."""
+        await asyncio.sleep(seconds)
 
     @property
     def now(self) -> float:
@@ -257,6 +271,7 @@ class SimulatedFleet:
 
 
 RELAYS = True
+STREAMS = True
 """This very module is what `weights.carrier` names."""
 
 

@@ -4,3 +4,4 @@ from .simulated_fleet import WireCarrier as Carrier
 
 __all__ = ["Carrier"]
 GROUPS = True
+STREAMS = True

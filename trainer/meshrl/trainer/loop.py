@@ -302,21 +302,40 @@ class Trainer:
         """
         self._status.version = version = Version(self._state.epoch, self.step)
         settings, policy = self._settings, self._learner.policy
+        publishing: list[asyncio.Future[None]] = []
+        loop, in_turns = asyncio.get_running_loop(), not isinstance(self._turns, Always)
+
+        def publish(planned: WeightSource) -> None:
+            publishing.append(asyncio.ensure_future(self._publisher.publish(planned)))
+            # Looked at: when the gather fails, nobody waits for it.
+            publishing[0].add_done_callback(lambda done: done.cancelled() or done.exception())
+
+        def on_plan(planned: WeightSource) -> None:
+            if not in_turns:  # engines that use the device too get it when all is gathered
+                loop.call_soon_threadsafe(publish, planned)
+
         with self._status.phase(TrainerPhase.PUBLISHING):
-            snapshot = await self._compute.run(
-                lambda: self._snapshot(
-                    policy,
-                    self._world,
-                    run=settings.run,
-                    version=version,
-                    dtype=settings.weight_dtype,
-                    bucket_bytes=settings.bucket_bytes,
-                    adapters_only=settings.adapters_only,
+            try:
+                snapshot = await self._compute.run(
+                    lambda: self._snapshot(
+                        policy,
+                        self._world,
+                        run=settings.run,
+                        version=version,
+                        dtype=settings.weight_dtype,
+                        bucket_bytes=settings.bucket_bytes,
+                        adapters_only=settings.adapters_only,
+                        on_plan=on_plan,
+                    )
                 )
-            )
-            await self._turns.release(version_follows=True)
-            if snapshot is not None:
-                await self._source.keep_ranks_waiting(self._publisher.publish(snapshot))
+                await self._turns.release(version_follows=True)
+                if snapshot is not None and not publishing:
+                    publish(snapshot)
+                for each in publishing:
+                    await self._source.keep_ranks_waiting(each)
+            finally:
+                for each in publishing:
+                    each.cancel()
 
     async def _begin(self) -> None:
         await self._checkpointer.open()

@@ -31,7 +31,7 @@ class WeightManifest:
     tensors: tuple[TensorSpec, ...]
     bucket_bytes: tuple[int, ...]
     bucket_hashes: tuple[str, ...]
-    """xxh3-128 hex of each bucket."""
+    """xxh3-128 hex of each bucket; empty while the version is being gathered."""
     tensor_hashes: tuple[int, ...] = ()
     """xxh3-64 of each tensor, to say which one is wrong; empty where nobody made them."""
     adapter: Adapter | None = None

@@ -35,6 +35,7 @@ from meshrl.weights.waiting import WorkerThread, within
 REACH = "host"
 NEEDS = ("cupy", "cuda")
 RATE = 2e9
+STREAMS = True
 
 SLOTS = 2
 _HELLO_S = 10.0

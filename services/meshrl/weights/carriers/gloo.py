@@ -31,6 +31,7 @@ REACH = "network"
 NEEDS = ("torch",)
 RATE = 1e9
 RELAYS = True
+STREAMS = True
 
 log = logging.getLogger(__name__)
 

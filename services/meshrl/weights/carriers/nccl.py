@@ -34,6 +34,7 @@ from meshrl.weights.waiting import within
 NEEDS = ("cupy", "cuda")
 RATE = 8e9
 GROUPS = True
+STREAMS = True
 
 
 class Carrier:

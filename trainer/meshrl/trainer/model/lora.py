@@ -213,12 +213,16 @@ class Weight:
         return tuple(self.parameter.shape)
 
     @torch.no_grad()
-    def whole(self, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor as `dtype`. Every rank calls this; shards are cast before they are gathered: half the bytes."""
+    def shared(self, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor as `dtype`, shared out as the parameter is. Every rank calls this."""
         value: torch.Tensor = self.parameter.detach()
         if self.adapter is not None:
             value = _with_adapter(value, self.adapter)
-        value = value.to(dtype)
+        return value.to(dtype)
+
+    def whole(self, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor as `dtype`. Every rank calls this; shards are cast before they are gathered: half the bytes."""
+        value = self.shared(dtype)
         return value.full_tensor() if isinstance(value, DTensor) else value
 
 

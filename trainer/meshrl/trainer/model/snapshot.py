@@ -1,12 +1,16 @@
 """One version of the weights, frozen and packed into byte buckets: what the weight plane sends.
 
-The copy is made once, so the next optimizer step may run while the buckets are under way. Of LoRA's adapters A and
-B are sent, with the hashes of the merged weights: each replica merges them, and proves it, before its engine sees
-them.
+    the plan (names, shapes, places) ─▶ on_plan: it may be published now
+    bucket 0 gathered ▸ hashed ─▶ sent    bucket 1 gathered ▸ hashed ─▶ sent    …
+
+The copy is made once, so the next optimizer step may run while the buckets are under way, and the gather waits for
+nobody who takes them. Of LoRA's adapters A and B are sent, with the hashes of the merged weights: each replica merges
+them, and proves it, before its engine sees them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
@@ -22,21 +26,73 @@ import xxhash
 from meshrl.contract import shared_buffers
 from meshrl.contract.types import Adapter, TensorSpec, Uint8, Version, WeightManifest
 from meshrl.trainer.distributed import World
+from meshrl.trainer.model.bucket_gather import gather_into
 from meshrl.trainer.model.checkpoint_names import Published
 from meshrl.trainer.model.lora import scale, targets
 from meshrl.trainer.model.policy import Policy
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Snapshot:
-    """A `WeightSource`."""
+@dataclass(frozen=True, slots=True)
+class _Hashes:
+    """Of a bucket, and of each tensor in it."""
 
-    manifest: WeightManifest
-    buckets: tuple[Uint8, ...]
+    bucket: str
+    tensors: list[int]
+
+
+class Snapshot:
+    """A `GatheredSource`: it may be read while the buckets come."""
+
+    def __init__(self, plan: WeightManifest, buckets: Sequence[Uint8]) -> None:
+        """A plan that has hashes says that all buckets are there."""
+        self.buckets = tuple(bucket.view() for bucket in buckets)
+        for bucket in self.buckets:
+            bucket.flags.writeable = False
+        self._manifest = plan
+        self._coming: list[Future[_Hashes]] = (
+            [] if plan.bucket_hashes else [Future() for _ in buckets]
+        )
+        for coming in self._coming:
+            coming.set_running_or_notify_cancel()  # whoever stops waiting for it ends it for nobody else
+
+    @property
+    def manifest(self) -> WeightManifest:
+        """The plan; with hashes once all buckets are there."""
+        if self._coming and all(c.done() and c.exception() is None for c in self._coming):
+            found = [coming.result() for coming in self._coming]
+            self._manifest = dataclasses.replace(
+                self._manifest,
+                bucket_hashes=tuple(each.bucket for each in found),
+                tensor_hashes=tuple(known for each in found for known in each.tensors),
+            )
+            self._coming = []
+        return self._manifest
 
     def bucket(self, index: int) -> Uint8:
-        """uint8[bucket_bytes[index]], read-only."""
+        """uint8[bucket_bytes[index]], read-only; what it will hold once it has been gathered."""
         return self.buckets[index]
+
+    async def gathered(self, index: int) -> tuple[str, Sequence[int]]:
+        """See `GatheredSource`. Raises what the gather did."""
+        if coming := self._coming:
+            found = await asyncio.wrap_future(coming[index])
+            return found.bucket, found.tensors
+        manifest = self._manifest
+        pairs = zip(manifest.tensors, manifest.tensor_hashes, strict=True)
+        return manifest.bucket_hashes[index], [known for t, known in pairs if t.bucket == index]
+
+    def came(self, index: int, hashes: Future[_Hashes]) -> None:
+        """A bucket has been hashed, or could not be."""
+        if error := hashes.exception():
+            self._coming[index].set_exception(error)
+        else:
+            self._coming[index].set_result(hashes.result())
+
+    def fail(self, error: BaseException) -> None:
+        """No more buckets come."""
+        for coming in self._coming:
+            if not coming.done():
+                coming.set_exception(error)
 
 
 def take_snapshot(
@@ -48,6 +104,7 @@ def take_snapshot(
     dtype: str,
     bucket_bytes: int,
     adapters_only: bool = False,
+    on_plan: Callable[[Snapshot], object] | None = None,
 ) -> Snapshot | None:
     """Gather the whole model, bucket by bucket: one is gathered while the one before is copied and hashed.
 
@@ -62,12 +119,14 @@ def take_snapshot(
         bucket_bytes: Upper bound of a bucket; a larger tensor gets a bucket of its own.
         adapters_only: Of a policy whose adapter others can merge, send that, in float32. The merged weights are
             still made once, bucket by bucket, for their hashes.
+        on_plan: Called with the snapshot on rank 0 before anything of it is gathered, in this thread. Not of an
+            adapter, which is proposed with the hashes of what it is merged into.
     """
     packed = partial(_packed, world=world, run=run, version=version, bucket_bytes=bucket_bytes)
     weights = list(policy.published_weights())
     settings, base = policy.adapter, policy.base
     if not adapters_only or settings is None or base is None:
-        return packed(weights, dtype)
+        return packed(weights, dtype, on_plan=on_plan)
     merged = packed(weights, dtype, keep=False)
     sent = packed(list(policy.named_adapters()), "float32")
     if merged is None or sent is None:
@@ -91,6 +150,7 @@ def _packed(
     version: Version,
     bucket_bytes: int,
     keep: bool = True,
+    on_plan: Callable[[Snapshot], object] | None = None,
 ) -> Snapshot | None:
     """Cast, gathered and hashed, bucket by bucket; without `keep` only the manifest remains."""
     kind = getattr(torch, dtype)
@@ -104,43 +164,39 @@ def _packed(
     grouped = [list(group) for _, group in itertools.groupby(placed, lambda pair: pair[0].bucket)]
     sizes = [spec.offset + spec.nbytes for *_, (spec, _) in grouped]
     pin = _pin if world.device.type == "cuda" else None
-    kept = shared_buffers.allocate(sizes, pin) if keep and world.is_main else []
-    hashed: list[_Hashed] = []
-    with ThreadPoolExecutor(1, thread_name_prefix="snapshot") as hasher:
-        under_way: list[Future[_Hashed]] = []
-        for index, members in enumerate(grouped):
-            nbytes = sizes[index] if world.is_main else 0
-            # Pinned, the GPU writes into it by itself: one copy, and this thread gathers the next tensor meanwhile.
-            memory = (
-                torch.from_numpy(kept[index])
-                if kept
-                else torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin is not None)
-            )
-            copied = _gather(members, memory, kind, world)
-            hashed += [before.result() for before in under_way]  # so that no third one is begun
-            under_way = [hasher.submit(_hashed, [s for s, _ in members], memory, copied, keep)]
-        hashed += [before.result() for before in under_way]
-    if not world.is_main:
-        return None
-    manifest = WeightManifest(
+    kept = shared_buffers.allocate(sizes, pin) if keep and world.is_main else None
+    plan = WeightManifest(
         run=run,
         version=version,
         tensors=tuple(specs),
-        bucket_bytes=tuple(each.nbytes for each in hashed),
-        bucket_hashes=tuple(each.digest for each in hashed),
-        tensor_hashes=tuple(digest for each in hashed for digest in each.tensors),
+        bucket_bytes=tuple(sizes),
+        bucket_hashes=(),
     )
-    return Snapshot(manifest, tuple(each.bucket for each in hashed))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Hashed:
-    """A bucket; empty where it is not kept, or on another rank than the first."""
-
-    bucket: Uint8
-    nbytes: int
-    digest: str
-    tensors: list[int]
+    snapshot = Snapshot(plan, kept or [np.empty(0, np.uint8) for _ in sizes])
+    if on_plan is not None and world.is_main:
+        on_plan(snapshot)
+    try:
+        with ThreadPoolExecutor(1, thread_name_prefix="snapshot") as hasher:
+            before: Future[_Hashes] | None = None
+            for index, members in enumerate(grouped):
+                nbytes = sizes[index] if world.is_main else 0
+                # Pinned, the GPU writes into it by itself: this thread gathers the next bucket meanwhile.
+                memory = (
+                    torch.from_numpy(kept[index])
+                    if kept
+                    else torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin is not None)
+                )
+                copied = _gather(members, memory, kind, world)
+                if before is not None:
+                    before.result()  # so that no third one is begun
+                before = hasher.submit(_hashed, [s for s, _ in members], memory, copied)
+                before.add_done_callback(partial(snapshot.came, index))
+            if before is not None:
+                before.result()
+    except BaseException as error:
+        snapshot.fail(error)
+        raise
+    return snapshot if world.is_main else None
 
 
 def _gather(
@@ -150,13 +206,8 @@ def _gather(
     world: World,
 ) -> torch.cuda.Event | None:
     """The bytes of a bucket into `memory`, on rank 0; what is reached when they are there."""
-    cuda = world.device.type == "cuda"
-    for spec, weight in members:
-        full = weight.whole(kind)
-        if world.is_main:
-            flat = full.contiguous().view(-1).view(torch.uint8)
-            memory[spec.offset : spec.offset + spec.nbytes].copy_(flat, non_blocking=cuda)
-    if not cuda:
+    gather_into(memory, members, kind, keep=world.is_main)
+    if world.device.type != "cuda":
         return None
     copied: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()
@@ -164,20 +215,17 @@ def _gather(
 
 
 def _hashed(
-    specs: Sequence[TensorSpec], memory: torch.Tensor, copied: torch.cuda.Event | None, keep: bool
-) -> _Hashed:
-    """On a thread of its own, beside the gather of the next bucket."""
+    specs: Sequence[TensorSpec], memory: torch.Tensor, copied: torch.cuda.Event | None
+) -> _Hashes:
+    """On a thread of its own, beside the gather of the next bucket; nothing on other ranks than the first."""
     if copied is not None:
         copied.synchronize()
     bucket = memory.numpy()
-    bucket.flags.writeable = False
     if not len(bucket):
-        return _Hashed(bucket, 0, "", [])
+        return _Hashes("", [0] * len(specs))
     parts = (bucket[spec.offset : spec.offset + spec.nbytes] for spec in specs)
-    return _Hashed(
-        bucket=bucket if keep else bucket[:0].copy(),
-        nbytes=bucket.nbytes,
-        digest=xxhash.xxh3_128_hexdigest(bucket.data),
+    return _Hashes(
+        bucket=xxhash.xxh3_128_hexdigest(bucket.data),
         tensors=[xxhash.xxh3_64_intdigest(part.data) for part in parts],
     )
 

@@ -1,0 +1,30 @@
+"""A version that is proposed while the trainer still gathers it: its plan is known, its bytes and hashes are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshrl.contract.errors import CorruptError
+from meshrl.contract.ports import GatheredSource, WeightSource
+from meshrl.weights.messages import hashes_of
+
+
+class SourceError(CorruptError):
+    """The source's bytes differ from its manifest, or never came: the replicas are not the cause."""
+
+
+async def gathered(source: WeightSource, index: int) -> tuple[str, Sequence[int]]:
+    """Return once a bucket is there, with its hash and those of its tensors. Raises SourceError."""
+    manifest = source.manifest
+    if manifest.bucket_hashes or not isinstance(source, GatheredSource):
+        return hashes_of(manifest)[index]
+    try:
+        return await source.gathered(index)
+    except Exception as error:
+        raise SourceError(f"weights {manifest.version} were not gathered: {error}") from error
+
+
+async def whole(source: WeightSource) -> None:
+    """Return once all buckets are there. Raises SourceError."""
+    for index in range(len(source.manifest.bucket_bytes)):
+        await gathered(source, index)

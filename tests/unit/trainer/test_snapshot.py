@@ -1,0 +1,104 @@
+"""A version is known before it is gathered, and a bucket takes one collective."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshrl.contract.types import Version
+from meshrl.trainer.config import ModelConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.model.lora import Weight
+from meshrl.trainer.model.policy import Policy, build_policy, open_hf
+from meshrl.trainer.model.snapshot import Snapshot, take_snapshot
+from meshrl.weights.gathering import SourceError, gathered, whole
+from meshrl.weights.messages import digest
+
+from .ranks import Ranks
+
+
+def taken(policy: Policy, world: World, planned: list[Snapshot], **more: Any) -> Snapshot | None:
+    return take_snapshot(
+        policy,
+        world,
+        run="r",
+        version=Version(1, 1),
+        dtype="bfloat16",
+        bucket_bytes=1 << 13,
+        on_plan=lambda source: planned.append(source),
+        **more,
+    )
+
+
+def policy_of(path: Path, world: World, **more: Any) -> Policy:
+    return build_policy(open_hf(path), world, ModelConfig(path=path, **more))
+
+
+async def test_what_is_sent_is_known_before_a_byte_is_gathered(
+    tiny_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[Snapshot] = []
+    seen: list[bool] = []
+    shared = Weight.shared
+
+    def watched(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+        seen.append(bool(planned) and not planned[0].manifest.bucket_hashes)
+        return shared(weight, dtype)
+
+    monkeypatch.setattr(Weight, "shared", watched)
+    sent = taken(policy_of(tiny_path, world), world, planned)
+    assert planned == [sent]
+    assert sent is not None
+    assert all(seen)
+    assert len(seen) == len(sent.manifest.tensors)
+    await whole(sent)
+    assert len(sent.buckets) > 2
+    for index, bucket in enumerate(sent.buckets):
+        assert digest(bucket) == sent.manifest.bucket_hashes[index]
+        of_bucket = [t for t in sent.manifest.tensors if t.bucket == index]
+        assert (await gathered(sent, index))[0] == digest(bucket)
+        assert len((await sent.gathered(index))[1]) == len(of_bucket)
+        assert not bucket.flags.writeable
+
+
+async def test_a_gather_that_fails_is_told_to_whoever_waits_for_its_buckets(
+    tiny_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[Snapshot] = []
+    shared = Weight.shared
+
+    def broken(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+        if weight.shape == (37, 32):  # the embedding comes first
+            return shared(weight, dtype)
+        raise RuntimeError("rank 1 has died")
+
+    policy = policy_of(tiny_path, world)
+    monkeypatch.setattr(Weight, "shared", broken)
+    with pytest.raises(RuntimeError, match="rank 1 has died"):
+        taken(policy, world, planned)
+    with pytest.raises(SourceError, match="were not gathered: rank 1 has died"):
+        await whole(planned[0])
+
+
+def test_an_adapter_is_proposed_with_the_hashes_of_what_it_is_merged_into(
+    tiny_path: Path, world: World
+) -> None:
+    planned: list[Snapshot] = []
+    policy = policy_of(tiny_path, world, lora_rank=2)
+    sent = taken(policy, world, planned, adapters_only=True)
+    assert not planned
+    assert sent is not None
+    assert sent.manifest.adapter is not None
+    assert sent.manifest.bucket_hashes
+
+
+def test_two_ranks_gather_a_bucket_in_one_collective(
+    ranks: Ranks, tiny_path: Path, tmp_path: Path
+) -> None:
+    ranks.run("snapshot_ranks.py", [tiny_path], tmp_path / "output", ranks=2)
+    buckets, collectives, wrong, tensors = map(int, (tmp_path / "output").read_text().split())
+    assert wrong == 0
+    assert collectives == buckets < tensors

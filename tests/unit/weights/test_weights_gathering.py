@@ -1,0 +1,141 @@
+"""A version is published with its plan alone: what has been gathered is under way while the rest still comes."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshrl.testing.weights import GatheredStub
+from meshrl.weights.fleet import ReplicaState
+from meshrl.weights.gathering import SourceError
+
+from . import simulated_fleet, simulated_group_fleet
+from .simulated_fleet import BUCKET_BYTES, BUCKETS, WHOLE, SimulatedFleet, in_simulation
+
+NAMES = ("one", "two", "three")
+LONG_S = 100.0
+"""More than any deadline of the fleet."""
+KINDS = pytest.mark.parametrize(
+    "carrier", [simulated_fleet.__name__, simulated_group_fleet.__name__], ids=["chain", "group"]
+)
+
+
+async def come(fleet: SimulatedFleet, source: GatheredStub, *buckets: int) -> None:
+    """These are there, and what can be sent of them is."""
+    for index in buckets:
+        source.come(index)
+    await fleet.pass_time(5.0)
+
+
+@KINDS
+def test_each_bucket_is_sent_once_as_soon_as_it_is_gathered_and_no_deadline_counts_the_gather(
+    carrier: str,
+) -> None:
+    async def test(fleet: SimulatedFleet) -> None:
+        await fleet.start(*NAMES)
+        await fleet.carry(*NAMES)
+        before = fleet.wires.sent["trainer"]
+        source = fleet.source(GatheredStub)
+        await fleet.publish(source)
+        for index in range(BUCKETS):
+            await fleet.pass_time(LONG_S)
+            assert fleet.wires.sent["trainer"] - before == index * BUCKET_BYTES
+            assert source.manifest.version not in fleet.published
+            assert all(fleet.state(name) is ReplicaState.SERVING for name in NAMES)
+            await come(fleet, source, index)
+        await fleet.serve(source, *NAMES)
+        assert fleet.wires.sent["trainer"] - before == WHOLE
+        before = fleet.wires.sent["trainer"]
+        await fleet.carry(*NAMES)  # one that was gathered before
+        assert fleet.wires.sent["trainer"] - before == WHOLE
+
+    in_simulation(test, carrier=carrier)
+
+
+@KINDS
+@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("victim", [NAMES[0], NAMES[-1]])
+def test_the_others_get_what_is_gathered_after_one_is_lost_and_a_joiner_gets_all(
+    carrier: str, how: str, victim: str
+) -> None:
+    async def test(fleet: SimulatedFleet) -> None:
+        await fleet.start(*NAMES)
+        await fleet.carry(*NAMES)
+        others = [name for name in NAMES if name != victim]
+        source = fleet.source(GatheredStub)
+        before = fleet.wires.sent["trainer"]
+        await fleet.publish(source)
+        await come(fleet, source, 0, 1)
+        getattr(fleet, how)(victim)
+        await fleet.pass_time(LONG_S)
+        await come(fleet, source, 2)
+        fleet.join("late")
+        await come(fleet, source, 3)
+        await fleet.serve(source, *others)
+        # Once to those that are left; the joiner gets the committed version, then this one.
+        await fleet.until(lambda: fleet.engines["late"].version == source.manifest.version)
+        assert fleet.wires.sent["trainer"] - before <= 3 * WHOLE + 2 * BUCKET_BYTES
+        assert fleet.engines["late"].hashes == source.manifest.bucket_hashes
+        await fleet.carry(*others, "late")
+
+    in_simulation(test, carrier=carrier)
+
+
+@KINDS
+def test_a_gather_that_fails_changes_no_engine_and_the_trainer_is_told(carrier: str) -> None:
+    async def test(fleet: SimulatedFleet) -> None:
+        await fleet.start(*NAMES)
+        served = await fleet.carry(*NAMES)
+        source = fleet.source(GatheredStub)
+        await fleet.publish(source)
+        await come(fleet, source, 0, 1)
+        source.fail(RuntimeError("rank 1 has died"))
+        with pytest.raises(SourceError, match=r"weights 1\.1 were not gathered: rank 1 has died"):
+            await fleet.coordinator.drained()
+        await fleet.pass_time(LONG_S)
+        for name in NAMES:
+            assert fleet.state(name) is ReplicaState.SERVING
+            assert fleet.engines[name].hashes == served.manifest.bucket_hashes
+        await fleet.carry(*NAMES)
+
+    in_simulation(test, carrier=carrier)
+
+
+def test_a_carrier_that_stages_whole_versions_waits_for_all_of_one() -> None:
+    async def test(fleet: SimulatedFleet) -> None:
+        await fleet.start(*NAMES)
+        fleet.coordinator._routes._facts = {
+            name: type(facts)(**{**_fields(facts), "streams": False})
+            for name, facts in fleet.coordinator._routes._facts.items()
+        }
+        source = fleet.source(GatheredStub)
+        await fleet.publish(source)
+        await come(fleet, source, *range(BUCKETS - 1))
+        assert not fleet.wires.sent["trainer"]
+        await come(fleet, source, BUCKETS - 1)
+        await fleet.serve(source, *NAMES)
+
+    in_simulation(test)
+
+
+def _fields(facts: object) -> dict[str, object]:
+    return {name: getattr(facts, name) for name in facts.__slots__}  # type: ignore[attr-defined]
+
+
+def test_bytes_that_are_spoilt_are_sent_again_though_the_hash_came_with_the_bucket() -> None:
+    async def test(fleet: SimulatedFleet) -> None:
+        await fleet.start(*NAMES)
+        struck: list[int] = []
+
+        def spoil(sender: str, receiver: str, index: int) -> bool:
+            struck.append(index)
+            return index == 1 and struck.count(1) == 1
+
+        fleet.wires.spoil = spoil
+        source = fleet.source(GatheredStub)
+        await fleet.publish(source)
+        for index in range(BUCKETS):
+            await come(fleet, source, index)
+        await fleet.serve(source, *NAMES)
+        assert struck.count(1) > 1
+
+    in_simulation(test)
