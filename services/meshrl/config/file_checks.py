@@ -12,7 +12,6 @@ from meshrl.config.machine import ThisMachine
 from meshrl.config.recipe import Recipe, algorithm_needs
 from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError, MeshError, UserError
-from meshrl.images import reads_images
 from meshrl.rewardd.config import RewardFunctionConfig
 from meshrl.rewardd.pool.rule import REWARDS, SIGNATURE, check_call, find_function
 from meshrl.rewardd.pool.signatures import Kind
@@ -191,7 +190,8 @@ def _rows(
 
 
 def _checked_row(row: FileRow, recipe: Recipe, machine: ThisMachine) -> PromptRow:
-    read = read_prompt_row(row, recipe.data, pictures=reads_images(recipe.model.path))
+    pictures = "vision_config" in machine.json(recipe.model.path / "config.json")
+    read = read_prompt_row(row, recipe.data, pictures=pictures)
     if isinstance(read.prompt, str):
         if not read.prompt:
             raise UserError(f"{row.where}: the prompt is empty")

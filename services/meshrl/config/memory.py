@@ -42,7 +42,8 @@ class Architecture:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Architecture | None:
-        """None where config.json names its sizes in other words."""
+        """None where config.json names its sizes in other words. What reads pictures is left out."""
+        config = {**config, **(config.get("text_config") or {})}
         try:
             hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
             experts = config.get("num_experts") or config.get("num_local_experts") or 0

@@ -22,6 +22,10 @@ from meshrl.verl.rules import (
 from meshrl.verl.tools import tool_files
 
 REF = "actor_rollout_ref.ref"
+MM_PROCESSOR = (
+    "set it in the checkpoint's preprocessor_config.json, which engine and trainer read: min_pixels and max_pixels"
+    " are shortest_edge and longest_edge of `size`"
+)
 WORKER_KEYS = (
     *("nccl_timeout", "load_weight", "data_loader_seed", "use_fused_kernels", "use_remove_padding"),
     *("use_prefix_grouper", "use_torch_compile", "pad_to_length"),
@@ -132,10 +136,12 @@ def _data() -> Iterator[Rule]:
     )
     yield rule("data.image_key", to.image_key)
     for name in ("video_key", "audio_key"):
-        yield refused(f"data.{name}", "texts and pictures are read")
+        yield refused(
+            f"data.{name}", "texts and pictures are read: make frames of a video pictures"
+        )
     yield ignored("data.image_patch_size", "the checkpoint's preprocessor_config.json says it")
     for name in ("mm_processor_kwargs", "mm_processor_kwargs.*"):
-        yield refused(f"data.{name}", "set it in the checkpoint's preprocessor_config.json", ({},))
+        yield refused(f"data.{name}", MM_PROCESSOR, ({},))
     yield ignored("data.custom_cls.name", "see data.custom_cls.path")
     yield from ignored_below(
         "data",

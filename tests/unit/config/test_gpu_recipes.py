@@ -23,6 +23,7 @@ IN_TURNS = (
     [
         ("one_gpu", [(), ("model.lora_rank=32", "actor.optim.lr=1e-4"), IN_TURNS]),
         ("eight_gpus", [(), ("actor.use_kl_loss=true",)]),
+        ("geo3k", [()]),
     ],
 )
 def test_a_recipe_for_gpus_is_good_and_takes_what_its_table_says(

@@ -16,7 +16,7 @@ from meshrl.contract.types import Outcome, Sample, Score, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.pool.pool import PoolJudge
-from meshrl.rewardd.rewards import code, regex_match, tool_use
+from meshrl.rewardd.rewards import code, regex_match, tool_use, visual_format
 from meshrl.sandbox.sandbox import no_bubblewrap
 
 HUMANEVAL = os.environ.get("MESHRL_HUMANEVAL", "")
@@ -41,6 +41,38 @@ def test_regex_match_takes_the_pattern_from_the_sample_or_the_recipe(
 ) -> None:
     config = regex_match.Config(**options)
     assert regex_match.compute_score("", solution, truth, config=config) == score
+
+
+SEEN, MEANT, NEXT = (f"<{tag}>{tag}</{tag}>" for tag in ("observation", "reasoning", "prediction"))
+
+
+@pytest.mark.parametrize(
+    ("thought", "forms"),
+    [
+        ("a thought", {"free_think"}),
+        (SEEN + MEANT, {"free_think", "grounding"}),
+        (MEANT + "\n" + NEXT, {"free_think", "worldmodeling"}),
+        (f" {SEEN} {MEANT} {NEXT} ", {"free_think", "grounding_worldmodeling"}),
+        (MEANT + SEEN, {"free_think"}),
+        (SEEN + SEEN + MEANT, {"free_think"}),
+        (f"so: {SEEN}{MEANT}", {"free_think"}),
+        ("<observation> </observation>" + MEANT, {"free_think"}),
+        (" ", set()),
+        (f"{SEEN}{MEANT}</think>", set()),
+        ("<observation>" * 20_000, {"free_think"}),
+    ],
+)
+def test_a_visual_form_is_a_thought_of_its_blocks_and_an_answer(
+    thought: str, forms: set[str]
+) -> None:
+    said = f"<think>{thought}</think> <answer>left</answer>"
+    for form in visual_format.THOUGHTS:
+        config = visual_format.Config(form=form, score=0.5, penalty=-0.5)  # type: ignore[arg-type]
+        for text, formed in ((said, form in forms), (f"{said}.", False), (said[:-9], False)):
+            score = visual_format.compute_score("", text, None, config=config)
+            assert score == (0.5 if formed else -0.5), (form, text)
+    empty = f"<think>{thought}</think><answer></answer>"
+    assert not any(visual_format.is_formed(empty, form) for form in visual_format.THOUGHTS)
 
 
 def test_a_ground_truth_that_is_no_pattern_is_named() -> None:

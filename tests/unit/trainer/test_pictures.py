@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +89,31 @@ def test_a_prompt_with_pictures_is_never_cut(tmp_path: Path, model: Path) -> Non
     options = {"max_prompt_length": 4, "filter_overlong_prompts": False, "truncation": "left"}
     with pytest.raises(UserError, match=r"tokens > data.max_prompt_length 4"):
         read(tmp_path, model, row, **options)
+
+
+def test_a_video_is_refused_with_what_to_write_instead(tmp_path: Path, model: Path) -> None:
+    row = {"prompt": asks("<video> what happens?"), "videos": [{"bytes": b"frames"}]}
+    with pytest.raises(
+        UserError, match=r"rows.parquet:0: 'videos' cannot be used .*frames as"
+    ) as caught:
+        read(tmp_path, model, row)
+    assert "with <image> for each" in str(caught.value)
+
+
+def test_geometry3ks_files_become_rows_that_are_read(tmp_path: Path, model: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    given = {
+        "images": [{"bytes": A.data, "path": None}],
+        "problem": "<image> colour ?",
+        "answer": "3",
+    }
+    for split in ("train", "test"):
+        table = pyarrow.Table.from_pylist([given])
+        pyarrow.parquet.write_table(table, source / f"{split}-00000-of-00001.parquet")
+    script = Path(__file__).parents[3] / "recipes/geo3k/prepare.py"
+    subprocess.run([sys.executable, script, source, target], check=True, capture_output=True)
+    (row,) = pyarrow.parquet.read_table(target / "train.parquet").to_pylist()
+    prompt = read(tmp_path, model, row)
+    assert prompt.media == (A,) and prompt.ground_truth == "3"
+    assert "\\boxed{}" in prompt.messages[0].content

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from pydantic import Field, model_validator
 
@@ -43,11 +44,12 @@ def compute_score(
     if config.pattern is not None:
         formed = re.fullmatch(config.pattern, solution_str, re.DOTALL) is not None
     else:
-        formed = _tagged(solution_str, config.tags)
+        formed = tagged(solution_str, config.tags)
     return config.score if formed else config.penalty
 
 
-def _tagged(text: str, tags: list[str]) -> bool:
+def tagged(text: str, tags: Sequence[str]) -> bool:
+    """Whether `text` is the blocks `tags`, each once and in order, with nothing but white space around them."""
     rest = text
     for tag in tags:
         opening, closing = f"<{tag}>", f"</{tag}>"

@@ -12,6 +12,10 @@ from meshrl.contract.types import Message
 from meshrl.images.messages import MARK
 
 MEDIA = ("images", "videos", "audios")
+HINTS = {
+    "tools": "name tools in rollout.program_options",
+    "videos": "no model reads videos here: write frames as a list of pictures in 'images', with <image> for each",
+}
 UNUSABLE = (*MEDIA, "tools")
 """Columns of a row that belong to its prompt in other data sets, and that a text prompt cannot hold."""
 
@@ -22,7 +26,7 @@ def refuse_unusable(
     """Raises UserError when a row has one of `keys` (images, videos, audios, tools) beside `what` it is."""
     for key in keys:
         if not is_empty(row.get(key)):
-            hint = "name tools in rollout.program_options" if key == "tools" else f"{what} are text"
+            hint = HINTS.get(key, f"{what} are text")
             if key == "images" and what == "prompts":
                 hint = "model.path reads text only"
             raise UserError(f"{where}: {key!r} cannot be used ({hint}); leave the column out")
