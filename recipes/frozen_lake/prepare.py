@@ -15,9 +15,10 @@ from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from lake import ACTIONS, SIZE, shown
 
 from meshrl.cli.demo.tiny_model import chat_tokenizer
-from meshrl.cli.demo.warm_start import Pair, Stage, warm_start, write_rows
+from meshrl.cli.demo.warm_start import Stage, warm_start, write_rows
 
 LAKES, HELD_OUT, HELD_OUT_SHARE = 1200, 128, 6
+MOVES = 12
 KNOWING_SHARE = 0.3
 """Of the moves that the last stage shows; the others are drawn."""
 
@@ -52,30 +53,27 @@ def steps_to_goal(board: str) -> dict[int, int]:
     return found
 
 
-def turns(board: str, draw: random.Random, knowing: float) -> list[Pair]:
-    """An episode along the shortest way, with each turn as a pair; with 1 - `knowing` a turn shows any move."""
-    away, at, said, pairs = steps_to_goal(board), 0, "", []
-    while board[at] != "G":
+def episode(board: str, draw: random.Random, knowing: float) -> dict[str, list[dict[str, str]]]:
+    """A walk as a conversation: along the shortest way, with 1 - `knowing` a move in any direction instead."""
+    away, at, messages = steps_to_goal(board), 0, []
+    while board[at] not in "HG" and len(messages) < 2 * MOVES:
         best = min(range(4), key=lambda action: away.get(moved(at, action), 99))
-        said += f"<|user|>{shown(board, at)}<|end|><|assistant|>"
-        pairs.append((said, ACTIONS[best if draw.random() < knowing else draw.randrange(4)]))
-        said += f"{ACTIONS[best]}<|end|>"
-        at = moved(at, best)
-    return pairs
+        action = best if draw.random() < knowing else draw.randrange(4)
+        messages.append({"role": "user", "content": shown(board, at)})
+        messages.append({"role": "assistant", "content": ACTIONS[action]})
+        at = moved(at, action)
+    return {"messages": messages}
 
 
 def stages(boards: list[str], seed: int) -> list[Stage]:
     """The way, then mostly any way."""
     draw = random.Random(seed)
     ways, walks = (
-        [pair for board in boards for pair in turns(board, draw, knowing)]
-        for knowing in (1.0, KNOWING_SHARE)
+        [episode(board, draw, knowing) for board in boards] for knowing in (1.0, KNOWING_SHARE)
     )
-    draw.shuffle(ways)
-    draw.shuffle(walks)
     return [
-        Stage(name="ways", pairs=ways, steps=500, lr=3e-3, seed=seed, enough=0.97),
-        Stage(name="mostly walks", pairs=walks, steps=60, lr=1e-3, seed=seed),
+        Stage(name="ways", rows=ways, steps=300, lr=3e-3, seed=seed, enough=0.9),
+        Stage(name="mostly walks", rows=walks, steps=60, lr=1e-3, seed=seed),
     ]
 
 
@@ -97,13 +95,15 @@ def main() -> None:
         ]
         write_rows(options.directory / f"{name}.jsonl", rows)
     draw = random.Random(options.seed)
-    measured = [pair for board in held_out[:32] for pair in turns(board, draw, 1.0)]
+    measured = [episode(board, draw, 1.0) for board in held_out]
     warm_start(
         options.directory,
         stages(train, options.seed),
         measured,
         seed=options.seed,
-        report=lambda name, now: print(f"{name}: step {now.step}, loss {now.loss:.3f}"),
+        report=lambda name, now: print(
+            f"{name}: step {now.step}, loss {now.loss:.3f}, exact {now.exact_match}"
+        ),
         tokenizer=chat_tokenizer([*"SFHG@", *ACTIONS]),
     )
 

@@ -1,21 +1,94 @@
-"""A tiny model that has seen some answers to the tasks of tiny.yaml, and is right in about every eighth.
+"""A tiny model that knows how to work out the tasks of tiny.yaml step by step, and mostly answers at once.
 
 python recipes/reasoning_gym/prepare.py runs/reasoning_gym/assets
+
+5 + 8 - 3 =      ─▶ 13 10 <answer>10</answer>                         a running sum
+5 - 8*e = -51    ─▶ -51-5=-56 -56/-8=7 <answer>7</answer>             what is taken away, what is divided
+backward: sun    ─▶ 1s2u3n 3n2u1s <answer>nus</answer>                letters with their numbers, read from the end
 """
 
 from __future__ import annotations
 
 import argparse
+import random
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from meshrl.cli.demo.warm_start import Stage, warm_start
+from meshrl.cli.demo.tiny_model import chat_tokenizer
+from meshrl.cli.demo.warm_start import Row, Stage, warm_start
 from meshrl.config import load_recipe
 from meshrl.trainer.data.reasoning_gym import gym_rows
 
 OTHER_ROWS = 1_000_003
 """Between the seed of the recipe and that of the warm start."""
-ENOUGH = 0.12
-"""Exact match that ends the warm start: the rest is left to reinforcement learning."""
+SFT_ROWS = 12_000
+PHRASES = (
+    "State the final answer to the following arithmetic problem: ",
+    "Spell this word backward (example: sun -> nus): ",
+    "Determine the value of ",
+    "Find the value of ",
+    "Solve for ",
+    " that satisfies: ",
+    " in the equation: ",
+)
+"""A token each, as frequent words have in a tokenizer that was learned; the rest is single characters."""
+WORKING_SHARE = 0.25
+"""Of the second fine-tuning's rows; the rest answer at once."""
+
+
+def running_sum(question: str) -> str:
+    """`5 + 8 - 3` is `13 10`."""
+    first, *rest = re.findall(r"[-+] \d+|\d+", question.rpartition(": ")[2])
+    total, said = int(first), []
+    for term in rest:
+        total += int(term.replace(" ", ""))
+        said.append(str(total))
+    return " ".join(said)
+
+
+def unknown(question: str) -> str:
+    """`5*b + 6 = 26` is `26-6=20 20/5=4`."""
+    left, right = question.rpartition(": ")[2].split(" = ")
+    factor, constant = 0, 0
+    for sign, term in re.findall(r"([-+]?)\s*([\w*]+)", left):
+        at, _, _ = term.rpartition("*")
+        number = int(at or 1) if term[-1].isalpha() else int(term)
+        number = -number if sign == "-" else number
+        factor, constant = (number, constant) if term[-1].isalpha() else (factor, number)
+    product = int(right) - constant
+    taken = f"{right}{-constant:+d}={product} " if constant else ""
+    return f"{taken}{product}/{factor}={product // factor}"
+
+
+def numbered(question: str) -> str:
+    """`sun` is `1s2u3n 3n2u1s`."""
+    letters = [
+        f"{place}{letter}" for place, letter in enumerate(question.rpartition(": ")[2], start=1)
+    ]
+    return f"{''.join(letters)} {''.join(reversed(letters))}"
+
+
+WORKED = {"chain_sum": running_sum, "simple_equations": unknown, "spell_backward": numbered}
+
+
+def answered(row: Mapping[str, Any], *, worked: bool) -> Row:
+    """A row for supervised fine-tuning: the question, and the answer alone or with what leads to it."""
+    question = row["prompt"][-1]["content"]
+    work = f"{WORKED[row['data_source']](question)} " if worked else ""
+    return {"prompt": row["prompt"], "response": f"{work}<answer>{row['answer']}</answer>"}
+
+
+def stages(rows: list[Mapping[str, Any]], seed: int) -> list[Stage]:
+    """Worked solutions, then mostly answers at once."""
+    draw = random.Random(seed)
+    worked = [answered(row, worked=True) for row in rows]
+    mixed = [answered(row, worked=draw.random() < WORKING_SHARE) for row in rows]
+    return [
+        Stage(name="worked solutions", rows=worked, steps=700, lr=3e-3, seed=seed, enough=0.9),
+        Stage(name="mostly bare answers", rows=mixed, steps=60, lr=1e-3, seed=seed + 1),
+    ]
 
 
 def main() -> None:
@@ -27,22 +100,25 @@ def main() -> None:
     options.directory.mkdir(parents=True, exist_ok=True)
     gym = load_recipe(Path(__file__).with_name("tiny.yaml"), check=False).data.reasoning_gym
     assert gym is not None
-    kept_back = {row.values["prompt"] for row in gym_rows(gym, held_out=True)}
-    other = gym.model_copy(update={"seed": gym.seed + OTHER_ROWS, "size": 20_000})
-    pairs, held_out = (
-        [
-            (row.values["prompt"], row.values["answer"])
-            for row in gym_rows(other, held_out=held)
-            if row.values["prompt"] not in kept_back
-        ]
-        for held in (False, True)
+    held_out = [row.values for row in gym_rows(gym, held_out=True)]
+    kept_back = {row["prompt"][-1]["content"] for row in held_out}
+    other = gym.model_copy(
+        update={"seed": gym.seed + OTHER_ROWS, "size": SFT_ROWS, "val_size": 0, "curriculum": None}
     )
+    rows = [
+        row.values
+        for row in gym_rows(other, held_out=False)
+        if row.values["prompt"][-1]["content"] not in kept_back
+    ]
     warm_start(
         options.directory,
-        [Stage(name="answers", pairs=pairs, steps=2000, lr=3e-3, seed=options.seed, enough=ENOUGH)],
-        held_out[:96],
+        stages(rows, options.seed),
+        [answered(row, worked=True) for row in held_out],
         seed=options.seed,
-        report=lambda name, now: print(f"{name}: step {now.step}, loss {now.loss:.3f}"),
+        report=lambda name, now: print(
+            f"{name}: step {now.step}, loss {now.loss:.3f}, exact {now.exact_match}"
+        ),
+        tokenizer=chat_tokenizer(["<answer>", "</answer>", *PHRASES]),
     )
 
 

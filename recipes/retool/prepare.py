@@ -59,8 +59,8 @@ def stages(seed: int) -> list[Stage]:
     draw.shuffle(code)
     draw.shuffle(mixed)
     return [
-        Stage(name="code", pairs=code, steps=600, lr=3e-3, seed=seed, enough=0.98),
-        Stage(name="mostly guesses", pairs=mixed, steps=60, lr=1e-3, seed=seed),
+        Stage(name="code", rows=code, steps=600, lr=3e-3, seed=seed, enough=0.98),
+        Stage(name="mostly guesses", rows=mixed, steps=60, lr=1e-3, seed=seed),
     ]
 
 

@@ -85,8 +85,8 @@ def stages(known: list[Person], seed: int) -> list[Stage]:
     draw.shuffle(searches)
     draw.shuffle(mixed)
     return [
-        Stage(name="searches", pairs=searches, steps=900, lr=3e-3, seed=seed, enough=0.98),
-        Stage(name="mostly guesses", pairs=mixed, steps=60, lr=1e-3, seed=seed),
+        Stage(name="searches", rows=searches, steps=900, lr=3e-3, seed=seed, enough=0.98),
+        Stage(name="mostly guesses", rows=mixed, steps=60, lr=1e-3, seed=seed),
     ]
 
 

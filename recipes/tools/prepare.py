@@ -55,8 +55,8 @@ def stages(seed: int) -> list[Stage]:
     draw.shuffle(calls)
     draw.shuffle(mixed)
     return [
-        Stage(name="calls", pairs=calls, steps=600, lr=3e-3, seed=seed, enough=0.98),
-        Stage(name="mostly guesses", pairs=mixed, steps=60, lr=1e-3, seed=seed),
+        Stage(name="calls", rows=calls, steps=600, lr=3e-3, seed=seed, enough=0.98),
+        Stage(name="mostly guesses", rows=mixed, steps=60, lr=1e-3, seed=seed),
     ]
 
 

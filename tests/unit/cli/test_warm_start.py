@@ -12,8 +12,8 @@ from meshrl.trainer.offline.sft import SftProgress
 
 PAIRS = [(f"{n}+{n}=", f"#{n + n}") for n in range(8)]
 STAGES = [
-    Stage(name="big steps", pairs=PAIRS, steps=4, lr=3e-3, seed=0, enough=1.0),
-    Stage(name="tiny ones", pairs=PAIRS, steps=1, lr=1e-9, seed=0),
+    Stage(name="big steps", rows=PAIRS, steps=4, lr=3e-3, seed=0, enough=1.0),
+    Stage(name="tiny ones", rows=PAIRS, steps=1, lr=1e-9, seed=0),
 ]
 
 
@@ -44,6 +44,21 @@ def test_a_finished_warm_start_is_kept_and_one_that_was_interrupted_begins_anew(
     (tmp_path / "model").mkdir()  # without its config.json
     assert start(tmp_path)
     assert not start(tmp_path)
+
+
+def test_rows_are_pairs_or_what_sft_reads(tmp_path: Path) -> None:
+    talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]}
+    stage = Stage(name="talk", rows=[talk, ("a", "bc")], steps=1, lr=1e-3, seed=0, enough=1.0)
+    seen: list[SftProgress] = []
+    warm_start(
+        tmp_path,
+        [stage],
+        [talk],
+        seed=0,
+        report=lambda _, now: seen.append(now),
+        tokenizer=chat_tokenizer([]),
+    )
+    assert seen[-1].exact_match is not None and seen[-1].loss > 0
 
 
 def test_a_chat_tokenizer_keeps_the_parts_of_a_chat_and_the_words_whole() -> None:

@@ -20,6 +20,11 @@ from .scripted import END, Scripted, task
 RECIPE = Path(__file__).parents[3] / "recipes/frozen_lake"
 
 
+def moves(row: Mapping[str, Any]) -> list[str]:
+    """What the assistant says."""
+    return [said["content"] for said in row["messages"] if said["role"] == "assistant"]
+
+
 @pytest.fixture
 def prepare(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Any]:
     pytest.importorskip("gymnasium")
@@ -31,7 +36,7 @@ async def test_an_episode_is_a_row_with_the_environments_reward(
     prepare: Mapping[str, Any],
 ) -> None:
     board = "SFFFFHFHFFFHHFFG"
-    way = [action for _, action in prepare["turns"](board, random.Random(0), 1.0)]
+    way = moves(prepare["episode"](board, random.Random(0), 1.0))
     tokenizer, uid = chat_tokenizer(), Uid("run", "t0", 0)
     for said, reward in (
         (way, PostedReward(score=1.0, components={"moves": 6.0, "wrong": 0.0})),
@@ -56,4 +61,5 @@ def test_each_lake_has_a_way_and_none_is_both_trained_on_and_held_out(
     assert len(train) > 500 and len(held_out) > 100 and not set(train) & set(held_out)
     for board in train[:50]:
         away = prepare["steps_to_goal"](board)
-        assert len(prepare["turns"](board, random.Random(0), 0.0)) == away[0] >= 6
+        assert len(moves(prepare["episode"](board, random.Random(0), 1.0))) == away[0] >= 6
+        assert 1 <= len(moves(prepare["episode"](board, random.Random(0), 0.0))) <= prepare["MOVES"]

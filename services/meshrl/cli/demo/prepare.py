@@ -71,8 +71,8 @@ def _stages(seed: int) -> list[Stage]:
     thought = [(row.prompt, row.thought) for row in rows]
     mixed = [t if draw.random() < THINKING_SHARE else b for t, b in zip(thought, bare, strict=True)]
     return [
-        Stage(name="worked solutions", pairs=thought, steps=500, lr=3e-3, seed=seed, enough=0.85),
-        Stage(name="mostly bare answers", pairs=mixed, steps=60, lr=1e-3, seed=seed + 1),
+        Stage(name="worked solutions", rows=thought, steps=500, lr=3e-3, seed=seed, enough=0.85),
+        Stage(name="mostly bare answers", rows=mixed, steps=60, lr=1e-3, seed=seed + 1),
     ]
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 Pair: TypeAlias = tuple[str, str]
 """A prompt and its response."""
+Row: TypeAlias = Pair | Mapping[str, Any]
+"""A pair, or a row as `meshrl sft` reads it: a whole conversation has `messages`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,20 +27,20 @@ class Stage:
 
     name: str
     """For `report`, and for its files."""
-    pairs: Sequence[Pair]
+    rows: Sequence[Row]
     steps: int
     """At most."""
     lr: float
     seed: int
     """Of the order of its pairs."""
     enough: float | None = None
-    """Exact match on held-out pairs that ends it; None measures nothing and runs all steps."""
+    """Exact match on held-out rows that ends it; None measures nothing and runs all steps."""
 
 
 def warm_start(
     directory: Path,
     stages: Sequence[Stage],
-    held_out: Sequence[Pair],
+    held_out: Sequence[Row],
     *,
     seed: int,
     report: Callable[[str, SftProgress], None],
@@ -67,12 +69,12 @@ def warm_start(
         return
     start = directory / "random"
     write_tiny_model(start, seed=seed, experts=experts, tokenizer=tokenizer)
-    measured = _write_pairs(directory / "sft_held_out.jsonl", held_out)
+    measured = _write_sft(directory / "sft_held_out.jsonl", held_out)
     for stage in stages:
         end = directory / stage.name.replace(" ", "_")
         config = SftConfig(
             model=ModelConfig(path=start),
-            train_files=[_write_pairs(end.with_suffix(".jsonl"), stage.pairs)],
+            train_files=[_write_sft(end.with_suffix(".jsonl"), stage.rows)],
             val_files=[] if stage.enough is None else [measured],
             output_dir=end,
             steps=stage.steps,
@@ -96,5 +98,11 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     return path
 
 
-def _write_pairs(path: Path, pairs: Iterable[Pair]) -> Path:
-    return write_rows(path, ({"prompt": p, "response": r} for p, r in pairs))
+def _write_sft(path: Path, rows: Iterable[Row]) -> Path:
+    return write_rows(
+        path,
+        (
+            dict(zip(("prompt", "response"), r, strict=True)) if isinstance(r, tuple) else r
+            for r in rows
+        ),
+    )
