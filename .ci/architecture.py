@@ -35,7 +35,7 @@ LINES: Mapping[str, int] = {
     "meshrl.cli": 6215,
     "meshrl.deploy": 930,
     "meshrl.http": 3350,
-    "meshrl.verl": 3735,
+    "meshrl.verl": 3905,
     "meshrl.client": 1800,
     "meshrl.config": 3645,
     "meshrl.api": 500,

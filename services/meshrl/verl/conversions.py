@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 from meshrl.contract.plugins import known
@@ -22,6 +23,11 @@ from meshrl.verl.rules import (
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
+TEACHERS = "distillation.teacher_models"
+ONE_TEACHER = "teacher_model"
+UNBOUNDED = 1e6
+"""Nats that no token reaches: verl's null."""
+CORRECTION = "algorithm.rollout_correction"
 PACKS = "rows are packed to a token budget"
 BUDGET = "actor.ppo_max_token_len_per_gpu"
 
@@ -45,6 +51,20 @@ def model_path(value: Any, given: Given) -> Answer:
         else ""
     )
     return Answer(settings={"model.path": path}, note=note)
+
+
+def positions(value: Any, given: Given) -> Answer:
+    """How long rows may be. Rotary positions are computed from it only where the checkpoint scales them."""
+    path = Path(expanded(given.get(f"{MODEL}.path"))) / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    scaled = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = scaled.get("rope_type", scaled.get("type", "default"))
+    if kind != "default":
+        return no(
+            f"positions of rope type {kind} depend on it: change the checkpoint's config.json"
+        )
+    note = "rows decide: `config check` compares the longest with the checkpoint's config.json"
+    return Answer(note=note)
 
 
 def compute_type(value: Any, given: Given) -> Answer:
@@ -177,7 +197,7 @@ def warmup_ratio(ours: str, section: str) -> Convert:
         fixed = given.get(f"{section}.lr_warmup_steps")
         if ratio == 0 or (fixed is not None and int(fixed) >= 0):
             return Answer(note="no warm-up by ratio")
-        total = given.get("trainer.total_training_steps")
+        total = given.get(f"{section}.lr_decay_steps", given.get("trainer.total_training_steps"))
         if total is None:
             return no(
                 f"the number of steps is not known here: set {ours}.lr_warmup_steps, or trainer.total_training_steps"
@@ -482,8 +502,24 @@ def prime(ours: str) -> Convert:
 
 
 def own_log_probs(value: Any, given: Given) -> Answer:
-    """Whether the ratio's denominator is what the engine said."""
-    return Answer(settings={"actor.recompute_old_log_probs": not value})
+    """Whether the ratio's denominator is what the engine said; `bypass_mode=False` outranks it in newer verl."""
+    own = bool(value) and given.get(f"{CORRECTION}.bypass_mode", True) is not False
+    return Answer(settings={"actor.recompute_old_log_probs": not own})
+
+
+OLD_REJECTIONS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+
+
+def rejection(value: Any, given: Given) -> Answer:
+    """What rows or tokens are rejected by; older names are of the ratio itself, k1."""
+    return Answer(settings={f"{CORRECTION}.rollout_rs": OLD_REJECTIONS.get(value, value)})
+
+
+def rejection_bounds(value: Any, given: Given) -> Answer:
+    """The upper bound, or both as `lower_upper`; older scripts have a key for the lower one."""
+    lower = given.get(f"{CORRECTION}.rollout_rs_threshold_lower", None)
+    both = value if lower is None or value is None else f"{lower}_{value}"
+    return Answer(settings={f"{CORRECTION}.rollout_rs_threshold": both})
 
 
 def device(value: Any, given: Given) -> Answer:
@@ -514,26 +550,38 @@ def teacher(value: Any, given: Given) -> Answer:
         )
     if not top and mode not in ("k1", "kl"):
         return no("an advantage is the log-prob itself: loss_mode=k1")
-    model = given.get("distillation.teacher_models.teacher_model.model_path", None)
+    names = _teachers(given)
+    if len(names) > 1:
+        return no(
+            f"one teacher for all data, not {', '.join(names)}: a run for each, or one of them"
+        )
+    model = given.get(f"{TEACHERS}.{names[0]}.model_path", None)
     if not model:
-        return no("of one teacher: distillation.teacher_models.teacher_model.model_path")
+        return no(f"of one teacher: {TEACHERS}.{names[0]}.model_path")
     settings = {
         "reference.path": expanded(model),
         # verl reads the coefficient beside rewards only.
         "algorithm.distillation.weight": given.get(f"{loss}.distillation_loss_coef", 1.0)
         if rewarded
         else 1.0,
-        "algorithm.distillation.max_log_ratio": given.get(f"{loss}.loss_max_clamp", 10.0),
+        "algorithm.distillation.max_log_ratio": given.get(f"{loss}.loss_max_clamp", UNBOUNDED),
     }
     if not rewarded:
         settings["algorithm.distillation.reward_weight"] = 0.0
     if top:
-        settings["algorithm.distillation.top_k"] = given.get(f"{loss}.topk", 128)
+        settings["algorithm.distillation.top_k"] = given.get(f"{loss}.topk", 32)
         settings["algorithm.distillation.min_log_prob"] = given.get(
-            f"{loss}.log_prob_min_clamp", -10.0
+            f"{loss}.log_prob_min_clamp", None
         )
         return Answer(settings=settings, note="the forward KL over the teacher's likeliest tokens")
     return Answer(settings=settings, note="one advantage, clipped once, for rewards and teacher")
+
+
+def _teachers(given: Given) -> list[str]:
+    """The names of the teachers that are asked; verl drops `teacher_model` beside any other."""
+    below = [key.removeprefix(f"{TEACHERS}.") for key in given.values if key.startswith(TEACHERS)]
+    names = dict.fromkeys(name.partition(".")[0] for name in below if "." in name)
+    return [name for name in names if name != ONE_TEACHER] or [ONE_TEACHER]
 
 
 def sync_steps(value: Any, given: Given) -> Answer:
@@ -578,11 +626,10 @@ def staleness_threshold(value: Any, given: Given) -> Answer:
     """Whole steps here; in verl a share of what is sampled for the steps between two versions, which are also old."""
     steps = int(given.get("async_training.trigger_parameter_sync_step") or 1)
     bound = math.ceil((1 + float(value)) * steps - 1e-9) - 1
-    old = "actor.recompute_old_log_probs"
-    own = given.get("actor_rollout_ref.actor.use_rollout_log_probs")
+    own = given.get(f"{ACTOR}.use_rollout_log_probs")
     settings: dict[str, Any] = {"queue.max_staleness": bound}
     if own is not None:
-        settings[old] = not own
+        settings |= own_log_probs(own, given).settings
     note = f"(1 + {value}) x {steps} steps between two versions, less the newest; versions are published every step"
     return Answer(settings=settings, note=note)
 
@@ -618,9 +665,11 @@ def correction_cap(value: Any, given: Given) -> Answer:
     """The older name of truncated importance sampling."""
     if value is None or float(value) <= 0:
         return Answer(note="off")
-    at = "algorithm.rollout_correction"
     return Answer(
-        settings={f"{at}.rollout_is": "token", f"{at}.rollout_is_threshold": float(value)}
+        settings={
+            f"{CORRECTION}.rollout_is": "token",
+            f"{CORRECTION}.rollout_is_threshold": float(value),
+        }
     )
 
 

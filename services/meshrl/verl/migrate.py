@@ -253,7 +253,7 @@ def _place(table: Sequence[Rule], key: str) -> int:
 
 def _rule_of(table: Sequence[Rule], key: str) -> Rule | None:
     for found in table:
-        if found.key == key or (found.key.endswith(".*") and key.startswith(found.key[:-1])):
+        if found.fits(key):
             return found
     return None
 

@@ -54,15 +54,14 @@ _COMPUTING = _names("""
 FSDP = (
     *_COMPUTING,
     *_names("""
-    offload_policy reshard_after_forward fsdp_size forward_prefetch use_orig_params model_dtype
+    offload_policy reshard_after_forward fsdp_size forward_prefetch use_orig_params
     use_no_sync_for_gradient_accumulation wrap_policy.min_num_params wrap_policy.transformer_layer_cls_to_wrap
-    mixed_precision.param_dtype mixed_precision.reduce_dtype mixed_precision.buffer_dtype
     """),
     *_names(
         """
     fully_shard_parallel_size tensor_parallel_size expert_parallel_size expert_fully_shard_parallel_size
-    ulysses_parallel_size fsdp_plan.param_dtype fsdp_plan.reduce_dtype fsdp_plan.output_dtype
-    fsdp_plan.fsdp_implementation fsdp_plan.num_to_forward_prefetch fsdp_plan.num_to_backward_prefetch
+    ulysses_parallel_size fsdp_plan.output_dtype fsdp_plan.fsdp_implementation
+    fsdp_plan.num_to_forward_prefetch fsdp_plan.num_to_backward_prefetch
     """,
         "turbo_config.distributed.",
     ),
@@ -99,7 +98,7 @@ MEGATRON = (
 VEOMNI = (
     *_COMPUTING,
     *_names("""
-    fsdp_size ulysses_parallel_size expert_parallel_size mixed_precision
+    fsdp_size ulysses_parallel_size expert_parallel_size
     init_device enable_full_shard ckpt_manager load_checkpoint_path forward_prefetch enable_fsdp_offload
     enable_reentrant attn_implementation moe_implementation cross_entropy_loss_implementation
     rms_norm_implementation swiglu_mlp_implementation rotary_pos_emb_implementation
@@ -113,18 +112,37 @@ TORCHTITAN = (
     *_COMPUTING,
     *_names("""
     wrap_policy.min_num_params reshard_after_forward forward_prefetch
-    use_orig_params mixed_precision data_parallel_size data_parallel_replicate_size data_parallel_shard_size
+    use_orig_params data_parallel_size data_parallel_replicate_size data_parallel_shard_size
     tensor_parallel_size expert_parallel_size pipeline_parallel_size context_parallel_size attn_type
     spmd_backend activation_checkpoint max_seq_len
     """),
 )
-ENGINES = {"fsdp": FSDP, "megatron": MEGATRON, "veomni": VEOMNI, "torchtitan": TORCHTITAN}
+AUTOMODEL = (
+    *_COMPUTING,
+    *_names("""
+    distributed_strategy tp_size pp_size cp_size ep_size dp_replicate_size sequence_parallel
+    defer_fsdp_grad_sync activation_checkpointing enable_compile attn_implementation mp_output_dtype
+    """),
+    *_names(
+        "attn linear rms_norm rope_fusion dispatcher experts enable_hf_state_dict_adapter"
+        " enable_fsdp_optimizations",
+        "backend_config.",
+    ),
+    *_names("ignore_router_for_ac reshard_after_forward wrap_outer_model", "moe_config."),
+)
+ENGINES = {
+    "fsdp": FSDP,
+    "megatron": MEGATRON,
+    "veomni": VEOMNI,
+    "torchtitan": TORCHTITAN,
+    "automodel": AUTOMODEL,
+}
 """A section of each of verl's training engines to its keys."""
 OPTIMIZER = (
     *_names("""
     optimizer_impl use_checkpoint_opt_param_scheduler use_precision_aware_optimizer
     main_grads_dtype exp_avg_dtype exp_avg_sq_dtype use_layer_wise_distributed_optimizer
-    override_optimizer_config
+    master_weights store_param_remainders master_weight_dtype
     """),
     *_names(
         """

@@ -17,6 +17,8 @@ UNSET: Any = object()
 """No value."""
 ENGINE_ARGUMENTS = "rollout.engine.extra_args"
 """Several verl keys add to this one."""
+ANY_NAME = "<name>"
+"""One word of a key that the user chose."""
 KEYWORD = "--*"
 """An argument that is named as the rest of the key is."""
 
@@ -97,6 +99,16 @@ class Rule:
     """Write the default down where a recipe's own is another."""
     unnamed: bool = False
     """It stands for keys that nobody here has looked at."""
+
+    def fits(self, key: str) -> bool:
+        """Whether it is the rule of `key`, or stands for what is below a section or a user's name."""
+        if self.key.endswith(".*"):
+            return key.startswith(self.key[:-1])
+        if ANY_NAME not in self.key:
+            return self.key == key
+        before, _, after = self.key.partition(ANY_NAME)
+        name = key.removeprefix(before).removesuffix(after)
+        return key == f"{before}{name}{after}" and "." not in name
 
 
 def same(key: str, ours: str, default: Any = UNSET, *, note: str = "") -> Rule:

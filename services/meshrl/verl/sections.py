@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshrl.verl import names
+from meshrl.verl.conversions import compute_type
 from meshrl.verl.rules import (
     Answer,
     Convert,
@@ -18,6 +19,7 @@ from meshrl.verl.rules import (
     rule,
     same,
     unless,
+    within,
 )
 
 SPEED = "how verl's engine computes: speed and memory only"
@@ -43,12 +45,50 @@ def engine(at: str, keys: tuple[str, ...]) -> Iterator[Rule]:
     for name in ("record_file", "replay_file"):
         yield refused(f"{at}.router_replay.{name}", "experts travel with their rows, not in files")
     yield from quantized(f"{at}.qat")
+    yield from _types(at)
     yield from ignored_below(at, keys, SPEED)
     if at.startswith(ACTOR):
         yield from _balance(f"{at}.override_transformer_config")
     for name in ("override_transformer_config", "override_mcore_model_config"):
         yield refused(f"{at}.{name}", MODEL_CHANGES)
         yield refused(f"{at}.{name}.*", MODEL_CHANGES)
+
+
+def _types(at: str) -> Iterator[Rule]:
+    """What weights, products and sums of gradients are kept in: the policy's keys say it for all models here."""
+    policy = at.startswith(ACTOR) or at == "engine"
+    others = "every model computes in model.param_dtype"
+    plan = "turbo_config.distributed.fsdp_plan"
+    products = ("mixed_precision.param_dtype", "mp_param_dtype", f"{plan}.param_dtype")
+    for key, convert in (("model_dtype", _weights(at)), *((key, compute_type) for key in products)):
+        yield rule(f"{at}.{key}", convert) if policy else within(f"{at}.{key}", others)
+    yield within(f"{at}.mixed_precision", "model.param_dtype over master weights in float32")
+    sums = ("mixed_precision.reduce_dtype", "mixed_precision.buffer_dtype", "mp_reduce_dtype")
+    for name in (*sums, f"{plan}.reduce_dtype"):
+        instead = "gradients are summed, and buffers kept, in float32"
+        yield refused(f"{at}.{name}", instead, (None, "fp32", "float32"), "fp32")
+    switches = ("enable_fp8", "backend_config.fake_balanced_gate", "backend_config.fake_gate_noise")
+    for name in (*switches, "backend_config.gate_precision", "moe_config.lm_head_precision"):
+        yield refused(
+            f"{at}.{name}", "everything computes in model.param_dtype", (None, False, 0, 0.0)
+        )
+
+
+def _weights(at: str) -> Convert:
+    def convert(value: Any, given: Given) -> Answer:
+        if value in (None, "fp32", "float32"):
+            return Answer(note="master weights are float32")
+        if f"{at}.dtype" in given or f"{at}.mixed_precision.param_dtype" in given:
+            return Answer(note="the compute type is given; master weights stay float32")
+        answer = compute_type(value, given)
+        if answer.status is Status.REFUSED:
+            return answer
+        note = (
+            f"compute type; master weights stay float32, where verl rounds each update to {value}"
+        )
+        return Answer(settings=answer.settings, note=note)
+
+    return convert
 
 
 def _balance(at: str) -> Iterator[Rule]:
@@ -60,6 +100,9 @@ def _balance(at: str) -> Iterator[Rule]:
         (None, 0, 0.0),
         0.0,
     )
+    yield refused(f"{at}.moe_z_loss_coeff", "routers have no z-loss here", (None, 0, 0.0), 0.0)
+    types = "routers compute in model.param_dtype, and their softmax in float32"
+    yield refused(f"{at}.moe_router_dtype", types)
 
 
 def router_replay(value: Any, given: Given) -> Answer:
@@ -137,6 +180,28 @@ def _layers(at: str) -> Convert:
     return convert
 
 
+_SCHEDULES: dict[str, dict[str, Any]] = {
+    "veomni": {"lr_scheduler_type": "cosine"},
+    "torchtitan": {"lr_scheduler_type": "linear"},
+    "automodel": {
+        "lr_scheduler_type": "cosine",
+        "min_lr_ratio": 0.01,
+        "lr_warmup_init_ratio": 0.1,
+    },
+}
+
+
+def schedule_of(*ours: str) -> Convert:
+    """An engine that is chosen brings a schedule of its own where the command gives none."""
+
+    def convert(value: Any, given: Given) -> Answer:
+        found = _SCHEDULES.get(str(value), {})
+        settings = {f"{optim}.{name}": each for optim in ours for name, each in found.items()}
+        return Answer(settings=settings, note="which engine of verl's trains, with its schedule")
+
+    return convert
+
+
 def _counted(value: Any, given: Given) -> Answer:
     if value is False:
         return Answer(note="as here: a step has the rate that is due at its end")
@@ -149,20 +214,22 @@ def optimizer(verl: str, ours: str) -> Iterator[Rule]:
     """What the optimizers of verl's engines have besides a rate and a decay."""
     yield rule(f"{verl}.optimizer", _named(f"{ours}.name"))
     yield rule(f"{verl}.name", _named(f"{ours}.name"))
-    yield from ignored_below(verl, names.OPTIMIZER, "of another implementation of the optimizer")
+    states = "torch's optimizer, whose state is float32: another one's memory and kernels"
+    yield from ignored_below(verl, names.OPTIMIZER, states)
+    yield refused(f"{verl}.override_optimizer_config", "options of another optimizer")
     yield rule(f"{verl}.zero_indexed_step", _counted)
     muon = "the numbers of Muon are torch's here"
     yield from (Rule(key=f"{verl}.{name}", convert=_of_muon(verl, muon)) for name in names.MUON)
     for name in ("lr_decay_style", "decay_type"):
         yield rule(f"{verl}.{name}", _decay(f"{ours}.lr_scheduler_type"))
     for name in ("min_lr", "lr_min"):
-        yield rule(f"{verl}.{name}", _least(verl, ours))
+        yield rule(f"{verl}.{name}", _share(verl, f"{ours}.min_lr_ratio"))
     yield same(f"{verl}.min_lr_factor", f"{ours}.min_lr_ratio")
-    rising = "a warm-up starts at 0"
     for name in ("lr_warmup_init", "lr_start"):
-        yield refused(f"{verl}.{name}", rising, (None, 0, 0.0), 0.0)
-    whole = "the rate falls until the last step"
-    yield refused(f"{verl}.lr_decay_steps", whole)
+        yield rule(f"{verl}.{name}", _share(verl, f"{ours}.lr_warmup_init_ratio"))
+    yield same(f"{verl}.init_lr_ratio", f"{ours}.lr_warmup_init_ratio")
+    yield same(f"{verl}.lr_decay_steps", f"{ours}.lr_decay_steps")
+    whole = f"{ours}.lr_decay_steps"
     yield refused(f"{verl}.lr_decay_ratio", whole, (None, 1, 1.0), 1.0)
     yield refused(f"{verl}.lr_wsd_decay_steps", "there is no schedule WSD")
     for name, default in (
@@ -176,7 +243,7 @@ def optimizer(verl: str, ours: str) -> Iterator[Rule]:
 def _named(ours: str) -> Convert:
     def convert(value: Any, given: Given) -> Answer:
         match str(value).lower():
-            case "none" | "adamw" | "adam":
+            case "none" | "adamw" | "adam" | "fusedadam":
                 return Answer(note="AdamW")
             case "muon":
                 return Answer(settings={ours: "muon"})
@@ -203,12 +270,14 @@ def _decay(ours: str) -> Convert:
     return convert
 
 
-def _least(verl: str, ours: str) -> Convert:
+def _share(verl: str, ours: str) -> Convert:
+    """A rate as a share of the highest one."""
+
     def convert(value: Any, given: Given) -> Answer:
         if not value:
-            return Answer(note="the rate falls to 0")
+            return Answer(note="0")
         rate = float(given.get(f"{verl}.lr"))
         note = f"{value} / a rate of {rate:g}"
-        return Answer(settings={f"{ours}.min_lr_ratio": float(value) / rate}, note=note)
+        return Answer(settings={ours: float(value) / rate}, note=note)
 
     return convert

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshrl.verl import conversions as to
-from meshrl.verl import names, tools
+from meshrl.verl import names, sections, tools
 from meshrl.verl.conversions import BUDGET, ROLLOUT
 from meshrl.verl.rules import (
+    ANY_NAME,
     Rule,
     ignored,
     ignored_below,
@@ -75,6 +76,10 @@ def rollout() -> Iterator[Rule]:
     for name in ("vllm", "sglang", "trtllm"):
         yield within(f"{ROLLOUT}.engine_kwargs.{name}", "none")
         yield rule(f"{ROLLOUT}.engine_kwargs.{name}.*", to.engine_keyword(name))
+    sampled = "log-probs are those of the distribution that is sampled from"
+    yield refused(
+        f"{ROLLOUT}.logprobs_mode", sampled, (None, "processed_logprobs"), "processed_logprobs"
+    )
     yield refused(f"{ROLLOUT}.over_sample_rate", "no row is left out", (None, 0, 0.0), 0)
     yield rule(f"{ROLLOUT}.quantization", to.quantization)
     yield refused(f"{ROLLOUT}.quantization_config_file", "see rollout.quantization")
@@ -119,7 +124,7 @@ def rollout() -> Iterator[Rule]:
             *("prompt_length", "response_length", "disable_log_stats", "multi_stage_wake_up"),
             *("update_weights_bucket_megabytes", "skip_tokenizer_init", "full_determinism"),
             *("cudagraph_capture_sizes", "agent.num_workers", "standalone_gpu_memory_utilization"),
-            *("logprobs_mode", "scheduling_policy", "enable_sleep_mode"),
+            *("scheduling_policy", "enable_sleep_mode"),
             "moe_load_balance_metrics_interval",
             *(f"trace.{name}" for name in names.TRACE),
             *(f"checkpoint_engine.{name}" for name in names.CHECKPOINT_ENGINE),
@@ -274,7 +279,8 @@ def trainer() -> Iterator[Rule]:
         "trainer.checkpoint_callback_class", "checkpoints are files: trainer.default_local_dir"
     )
     warm_up = ("colocate_async.num_warmup_batches", "separate_async.num_warmup_batches")
-    mode = (*warm_up, *names.HYBRID, "sampler.sampler_kwargs")
+    yield refused("trainer.v1.sampler.sampler_kwargs", "there is no sampler of your own")
+    mode = (*warm_up, *names.HYBRID)
     yield from ignored_below("trainer.v1", mode, "when verl's engines start and share GPUs")
     yield from ignored_below(
         "trainer",
@@ -307,17 +313,21 @@ def elsewhere() -> Iterator[Rule]:
         yield within(f"distillation.distillation_loss.{name}", "rewards and teacher share a clip")
     for name in ("use_chunked_topk", "chunked_topk_chunk_size"):
         yield ignored(f"distillation.distillation_loss.{name}", "logits are never held whole")
-    one = "distillation.teacher_models.teacher_model"
+    one = f"{to.TEACHERS}.{ANY_NAME}"
     yield within(f"{one}.model_path", read)
     yield ignored(f"{one}.num_replicas", "the teacher is one process: the reference service")
     for key in (f"{one}.key", "distillation.teacher_key"):
-        yield ignored(key, "of several teachers only, which are refused")
+        yield ignored(
+            key, "one teacher is asked for every row, whatever its key; several are refused"
+        )
     for key in ("nnodes", "n_gpus_per_node"):
         yield ignored(f"distillation.{key}", "the reference service has a place of its own")
     yield from ignored_below(
         f"{one}.inference", names.TEACHER, "the teacher is the reference service, with no engine"
     )
-    yield unless("enabled", "distillation", "distillation.enabled is off", "there is one teacher")
+    yield unless(
+        "enabled", "distillation", "distillation.enabled is off", "no such key of a teacher"
+    )
     yield from ignored_below("async_training", names.DYNAMIC_GPUS, "how verl shares its GPUs")
     for kind in ("rollout", "rollout_tq", "async_rollout"):
         stored = "rows are never replaced by stored ones"
@@ -328,10 +338,13 @@ def elsewhere() -> Iterator[Rule]:
     yield ignored("teacher_key", "of several teachers only, which are refused")
     starts = "how verl starts and watches its processes"
     yield from ignored_below("ray_kwargs", names.RAY, starts)
+    own = "services have the environment of `meshrl up`: set it there"
+    yield refused("ray_kwargs.ray_init.runtime_env.env_vars.*", own)
     yield from ignored_below("global_profiler", names.GLOBAL_PROFILER, starts)
     yield from ignored_below("transfer_queue", names.TRANSFER_QUEUE, starts)
     yield from ignored_below("prometheus", names.PROMETHEUS, "every service has /metrics")
-    for key in ("ray_init.num_cpus", "model_engine", "hydra.run.dir", "hydra.searchpath"):
+    yield rule("model_engine", sections.schedule_of("actor.optim", "critic.optim"))
+    for key in ("ray_init.num_cpus", "hydra.run.dir", "hydra.searchpath"):
         yield ignored(key, starts)
     for name in ("hybrid_engine", "nccl_timeout"):
         yield ignored(f"actor_rollout_ref.{name}", starts)

@@ -54,8 +54,7 @@ def _model() -> Iterator[Rule]:
         yield refused(f"model.{name}", "put it into the checkpoint's own files")
     for name in ("override_config", "override_config.*"):
         yield refused(f"model.{name}", sections.MODEL_CHANGES)
-    own = "only architectures of transformers itself are trained"
-    yield refused("model.trust_remote_code", own, (None, False), False)
+    yield same("model.trust_remote_code", "model.trust_remote_code")
     speed = (
         "use_liger",
         "use_fused_kernels",
@@ -117,7 +116,8 @@ def _data() -> Iterator[Rule]:
         (None, False),
         False,
     )
-    reading = ("pad_mode", "balance_dp_token", "use_shm", "num_workers", "chat_template")
+    yield refused("data.chat_template", "put it into the checkpoint's own files")
+    reading = ("pad_mode", "balance_dp_token", "use_shm", "num_workers")
     yield from ignored_below("data", reading, "how verl loads its data; the rows are the same")
     yield unnamed("data")
 
@@ -175,11 +175,11 @@ def _optimizer() -> Iterator[Rule]:
 
 def _engine() -> Iterator[Rule]:
     """The section `engine` is one of verl's four; `engine=megatron` chooses it."""
-    for key in ("engine", "optim", "model"):
+    for key in ("engine", "model"):
         yield ignored(key, "a config group of verl's own")
+    yield rule("optim", sections.schedule_of("optim"))
     for key in ("engine.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size"):
-        ours = "model.ulysses_sequence_parallel_size"
-        yield refused(key, f"{ours} is for training with rewards", (None, 1), 1)
+        yield same(key, "model.ulysses_sequence_parallel_size")
     yield rule("engine.dtype", to.compute_type)
     yield same("engine.optimizer_offload", "optim.offload")
     yield same("engine.param_offload", "model.param_offload")

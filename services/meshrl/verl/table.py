@@ -70,6 +70,8 @@ def _model() -> Iterator[Rule]:
     yield rule(f"{MODEL}.lora_adapter_path", to.path_to("model.lora_adapter_path"))
     for name in ("custom_chat_template", "external_lib", "hf_config_path"):
         yield refused(f"{MODEL}.{name}", "put it into the checkpoint's own files")
+    for at in ("override_config", "override_config.model_config"):
+        yield rule(f"{MODEL}.{at}.max_position_embeddings", to.positions)
     yield refused(f"{MODEL}.override_config.*", "change the checkpoint's config.json")
     yield same(f"{MODEL}.trust_remote_code", "model.trust_remote_code")
     yield from sections.lora(f"{MODEL}.lora")
@@ -120,6 +122,7 @@ def _data() -> Iterator[Rule]:
     yield refused("data.sampler.class_path", "an order of prompts is a function: data.curriculum")
     for name in ("tool_config_path", "function_tool_path"):
         yield rule(f"data.{name}", tool_files(name))
+    yield refused("data.tokenizer", "model.tokenizer_path")
     yield refused("data.datagen.path", "write the rows to parquet first")
     yield same("data.apply_chat_template_kwargs.*", "data.apply_chat_template_kwargs.*")
     yield within("data.apply_chat_template_kwargs", "none")
@@ -148,7 +151,7 @@ def _data() -> Iterator[Rule]:
         (
             *("return_raw_input_ids", "return_raw_chat", "return_full_prompt", "use_shm"),
             *("return_multi_modal_inputs", "dataloader_num_workers", "validation_shuffle"),
-            *("trust_remote_code", "tokenizer", "val_batch_size", "datagen.name"),
+            *("trust_remote_code", "val_batch_size", "datagen.name"),
         ),
         "how verl loads its data; the rows are the same",
     )
@@ -178,9 +181,13 @@ def _algorithm() -> Iterator[Rule]:
     agents = "gigpo.step_advantage_w", "gigpo.mode", "hgpo.mode", "hgpo.length_weight_alpha"
     for name in ("gdpo_reward_keys", "gdpo_reward_weights", *agents, "hgpo.base_group"):
         yield same(f"{at}.{name}", f"{at}.{name}")
-    correction = "rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs"
-    for name in (*correction, "rollout_rs_threshold", "bypass_mode", "loss_type"):
-        yield same(f"{at}.rollout_correction.{name}", f"{at}.rollout_correction.{name}")
+    correction = "rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"
+    for name in (*correction, "bypass_mode", "loss_type"):
+        yield same(f"{to.CORRECTION}.{name}", f"{to.CORRECTION}.{name}")
+    yield rule(f"{to.CORRECTION}.rollout_rs", to.rejection)
+    yield rule(f"{to.CORRECTION}.rollout_rs_threshold", to.rejection_bounds)
+    yield within(f"{to.CORRECTION}.rollout_rs_threshold_lower", "with rollout_rs_threshold")
+    yield refused(f"{to.CORRECTION}.rollout_token_veto_threshold", "no token vetoes its row")
     yield rule(f"{ACTOR}.tis_imp_ratio_cap", to.correction_cap)
     yield same(f"{at}.filter_groups.enable", f"{at}.filter_groups.enable")
     yield rule(f"{at}.filter_groups.metric", to.metric)
@@ -244,6 +251,8 @@ def _actor() -> Iterator[Rule]:
     )
     for name in (*knobs, "tau_pos", "tau_neg"):
         yield same(f"{ACTOR}.policy_loss.{name}", f"{loss}.{name}")
+    for name in knobs:
+        yield same(f"{ACTOR}.{name}", f"{loss}.{name}")
     for name in ("tau_pos", "tau_neg", "sppo_eta", "dpo_beta", "dpo_label_smoothing"):
         yield same(f"{ACTOR}.{name}", f"{loss}.{name}")
     yield within(f"{ACTOR}.calculate_sum_pi_squared", "computed when the estimator reads it")

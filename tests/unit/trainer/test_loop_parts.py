@@ -221,6 +221,15 @@ def test_the_learning_rate_warms_up_and_falls(kind: str, rates: list[float]) -> 
     assert learning_rate(config, 60, 6) == pytest.approx(1.0 if kind == "constant" else 0.1)
 
 
+def test_a_rate_starts_above_zero_and_falls_until_a_step_of_its_own() -> None:
+    config = OptimConfig.model_validate(
+        {"lr": 1.0, "lr_warmup_steps": 2, "lr_warmup_init_ratio": 0.2}
+        | {"lr_scheduler_type": "linear", "lr_decay_steps": 4, "min_lr_ratio": 0.1}
+    )
+    found = [learning_rate(config, step, 100) for step in range(6)]
+    assert found == pytest.approx([0.6, 1.0, 1.0, 0.55, 0.1, 0.1])
+
+
 def test_updates_that_were_left_out_are_counted_and_in_no_mean() -> None:
     metrics = norms_of("prime", [1.0, math.nan, 3.0, math.inf])
     assert metrics == {"prime/grad_norm": 2.0, "prime/skipped_updates": 2}

@@ -14,6 +14,7 @@ from meshrl.config import Recipe, load_recipe
 from meshrl.contract.errors import ConfigError
 from meshrl.verl import migrate
 from meshrl.verl.migrate import Migration
+from meshrl.verl.programs import command_of
 from meshrl.verl.rules import Status
 from meshrl.verl.table import rules
 from meshrl.verl.written import recipe_text
@@ -378,7 +379,8 @@ def test_what_cannot_be_done_is_refused_with_what_to_do(written: str, said: str)
     assert said in refused.note
 
 
-LOSS, TEACHER = "distillation.distillation_loss", "distillation.teacher_models.teacher_model"
+LOSS, TEACHERS = "distillation.distillation_loss", "distillation.teacher_models"
+TEACHER = f"{TEACHERS}.teacher_model"
 TOP = f"{LOSS}.loss_mode=forward_kl_topk"
 ON_POLICY = f"{LOSS}.loss_mode=k1 {LOSS}.use_policy_gradient=True"
 
@@ -399,6 +401,104 @@ def test_a_teacher_becomes_the_reference(tmp_path: Path) -> None:
     assert recipe_of(beside, tmp_path).algorithm.distillation.weight == 0.5
 
 
+def test_a_teacher_may_have_any_name_and_verls_own_entry_is_dropped_beside_it(
+    tmp_path: Path,
+) -> None:
+    made = migrate(
+        f"distillation.enabled=True {ON_POLICY} {TEACHER}.model_path=/none +{TEACHERS}.math.model_path=/t"
+        f" +{TEACHERS}.math.key=openai/gsm8k +{TEACHERS}.math.inference.max_model_len=2048".split()
+    )
+    assert not made.of(Status.REFUSED)
+    assert str(recipe_of(made, tmp_path).reference.path) == "/t"
+    (refused,) = migrate([f"{TEACHERS}.math.colour=red", "distillation.enabled=True"]).of(
+        Status.REFUSED
+    )[1:]
+    assert "no such key of a teacher" in refused.note
+
+
+def test_a_type_of_the_weights_is_the_type_of_the_products(tmp_path: Path) -> None:
+    at = "actor_rollout_ref.actor.fsdp_config"
+    for written, compute in (
+        ("model_dtype=bf16", "bfloat16"),
+        ("model_dtype=fp32", "bfloat16"),  # verl's compute type by default
+        ("mixed_precision.param_dtype=fp32", "float32"),
+    ):
+        made = migrate([f"{at}.{written}"])
+        assert not made.of(Status.REFUSED)
+        assert recipe_of(made, tmp_path).model.param_dtype == compute
+    both = migrate([f"{at}.model_dtype=bfloat16", f"{at}.dtype=float32"])
+    assert recipe_of(both, tmp_path).model.param_dtype == "float32"
+    for written in ("model_dtype=fp16", "mixed_precision.reduce_dtype=bf16"):
+        assert migrate([f"{at}.{written}"]).of(Status.REFUSED)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "data.tokenizer=/another",
+        "actor_rollout_ref.rollout.logprobs_mode=raw_logprobs",
+        "actor_rollout_ref.actor.optim.override_optimizer_config={amsgrad: true}",
+        "actor_rollout_ref.actor.fsdp_config.turbo_config.distributed.fsdp_plan.reduce_dtype=bf16",
+        "trainer.v1.sampler.sampler_kwargs={a: 1}",
+    ],
+)
+def test_what_would_change_numbers_is_refused_and_not_ignored(written: str) -> None:
+    (refused,) = migrate([written]).of(Status.REFUSED)
+    assert refused.note
+
+
+def test_a_rate_falls_until_the_step_that_is_named_and_warms_up_for_a_share_of_it(
+    tmp_path: Path,
+) -> None:
+    at = "actor_rollout_ref.actor.optim"
+    made = migrate(
+        [
+            f"{at}.lr_decay_steps=200",
+            f"{at}.lr_warmup_steps_ratio=0.1",
+            f"{at}.lr_decay_style=cosine",
+        ]
+    )
+    assert not made.of(Status.REFUSED)
+    optim = recipe_of(made, tmp_path).actor.optim
+    assert (optim.lr_decay_steps, optim.lr_warmup_steps) == (200, 20)
+    started = migrate([f"{at}.lr_warmup_init=1e-7", f"{at}.lr=1e-6"])
+    assert recipe_of(started, tmp_path).actor.optim.lr_warmup_init_ratio == pytest.approx(0.1)
+
+
+def test_an_engine_brings_its_schedule_where_the_command_gives_none(tmp_path: Path) -> None:
+    at = "actor_rollout_ref.actor.optim"
+    for words, kind in (
+        (["model_engine=megatron"], "constant"),
+        (["model_engine=veomni"], "cosine"),
+        (["model_engine=torchtitan"], "linear"),
+        (["model_engine=veomni", f"{at}.lr_scheduler_type=constant"], "constant"),
+    ):
+        assert recipe_of(migrate(words), tmp_path).actor.optim.lr_scheduler_type == kind
+
+
+def test_positions_are_the_rows_business_unless_the_checkpoint_scales_them(tmp_path: Path) -> None:
+    model, key = "actor_rollout_ref.model", "override_config.max_position_embeddings=32768"
+    assert not migrate([f"{model}.path=/none", f"+{model}.{key}"]).of(Status.REFUSED)
+    scaled = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
+    (tmp_path / "config.json").write_text(json.dumps(scaled))
+    (refused,) = migrate([f"{model}.path={tmp_path}", f"+{model}.{key}"]).of(Status.REFUSED)
+    assert "yarn" in refused.note
+
+
+def test_old_names_of_rejection_and_of_a_bypass_are_read(tmp_path: Path) -> None:
+    at = "algorithm.rollout_correction"
+    made = migrate(
+        f"{at}.rollout_rs=geometric {at}.rollout_rs_threshold=1.01"
+        f" {at}.rollout_rs_threshold_lower=0.99".split()
+    )
+    found = recipe_of(made, tmp_path).algorithm.rollout_correction
+    assert (found.rollout_rs, found.rollout_rs_threshold) == ("seq_mean_k1", "0.99_1.01")
+    words = [f"{at}.rollout_is=token", f"{at}.bypass_mode=False", "data.train_batch_size=0"]
+    program = command_of(["verl.experimental.fully_async_policy.fully_async_main"])
+    again = recipe_of(migrate(words, started=program), tmp_path)
+    assert again.actor.recompute_old_log_probs
+
+
 def test_a_teacher_that_tells_its_likeliest_tokens_is_a_loss(tmp_path: Path) -> None:
     words = (
         f"distillation.enabled=True {TOP} {LOSS}.use_policy_gradient=False {TEACHER}.model_path=/t"
@@ -407,7 +507,13 @@ def test_a_teacher_that_tells_its_likeliest_tokens_is_a_loss(tmp_path: Path) -> 
     made = migrate(words.split())
     assert not made.of(Status.REFUSED)
     teaches = recipe_of(made, tmp_path).algorithm.distillation
-    assert (teaches.top_k, teaches.weight, teaches.min_log_prob) == (64, 1, -10)
+    assert (teaches.top_k, teaches.weight) == (64, 1)
+    # verl's null bounds nothing.
+    assert (teaches.min_log_prob, teaches.max_log_ratio) == (None, 1e6)
+    bounds = [f"{LOSS}.loss_max_clamp=10.0", f"{LOSS}.log_prob_min_clamp=-10.0"]
+    bounded = migrate([word for word in words.split() if "topk=64" not in word] + bounds)
+    teaches = recipe_of(bounded, tmp_path).algorithm.distillation
+    assert (teaches.top_k, teaches.min_log_prob, teaches.max_log_ratio) == (32, -10, 10)
 
 
 @pytest.mark.parametrize(
@@ -417,10 +523,8 @@ def test_a_teacher_that_tells_its_likeliest_tokens_is_a_loss(tmp_path: Path) -> 
         (f"{LOSS}.use_policy_gradient=False {TEACHER}.model_path=/t", "another loss: actor.use_kl"),
         (f"{TEACHER}.model_path=/t", "an advantage is the log-prob itself"),
         (ON_POLICY, "of one teacher"),
-        (
-            f"{ON_POLICY} {TEACHER}.model_path=/t distillation.teacher_models.b.model_path=/b",
-            "there is one teacher",
-        ),
+        (f"{ON_POLICY} {TEACHERS}.a.model_path=/a {TEACHERS}.b.model_path=/b", "not a, b: a run"),
+        (f"{ON_POLICY} {TEACHERS}.a.key=math", "of one teacher: distillation.teacher_models.a."),
     ],
 )
 def test_another_distillation_is_refused_with_what_there_is(written: str, said: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshrl.contract.config import Config
 
@@ -21,8 +21,12 @@ class OptimConfig(Config):
     clip_grad: PositiveFloat = 1.0
     """Largest global gradient norm."""
     lr_warmup_steps: NonNegativeInt = 0
+    lr_warmup_init_ratio: NonNegativeFloat = 0.0
+    """Where the warm-up starts, as a share of `lr`."""
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     min_lr_ratio: NonNegativeFloat = 0.0
+    lr_decay_steps: PositiveInt | None = None
+    """The step, counted with the warm-up, from which on the rate is `lr * min_lr_ratio`; None: the last one."""
     offload: bool = False
     """Keep the optimizer's state in the CPU's memory but for the moment of a step, when activations are gone: it
     travels to the device and back at every step, and no number changes. `model.param_offload` keeps it there."""
