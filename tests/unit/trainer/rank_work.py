@@ -106,15 +106,35 @@ def with_experts(rows: list[Trajectory]) -> list[Trajectory]:
     return told
 
 
-def train(model: Path, target: Path, world: World, rows_given: int, steps: int) -> list[float]:
+def taught(rows: list[Trajectory], top: int) -> list[Trajectory]:
+    """What a teacher thinks likeliest at each place, at random; a prompt's first place has nothing before it."""
+    draw = np.random.default_rng(5)
+    told = []
+    for row in rows:
+        ids = draw.permuted(np.tile(np.arange(VOCABULARY), (len(row.tokens), 1)), axis=1)[:, :top]
+        shares = draw.random((len(row.tokens), top + 1)) + 0.1
+        logprobs = np.log(shares / shares.sum(1, keepdims=True))[:, :top]
+        columns = {"ref_top_ids": ids.astype(np.int32)}
+        columns["ref_top_logprobs"] = logprobs.astype(np.float32)
+        columns["ref_logprobs"] = np.full(len(row.tokens), -3.0, dtype=np.float32)
+        told.append(dataclasses.replace(row, **columns))
+    return told
+
+
+def train(
+    model: Path, target: Path, world: World, rows_given: int, steps: int, top: int = 0
+) -> list[float]:
     """Train up to `steps` steps, from the newest checkpoint in `target` on; save after each.
 
-    Returns loss, gradient norm and entropy of the last.
+    With `top` a teacher's likeliest tokens are learned, beside rewards. Returns loss, gradient norm and entropy of
+    the last step.
     """
     rows = trajectories()[:rows_given]
     mixture = "moe" in (model / "config.json").read_text()
     rows = with_experts(rows) if mixture else rows
-    learner = make(model, world, routed_experts=mixture)
+    rows = taught(rows, top) if top else rows
+    teaches = {"distillation": {"weight": 0.5, "top_k": top}} if top else {}
+    learner = make(model, world, routed_experts=mixture, algorithm=teaches)
     by_uid = {row.uid: row for row in rows}
     good = checkpoint.newest(target / "checkpoints")
     state = TrainerState(run="r", step=0, epoch=1, seed=0, world_size=world.size, kl_coef=0.0)
@@ -132,7 +152,9 @@ def train(model: Path, target: Path, world: World, rows_given: int, steps: int) 
     return [cast(float, metrics[name]) for name in names]
 
 
-def main(model: Path, target: Path, rows_given: int, steps: int, parallel: str) -> None:
+def main(
+    model: Path, target: Path, rows_given: int, steps: int, parallel: str, top: int = 0
+) -> None:
     torch.set_num_threads(1)
     world = World.start("cpu", ParallelConfig.model_validate_json(parallel))
     reductions: list[object] = []
@@ -143,7 +165,7 @@ def main(model: Path, target: Path, rows_given: int, steps: int, parallel: str) 
         return add_up(self, *args, **options)
 
     DefaultReduceScatter.__call__ = counted  # type: ignore[method-assign]
-    numbers = train(model, target, world, rows_given, steps)
+    numbers = train(model, target, world, rows_given, steps, top)
     if world.is_main:
         (target / "reductions").write_text(str(len(reductions)))
         (target / "numbers").write_text(" ".join(map(repr, numbers)))
@@ -151,4 +173,7 @@ def main(model: Path, target: Path, rows_given: int, steps: int, parallel: str) 
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    steps, parallel, *top = sys.argv[4:]
+    main(
+        Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(steps), parallel, *map(int, top)
+    )

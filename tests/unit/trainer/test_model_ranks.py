@@ -37,10 +37,11 @@ def run_two(ranks: Ranks, tiny_path: Path) -> RunTwo:
         parallel: Mapping[str, int] | None = None,
         model: Path = tiny_path,
         size: int = 2,
+        top: int = 0,
     ) -> list[float]:
         """Train up to `steps` steps on `size` processes; loss, gradient norm and entropy of the last."""
         target.mkdir(exist_ok=True)
-        arguments = [model, target, rows, steps, json.dumps(parallel or {})]
+        arguments = [model, target, rows, steps, json.dumps(parallel or {}), top]
         ranks.run("rank_work.py", arguments, target / "output", ranks=size)
         return [float(word) for word in (target / "numbers").read_text().split()]
 
@@ -153,12 +154,13 @@ def test_a_run_resumes_on_fewer_ranks_and_on_more(
     assert fewer == pytest.approx(whole, abs=1e-5)
 
 
+@pytest.mark.parametrize("top", [0, 3])
 def test_ranks_that_share_sequences_give_the_loss_and_the_gradient_of_one(
-    tiny_path: Path, tmp_path: Path, world: World, run_two: RunTwo
+    tiny_path: Path, tmp_path: Path, world: World, run_two: RunTwo, top: int
 ) -> None:
     rows = rank_work.GROUPS * rank_work.GROUP_SIZE
-    alone = rank_work.train(tiny_path, tmp_path / "one", world, rows, 1)
-    shared = run_two(tmp_path / "two", rows, parallel={"sequence": 2})
+    alone = rank_work.train(tiny_path, tmp_path / "one", world, rows, 1, top)
+    shared = run_two(tmp_path / "two", rows, parallel={"sequence": 2}, top=top)
     assert shared == pytest.approx(alone, abs=1e-5)
     weights = [
         AutoModelForCausalLM.from_pretrained(tmp_path / name / "export").state_dict()
