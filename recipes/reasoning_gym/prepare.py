@@ -2,7 +2,7 @@
 
 python recipes/reasoning_gym/prepare.py runs/reasoning_gym/assets
 
-5 + 8 - 3 =      ─▶ 13 10 <answer>10</answer>                         a running sum
+5 + 8 - 3 =      ─▶ 5+8=13 13-3=10 <answer>10</answer>                one term after the other
 5 - 8*e = -51    ─▶ -51-5=-56 -56/-8=7 <answer>7</answer>             what is taken away, what is divided
 backward: sun    ─▶ 1s2u3n 3n2u1s <answer>nus</answer>                letters with their numbers, read from the end
 """
@@ -39,12 +39,13 @@ WORKING_SHARE = 0.25
 
 
 def running_sum(question: str) -> str:
-    """`5 + 8 - 3` is `13 10`."""
+    """`5 + 8 - 3` is `5+8=13 13-3=10`."""
     first, *rest = re.findall(r"[-+] \d+|\d+", question.rpartition(": ")[2])
     total, said = int(first), []
     for term in rest:
-        total += int(term.replace(" ", ""))
-        said.append(str(total))
+        after = total + int(term.replace(" ", ""))
+        said.append(f"{total}{term.replace(' ', '')}={after}")
+        total = after
     return " ".join(said)
 
 

@@ -40,7 +40,7 @@ class Higher:
 async def test_an_episode_is_a_row_with_the_sum_of_the_steps_rewards(
     said: list[str], score: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "gem", SimpleNamespace(make=Higher))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "gem", SimpleNamespace(make=Higher))
     tokenizer = chat_tokenizer()
     policy = Scripted(tokenizer, [turn + END for turn in said])
     program = user.build({"function": f"{GAME}:play", "posts_reward": True})

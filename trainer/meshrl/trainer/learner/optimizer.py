@@ -18,9 +18,8 @@ from meshrl.trainer.learner.optimizer_config import OptimConfig
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     """The learning rate of training step `step`, counted from 0.
 
-    Warm-up rises linearly from `lr * lr_warmup_init_ratio` to `lr` over `lr_warmup_steps`; then constant, or cosine /
-    linear down to `lr * min_lr_ratio` at `lr_decay_steps`, or `total_steps`. A pure function, so a checkpoint
-    holds no scheduler.
+    Warm-up rises linearly to `lr` over `lr_warmup_steps`; then constant, or cosine / linear down to
+    `lr * min_lr_ratio` at `lr_decay_steps`, or `total_steps`. A pure function, so a checkpoint holds no scheduler.
     """
     if step < config.lr_warmup_steps:
         risen, start = (step + 1) / config.lr_warmup_steps, config.lr_warmup_init_ratio
