@@ -29,7 +29,7 @@ from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.config import ServerConfig, quantization_arguments
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.server_engine.http import HttpClient, error_message
-from meshrl.rollout.server_engine.kind import PROBE, check_max_length, processed
+from meshrl.rollout.server_engine.kind import PROBE, check_max_length, check_same_model, processed
 from meshrl.rollout.server_engine.request import ServerRequest
 from meshrl.rollout.server_engine.response import Chunk
 from meshrl.rollout.tokenizer import Tokenizer
@@ -193,6 +193,7 @@ class SglangServer:
                 f"{max_length} and {RESERVED_TOKENS} reserved ones: set rollout.engine.max_model_len"
             )
         models = await client.call("GET", "/v1/models")
+        check_same_model(self.name, client.url, models, checkpoint)
         check_max_length(self.name, client.url, models, max_length, reserved=RESERVED_TOKENS)
         chunks = [chunk async for chunk in client.generate(uuid.uuid4().hex, PROBE, "probe")]
         if chunks[-1].spans is None:

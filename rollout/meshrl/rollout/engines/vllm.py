@@ -32,7 +32,7 @@ from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.config import ServerConfig, quantization_arguments
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.server_engine.http import HttpClient, error_message
-from meshrl.rollout.server_engine.kind import PROBE, check_max_length, processed
+from meshrl.rollout.server_engine.kind import PROBE, check_max_length, check_same_model, processed
 from meshrl.rollout.server_engine.request import Picture, ServerRequest
 from meshrl.rollout.server_engine.response import Chunk
 from meshrl.rollout.tokenizer import Tokenizer
@@ -206,7 +206,9 @@ class VllmServer:
             if self._config.update == "staged":
                 options += f" and PYTHONPATH={PLUGIN_DIR}"
             raise _without(client, f"{options} ({error})") from error
-        check_max_length(self.name, client.url, await client.call("GET", "/v1/models"), max_length)
+        models = await client.call("GET", "/v1/models")
+        check_same_model(self.name, client.url, models, checkpoint)
+        check_max_length(self.name, client.url, models, max_length)
         experts = self._config.return_routed_experts
         probe = replace(PROBE, experts_from=0 if experts else None)
         try:

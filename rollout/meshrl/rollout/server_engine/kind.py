@@ -6,6 +6,7 @@ versions, responses, staging, restarts) is in this package and knows these two p
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -138,6 +139,36 @@ PROBE = ServerRequest(
 def processed(chunks: Sequence[Chunk]) -> bool:
     """Whether the answer to `PROBE` has log-probs of the distribution that was sampled (after top-k)."""
     return all(logprob >= -ALMOST_ZERO for chunk in chunks for logprob in chunk.logprobs)
+
+
+_SIZES = (
+    *("architectures", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "intermediate_size", "num_experts", "vocab_size"),
+)
+"""Of a config.json: what weights of one model need not fit another's."""
+
+
+def check_same_model(
+    name: str, url: str, models: Mapping[str, Any], checkpoint: Checkpoint
+) -> None:
+    """Compare the model that an OpenAI `/v1/models` names with ours, where it is a directory that is seen here.
+
+    Raises:
+        UserError: they have other sizes: no version would fit.
+    """
+    (card, *_) = models["data"]
+    theirs = Path(str(card.get("root") or card.get("id"))) / "config.json"
+    ours = checkpoint.path / "config.json"
+    if not theirs.is_file():  # on its own machine, or by a hub's name: the first version shows it
+        return
+    configs = [json.loads(each.read_text()) for each in (theirs, ours)]
+    for key in _SIZES:
+        found, wanted = (config.get("text_config", config).get(key) for config in configs)
+        if found != wanted:
+            raise UserError(
+                f"the {name} server at {url} serves {theirs.parent}, whose {key} is {found}; model.path is "
+                f"{checkpoint.path}, with {wanted}: start the server with the model that is trained"
+            )
 
 
 def check_max_length(

@@ -1,0 +1,60 @@
+"""What the process of a rank says where the GPU's driver is missing, or a device is not seen: with a cupy of ours."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshrl.contract.errors import ConfigError
+
+MODULE = "meshrl.weights.nccl.libraries.cupy"
+
+
+class CUDARuntimeError(RuntimeError):
+    """What cupy raises."""
+
+
+def library(monkeypatch: pytest.MonkeyPatch, count: Any) -> Any:
+    """The library, on a cupy that sees so many devices."""
+    runtime = SimpleNamespace(getDeviceCount=count, CUDARuntimeError=CUDARuntimeError)
+    nccl = ModuleType("cupy.cuda.nccl")
+    nccl.get_version = lambda: 23007  # type: ignore[attr-defined]
+    cuda = ModuleType("cupy.cuda")
+    cuda.nccl, cuda.runtime = nccl, runtime  # type: ignore[attr-defined]
+    cupy = ModuleType("cupy")
+    cupy.cuda = cuda  # type: ignore[attr-defined]
+    for name, module in (("cupy", cupy), ("cupy.cuda", cuda), ("cupy.cuda.nccl", nccl)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    found = importlib.import_module(MODULE)
+    monkeypatch.delitem(sys.modules, MODULE)
+    monkeypatch.setattr(found, "torch_nccl", None)
+    return found
+
+
+def test_a_missing_driver_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver() -> int:
+        raise CUDARuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")
+
+    with pytest.raises(ConfigError, match=r"no CUDA device .*cudaErrorNoDevice") as raised:
+        library(monkeypatch, no_driver).Library(0)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_device_that_is_not_seen_is_named_beside_what_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"weights.nccl.device is 2, this process sees 1 devices"):
+        library(monkeypatch, lambda: 1).Library(2)
+
+
+def test_a_libnccl_that_differs_from_torchs_is_named_with_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = library(monkeypatch, lambda: 1)
+    monkeypatch.setattr(found, "torch_nccl", SimpleNamespace(version=lambda: (2, 28, 9)))
+    monkeypatch.setattr(found.torch.distributed, "is_nccl_available", lambda: True)
+    with pytest.raises(ConfigError, match=r"torch has NCCL 2\.28\.9, cupy 2\.30\.7"):
+        found.Library(0)
