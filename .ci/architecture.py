@@ -21,7 +21,7 @@ CRUMB_LINES = 60
 
 LINES: Mapping[str, int] = {
     "meshrl.trainer": 20830,
-    "meshrl.rollout": 13260,
+    "meshrl.rollout": 13285,
     "meshrl.transferqueue": 10855,
     "meshrl.rewardd": 6860,
     "meshrl.sandbox": 1870,

@@ -14,6 +14,8 @@ words move by one. Parts:
     stop    one of three gets SIGSTOP in the middle of an update: the p99 of the others' pauses, and of their waits
             from publishing to serving, from then on, beside those of the same fleet before
     root    bytes that the trainer's process sends for one version to 1, 2, 4 and 8 receivers, in versions
+    copies  how often a processor copies a version between the gathered bucket and what an engine is given, at the
+            trainer and at each receiver; what NCCL, gloo and sockets do inside is left out
     hung    every receiver gets SIGSTOP in the middle of an update: seconds that the trainer waits, publish by
             publish, with a step between two versions, and at once after one another
     plan    seconds from the begin of a gather of half a second until all hold the version: sent when it is whole, and
@@ -44,12 +46,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent / "weights_bench"))
 
+from copies import Copies
 from source import Drifting
 
 from fleet import Fleet, Update, opened
 from meshrl.contract.types import Version
 
-PARTS = ("exact", "speed", "kill", "stop", "root", "hung", "plan", "auto")
+PARTS = ("exact", "speed", "kill", "stop", "root", "copies", "hung", "plan", "auto")
 GATHER_S = 0.5
 NAMES = ["one", "two", "three"]
 WARM = 2
@@ -207,6 +210,27 @@ class Bench:
                 seconds[count] = round(prepare, 3)
             self.results["root"][carrier] = {"versions_sent": versions, "prepare_s": seconds}
             print(f"root    {carrier:6} {self.results['root'][carrier]}", flush=True)
+
+    async def copies(self) -> None:
+        """In host memory, in versions per version."""
+        self.results["copies"] = {}
+        here = Copies()
+        here.install()
+        for carrier in ("shm", "gloo", "nccl"):
+            config = self.config(carrier, nccl={"library": "stub"}, bucket_bytes=SMALL // 4)
+            weights = Drifting(SMALL, SMALL // 4)
+            async with opened(config, self.place("copies"), NAMES) as fleet:
+                for _ in range(WARM):
+                    await fleet.update(weights)
+                here.take()
+                update = await fleet.update(weights)
+                receivers = [member.copied[update.version] for member in fleet.members.values()]
+                figures = {
+                    "trainer": round(here.take() / SMALL, 3),
+                    "each_receiver": round(max(receivers) / SMALL, 3),
+                }
+            self.results["copies"][carrier] = figures
+            print(f"copies  {carrier:6} {figures}", flush=True)
 
     async def hung(self) -> None:
         """The whole fleet hangs."""

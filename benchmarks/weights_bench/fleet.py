@@ -34,6 +34,8 @@ class Member:
     child: asyncio.subprocess.Process
     staged: dict[str, float] = field(default_factory=dict)
     """When, by version."""
+    copied: dict[str, int] = field(default_factory=dict)
+    """Bytes that its process copied until then."""
     served: dict[str, float] = field(default_factory=dict)
     pause_s: dict[str, float] = field(default_factory=dict)
     hashes: dict[str, list[str]] = field(default_factory=dict)
@@ -183,6 +185,7 @@ class Fleet:
             event = json.loads(line)
             if "staged" in event:
                 member.staged[event["staged"]] = event["at"]
+                member.copied[event["staged"]] = event["copied"]
             else:
                 member.pause_s[event["commit"]] = event["pause_s"]
                 member.hashes[event["commit"]] = event["hashes"]

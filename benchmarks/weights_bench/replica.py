@@ -15,6 +15,7 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+from copies import Copies
 from source import RUN
 
 from meshrl.config.weights import WeightsConfig
@@ -22,6 +23,8 @@ from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
 from meshrl.weights import replica_controller
 from meshrl.weights.carrier import RunPaths, host_id
 from meshrl.weights.messages import digest
+
+COPIES = Copies()
 
 
 class CopyingEngine:
@@ -37,13 +40,14 @@ class CopyingEngine:
         self._staged[manifest.version] = list(buckets)
         if not self._live:  # as after loading a checkpoint
             self._live = [np.zeros_like(bucket) for bucket in buckets]
-        report(staged=str(manifest.version))
+        report(staged=str(manifest.version), copied=COPIES.take())
 
     async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:
         staged = self._staged.pop(version)
         began = time.monotonic()
         await asyncio.to_thread(self._copy, staged)
         self.pause_s = time.monotonic() - began
+        COPIES.take()  # the commit's own
         hashes = [digest(bucket) for bucket in self._live] if self._hashes else []
         report(commit=str(version), pause_s=self.pause_s, hashes=hashes)
 
@@ -68,6 +72,7 @@ async def main() -> None:
     parser.add_argument("--hashes", action="store_true")
     parser.add_argument("--elsewhere", action="store_true", help="say that this is another host")
     options = parser.parse_args()
+    COPIES.install()
     if options.elsewhere:
         replica_controller.host_id = lambda: "elsewhere"
     assert host_id()

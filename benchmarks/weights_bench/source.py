@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from meshrl.contract import shared_buffers
 from meshrl.contract.types import TensorSpec, Uint8, Version, WeightManifest
 from meshrl.weights.messages import digest
 
@@ -32,7 +33,8 @@ class Drifting:
         count = int(self._words.size * self._changed)
         places = self._random.integers(0, self._words.size, count)
         self._words[places] += 1
-        memory = self._words.copy().view(np.uint8)
+        (memory,) = shared_buffers.allocate([self._words.nbytes])  # as a trainer's snapshot
+        memory[:] = self._words.view(np.uint8)
         buckets = [
             memory[at : at + self._bucket_bytes]
             for at in range(0, memory.nbytes, self._bucket_bytes)
