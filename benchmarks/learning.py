@@ -154,7 +154,7 @@ async def _train(
     ]
     if algorithm_needs(recipe).reference:
         reference = ReferenceModel(recipe.reference_model.path, device="cpu")
-        stages.append(ReferenceStage(queue, [run], reference, worker="reference").run())
+        stages.append(ReferenceStage(queue, [run], reference.judged, worker="reference").run())
     make_task = task_maker(
         run,
         group_size=spec.group_size,

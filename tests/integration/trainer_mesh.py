@@ -325,7 +325,7 @@ async def mesh(
     made.stages = [asyncio.create_task(made.sampler.serve()), asyncio.create_task(judging.run())]
     referee = ReferenceModel(model, device="cpu", deterministic=True) if reference else None
     if referee:
-        stage = ReferenceStage(queue, ["run"], referee, worker="reference")
+        stage = ReferenceStage(queue, ["run"], referee.judged, worker="reference")
         made.stages.append(asyncio.create_task(stage.run()))
     try:
         yield made

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from meshrl.config import stages
@@ -218,18 +219,7 @@ def _pictures(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
             ("rollout", "program_options"),
             "rollout.program_options.branch: each trains text only; want last, longest or only",
         )
-    needs = algorithm_needs(recipe)
-    for wrong, at, what in (
-        (needs.reference, ("reference",), "a reference (a KL term, a teacher)"),
-        (needs.critic, ("algorithm", "adv_estimator"), "a critic"),
-        (needs.implicit_reward, ("algorithm", "adv_estimator"), "a reward model beside the policy"),
-        (needs.data_answers, ("algorithm", "adv_estimator"), "the data's own answers"),
-    ):
-        if wrong:
-            yield (
-                at,
-                f"{'.'.join(at)}: {what} would read the text of prompts only, without their pictures; want none",
-            )
+    yield from _read_alike(recipe, machine)
     for dimension in ("tensor", "expert"):
         if getattr(recipe.parallel, dimension) > 1:
             key = f"trainer.parallel.{dimension}"
@@ -240,6 +230,38 @@ def _pictures(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     for package, distribution in PICTURE_PACKAGES.items():
         if not machine.installed(package):
             yield ("model",), f"model: pictures need {distribution}: pip install 'meshrl[vision]'"
+
+
+def _read_alike(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
+    """Whether the models beside the policy, where the recipe names some, make the same tokens of a picture."""
+    needs = algorithm_needs(recipe)
+    reference = recipe.reference.path if needs.reference or needs.implicit_reward else None
+    for at, path in (
+        (("reference", "path"), reference),
+        (("critic", "path"), recipe.critic.path if needs.critic else None),
+    ):
+        if path is None:
+            continue
+        theirs, ours = (_tokens_of_pictures(each, machine) for each in (path, recipe.model.path))
+        for name in ours:
+            if theirs[name] != ours[name]:
+                yield (
+                    at,
+                    f"{'.'.join(at)}: {path} and model.path must make the same tokens of a picture, and {name} is"
+                    f" {theirs[name]} there, {ours[name]} here",
+                )
+                break
+
+
+def _tokens_of_pictures(path: Path, machine: ThisMachine) -> dict[str, Any]:
+    """What decides how many tokens a picture is, and which."""
+    config = machine.json(path / "config.json")
+    preprocessor = machine.json(path / "preprocessor_config.json")
+    keys = ("patch_size", "merge_size", "size", "min_pixels", "max_pixels")
+    return {
+        "image_token_id": config.get("image_token_id"),
+        **{name: preprocessor.get(name) for name in keys},
+    }
 
 
 def _sizes(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:

@@ -344,7 +344,8 @@ class Services:
         model = StandInReference(self._takes(self.shape.reward_s))
         async with self._client() as queue:
             await queue.open_run(self.shape.spec)
-            stage = self._parts.reference(queue, [RUN], model, worker=incarnation.process.name)
+            name = incarnation.process.name
+            stage = self._parts.reference(queue, [RUN], model.judged, worker=name)
             incarnation.drain = stage.drain
             await stage.run(grace_s=10.0)
 

@@ -19,9 +19,10 @@ import torch
 from meshrl.contract.errors import InfraError
 from meshrl.contract.types import (
     Batch,
-    Float32,
+    Columns,
     Int32,
     Json,
+    Media,
     Outcome,
     Sample,
     Score,
@@ -95,17 +96,17 @@ class PostedFirst:
 
 
 class StandInReference:
-    """Satisfies `LogProbs`: each log-prob says its token, and takes a while."""
+    """Each log-prob says its token, and takes a while."""
 
     def __init__(self, takes: Callable[[], asyncio.Future[None]]) -> None:
         self._takes = takes
 
-    async def logprobs(
-        self, rows: Sequence[Int32], *, temperature: float = 1.0
-    ) -> Sequence[Float32]:
-        """See LogProbs."""
+    async def judged(
+        self, rows: Sequence[Int32], media: Sequence[tuple[Media, ...]], *, temperature: float
+    ) -> Sequence[Columns]:
+        """See ReferenceModel.judged."""
         await self._takes()
-        return [-row.astype(np.float32) for row in rows]
+        return [{"ref_logprobs": -row.astype(np.float32)} for row in rows]
 
 
 class _Collective:

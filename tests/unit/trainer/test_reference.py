@@ -16,6 +16,8 @@ from meshrl.contract.types import (
     REFERENCE_COLUMNS,
     REFERENCE_TOP,
     ROLLOUT_STAGE,
+    Int32,
+    Media,
     Outcome,
     RunSpec,
     StageSpec,
@@ -24,11 +26,16 @@ from meshrl.contract.types import (
     Version,
     VersionSpan,
 )
+from meshrl.trainer.model.policy import load_hf
+from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.reference import ReferenceModel, ReferenceStage
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
+from ...pictures import make_model, picture
 from . import tiny
+from .test_vision import load_theirs
+from .test_vision import row as vision_row
 
 
 @pytest.fixture
@@ -100,11 +107,16 @@ async def test_more_than_the_vocabulary_is_all_of_it(reference: ReferenceModel) 
     np.testing.assert_allclose(np.exp(found["ref_top_logprobs"][1:]).sum(-1), 1, rtol=1e-5)
 
 
-async def test_a_stage_writes_what_the_teacher_thinks_likeliest_into_the_queue(
+async def staged(
     reference: ReferenceModel,
-) -> None:
-    tokens = tiny.rows(1)[0]
-    writes = (*REFERENCE_COLUMNS, *REFERENCE_TOP)
+    tokens: Int32,
+    prompt: int,
+    *,
+    top: int,
+    media: tuple[Media, ...] = (),
+) -> Trajectory:
+    """A row of the queue, once the reference's stage has written its columns."""
+    writes = (*REFERENCE_COLUMNS, *REFERENCE_TOP[: 2 * bool(top)])
     teaches = StageSpec(name="reference", reads=("tokens",), writes=writes)
     queue = await TransferQueue.open(MemoryStore())
     await queue.open_run(
@@ -116,26 +128,24 @@ async def test_a_stage_writes_what_the_teacher_thinks_likeliest_into_the_queue(
             stages=(ROLLOUT_STAGE, teaches),
         )
     )
-    task = Task(run="run", task_id="t", prompt_ids=tokens[:2], messages=(), ground_truth="")
+    task = Task(run="run", task_id="t", prompt_ids=tokens[:prompt], media=media)
     await queue.admit("run", [task], cursor="end", wait_s=5)
     version = Version((await queue.acquire("run", "trainer")).epoch, 0)
     await queue.publish("run", version)
     asked = {"worker": "w", "limit": 1, "version": version, "wait_s": 5}
     (leased,) = (await queue.lease(["run"], "rollout", **asked)).rows  # type: ignore[arg-type]
     sampled = np.ones(len(tokens), dtype=np.uint8)
-    sampled[:2] = 0
+    sampled[:prompt] = 0
     row = Trajectory(
         uid=leased.uid,
         tokens=tokens,
         loss_mask=sampled,
         rollout_logprobs=np.zeros(len(tokens), dtype=np.float32),
-        spans=(VersionSpan(version=version, start=2, end=len(tokens)),),
+        spans=(VersionSpan(version=version, start=prompt, end=len(tokens)),),
     )
     written = rollout_write(row, Outcome.OK, "stop", version)
     await queue.write("run", "rollout", {leased.uid: leased.token}, [written])
-    stage = ReferenceStage(
-        queue, ["run"], reference, worker="r", judged=partial(reference.judged, top=3)
-    )
+    stage = ReferenceStage(queue, ["run"], partial(reference.judged, top=top), worker="r")
     working = asyncio.create_task(stage.run())
     async with asyncio.timeout(120):
         while not stage.stats.written:  # noqa: ASYNC110 - the stage sends no event
@@ -143,9 +153,47 @@ async def test_a_stage_writes_what_the_teacher_thinks_likeliest_into_the_queue(
     stage.drain()
     await working
     (columns,) = await queue.fetch("run", [leased.uid], [*ROLLOUT_STAGE.writes, *writes])
-    found, (wanted,) = trajectory(leased.uid, columns), await reference.judged([tokens], top=3)
+    await queue.close()
+    return trajectory(leased.uid, columns)
+
+
+async def test_a_stage_writes_what_the_teacher_thinks_likeliest_into_the_queue(
+    reference: ReferenceModel,
+) -> None:
+    tokens = tiny.rows(1)[0]
+    found = await staged(reference, tokens, 2, top=3)
+    (wanted,) = await reference.judged([tokens], top=3)
     assert found.ref_top_ids is not None and found.ref_top_logprobs is not None
     assert found.ref_top_ids.shape == (len(tokens), 3)
     np.testing.assert_array_equal(found.ref_top_ids, wanted["ref_top_ids"])
     np.testing.assert_allclose(found.ref_top_logprobs, wanted["ref_top_logprobs"], rtol=1e-5)
-    await queue.close()
+
+
+async def test_a_reference_reads_the_pictures_of_rows(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    shown, other = picture(1, 96, 64), picture(2, 96, 64)
+    rows = [vision_row(tmp_path, media, 4, n) for n, media in enumerate([[shown], [shown, other]])]
+    tokens, media = [row.tokens for row in rows], [row.media for row in rows]
+    reader = VisionReader(tmp_path, load_hf(tmp_path))
+    theirs = load_theirs(tmp_path)
+    for deterministic in (False, True):
+        reference = ReferenceModel(tmp_path, device="cpu", deterministic=deterministic)
+        found = await reference.judged(tokens, media)
+        for row, columns in zip(rows, found, strict=True):
+            response = columns["ref_logprobs"][row.prompt_length :]
+            np.testing.assert_allclose(response, theirs(row, reader), rtol=1e-4, atol=1e-5)
+        (wrong,) = await reference.judged(tokens[:1], [(other,)])
+        assert np.abs(wrong["ref_logprobs"] - found[0]["ref_logprobs"]).max() > 1e-3
+        row = await staged(reference, tokens[1], rows[1].prompt_length, media=media[1], top=0)
+        assert row.ref_logprobs is not None
+        np.testing.assert_allclose(row.ref_logprobs, found[1]["ref_logprobs"], atol=1e-5)
+        with pytest.raises(UserError, match="row 0: picture 2 wants 6 places"):
+            await reference.judged(tokens[:1], [(shown, other)])
+        with pytest.raises(UserError, match="row 0 has places for pictures"):
+            await reference.logprobs(tokens)
+        reference.close()
+
+
+async def test_a_reference_of_text_refuses_pictures(reference: ReferenceModel) -> None:
+    with pytest.raises(UserError, match="rows have pictures, and the reference reads text only"):
+        await reference.judged(tiny.rows(1), [(picture(0),)])

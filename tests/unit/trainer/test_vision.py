@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from meshrl.contract.types import Media, Trajectory, Uid, Version
 from meshrl.images import ImageProcessor
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
+from meshrl.trainer.model.critic import build_critic
 from meshrl.trainer.model.packing import Pack, pack
 from meshrl.trainer.model.policy import Policy, build_policy, load_hf, open_hf
 from meshrl.trainer.model.snapshot import take_snapshot
@@ -190,6 +192,21 @@ def test_a_trained_tower_is_published(vision_path: Path, world: World) -> None:
     policy = build_policy(open_hf(vision_path), world, config)
     names = [name for name, _ in policy.published_weights()]
     assert any(name.startswith(TOWER) for name in names)
+
+
+def test_a_critic_reads_pictures(vision_path: Path, world: World) -> None:
+    critic = build_critic(open_hf(vision_path), world, ModelConfig(path=vision_path))
+    torch.nn.init.ones_(critic.value_head.weight)
+    reader = VisionReader(vision_path, load_hf(vision_path))
+    rows = [row(vision_path, media, 4, n) for n, media in enumerate([[A], [A, B], []])]
+    together = critic(packed(reader, rows))
+    together.sum().backward()
+    trained = {name for name, p in critic.named_parameters() if p.grad is not None}
+    alone = [critic(packed(reader, [each], share=False)).detach() for each in rows]
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-5)
+    other = critic(packed(reader, [dataclasses.replace(rows[0], media=(picture(9, 96, 64),))]))
+    assert (other - alone[0]).abs().max() > 1e-3
+    assert "value_head.weight" in trained and not any("visual" in name for name in trained)
 
 
 def test_adapters_leave_a_frozen_tower_alone(vision_path: Path, world: World) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.ports import LogProbs, Queue
+from meshrl.contract.ports import Queue
 from meshrl.contract.stage_worker import Failure, StageResult, StageStats, StageWorker
 from meshrl.contract.types import (
     REFERENCE_STAGE,
@@ -25,6 +25,7 @@ from meshrl.contract.types import (
     Float32,
     Int32,
     LeasedRow,
+    Media,
     Outcome,
     RowWrite,
 )
@@ -33,6 +34,7 @@ from meshrl.trainer.distributed import prepare_cuda
 from meshrl.trainer.model.packing import cut_alike, pack
 from meshrl.trainer.model.policy import Policy, open_hf
 from meshrl.trainer.model.sharded_loading import fill, is_empty
+from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.shared_prefix_groups import SharedPrefixGroups
 
 
@@ -61,6 +63,7 @@ class ReferenceModel:
             fill(hf, hf, ModelConfig(path=path), self._device)
         hf.to(self._device)
         self._policy = Policy(hf).eval().requires_grad_(False)
+        self._reader = VisionReader(path, hf) if self._policy.tower is not None else None
         self._vocabulary = int(hf.get_output_embeddings().weight.shape[0])
         self._max_tokens = max_tokens
         self._deterministic = deterministic
@@ -73,19 +76,34 @@ class ReferenceModel:
         """For each int32[T], float32[T]: log p(token t | tokens before t); 0 at t = 0.
 
         Raises:
-            UserError: an empty row, or a token outside the vocabulary.
+            UserError: an empty row, a token outside the vocabulary, or a place for a picture.
         """
+        for index, row in enumerate(rows):
+            if self._reader is not None and self._reader.has_places(row):
+                raise UserError(
+                    f"row {index} has places for pictures, which only the rows of a queue bring along"
+                )
         found = await self.judged(rows, temperature=temperature)
         return [columns["ref_logprobs"] for columns in found]
 
     async def judged(
-        self, rows: Sequence[Int32], *, temperature: float = 1.0, top: int = 0
+        self,
+        rows: Sequence[Int32],
+        media: Sequence[tuple[Media, ...]] = (),
+        *,
+        temperature: float = 1.0,
+        top: int = 0,
     ) -> Sequence[Columns]:
         """For each int32[T] the column `ref_logprobs`, and with `top` those of REFERENCE_TOP, of so many tokens.
 
+        `media` are the pictures of each row, where any has some.
+
         Raises:
-            UserError: as `logprobs` does.
+            UserError: an empty row, a token outside the vocabulary, or pictures that are not those of their row.
         """
+        media = media or [()] * len(rows)
+        if self._reader is None and any(media):
+            raise UserError("rows have pictures, and the reference reads text only")
         for index, row in enumerate(rows):
             if len(row) == 0:
                 raise UserError(f"row {index} has no tokens")
@@ -95,19 +113,31 @@ class ReferenceModel:
                     "the reference's tokenizer is not the policy's"
                 )
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._forward, rows, temperature, top)
+        return await loop.run_in_executor(
+            self._thread, self._forward, rows, media, temperature, top
+        )
 
     def close(self) -> None:
         """End the thread; idempotent."""
         self._thread.shutdown()
 
     @torch.no_grad()
-    def _forward(self, rows: Sequence[Int32], temperature: float, top: int) -> list[Columns]:
+    def _forward(
+        self,
+        rows: Sequence[Int32],
+        media: Sequence[tuple[Media, ...]],
+        temperature: float,
+        top: int,
+    ) -> list[Columns]:
         budget = 0 if self._deterministic else self._max_tokens
         results: list[Columns] = [{}] * len(rows)
         for micro in cut_alike(rows, budget):
             chosen = [rows[index] for index in micro]
-            packed = pack(chosen, [1] * len(chosen)).to(self._device)
+            images = [
+                self._reader.images(rows[index], media[index], f"row {index}")
+                for index in (micro if self._reader else ())
+            ]
+            packed = pack(chosen, [1] * len(chosen), images=images).to(self._device)
             found = self._policy.top(packed, temperature, top)
             sizes = [len(row) - 1 for row in chosen]
             # The first token of a row has none before it.
@@ -121,9 +151,11 @@ class ReferenceModel:
 
 
 class Judge(Protocol):
-    """From the tokens of rows to the columns of each."""
+    """From the tokens of rows, and the pictures of each, to their columns."""
 
-    async def __call__(self, rows: Sequence[Int32], *, temperature: float) -> Sequence[Columns]:
+    async def __call__(
+        self, rows: Sequence[Int32], media: Sequence[tuple[Media, ...]], *, temperature: float
+    ) -> Sequence[Columns]:
         """See ReferenceModel.judged."""
         ...
 
@@ -135,26 +167,23 @@ class ReferenceStage:
         self,
         queue: Queue,
         runs: Sequence[str],
-        model: LogProbs,
+        judged: Judge,
         *,
         worker: str,
         limit: int = 1024,
         together: bool = True,
-        judged: Judge | None = None,
     ) -> None:
         """Prepare; nothing is leased before `run`.
 
         Args:
             queue: Where rows come from.
             runs: Which runs' rows.
-            model: What computes.
+            judged: What computes.
             worker: This stage's name in leases.
             limit: Rows held at once: most of them wait for the rest of their group.
             together: Rows wait for the rest of their group, whose prompt is shared (`shared_prefix_groups.py`).
-            judged: What computes the columns of rows, where they are more than `ref_logprobs`.
         """
-        self._model = model
-        self._judged = judged or self._logprobs
+        self._judged = judged
         self._loop = StageWorker(
             queue,
             runs,
@@ -191,8 +220,9 @@ class ReferenceStage:
 
     async def _answer(self, rows: Sequence[LeasedRow], temperature: float) -> list[StageResult]:
         tokens = [row.columns["tokens"] for row in rows]
+        media = [row.task.media for row in rows]
         try:
-            results = await self._judged(tokens, temperature=temperature)
+            results = await self._judged(tokens, media, temperature=temperature)
         except UserError as error:
             if len(rows) > 1:  # one row's defect must not fail the others
                 return [r for row in rows for r in await self._answer([row], temperature)]
@@ -201,7 +231,3 @@ class ReferenceStage:
             RowWrite(uid=row.uid, columns=columns)
             for row, columns in zip(rows, results, strict=True)
         ]
-
-    async def _logprobs(self, rows: Sequence[Int32], *, temperature: float) -> Sequence[Columns]:
-        found = await self._model.logprobs(rows, temperature=temperature)
-        return [{"ref_logprobs": logprobs} for logprobs in found]

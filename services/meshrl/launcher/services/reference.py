@@ -53,14 +53,12 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             GrpcServer(context.settings, [ReferenceServicer(model)]) as server,
         ):
             await open_runs(queue, recipe)
-            top = recipe.algorithm.distillation.top_k
             stage = ReferenceStage(
                 queue,
                 [recipe.run.name],
-                model,
+                partial(model.judged, top=recipe.algorithm.distillation.top_k),
                 worker=context.name,
                 together=not deterministic,
-                judged=partial(model.judged, top=top) if top else None,
             )
             await server.ready()
             await work_until_stopped(server, stage.run(grace_s=STAGE_GRACE_S), stage.drain)

@@ -157,10 +157,7 @@ class Policy(nn.Module):
     def _response_hidden(self, pack: Pack) -> torch.Tensor:
         if self._replay is not None:
             self._replay.experts = pack.experts
-        decoder = self.hf.get_decoder()
-        if self.tower is None:
-            return response_hidden(decoder, pack)
-        return response_hidden(decoder, pack, **embedded(self.hf, pack.input_ids, pack.images))
+        return response_hidden(self.hf, pack)
 
     def named_tensors(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Names and parameters as they are trained, in layer order; a tied one comes once, under its first name."""
@@ -191,14 +188,14 @@ class Policy(nn.Module):
         yield from lora.adapters(self.hf)
 
 
-def response_hidden(decoder: HfModel, pack: Pack, **embeddings: Any) -> torch.Tensor:
-    """[N, H]: the hidden states that predict a response token (of this rank's share: see `Pack.joined`).
-
-    `embeddings` are what the decoder reads instead of the pack's token ids.
-    """
+def response_hidden(hf: HfModel, pack: Pack) -> torch.Tensor:
+    """[N, H]: the hidden states that predict a response token (of this rank's share: see `Pack.joined`)."""
+    decoder, read = hf.get_decoder(), {"input_ids": pack.input_ids}
+    if tower_of(hf) is not None:
+        read = embedded(hf, pack.input_ids, pack.images)
     before = attention.calls()
     hidden: torch.Tensor = decoder(
-        **(embeddings or {"input_ids": pack.input_ids}),
+        **read,
         position_ids=pack.position_ids,
         attention_mask=None,
         use_cache=False,
@@ -328,8 +325,6 @@ def build_policy(hf: HfModel, world: World, config: ModelConfig) -> Policy:
 
 def _unsharded(hf: HfModel, world: World, config: ModelConfig) -> Policy:
     """With adapters in place. They can be merged into the same base elsewhere, if its tensors have the same names."""
-    if config.freeze_vision_tower and (tower := tower_of(hf)) is not None:
-        tower.requires_grad_(False)
     try:
         base = BaseModel(config.path)
     except UserError:  # transformers reads formats that the weight plane does not
@@ -364,6 +359,9 @@ def check_heads(hf: HfModel, world: World) -> None:
 
 def shard(model: Model, hf: HfModel, world: World, config: ModelConfig) -> Model:
     """Make `model`, built around the decoder of `hf`, an FSDP2 module on the world's device."""
+    tower = tower_of(hf)
+    if config.freeze_vision_tower and tower is not None:
+        tower.requires_grad_(False)
     if config.enable_gradient_checkpointing and not config.use_torch_compile:
         _recompute_activations(hf, keep_matmuls=config.keep_matmuls)
     compute = getattr(torch, config.param_dtype)
@@ -384,7 +382,7 @@ def shard(model: Model, hf: HfModel, world: World, config: ModelConfig) -> Model
         if config.use_torch_compile:
             _compile(layer, recompute=config.enable_gradient_checkpointing)
         fully_shard(layer, mesh=world.mesh, **how)
-    if (tower := tower_of(hf)) is not None:
+    if tower is not None:
         fully_shard(tower, mesh=world.mesh, **how)
     fully_shard(model, mesh=world.mesh, **how)
     if is_empty(hf):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from meshrl.contract.errors import CorruptError, UserError
-from meshrl.contract.types import Int32, Media, Trajectory
+from meshrl.contract.types import Int32, Media, Trajectory, Uint8
 from meshrl.images import ImageFeatures, ImageProcessor
 
 HfModel: TypeAlias = Any
@@ -114,22 +114,26 @@ class VisionReader:
         self._processor = ImageProcessor(checkpoint)
         self._rope_index: Positions | None = getattr(hf.model, "get_rope_index", None)
 
+    def has_places(self, tokens: Int32) -> bool:
+        """Whether some of `tokens` stand for pictures."""
+        return bool((tokens == self._processor.placeholder).any())
+
     def of_row(self, row: Trajectory) -> RowImages:
         """The pictures of a row. Raises CorruptError where they are not those of its tokens."""
         try:
-            observed = np.where(row.loss_mask, -1, row.tokens)  # what is sampled is no place
-            places = self._processor.places(observed, row.media, f"row {row.uid}")
-            return self._images(row.tokens, places, row.media, f"row {row.uid}")
+            return self.images(row.tokens, row.loss_mask, row.media, f"row {row.uid}")
         except UserError as error:
             raise CorruptError(error.message) from error
 
-    def _images(
-        self,
-        tokens: Int32,
-        places: Sequence[tuple[int, int]],
-        media: tuple[Media, ...],
-        where: str,
+    def images(
+        self, tokens: Int32, sampled: Uint8, media: tuple[Media, ...], where: str
     ) -> RowImages:
+        """The pictures of `tokens`, of which the `sampled` ones are no places for any.
+
+        Raises:
+            UserError: `media` are others; names `where`.
+        """
+        places = self._processor.places(np.where(sampled, -1, tokens), media, where)
         features = tuple(self._processor.features(each, where) for each in media)
         return RowImages(
             positions=self._positions(tokens, places, features),

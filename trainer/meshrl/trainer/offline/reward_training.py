@@ -46,7 +46,7 @@ class Classifier(Policy):
 
     def forward(self, pack: Pack, temperature: float = 1.0) -> Any:
         """float32[B]; `pack` comes from `scoring_pack`."""
-        scores = self.hf.score(response_hidden(self.hf.get_decoder(), pack))
+        scores = self.hf.score(response_hidden(self.hf, pack))
         # A sum over one entry, because FSDP wants no view of what the module made.
         return scores.sum(-1, dtype=torch.float32)
 

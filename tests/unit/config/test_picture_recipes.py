@@ -1,0 +1,70 @@
+"""Recipes whose model reads pictures: what stands beside it must read them alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrl.config import load_recipe
+from meshrl.config.checks import cross_checks
+
+ROOT = Path(__file__).parents[3]
+READS = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 1024, "longest_edge": 65_536}}
+
+
+def checkpoint(path: Path, **preprocessor: Any) -> Path:
+    """What `config check` reads of a model; without `preprocessor`, one of text."""
+    path.mkdir()
+    (path / "model.safetensors").touch()
+    (path / "tokenizer.json").write_text("{}")
+    config: dict[str, Any] = {"model_type": "qwen3_vl", "num_attention_heads": 4}
+    if preprocessor:
+        config |= {"image_token_id": 7, "vision_config": {"spatial_merge_size": 2}}
+        (path / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def problems(model: Path, *more: str) -> list[str]:
+    """Those of pictures."""
+    asked = [f"model.path={model}", "rollout.name=vllm", *more]
+    recipe = load_recipe(ROOT / "recipes/vision/recipe.yaml", asked, check=False)
+    return [text for _, text in cross_checks(recipe) if "picture" in text]
+
+
+KL = ("actor.use_kl_loss=true",)
+CRITIC = ("algorithm.adv_estimator=gae",)
+
+
+@pytest.mark.parametrize("more", [(), KL, CRITIC, ("algorithm.adv_estimator=prime",)])
+def test_a_reference_a_critic_and_a_reward_model_may_stand_beside_a_model_that_reads_pictures(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    assert problems(checkpoint(tmp_path / "model", **READS), *more) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "key"), [(KL, "reference.path"), (CRITIC, "critic.path")], ids=["reference", "critic"]
+)
+def test_a_model_beside_it_that_makes_other_tokens_of_a_picture_is_one_line(
+    tmp_path: Path, more: tuple[str, ...], key: str
+) -> None:
+    model = checkpoint(tmp_path / "model", **READS)
+    text, other = checkpoint(tmp_path / "text"), checkpoint(tmp_path / "x", **READS | {"size": 2})
+    (problem,) = problems(model, *more, f"{key}={text}")
+    assert problem.startswith(f"{key}: {text} and model.path must make the same tokens")
+    assert problem.endswith("and image_token_id is None there, 7 here")
+    (problem,) = problems(model, *more, f"{key}={other}")
+    assert "and size is 2 there" in problem
+    assert problems(model, *more, f"{key}={model}") == []
+
+
+@pytest.mark.parametrize("dimension", ["tensor", "expert"])
+def test_tensor_and_expert_ranks_are_refused_in_one_line(tmp_path: Path, dimension: str) -> None:
+    model = checkpoint(tmp_path / "model", **READS)
+    key = f"trainer.parallel.{dimension}"
+    found = problems(model, "trainer.nproc=2", f"{key}=2")
+    assert found == [f"{key}: a model that reads pictures is not shared out so; want 1"]
