@@ -205,18 +205,28 @@ def with_media(rows: Sequence[Trajectory]) -> list[Trajectory]:
         CorruptError: a row names a picture that neither it nor its task has.
     """
     media_of = {row.uid.task: row.media for row in rows if row.media}
-    return [replace(row, media=media_of_row(row, media_of.get(row.uid.task, ()))) for row in rows]
+    return [
+        replace(row, media=media_of_row(row.uid, row.row_media, media_of.get(row.uid.task, ())))
+        for row in rows
+    ]
 
 
-def media_of_row(row: Trajectory, task: tuple[Media, ...]) -> tuple[Media, ...]:
-    """The pictures of a row whose task has those of `task`. Raises CorruptError."""
-    if row.row_media is None:
+def media_of_row(
+    uid: Uid, own: tuple[Media, ...] | None, task: tuple[Media, ...]
+) -> tuple[Media, ...]:
+    """The pictures of a row that has `own`, or those of its task. Raises CorruptError."""
+    if own is None:
         return task
-    known = {each.sha256: each for each in (*task, *row.row_media) if each.data}
-    lost = [each.sha256[:12] for each in row.row_media if each.sha256 not in known]
+    known = {each.sha256: each for each in (*task, *own) if each.data}
+    lost = [each.sha256[:12] for each in own if each.sha256 not in known]
     if lost:
-        raise CorruptError(f"row {row.uid}: its picture {lost[0]} is not there")
-    return tuple(known[each.sha256] for each in row.row_media)
+        raise CorruptError(f"row {uid}: its picture {lost[0]} is not there")
+    return tuple(known[each.sha256] for each in own)
+
+
+def row_media(columns: Columns) -> tuple[Media, ...] | None:
+    """A row's own pictures, some of them only named. Raises CorruptError."""
+    return codec.unpack_media(columns[ROW_MEDIA], names=True) if ROW_MEDIA in columns else None
 
 
 def trajectory(uid: Uid, columns: Columns) -> Trajectory:
@@ -268,9 +278,7 @@ def trajectory(uid: Uid, columns: Columns) -> Trajectory:
         if ROUTED_EXPERTS in columns
         else None,
         media=codec.unpack_media(columns[MEDIA]) if MEDIA in columns else (),
-        row_media=codec.unpack_media(columns[ROW_MEDIA], names=True)
-        if ROW_MEDIA in columns
-        else None,
+        row_media=row_media(columns),
         replica=column_text(columns["replica"]) if "replica" in columns else "",
     )
 

@@ -16,8 +16,9 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -44,8 +45,14 @@ MEDIA_TYPES = {
     b"RIFF": "image/webp",
 }
 """Of the `FORMATS`, by how their files begin."""
-PROCESSORS = ("Qwen2VLImageProcessor",)
-"""Classes of `preprocessor_config.json` whose pictures become patches: Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+MOST_BLOCKS = 4096
+"""Pictures whose places a processor remembers."""
+PROCESSORS = {
+    "Qwen2VLImageProcessor": "patches",
+    "SmolVLMImageProcessor": "tiles",
+    "Idefics3ImageProcessor": "tiles",
+}
+"""Classes of `preprocessor_config.json` by the module that knows them: Qwen2-VL, Qwen2.5-VL and Qwen3-VL; SmolVLM."""
 
 
 def read_image(data: bytes, where: str) -> Image:
@@ -105,13 +112,30 @@ class ImageFeatures:
     """One picture as the vision tower reads it."""
 
     pixels: npt.NDArray[np.float32]
-    """float32[patches, numbers of a patch]"""
+    """float32[patches, numbers of a patch], or float32[tiles, channels, height, width]."""
     grid: npt.NDArray[np.int64]
-    """int64[3]: frames, rows and columns of patches."""
+    """int64[3]: frames, rows and columns of patches; or tiles, and rows and columns of those that are not the whole."""
     num_tokens: int
     """Places that it takes in a prompt."""
+    embeds: npt.NDArray[np.int64]
+    """int64[M]: at which of them its features stand, ascending; the others are tokens, as between tiles."""
     name: str
     """Of the picture: equal ones have equal pixels."""
+
+
+class Layout(Protocol):
+    """How a family of models takes a picture apart."""
+
+    placeholder: int
+    """The token at whose places features stand."""
+
+    def block(self, height: int, width: int) -> Int32:
+        """int32[T]: what stands in a prompt for a picture of so many pixels. Raises ValueError for one of no use."""
+        ...
+
+    def pixels(self, image: Image) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+        """See ImageFeatures."""
+        ...
 
 
 class ImageProcessor:
@@ -123,24 +147,30 @@ class ImageProcessor:
         Raises:
             UserError: the checkpoint reads no pictures, or reads them in a way that is not known here.
         """
-        self.placeholder, self.merge = _vision_of(checkpoint)
-        self._processor = _processor(checkpoint)
+        self.layout = _layout(checkpoint)
+        self.placeholder = self.layout.placeholder
         self._cached: OrderedDict[str, ImageFeatures] = OrderedDict()
         self._cached_bytes = 0
-        self._counts: dict[str, int] = {}
+        self._blocks: OrderedDict[str, Int32] = OrderedDict()
         self._lock = threading.Lock()
         """Held by the thread that makes pixels: the rows of a group ask for the same ones at once."""
 
     def num_tokens(self, media: Media, where: str) -> int:
         """Places that a picture takes in a prompt, by its size alone. Raises UserError, which names `where`."""
-        if media.sha256 not in self._counts:
-            width, height = open_image(media.data, where).size
-            try:
-                patches = self._processor.get_number_of_image_patches(height, width, {})
-            except ValueError as error:  # a picture that is 200 times as wide as high
-                raise UserError(f"{where}: the model cannot read this picture: {error}") from error
-            self._counts[media.sha256] = int(patches) // self.merge**2
-        return self._counts[media.sha256]
+        return len(self._block(media, where))
+
+    def _block(self, media: Media, where: str) -> Int32:
+        if (known := self._blocks.get(media.sha256)) is not None:
+            return known
+        width, height = open_image(media.data, where).size
+        try:
+            block = self.layout.block(height, width)
+        except ValueError as error:  # a picture that is 200 times as wide as high
+            raise UserError(f"{where}: the model cannot read this picture: {error}") from error
+        self._blocks[media.sha256] = block
+        while len(self._blocks) > MOST_BLOCKS:
+            self._blocks.popitem(last=False)
+        return block
 
     def features(self, media: Media, where: str) -> ImageFeatures:
         """Pixels of a picture, in any thread; read-only, and kept for the next row.
@@ -155,15 +185,14 @@ class ImageProcessor:
         if (known := self._cached.get(media.sha256)) is not None:
             self._cached.move_to_end(media.sha256)
             return known
-        num_tokens = self.num_tokens(media, where)
-        made = self._processor(images=[read_image(media.data, where)], return_tensors="np")
-        pixels = np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
+        block = self._block(media, where)
+        pixels, grid = self.layout.pixels(read_image(media.data, where))
         pixels.flags.writeable = False
-        grid = made["image_grid_thw"][0].astype(np.int64)
         found = ImageFeatures(
             pixels=pixels,
             grid=grid,
-            num_tokens=num_tokens,
+            num_tokens=len(block),
+            embeds=np.flatnonzero(block == self.placeholder),
             name=media.sha256,
         )
         self._cached[media.sha256] = found
@@ -173,20 +202,37 @@ class ImageProcessor:
         return found
 
     def expanded(self, ids: Int32, media: tuple[Media, ...], where: str) -> Int32:
-        """int32[P]: a prompt with one placeholder a picture, as the model reads it: as many as it has tokens.
+        """int32[P]: a prompt with one placeholder a picture, as the model reads it: with all that stands for each.
 
         Raises:
             UserError: not as many placeholders as pictures, or a picture that cannot be read; names `where`.
+        """
+        return self.expansion(ids, media, where)[0]
+
+    def expansion(
+        self, ids: Int32, media: tuple[Media, ...], where: str
+    ) -> tuple[Int32, npt.NDArray[np.int64]]:
+        """As `expanded`; and int64[P]: of each token, which of `ids` it is or stands for.
+
+        Raises:
+            UserError: as `expanded` does.
         """
         places = np.flatnonzero(ids == self.placeholder)
         if len(places) != len(media):
             raise UserError(
                 f"{where}: the prompt has places for {len(places)} pictures, and the row has {len(media)}"
             )
+        blocks = [
+            self._block(picture, f"{where}, picture {number + 1}")
+            for number, picture in enumerate(media)
+        ]
         counts = np.ones(len(ids), dtype=np.int64)
-        for number, (place, picture) in enumerate(zip(places, media, strict=True)):
-            counts[place] = self.num_tokens(picture, f"{where}, picture {number + 1}")
-        return np.repeat(ids, counts)
+        counts[places] = [len(block) for block in blocks]
+        source = np.repeat(np.arange(len(ids)), counts)
+        found = ids[source]
+        if blocks:
+            found[np.isin(source, places)] = np.concatenate(blocks)
+        return found, source
 
     def places(self, tokens: Int32, media: tuple[Media, ...], where: str) -> list[tuple[int, int]]:
         """Where each picture stands in a row: its first token and how many.
@@ -195,52 +241,50 @@ class ImageProcessor:
         between them may be among `tokens`.
 
         Raises:
-            UserError: the row has too few placeholders side by side; names `where`.
+            UserError: the row has too few placeholders, or they stand otherwise; names `where`.
         """
         found: list[tuple[int, int]] = []
-        found_at = np.flatnonzero(tokens == self.placeholder)
-        used = 0
+        left = np.flatnonzero(tokens == self.placeholder)
         for number, picture in enumerate(media):
-            count = self.num_tokens(picture, f"{where}, picture {number + 1}")
-            own = found_at[used : used + count]
-            if len(own) < count or own[-1] - own[0] != count - 1:
+            at = f"{where}, picture {number + 1}"
+            block = self._block(picture, at)
+            embeds = np.flatnonzero(block == self.placeholder)
+            start = int(left[0] - embeds[0]) if len(left) else len(tokens)
+            if start < 0 or not np.array_equal(tokens[start : start + len(block)], block):
+                few = len(left) < len(embeds)
                 raise UserError(
-                    f"{where}: picture {number + 1} wants {count} places side by side, and {len(own)} are left"
+                    f"{where}: picture {number + 1} wants {len(embeds)} places side by side, and"
+                    f" {f'{len(left)} are left' if few else 'those of the row stand otherwise'}"
                 )
-            found.append((int(own[0]), count))
-            used += count
+            found.append((start, len(block)))
+            left = left[len(embeds) :]
         return found
 
 
-def _processor(checkpoint: Path) -> Any:
+def _layout(checkpoint: Path) -> Layout:
+    """Raises UserError."""
+    if not reads_images(checkpoint):
+        raise UserError(f"{checkpoint}: the model reads no pictures (no vision_config)")
+    preprocessor = _json(checkpoint / "preprocessor_config.json")
+    kind = str(preprocessor.get("image_processor_type", ""))
+    kind = kind.removesuffix("Fast").removesuffix("Pil")
+    if kind not in PROCESSORS:
+        raise UserError(
+            f"{checkpoint}: pictures are made by {kind or 'no processor that is named'}"
+            f" (preprocessor_config.json), want {', '.join(PROCESSORS)}"
+        )
     from transformers import AutoImageProcessor
 
     load: Any = AutoImageProcessor.from_pretrained
-    return load(checkpoint, backend="pil", local_files_only=True)
+    processor = load(checkpoint, backend="pil", local_files_only=True)
+    family = import_module(f"{__name__}.{PROCESSORS[kind]}")
+    made: Layout = family.build(checkpoint, _json(checkpoint / "config.json"), processor)
+    return made
 
 
 def reads_images(checkpoint: Path) -> bool:
     """Whether a checkpoint's model has a vision tower."""
     return "vision_config" in _json(checkpoint / "config.json")
-
-
-def _vision_of(checkpoint: Path) -> tuple[int, int]:
-    """The token id that stands for a picture, and how many patches a side become one token. Raises UserError."""
-    config = _json(checkpoint / "config.json")
-    kind = str(_json(checkpoint / "preprocessor_config.json").get("image_processor_type", ""))
-    if "vision_config" not in config:
-        raise UserError(f"{checkpoint}: the model reads no pictures (no vision_config)")
-    if kind.removesuffix("Fast").removesuffix("Pil") not in PROCESSORS:
-        raise UserError(
-            f"{checkpoint}: pictures are made by {kind or 'no processor that is named'}"
-            f" (preprocessor_config.json), want {', '.join(PROCESSORS)}"
-        )
-    try:
-        return int(config["image_token_id"]), int(config["vision_config"]["spatial_merge_size"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{checkpoint}: config.json lacks image_token_id or vision_config.spatial_merge_size"
-        ) from error
 
 
 def _json(path: Path) -> Mapping[str, Any]:

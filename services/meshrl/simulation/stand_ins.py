@@ -22,7 +22,6 @@ from meshrl.contract.types import (
     Columns,
     Int32,
     Json,
-    Media,
     Outcome,
     Sample,
     Score,
@@ -102,7 +101,7 @@ class StandInReference:
         self._takes = takes
 
     async def judged(
-        self, rows: Sequence[Int32], media: Sequence[tuple[Media, ...]], *, temperature: float
+        self, rows: Sequence[Int32], seen: Sequence[object], *, temperature: float
     ) -> Sequence[Columns]:
         """See ReferenceModel.judged."""
         await self._takes()

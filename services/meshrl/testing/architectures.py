@@ -171,20 +171,40 @@ def _trains(directory: Path, world: World, found: dict[str, Any]) -> str:
     torch.autograd.backward(-torch.cat(wanted).sum())
     # FSDP's gradients are means over the ranks.
     torch.autograd.backward(-logprobs.sum() * world.size)
-    return _figure((logprobs - torch.cat(wanted[mine])).abs().max())
+    return figure((logprobs - torch.cat(wanted[mine])).abs().max())
 
 
 def _gradients(directory: Path, found: dict[str, Any]) -> str:
-    own, worst = dict(found["own"].named_parameters()), torch.zeros(())
-    for name, parameter in found["policy"].named_tensors():
-        wanted, grad = own[name].grad, parameter.grad
-        if wanted is None or grad is None:
-            if wanted is not None or grad is not None:
-                raise AssertionError(f"only one side has a gradient of {name}")
-            continue
-        apart = (grad.full_tensor() - wanted).norm() / (wanted.norm() + 1e-9)
-        worst = torch.maximum(worst, apart)
-    return _figure(worst)
+    return gradients_apart(
+        found["policy"], {name: each.grad for name, each in found["own"].named_parameters()}
+    )
+
+
+def gradients_apart(policy: Policy, theirs: Mapping[str, torch.Tensor | None]) -> str:
+    """Greatest difference of a parameter's gradient from `theirs`, as a share of its norm."""
+    ours, wanted = {}, {}
+    for name, parameter in policy.named_tensors():
+        their, grad = theirs[name], parameter.grad
+        if (their is None) is not (grad is None):
+            raise AssertionError(f"only one side has a gradient of {name}")
+        if their is not None and grad is not None:
+            ours[name], wanted[name] = grad.full_tensor(), their
+    return f"{apart(ours, wanted):.0e}"
+
+
+def apart(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
+    """Greatest difference of a tensor, as a share of its norm.
+
+    Of one that is 0 but for rounding, as the gradient of a key's bias is, of 1/10,000 of the greatest norm.
+    """
+    if found.keys() != wanted.keys():
+        raise AssertionError(f"other names: {sorted(found.keys() ^ wanted.keys())}")
+    norms = {name: float(value.norm()) for name, value in wanted.items()}
+    least = 1e-4 * max(norms.values())
+    return max(
+        float((found[name] - value).norm()) / max(norms[name], least)
+        for name, value in wanted.items()
+    )
 
 
 def spread(names: list[str]) -> dict[str, str]:
@@ -260,7 +280,7 @@ async def _served(directory: Path, found: dict[str, Any]) -> str:
     with torch.no_grad():
         wanted, _ = policy(pack([text], [len(prompt)]), 1.0)
     logprobs = torch.from_numpy(np.concatenate([delta.logprobs for delta in deltas]))
-    return _figure((logprobs - wanted).abs().max())
+    return figure((logprobs - wanted).abs().max())
 
 
 def is_mixture(name: str) -> bool:
@@ -268,7 +288,8 @@ def is_mixture(name: str) -> bool:
     return any("experts" in key for key in KINDS[name])
 
 
-def _figure(value: torch.Tensor) -> str:
+def figure(value: torch.Tensor) -> str:
+    """As the tables have it."""
     return f"{value.item():.0e}"
 
 
@@ -309,6 +330,13 @@ def page(found: list[Tried]) -> str:
         lines.append(f"| {' | '.join(dataclasses.astuple(each))} |")
     versions = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
     return PAGE.format(table="\n".join(lines), **versions)
+
+
+def replace_section(page: Path, heading: str, text: str) -> None:
+    """Write `text` in place of the section of `page` that begins with `heading`; it begins with it, too."""
+    before, _, after = page.read_text().partition(heading)
+    kept = "".join(after.partition("\n## ")[1:])
+    page.write_text(f"{before.rstrip()}\n\n{text}{kept}")
 
 
 def main() -> int:

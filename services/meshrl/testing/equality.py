@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,7 +32,17 @@ from meshrl.contract.types import (
     Version,
     VersionSpan,
 )
-from meshrl.testing.architectures import KINDS, PROMPT, VOCABULARY, is_mixture, random_checkpoint
+from meshrl.images import reads_images
+from meshrl.testing import vision
+from meshrl.testing.architectures import (
+    KINDS,
+    PROMPT,
+    VOCABULARY,
+    apart,
+    is_mixture,
+    random_checkpoint,
+    replace_section,
+)
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, ParallelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
@@ -40,8 +50,9 @@ from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.model.policy import build_policy, open_hf
+from meshrl.trainer.model.vision import VisionReader
 
-MODELS = ("Qwen3", "Qwen3Moe", "DeepseekV3", "Mixtral", "GptOss")
+MODELS = ("Qwen3", "Qwen3Moe", "DeepseekV3", "Mixtral", "GptOss", "Qwen3VL", "SmolVLM")
 STEPS, GROUPS, GROUP_SIZE, BUDGET = 3, 4, 2, 48
 LAYOUTS: dict[int, tuple[dict[str, int], ...]] = {
     2: (
@@ -138,16 +149,24 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def train(checkpoint: Path, world: World, optimizer: str = "adamw", **options: float) -> Found:
     """Some steps of the learner; `options` are of `actor`."""
-    optim = OptimConfig.model_validate({"name": optimizer, "lr": 1e-3, "clip_grad": 0.5})
+    sees = reads_images(checkpoint)
+    chosen = {"name": optimizer, "lr": 1e-3, "clip_grad": 0.5}
+    if sees:  # the gradient of a key's bias is 0 but for rounding, of which AdamW would make a step
+        chosen["eps"] = 1e-5
+    optim = OptimConfig.model_validate(chosen)
     # A budget of tokens that gives each rank several micro-batches.
     actor = ActorConfig.model_validate(
         {"optim": optim, "ppo_max_token_len_per_gpu": BUDGET, **options}
     )
-    policy = build_policy(open_hf(checkpoint), world, ModelConfig(path=checkpoint))
+    config = ModelConfig(path=checkpoint, freeze_vision_tower=False)
+    policy = build_policy(open_hf(checkpoint), world, config)
+    given = vision.rows(checkpoint) if sees else rows()
     optimizers = _Observed(policy, optim)
     objective = PolicyGradient(AlgorithmConfig(), actor, max_response_length=30)
     learner = Learner(
-        *(policy, optimizers, objective, world, actor), temperature=1.0, seed=0, total_steps=None
+        *(policy, optimizers, objective, world, actor),
+        **{"temperature": 1.0, "seed": 0, "total_steps": None},
+        reader=VisionReader(checkpoint, policy.hf) if sees else None,
     )
     manifest = tuple(
         BatchRow(
@@ -159,9 +178,9 @@ def train(checkpoint: Path, world: World, optimizer: str = "adamw", **options: f
             newest=Version(1, 0),
             outcome=Outcome.OK,
         )
-        for row in rows()
+        for row in given
     )
-    by_uid, losses = {row.uid: row for row in rows()}, []
+    by_uid, losses = {row.uid: row for row in given}, []
     for step in range(STEPS):
         schedule = learner.schedule(Batch.of_rows(manifest, batch_id="b", run="r", step=step))
         own = [by_uid[uid] for uid in schedule.uids(world.data_rank)]
@@ -172,19 +191,10 @@ def train(checkpoint: Path, world: World, optimizer: str = "adamw", **options: f
 
 def differences(found: Found, wanted: Found) -> tuple[float, float, float]:
     """Of the losses; of a gradient and of a weight, the greatest as a share of its norm."""
-
-    def apart(kind: str) -> float:
-        if found[kind].keys() != wanted[kind].keys():
-            raise AssertionError(
-                f"{kind} of other names: {found[kind].keys() ^ wanted[kind].keys()}"
-            )
-        return max(
-            float((found[kind][name] - value).norm() / (value.norm() + 1e-9))
-            for name, value in wanted[kind].items()
-        )
-
     losses = zip(found["losses"], wanted["losses"], strict=True)
-    return max(abs(a - b) for a, b in losses), apart("gradients"), apart("weights")
+    return max(abs(a - b) for a, b in losses), *(
+        apart(found[kind], wanted[kind]) for kind in ("gradients", "weights")
+    )
 
 
 def _rank(rank: int, ranks: int, port: int, names: Sequence[str], directory: str) -> None:
@@ -195,7 +205,7 @@ def _rank(rank: int, ranks: int, port: int, names: Sequence[str], directory: str
     for name in names:
         wanted = torch.load(Path(directory) / name / "alone.pt")
         for layout in LAYOUTS[ranks]:
-            if "expert" in layout and not is_mixture(name):
+            if not _can_share(name, layout):
                 continue
             world = World.start("cpu", ParallelConfig.model_validate(layout))
             try:
@@ -210,6 +220,12 @@ def _rank(rank: int, ranks: int, port: int, names: Sequence[str], directory: str
     first.close()
 
 
+def _can_share(name: str, layout: Mapping[str, int]) -> bool:
+    if name in vision.KINDS:
+        return not {"tensor", "expert"} & layout.keys()
+    return "expert" not in layout or is_mixture(name)
+
+
 def _text(layout: dict[str, int]) -> str:
     return ", ".join(f"{name} {size}" for name, size in layout.items())
 
@@ -219,7 +235,8 @@ def compare(names: Sequence[str], ranks: Sequence[int]) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as directory:
         world = World.start("cpu")
         for name in names:
-            random_checkpoint(name, Path(directory) / name)
+            make = vision.random_checkpoint if name in vision.KINDS else random_checkpoint
+            make(name, Path(directory) / name)
             alone = train(Path(directory) / name, world)
             torch.save(alone, Path(directory) / name / "alone.pt")
         world.close()
@@ -238,17 +255,15 @@ def main() -> int:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], choices=[2, 4])
     parser.add_argument("--write", type=Path, help="the page that has the table")
     options = parser.parse_args()
-    unknown = [name for name in options.names if name not in KINDS]
+    known = [*KINDS, *vision.KINDS]
+    unknown = [name for name in options.names if name not in known]
     if unknown:
-        print(f"no architecture {unknown[0]!r} (known: {', '.join(KINDS)})", file=sys.stderr)
+        print(f"no architecture {unknown[0]!r} (known: {', '.join(known)})", file=sys.stderr)
         return 2
     lines = list(compare(options.names or MODELS, options.ranks))
     print("\n".join(lines))
     if options.write:
-        before, _, after = options.write.read_text().partition(HEADING)
-        kept = after.partition("\n## ")
-        text = SECTION.format(table="\n".join(lines))
-        options.write.write_text(f"{before.rstrip()}\n\n{text}{kept[1]}{kept[2]}")
+        replace_section(options.write, HEADING, SECTION.format(table="\n".join(lines)))
     return 0
 
 

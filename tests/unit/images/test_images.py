@@ -16,7 +16,7 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.types import Media
 from meshrl.images import MOST_PIXELS, ImageProcessor, read_image, reads_images
 
-from ...pictures import picture
+from ...pictures import make_model, picture
 
 PLACEHOLDER = 7
 
@@ -95,4 +95,74 @@ def test_a_model_of_text_and_an_unknown_processor_are_refused(tmp_path: Path) ->
     (tmp_path / "config.json").write_text('{"vision_config": {}}')
     (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "CLIP"}')
     with pytest.raises(UserError, match="pictures are made by CLIP"):
+        ImageProcessor(tmp_path)
+
+
+SIZES = [(64, 64), (96, 64), (200, 60), (40, 300)]
+
+
+def test_tiles_stand_in_a_prompt_as_transformers_processor_writes_them(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+    make_model(tmp_path, "SmolVLM")
+    images, tokenizer = (
+        ImageProcessor(tmp_path),
+        Tokenizer.from_file(str(tmp_path / "tokenizer.json")),
+    )
+    for width, height in SIZES:
+        media = picture(0, width, height)
+        made = images.features(media, "x")
+        tiles, rows, columns = made.grid.tolist()
+        assert tiles == rows * columns + 1 == len(made.pixels) and made.pixels.shape[1:] == (
+            3,
+            64,
+            64,
+        )
+        around = ("<fake_token_around_image>", "<|image_pad|>", "<global-img>")
+        text = get_image_prompt_string(rows, columns, 4, *around)
+        wanted = tokenizer.encode(text, add_special_tokens=False).ids
+        ids = np.array([1, PLACEHOLDER, 2], dtype=np.int32)
+        expanded, source = images.expansion(ids, (media,), "x")
+        assert expanded.tolist() == [1, *wanted, 2]
+        assert source.tolist() == [0, *[1] * len(wanted), 2]
+        assert (np.array(wanted)[made.embeds] == PLACEHOLDER).all() and len(
+            made.embeds
+        ) == 4 * tiles
+        assert images.places(expanded, (media,), "x") == [(1, made.num_tokens)]
+
+
+@pytest.mark.parametrize("kind", ["Qwen3VL", "SmolVLM"])
+def test_pictures_in_another_order_than_their_places_are_one_line(
+    tmp_path: Path, kind: str
+) -> None:
+    make_model(tmp_path, kind)
+    images, small, wide = ImageProcessor(tmp_path), picture(0), picture(1, 200, 60)
+    ids = np.array([1, PLACEHOLDER, 2, PLACEHOLDER], dtype=np.int32)
+    tokens = images.expanded(ids, (small, wide), "x")
+    assert len(images.places(tokens, (small, wide), "x")) == 2
+    with pytest.raises(
+        UserError, match=r"a:1: picture 1 wants \d+ places side by side, and those of"
+    ):
+        images.places(tokens, (wide, small), "a:1")
+    with pytest.raises(UserError, match=r"a:1: picture 3 wants \d+ places .*, and 0 are left"):
+        images.places(tokens, (small, wide, small), "a:1")
+
+
+def test_a_processor_remembers_a_bounded_number_of_pictures(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshrl.images.MOST_BLOCKS", 4)
+    images = ImageProcessor(checkpoint)
+    assert [images.num_tokens(picture(n), "x") for n in range(9)] == [4] * 9
+    assert len(images._blocks) == 4
+
+
+def test_a_model_of_tiles_without_their_tokens_is_refused(tmp_path: Path) -> None:
+    make_model(tmp_path, "SmolVLM")
+    text = (tmp_path / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(text.replace("<global-img>", "<other>"))
+    with pytest.raises(
+        UserError, match="the tokenizer has no <global-img>, which stands around tiles"
+    ):
         ImageProcessor(tmp_path)

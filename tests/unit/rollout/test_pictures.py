@@ -35,7 +35,11 @@ class Processor(NamedTuple):
 def test_vllm_gets_pixels_and_grid_as_its_own_messages_have_them() -> None:
     pixels = np.arange(8, dtype=np.float32).reshape(4, 2)
     image = ImageFeatures(
-        pixels=pixels, grid=np.array([1, 2, 2], dtype=np.int64), num_tokens=1, name="n"
+        pixels=pixels,
+        grid=np.array([1, 2, 2], dtype=np.int64),
+        num_tokens=1,
+        embeds=np.zeros(1, dtype=np.int64),
+        name="n",
     )
     media = picture(0)
     asked = Picture(media=media, start=5, num_tokens=1, images=Processor(image))  # type: ignore[arg-type]

@@ -26,9 +26,10 @@ from meshrl.contract.types import (
     Version,
     VersionSpan,
 )
+from meshrl.testing.vision import logprobs_alone
 from meshrl.trainer.model.policy import load_hf
 from meshrl.trainer.model.vision import VisionReader
-from meshrl.trainer.reference import ReferenceModel, ReferenceStage
+from meshrl.trainer.reference import ReferenceModel, ReferenceStage, Seen
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -145,7 +146,10 @@ async def staged(
     )
     written = rollout_write(row, Outcome.OK, "stop", version)
     await queue.write("run", "rollout", {leased.uid: leased.token}, [written])
-    stage = ReferenceStage(queue, ["run"], partial(reference.judged, top=top), worker="r")
+    stage = ReferenceStage(
+        *(queue, ["run"], partial(reference.judged, top=top)),
+        **{"worker": "r", "pictures": reference.reads_pictures},  # type: ignore[arg-type]
+    )
     working = asyncio.create_task(stage.run())
     async with asyncio.timeout(120):
         while not stage.stats.written:  # noqa: ASYNC110 - the stage sends no event
@@ -173,22 +177,23 @@ async def test_a_reference_reads_the_pictures_of_rows(tmp_path: Path) -> None:
     make_model(tmp_path)
     shown, other = picture(1, 96, 64), picture(2, 96, 64)
     rows = [vision_row(tmp_path, media, 4, n) for n, media in enumerate([[shown], [shown, other]])]
-    tokens, media = [row.tokens for row in rows], [row.media for row in rows]
+    tokens, seen = [row.tokens for row in rows], [Seen(row.loss_mask, row.media) for row in rows]
     reader = VisionReader(tmp_path, load_hf(tmp_path))
     theirs = load_theirs(tmp_path)
     for deterministic in (False, True):
         reference = ReferenceModel(tmp_path, device="cpu", deterministic=deterministic)
-        found = await reference.judged(tokens, media)
+        found = await reference.judged(tokens, seen)
         for row, columns in zip(rows, found, strict=True):
             response = columns["ref_logprobs"][row.prompt_length :]
-            np.testing.assert_allclose(response, theirs(row, reader), rtol=1e-4, atol=1e-5)
-        (wrong,) = await reference.judged(tokens[:1], [(other,)])
+            expected = logprobs_alone(theirs, row, reader).detach()
+            np.testing.assert_allclose(response, expected, rtol=1e-4, atol=1e-5)
+        (wrong,) = await reference.judged(tokens[:1], [Seen(rows[0].loss_mask, (other,))])
         assert np.abs(wrong["ref_logprobs"] - found[0]["ref_logprobs"]).max() > 1e-3
-        row = await staged(reference, tokens[1], rows[1].prompt_length, media=media[1], top=0)
+        row = await staged(reference, tokens[1], rows[1].prompt_length, media=seen[1].media, top=0)
         assert row.ref_logprobs is not None
         np.testing.assert_allclose(row.ref_logprobs, found[1]["ref_logprobs"], atol=1e-5)
         with pytest.raises(UserError, match="row 0: picture 2 wants 6 places"):
-            await reference.judged(tokens[:1], [(shown, other)])
+            await reference.judged(tokens[:1], [Seen(rows[0].loss_mask, (shown, other))])
         with pytest.raises(UserError, match="row 0 has places for pictures"):
             await reference.logprobs(tokens)
         reference.close()
@@ -196,4 +201,4 @@ async def test_a_reference_reads_the_pictures_of_rows(tmp_path: Path) -> None:
 
 async def test_a_reference_of_text_refuses_pictures(reference: ReferenceModel) -> None:
     with pytest.raises(UserError, match="rows have pictures, and the reference reads text only"):
-        await reference.judged(tiny.rows(1), [(picture(0),)])
+        await reference.judged(tiny.rows(1), [Seen(np.zeros(1), (picture(0),))])

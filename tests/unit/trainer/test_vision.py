@@ -2,59 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from meshrl.contract.errors import CorruptError
+from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.types import Media, Trajectory, Uid, Version
 from meshrl.images import ImageProcessor
+from meshrl.testing import vision
+from meshrl.testing.equality import train
+from meshrl.testing.vision import packed
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model.critic import build_critic
-from meshrl.trainer.model.packing import Pack, pack
 from meshrl.trainer.model.policy import Policy, build_policy, load_hf, open_hf
 from meshrl.trainer.model.snapshot import take_snapshot
-from meshrl.trainer.model.vision import TOWER, VisionReader
+from meshrl.trainer.model.vision import VisionReader, tower_prefix
 
 from ...pictures import KINDS, PLACEHOLDER, make_model, picture
+from .ranks import Ranks
 
+TOWER = "model.visual."
 A, B, C = picture(1, 96, 64), picture(2, 70, 130), picture(3)
 
 
 def row(path: Path, media: Sequence[Media], response: int, number: int) -> Trajectory:
-    """A prompt with its pictures and random tokens; the last one is a placeholder that was sampled."""
-    draws = np.random.default_rng(number)
-    ids = np.array([3, 9, *([5, PLACEHOLDER, 6, 11] * len(media)), 12], dtype=np.int32)
-    prompt = ImageProcessor(path).expanded(ids, tuple(media), "row")
-    answer = draws.integers(9, 19, response).astype(np.int32)
-    answer[-1] = PLACEHOLDER
-    tokens = np.concatenate([prompt, answer])
-    mask = np.zeros(len(tokens), dtype=np.uint8)
-    mask[len(prompt) :] = 1
-    return Trajectory(
-        uid=Uid("run", "task", number),
-        tokens=tokens,
-        loss_mask=mask,
-        rollout_logprobs=np.zeros(len(tokens), dtype=np.float32),
-        spans=(),
-        media=tuple(media),
-    )
-
-
-def packed(reader: VisionReader, rows: Sequence[Trajectory], *, share: bool = True) -> Pack:
-    return pack(
-        [row.tokens for row in rows],
-        [row.prompt_length for row in rows],
-        images=[reader.of_row(row) for row in rows],
-        share_prefixes=share,
-    )
+    return vision.row(ImageProcessor(path), media, response, number)
 
 
 def gradients(policy: Policy) -> dict[str, torch.Tensor]:
@@ -81,36 +61,22 @@ def test_a_pack_says_of_each_row_what_the_row_alone_and_transformers_say(
 
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-5)
     assert of_pack.keys() == of_rows.keys()
-    assert any(name.startswith("hf." + TOWER) for name in of_pack)
+    assert any(name.startswith("hf." + tower_prefix(hf)) for name in of_pack)
     for name, expected in of_rows.items():
         scale = float(expected.abs().max())
         torch.testing.assert_close(of_pack[name], expected, atol=1e-4 * scale + 1e-6, rtol=1e-3)
     theirs = load_theirs(tmp_path)
-    for mine, each in zip(alone, rows[:5], strict=False):
-        torch.testing.assert_close(mine.detach(), theirs(each, reader), atol=1e-5, rtol=1e-5)
+    for mine, each in zip(alone, rows, strict=True):
+        expected = vision.logprobs_alone(theirs, each, reader).detach()
+        torch.testing.assert_close(mine.detach(), expected, atol=1e-5, rtol=1e-5)
 
 
 def load_theirs(path: Path) -> Any:
-    """Log-probs of a row's response by transformers alone."""
+    """Transformers' model."""
     from transformers import AutoModelForImageTextToText
 
-    model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-
-    @torch.no_grad()
-    def logprobs(row: Trajectory, reader: VisionReader) -> torch.Tensor:
-        images, length = reader.of_row(row).features, row.prompt_length
-        tokens = torch.from_numpy(row.tokens.astype(np.int64))
-        read = tokens[None, :-1]
-        logits = model(
-            input_ids=read,
-            mm_token_type_ids=(read == PLACEHOLDER).int(),
-            pixel_values=torch.from_numpy(np.concatenate([each.pixels for each in images])),
-            image_grid_thw=torch.from_numpy(np.stack([each.grid for each in images])),
-        ).logits[0]
-        found = logits.log_softmax(-1)[length - 1 :]
-        return found.gather(1, tokens[length:, None])[:, 0]
-
-    return logprobs
+    factory: Any = AutoModelForImageTextToText
+    return factory.from_pretrained(path, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +125,7 @@ def test_pictures_between_turns_stand_where_they_were_observed(vision_path: Path
 def test_a_row_whose_places_are_not_its_pictures_is_corrupt(vision_path: Path) -> None:
     reader = VisionReader(vision_path, load_hf(vision_path))
     good = row(vision_path, [C], 3, 0)
-    with pytest.raises(CorruptError, match=r"row run/task/0\.0: picture 2 wants 4 places"):
+    with pytest.raises(CorruptError, match=r"row r/t0/0\.0: picture 2 wants 4 places"):
         reader.of_row(
             Trajectory(
                 uid=good.uid,
@@ -204,7 +170,7 @@ def test_a_critic_reads_pictures(vision_path: Path, world: World) -> None:
     trained = {name for name, p in critic.named_parameters() if p.grad is not None}
     alone = [critic(packed(reader, [each], share=False)).detach() for each in rows]
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-5)
-    other = critic(packed(reader, [dataclasses.replace(rows[0], media=(picture(9, 96, 64),))]))
+    other = critic(packed(reader, [replace(rows[0], media=(picture(9, 96, 64),))]))
     assert (other - alone[0]).abs().max() > 1e-3
     assert "value_head.weight" in trained and not any("visual" in name for name in trained)
 
@@ -214,3 +180,39 @@ def test_adapters_leave_a_frozen_tower_alone(vision_path: Path, world: World) ->
     policy = build_policy(open_hf(vision_path), world, config)
     names = [name for name, _ in policy.named_adapters()]
     assert names and not any(TOWER in name for name in names)
+
+
+def test_adapters_go_where_the_recipe_says(vision_path: Path, world: World) -> None:
+    def modules(**config: Any) -> set[str]:
+        config = {"path": vision_path, "lora_rank": 2, "freeze_vision_tower": False, **config}
+        policy = build_policy(open_hf(vision_path), world, ModelConfig.model_validate(config))
+        trained = {name for name, p in policy.named_tensors() if p.requires_grad}
+        assert all("lora_" in name for name in trained)
+        return {name.partition(".lora_")[0] for name, _ in policy.named_adapters()}
+
+    both = modules()
+    assert {name.startswith(TOWER) for name in both} == {True, False}
+    decoder = modules(exclude_modules=r".*visual\..*")
+    assert decoder == {name for name in both if not name.startswith(TOWER)}
+    assert modules(target_modules=r".*visual\..*attn\.qkv") == {
+        f"model.visual.blocks.{n}.attn.qkv" for n in (0, 1)
+    }
+
+
+def test_tensor_ranks_are_refused_where_no_recipe_was_checked(vision_path: Path) -> None:
+    shared = Mock(spec=World, tensor=Mock(), sequence=None, experts=None)
+    shared.tensor.size.return_value = 2
+    with pytest.raises(UserError, match="reads pictures is not shared out by tensor or expert"):
+        build_policy(open_hf(vision_path), shared, ModelConfig(path=vision_path))
+
+
+def test_ranks_learn_of_pictures_what_one_process_learns(
+    tmp_path: Path, world: World, ranks: Ranks
+) -> None:
+    make_model(tmp_path / "model")
+    torch.save(train(tmp_path / "model", world), tmp_path / "alone.pt")
+    ranks.run("vision_ranks.py", [tmp_path], tmp_path / "output", ranks=2)
+    found = [json.loads(line) for line in (tmp_path / "found").read_text().splitlines()]
+    assert len(found) == 3
+    for layout, (loss, gradient, weight) in found:
+        assert loss < 1e-6 and gradient < 1e-5 and weight < 1e-4, layout

@@ -6,21 +6,26 @@ queue ─lease(tokens)─▶ SharedPrefixGroups ─whole groups─▶ ReferenceM
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from meshrl.contract.errors import UserError
+from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.ports import Queue
+from meshrl.contract.rows import media_of_row, row_media
 from meshrl.contract.stage_worker import Failure, StageResult, StageStats, StageWorker
 from meshrl.contract.types import (
     REFERENCE_STAGE,
     REFERENCE_TOP,
+    ROW_MEDIA,
     Columns,
     Float32,
     Int32,
@@ -70,6 +75,11 @@ class ReferenceModel:
         # One thread: forwards do not overlap, and the event loop stays free to renew leases.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reference")
 
+    @property
+    def reads_pictures(self) -> bool:
+        """Whether it reads those of rows."""
+        return self._reader is not None
+
     async def logprobs(
         self, rows: Sequence[Int32], *, temperature: float = 1.0
     ) -> Sequence[Float32]:
@@ -89,20 +99,19 @@ class ReferenceModel:
     async def judged(
         self,
         rows: Sequence[Int32],
-        media: Sequence[tuple[Media, ...]] = (),
+        seen: Sequence[Seen] = (),
         *,
         temperature: float = 1.0,
         top: int = 0,
     ) -> Sequence[Columns]:
         """For each int32[T] the column `ref_logprobs`, and with `top` those of REFERENCE_TOP, of so many tokens.
 
-        `media` are the pictures of each row, where any has some.
+        `seen` has the pictures of each row, where any may have some.
 
         Raises:
             UserError: an empty row, a token outside the vocabulary, or pictures that are not those of their row.
         """
-        media = media or [()] * len(rows)
-        if self._reader is None and any(media):
+        if self._reader is None and any(each.media for each in seen):
             raise UserError("rows have pictures, and the reference reads text only")
         for index, row in enumerate(rows):
             if len(row) == 0:
@@ -113,9 +122,7 @@ class ReferenceModel:
                     "the reference's tokenizer is not the policy's"
                 )
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._thread, self._forward, rows, media, temperature, top
-        )
+        return await loop.run_in_executor(self._thread, self._forward, rows, seen, temperature, top)
 
     def close(self) -> None:
         """End the thread; idempotent."""
@@ -125,7 +132,7 @@ class ReferenceModel:
     def _forward(
         self,
         rows: Sequence[Int32],
-        media: Sequence[tuple[Media, ...]],
+        seen: Sequence[Seen],
         temperature: float,
         top: int,
     ) -> list[Columns]:
@@ -134,8 +141,9 @@ class ReferenceModel:
         for micro in cut_alike(rows, budget):
             chosen = [rows[index] for index in micro]
             images = [
-                self._reader.images(rows[index], media[index], f"row {index}")
+                self._reader.images(rows[index], one.sampled, one.media, f"row {index}")
                 for index in (micro if self._reader else ())
+                for one in [seen[index] if seen else Seen(rows[index] < 0)]
             ]
             packed = pack(chosen, [1] * len(chosen), images=images).to(self._device)
             found = self._policy.top(packed, temperature, top)
@@ -150,11 +158,20 @@ class ReferenceModel:
         return results
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """The pictures of a row."""
+
+    sampled: npt.NDArray[Any]
+    """[T]: not 0 where the policy sampled the token, which is no place for a picture then."""
+    media: tuple[Media, ...] = ()
+
+
 class Judge(Protocol):
     """From the tokens of rows, and the pictures of each, to their columns."""
 
     async def __call__(
-        self, rows: Sequence[Int32], media: Sequence[tuple[Media, ...]], *, temperature: float
+        self, rows: Sequence[Int32], seen: Sequence[Seen], *, temperature: float
     ) -> Sequence[Columns]:
         """See ReferenceModel.judged."""
         ...
@@ -172,6 +189,7 @@ class ReferenceStage:
         worker: str,
         limit: int = 1024,
         together: bool = True,
+        pictures: bool = False,
     ) -> None:
         """Prepare; nothing is leased before `run`.
 
@@ -179,10 +197,12 @@ class ReferenceStage:
             queue: Where rows come from.
             runs: Which runs' rows.
             judged: What computes.
+            pictures: It reads those of rows.
             worker: This stage's name in leases.
             limit: Rows held at once: most of them wait for the rest of their group.
             together: Rows wait for the rest of their group, whose prompt is shared (`shared_prefix_groups.py`).
         """
+        self._queue = queue if pictures else None
         self._judged = judged
         self._loop = StageWorker(
             queue,
@@ -220,14 +240,26 @@ class ReferenceStage:
 
     async def _answer(self, rows: Sequence[LeasedRow], temperature: float) -> list[StageResult]:
         tokens = [row.columns["tokens"] for row in rows]
-        media = [row.task.media for row in rows]
         try:
-            results = await self._judged(tokens, media, temperature=temperature)
-        except UserError as error:
+            seen = await self._seen(rows)
+            results = await self._judged(tokens, seen, temperature=temperature)
+        except (UserError, CorruptError) as error:
             if len(rows) > 1:  # one row's defect must not fail the others
                 return [r for row in rows for r in await self._answer([row], temperature)]
             return [Failure(uid=rows[0].uid, outcome=Outcome.INFRA_FAULT, reason=str(error))]
         return [
             RowWrite(uid=row.uid, columns=columns)
             for row, columns in zip(rows, results, strict=True)
+        ]
+
+    async def _seen(self, rows: Sequence[LeasedRow]) -> list[Seen]:
+        """The pictures of rows, with those that an environment answered with."""
+        if self._queue is None:
+            return []
+        found: list[Columns] = []
+        for run, part in itertools.groupby([row.uid for row in rows], key=lambda uid: uid.run):
+            found += await self._queue.fetch(run, list(part), ("loss_mask", ROW_MEDIA))
+        return [
+            Seen(columns["loss_mask"], media_of_row(row.uid, row_media(columns), row.task.media))
+            for row, columns in zip(rows, found, strict=True)
         ]

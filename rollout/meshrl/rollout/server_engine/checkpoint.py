@@ -25,7 +25,7 @@ from meshrl.images import ImageProcessor, reads_images
 SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 """The second is the end of a name."""
-TOWER = ("visual.", "model.visual.")
+TOWER = ("visual.", "model.visual.", "model.vision_model.")
 """How names of a vision tower begin: of one that is not trained, a version has no weights."""
 HEADER_BYTES = 100_000_000
 """The longest header that the safetensors library reads."""

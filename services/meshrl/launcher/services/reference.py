@@ -59,6 +59,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
                 partial(model.judged, top=recipe.algorithm.distillation.top_k),
                 worker=context.name,
                 together=not deterministic,
+                pictures=model.reads_pictures,
             )
             await server.ready()
             await work_until_stopped(server, stage.run(grace_s=STAGE_GRACE_S), stage.drain)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.model.vision import TOWER, tower_of
+from meshrl.trainer.model.vision import tower_of, tower_prefix
 
 LoraLayer: TypeAlias = Any
 """A `peft.tuners.lora.LoraLayer`."""
@@ -117,8 +117,9 @@ def _excluded_modules(hf: Any, config: ModelConfig) -> str | tuple[str, ...]:
     if tower is None or not config.freeze_vision_tower:
         return given
     if isinstance(given, str):
-        return rf"(?:{given})|{re.escape(TOWER)}.*"
-    return (*given, *(TOWER + name for name, _ in tower.named_modules() if name))
+        return rf"(?:{given})|{re.escape(tower_prefix(hf))}.*"
+    names = (name for name, _ in tower.named_modules() if name)
+    return (*given, *(tower_prefix(hf) + name for name in names))
 
 
 def place_adapters(

@@ -50,7 +50,13 @@ from meshrl.trainer.model.packing import Pack
 from meshrl.trainer.model.routing_replay import Routing, RoutingReplay
 from meshrl.trainer.model.sharded_loading import can_fill, fill, is_empty
 from meshrl.trainer.model.tensor_parallel import share_matrices
-from meshrl.trainer.model.vision import TOWER, VISION_ATTENTION, embedded, tower_of
+from meshrl.trainer.model.vision import (
+    VISION_ATTENTION,
+    embedded,
+    tower_of,
+    tower_prefix,
+    units_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +186,7 @@ class Policy(nn.Module):
             parameter.requires_grad for parameter in self.tower.parameters()
         )
         for name, weight in self.named_weights():
-            if not (frozen and name.startswith(TOWER)):
+            if not (frozen and name.startswith(tower_prefix(self.hf))):
                 yield name, weight
 
     def named_adapters(self) -> Iterator[tuple[str, lora.Weight]]:
@@ -372,6 +378,10 @@ def shard(model: Model, hf: HfModel, world: World, config: ModelConfig) -> Model
         how["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     if config.use_torch_compile:
         attention.keep_out_of_graphs()
+    if tower is not None and (world.tensor is not None or world.experts is not None):
+        raise UserError(
+            "trainer.parallel: a model that reads pictures is not shared out by tensor or expert; want 1"
+        )
     if world.tensor is not None:
         if config.lora_rank:
             raise UserError("trainer.parallel.tensor: adapters are not shared among ranks; want 1")
@@ -382,8 +392,8 @@ def shard(model: Model, hf: HfModel, world: World, config: ModelConfig) -> Model
         if config.use_torch_compile:
             _compile(layer, recompute=config.enable_gradient_checkpointing)
         fully_shard(layer, mesh=world.mesh, **how)
-    if tower is not None:
-        fully_shard(tower, mesh=world.mesh, **how)
+    for part in units_of(tower) if tower is not None else ():
+        fully_shard(part, mesh=world.mesh, **how)
     fully_shard(model, mesh=world.mesh, **how)
     if is_empty(hf):
         fill(hf, model, config, torch.device("cpu") if config.param_offload else world.device)

@@ -24,8 +24,8 @@ from meshrl.images import ImageFeatures, ImageProcessor
 
 HfModel: TypeAlias = Any
 """A transformers `PreTrainedModel`: the library has no types."""
-TOWER = "model.visual."
-"""How the names of its weights begin."""
+TOWERS = {"smolvlm": "vision_model", "idefics3": "vision_model"}
+"""Where a type of model keeps its vision tower, unless that is `visual`."""
 VISION_ATTENTION = "sdpa"
 """Inside the tower, where each picture attends to itself."""
 Int64: TypeAlias = npt.NDArray[np.int64]
@@ -58,9 +58,9 @@ class PackedImages:
     """The pictures of a pack, in the order of their places; I of them with M tokens in all."""
 
     pixels: torch.Tensor
-    """float32[patches, numbers of a patch]"""
+    """float32[patches, numbers of a patch], or float32[tiles, channels, height, width]."""
     grids: torch.Tensor
-    """int64[I, 3]"""
+    """int64[I, 3]: see ImageFeatures."""
     places: torch.Tensor
     """int64[m]: the places of those tokens that this rank has, ascending."""
     own: torch.Tensor
@@ -94,7 +94,7 @@ def packed_images(
     if not found:
         return None
     found.sort(key=lambda each: each[0])
-    at = np.concatenate([np.arange(first, first + image.num_tokens) for first, image in found])
+    at = np.concatenate([first + image.embeds for first, image in found])
     return PackedImages(
         pixels=torch.from_numpy(np.concatenate([image.pixels for _, image in found])),
         grids=torch.from_numpy(np.stack([image.grid for _, image in found])),
@@ -167,13 +167,24 @@ def tower_of(hf: HfModel) -> nn.Module | None:
     """What makes features of pictures; None in a model of text."""
     if getattr(hf.config, "vision_config", None) is None:
         return None
-    tower = getattr(hf.model, "visual", None)
+    tower = getattr(hf.model, TOWERS.get(hf.config.model_type, "visual"), None)
     if not isinstance(tower, nn.Module):
         raise UserError(
-            f"model {type(hf).__name__}: its vision tower is not known here; Qwen2-VL, Qwen2.5-VL and Qwen3-VL can"
-            " be trained"
+            f"model {type(hf).__name__}: its vision tower is not known here; Qwen2-VL, Qwen2.5-VL, Qwen3-VL and"
+            " SmolVLM can be trained"
         )
     return tower
+
+
+def units_of(tower: nn.Module) -> list[nn.Module]:
+    """Its parts that ranks gather one by one, and then the rest of it."""
+    lists = [module for module in tower.modules() if isinstance(module, nn.ModuleList)]
+    return [*(block for blocks in lists for block in blocks), tower]
+
+
+def tower_prefix(hf: HfModel) -> str:
+    """How the names of the weights of its tower begin."""
+    return f"model.{TOWERS.get(hf.config.model_type, 'visual')}."
 
 
 def embedded(hf: HfModel, input_ids: torch.Tensor, images: PackedImages | None) -> dict[str, Any]:
@@ -182,16 +193,8 @@ def embedded(hf: HfModel, input_ids: torch.Tensor, images: PackedImages | None) 
     A pack without pictures runs the tower too, on an empty one: ranks gather its weights together.
     """
     embeddings: torch.Tensor = hf.get_input_embeddings()(input_ids)
-    config = hf.config.vision_config
-    if images is None:
-        side = config.spatial_merge_size
-        channels = getattr(config, "in_channels", None) or getattr(config, "in_chans", 3)
-        numbers = channels * config.temporal_patch_size * config.patch_size**2
-        pixels = embeddings.new_zeros(side * side, numbers, dtype=torch.float32)
-        grids = torch.tensor([[1, side, side]], device=embeddings.device)
-        nothing = torch.zeros(0, dtype=torch.int64, device=embeddings.device)
-        images = PackedImages(pixels=pixels, grids=grids, places=nothing, own=nothing)
-    made = hf.model.get_image_features(images.pixels, images.grids, return_dict=True)
+    images = images or _no_images(hf.config.vision_config, embeddings)
+    made = _features(hf, images)
     features = torch.cat(tuple(made.pooler_output)).to(embeddings.dtype)
     features = features.index_select(0, images.own)
     found: dict[str, Any] = {
@@ -207,3 +210,28 @@ def embedded(hf: HfModel, input_ids: torch.Tensor, images: PackedImages | None) 
             for layer in deep
         ]
     return found
+
+
+def _features(hf: HfModel, images: PackedImages) -> Any:
+    """Transformers' output: `pooler_output` float32[M, H] in parts, and what else the decoder reads of pictures."""
+    if images.pixels.dim() > 2:
+        return hf.model.get_image_features(images.pixels[None], return_dict=True)
+    return hf.model.get_image_features(images.pixels, images.grids, return_dict=True)
+
+
+def _no_images(config: Any, embeddings: torch.Tensor) -> PackedImages:
+    """The smallest picture that the tower reads, at no place."""
+    if hasattr(config, "spatial_merge_size"):
+        side = config.spatial_merge_size
+        channels = getattr(config, "in_channels", None) or getattr(config, "in_chans", 3)
+        shape = [side * side, channels * config.temporal_patch_size * config.patch_size**2]
+    else:
+        side = 0
+        shape = [1, config.num_channels, config.image_size, config.image_size]
+    nothing = torch.zeros(0, dtype=torch.int64, device=embeddings.device)
+    return PackedImages(
+        pixels=embeddings.new_zeros(shape, dtype=torch.float32),
+        grids=torch.tensor([[1, side, side]], device=embeddings.device),
+        places=nothing,
+        own=nothing,
+    )

@@ -333,7 +333,7 @@ def _held_out(row: Trajectory, task: Task) -> LoggedRow:
         extra_info=task.extra_info,
         messages=task.conversation,
     )
-    row = replace(row, media=media_of_row(row, task.media))
+    row = replace(row, media=media_of_row(row.uid, row.row_media, task.media))
     return LoggedRow(
         trajectory=row, start=row.prompt_length, group_size=task.group_size, sample=sample
     )

@@ -1,0 +1,308 @@
+"""Tiny random models that read pictures, rows with pictures, and what came out of each model.
+
+python -m meshrl.testing.vision [NAME ...] [--write docs/reference/models.md]
+
+random weights ─▶ checkpoint ─▶ log-probs and gradients of a pack, beside transformers' own of each row
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+from meshrl.contract.types import Media, Trajectory, Uid, Version, VersionSpan
+from meshrl.images import ImageProcessor
+from meshrl.testing.architectures import figure, gradients_apart, replace_section
+from meshrl.trainer.config import ModelConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.model.packing import Pack, pack
+from meshrl.trainer.model.policy import build_policy, open_hf
+from meshrl.trainer.model.vision import VisionReader
+
+SPECIAL = (
+    *("<pad>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+)
+WORDS = ("user", "assistant", "which", "colour", "?", "red", "green", "blue", "white", "black")
+AROUND_TILES = (
+    *("<fake_token_around_image>", "<global-img>", "\n", "\n\n"),
+    *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
+)
+VOCABULARY = (*SPECIAL, *WORDS, *AROUND_TILES)
+PLACEHOLDER = VOCABULARY.index("<|image_pad|>")
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|> {{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %} {{ part.text }}{% endif %}{% endfor %}{% endif %} <|im_end|> {% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
+)
+PATCH, HIDDEN = 16, 128
+TOKENS = {
+    "image_token_id": PLACEHOLDER,
+    "video_token_id": VOCABULARY.index("<|video_pad|>"),
+    "vision_start_token_id": VOCABULARY.index("<|vision_start|>"),
+    "vision_end_token_id": VOCABULARY.index("<|vision_end|>"),
+}
+TEXT = {
+    **{"vocab_size": len(VOCABULARY), "hidden_size": HIDDEN, "intermediate_size": 256},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"max_position_embeddings": 1024, "bos_token_id": None, "pad_token_id": 0},
+    **{"eos_token_id": VOCABULARY.index("<|im_end|>"), "tie_word_embeddings": True},
+}
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+TOWER = {"depth": 2, "num_heads": 2, "patch_size": PATCH}
+KINDS: dict[str, dict[str, Any]] = {
+    "Qwen2VL": {
+        "model_type": "qwen2_vl",
+        "text_config": {**TEXT, "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6]}},
+        "vision_config": {**TOWER, "embed_dim": 64, "hidden_size": HIDDEN, "mlp_ratio": 2},
+    },
+    "Qwen2_5_VL": {
+        "model_type": "qwen2_5_vl",
+        "text_config": {**TEXT, "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6]}},
+        "vision_config": {
+            **{**TOWER, "hidden_size": 64, "intermediate_size": 128, "out_hidden_size": HIDDEN},
+            **{"fullatt_block_indexes": [1], "window_size": 64},
+        },
+    },
+    "Qwen3VL": {
+        "model_type": "qwen3_vl",
+        "text_config": {
+            **{**TEXT, "head_dim": 32},
+            "rope_parameters": {**ROPE, "mrope_section": [8, 4, 4], "mrope_interleaved": True},
+        },
+        "vision_config": {
+            **{**TOWER, "hidden_size": 64, "intermediate_size": 128, "out_hidden_size": HIDDEN},
+            **{"spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 64},
+            "deepstack_visual_indexes": [0],
+        },
+    },
+    "SmolVLM": {
+        "model_type": "smolvlm",
+        "text_config": {**TEXT, "model_type": "llama", "rope_parameters": ROPE},
+        "vision_config": {
+            **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
+            **{"num_attention_heads": 2, "image_size": 64, "patch_size": PATCH},
+        },
+        "scale_factor": 2,
+    },
+}
+PATCHES = {
+    **{"image_processor_type": "Qwen2VLImageProcessor", "patch_size": PATCH, "merge_size": 2},
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": (16 * PATCH) ** 2},
+}
+PROCESSORS = {
+    **{"Qwen2VL": "Qwen2VLProcessor", "Qwen2_5_VL": "Qwen2_5_VLProcessor"},
+    **{"Qwen3VL": "Qwen3VLProcessor", "SmolVLM": "SmolVLMProcessor"},
+}
+"""What vLLM loads, which is not asked for pixels."""
+TILES = {
+    **{"image_processor_type": "SmolVLMImageProcessor", "do_image_splitting": True},
+    **{"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 64}},
+}
+"""A picture becomes tiles of 64 x 64 pixels, four tokens each, up to 128 pixels a side."""
+
+
+def random_checkpoint(name: str, directory: Path) -> None:
+    """Random weights in float32, the tokenizer, and what makes pixels of pictures."""
+    config = AutoConfig.for_model(**KINDS[name], **TOKENS, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    factory: Any = AutoModelForImageTextToText
+    model = factory.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.06)
+    model.save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    images = TILES if name == "SmolVLM" else PATCHES
+    images = {**images, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    images["processor_class"] = PROCESSORS[name]
+    (directory / "preprocessor_config.json").write_text(json.dumps(images))
+    videos = {**images, "video_processor_type": "Qwen3VLVideoProcessor"}
+    del videos["image_processor_type"]
+    (directory / "video_preprocessor_config.json").write_text(json.dumps(videos))
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A word a token."""
+    ids = {word: number for number, word in enumerate(VOCABULARY)}
+    inner = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="<|im_end|>",
+        unk_token="<unk>",
+        additional_special_tokens=[*SPECIAL[3:], *AROUND_TILES],
+    )
+    made.chat_template = TEMPLATE
+    return made
+
+
+def picture(seed: int, width: int = 64, height: int = 64) -> Media:
+    """Noise, as PNG."""
+    from PIL import Image
+
+    noise = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "PNG")
+    return Media.of(file.getvalue())
+
+
+def row(
+    processor: ImageProcessor, media: Sequence[Media], response: int, number: int
+) -> Trajectory:
+    """A prompt with its pictures and `response` random tokens; the last one is a placeholder that was sampled."""
+    draws = np.random.default_rng(number)
+    ids = np.array([3, 9, *([5, PLACEHOLDER, 6, 11] * len(media)), 12], dtype=np.int32)
+    prompt = processor.expanded(ids, tuple(media), "row")
+    answer = draws.integers(9, 19, response).astype(np.int32)
+    answer[-1] = PLACEHOLDER
+    tokens = np.concatenate([prompt, answer])
+    mask = np.zeros(len(tokens), dtype=np.uint8)
+    mask[len(prompt) :] = 1
+    return Trajectory(
+        uid=Uid("r", f"t{number // 2}", number % 2),
+        tokens=tokens,
+        loss_mask=mask,
+        rollout_logprobs=np.where(mask == 1, np.float32(-3.5), np.float32(0)),
+        spans=(VersionSpan(version=Version(1, 0), start=len(prompt), end=len(tokens)),),
+        reward=float(draws.random()),
+        media=tuple(media),
+    )
+
+
+def rows(checkpoint: Path) -> list[Trajectory]:
+    """Rows with no picture, one and two, some of them alike up to there."""
+    processor, one, two = ImageProcessor(checkpoint), picture(1, 96, 64), picture(2, 70, 130)
+    asked = ((one,), (one,), (two,), (one, two), (picture(3), one), ())
+    return [row(processor, media, 4 + n, n) for n, media in enumerate(asked)]
+
+
+def packed(reader: VisionReader, rows: Sequence[Trajectory], *, share: bool = True) -> Pack:
+    """Rows in one pack."""
+    return pack(
+        [row.tokens for row in rows],
+        [row.prompt_length for row in rows],
+        images=[reader.of_row(row) for row in rows],
+        share_prefixes=share,
+    )
+
+
+def logprobs_alone(hf: Any, row: Trajectory, reader: VisionReader) -> torch.Tensor:
+    """float32[response]: of a row by itself, by transformers alone."""
+    images, tokens = reader.of_row(row).features, torch.from_numpy(row.tokens).long()
+    read, given = tokens[None, :-1], {}
+    if images and images[0].pixels.ndim > 2:
+        tiles = np.concatenate([each.pixels for each in images])
+        given = {"pixel_values": torch.from_numpy(tiles)[None]}
+    elif images:
+        given = {
+            "mm_token_type_ids": (read == PLACEHOLDER).int(),
+            "pixel_values": torch.from_numpy(np.concatenate([each.pixels for each in images])),
+            "image_grid_thw": torch.from_numpy(np.stack([each.grid for each in images])),
+        }
+    logits = hf(input_ids=read, **given).logits[0, row.prompt_length - 1 :]
+    found: torch.Tensor = logits.log_softmax(-1)
+    return found.gather(1, tokens[row.prompt_length :, None])[:, 0]
+
+
+HEADING = "## Models that read pictures"
+SECTION = (
+    HEADING
+    + """
+
+Random models of two layers whose vision towers are trained, too, and a pack of six rows with up to two pictures, of
+which some are alike; float32 on a CPU. This section is what
+
+```
+python -m meshrl.testing.vision --write docs/reference/models.md
+```
+
+found with transformers {transformers} and torch {torch}.
+
+- **log-probs**: greatest difference of a log-prob in the pack from transformers' own of each row alone.
+- **gradients**: greatest difference of a parameter's gradient, the tower's among them, from the sum over the rows by
+  transformers, as a share of its norm.
+- **separate rows**: the same, from the sum over the rows each in a pack of its own.
+
+| model | log-probs | gradients | separate rows |
+|---|---|---|---|
+{table}
+
+Several ranks with them: below. What becomes of their pictures: [pictures](../how-to/pictures.md).
+"""
+)
+
+
+def attempt(name: str, directory: Path, world: World) -> tuple[str, str, str]:
+    """Log-probs, gradients and separate rows: see the page."""
+    random_checkpoint(name, directory)
+    config = ModelConfig(path=directory, freeze_vision_tower=False)
+    policy = build_policy(open_hf(directory), world, config)
+    factory: Any = AutoModelForImageTextToText
+    own = factory.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    reader, given = VisionReader(directory, policy.hf), rows(directory)
+    wanted = torch.cat([logprobs_alone(own, each, reader) for each in given])
+    torch.autograd.backward(-wanted.sum())
+    for each in given:
+        alone, _ = policy(packed(reader, [each], share=False), 1.0)
+        torch.autograd.backward(-alone.sum())
+    separate = {
+        n: None if p.grad is None else p.grad.full_tensor().clone()
+        for n, p in policy.named_tensors()
+    }
+    policy.zero_grad()
+    together, _ = policy(packed(reader, given), 1.0)
+    torch.autograd.backward(-together.sum())
+    return (
+        figure((together.detach() - wanted.detach()).abs().max()),
+        gradients_apart(policy, {n: p.grad for n, p in own.named_parameters()}),
+        gradients_apart(policy, separate),
+    )
+
+
+def main() -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(KINDS)}; default: all")
+    parser.add_argument("--write", type=Path, help="the page that has the table")
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in KINDS]
+    if unknown:
+        print(f"no model {unknown[0]!r} (known: {', '.join(KINDS)})", file=sys.stderr)
+        return 2
+    world, lines = World.start("cpu"), []
+    for name in options.names or KINDS:
+        with tempfile.TemporaryDirectory() as directory:
+            lines.append(f"| {name} | {' | '.join(attempt(name, Path(directory), world))} |")
+        print(lines[-1], flush=True)
+    world.close()
+    if options.write:
+        versions = {
+            "transformers": transformers.__version__,
+            "torch": torch.__version__.split("+")[0],
+        }
+        text = SECTION.format(table="\n".join(lines), **versions)
+        replace_section(options.write, HEADING, text)
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())
