@@ -20,24 +20,24 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 LINES: Mapping[str, int] = {
-    "meshrl.trainer": 20830,
+    "meshrl.trainer": 21030,
     "meshrl.rollout": 13285,
     "meshrl.transferqueue": 10855,
     "meshrl.rewardd": 6860,
     "meshrl.sandbox": 1870,
-    "meshrl.images": 425,
+    "meshrl.images": 595,
     "meshrl.weights": 7630,
     "meshrl.contract": 6900,
     "meshrl.simulation": 6240,
     "meshrl.rpc": 6050,
     "meshrl.launcher": 4725,
-    "meshrl.testing": 3915,
+    "meshrl.testing": 4270,
     "meshrl.cli": 6222,
     "meshrl.deploy": 930,
     "meshrl.http": 3350,
     "meshrl.verl": 3905,
     "meshrl.client": 1800,
-    "meshrl.config": 3645,
+    "meshrl.config": 3670,
     "meshrl.api": 500,
 }
 """The most lines of each package, generated code left out."""

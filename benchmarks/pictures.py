@@ -4,8 +4,8 @@
     python benchmarks/pictures.py payload [--group 8] [--groups 16] [--bytes 100000]
 
 `logprobs`: a tiny random model is exported by the trainer and served by vLLM on this CPU, which samples rows of one
-to four pictures, first from the export and then from a version of the weight plane, with the vision tower trained; the
-policy computes the same rows in packs. Wants `make venv-vllm`.
+to four pictures, first from the export and then from a version of the weight plane that has other weights everywhere,
+in the vision tower, too; the policy computes the same rows in packs. Wants `make venv-vllm`.
 `payload`: the bytes that a queue over gRPC takes and gives for a group: put, one lease of its rows, one fetch of
 them; beside the same without pictures. The last line is one JSON object.
 """

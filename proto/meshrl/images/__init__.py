@@ -114,11 +114,11 @@ class ImageFeatures:
     pixels: npt.NDArray[np.float32]
     """float32[patches, numbers of a patch], or float32[tiles, channels, height, width]."""
     grid: npt.NDArray[np.int64]
-    """int64[3]: frames, rows and columns of patches; or tiles, and rows and columns of those that are not the whole."""
+    """int64[3]: frames, rows and columns of patches; or tiles, and rows and columns of all but the whole one."""
     num_tokens: int
     """Places that it takes in a prompt."""
     embeds: npt.NDArray[np.int64]
-    """int64[M]: at which of them its features stand, ascending; the others are tokens, as between tiles."""
+    """int64[M]: at which of them its features stand, ascending; at the others, tokens do."""
     name: str
     """Of the picture: equal ones have equal pixels."""
 

@@ -75,5 +75,5 @@ def build(checkpoint: Path, config: Mapping[str, Any], processor: Any) -> Tiles:
         return Tiles(int(config["image_token_id"]), side**2, processor, tokenizer)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{checkpoint}: config.json lacks image_token_id, scale_factor, or vision_config.image_size or .patch_size"
+            f"{checkpoint}: config.json lacks image_token_id, scale_factor or vision_config.image_size, .patch_size"
         ) from error

@@ -188,7 +188,7 @@ def gradients_apart(policy: Policy, theirs: Mapping[str, torch.Tensor | None]) -
         if (their is None) is not (grad is None):
             raise AssertionError(f"only one side has a gradient of {name}")
         if their is not None and grad is not None:
-            ours[name], wanted[name] = grad.full_tensor(), their
+            ours[name], wanted[name] = grad.full_tensor(), their  # type: ignore[attr-defined]
     return f"{apart(ours, wanted):.0e}"
 
 

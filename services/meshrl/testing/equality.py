@@ -165,7 +165,9 @@ def train(checkpoint: Path, world: World, optimizer: str = "adamw", **options: f
     objective = PolicyGradient(AlgorithmConfig(), actor, max_response_length=30)
     learner = Learner(
         *(policy, optimizers, objective, world, actor),
-        **{"temperature": 1.0, "seed": 0, "total_steps": None},
+        temperature=1.0,
+        seed=0,
+        total_steps=None,
         reader=VisionReader(checkpoint, policy.hf) if sees else None,
     )
     manifest = tuple(

@@ -119,7 +119,8 @@ TILES = {
 
 def random_checkpoint(name: str, directory: Path) -> None:
     """Random weights in float32, the tokenizer, and what makes pixels of pictures."""
-    config = AutoConfig.for_model(**KINDS[name], **TOKENS, tie_word_embeddings=True)
+    described: dict[str, Any] = {**KINDS[name], **TOKENS, "tie_word_embeddings": True}
+    config: Any = AutoConfig.for_model(**described)
     torch.manual_seed(0)
     factory: Any = AutoModelForImageTextToText
     model = factory.from_config(config, dtype=torch.float32)
@@ -143,7 +144,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     ids = {word: number for number, word in enumerate(VOCABULARY)}
     inner = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(
+    factory: Any = PreTrainedTokenizerFast
+    made: PreTrainedTokenizerFast = factory(
         tokenizer_object=inner,
         pad_token="<pad>",
         eos_token="<|im_end|>",
@@ -264,8 +266,8 @@ def attempt(name: str, directory: Path, world: World) -> tuple[str, str, str]:
         alone, _ = policy(packed(reader, [each], share=False), 1.0)
         torch.autograd.backward(-alone.sum())
     separate = {
-        n: None if p.grad is None else p.grad.full_tensor().clone()
-        for n, p in policy.named_tensors()
+        name: None if parameter.grad is None else parameter.grad.full_tensor().clone()  # type: ignore[attr-defined]
+        for name, parameter in policy.named_tensors()
     }
     policy.zero_grad()
     together, _ = policy(packed(reader, given), 1.0)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,7 @@ from meshrl.trainer.distributed import prepare_cuda
 from meshrl.trainer.model.packing import cut_alike, pack
 from meshrl.trainer.model.policy import Policy, open_hf
 from meshrl.trainer.model.sharded_loading import fill, is_empty
-from meshrl.trainer.model.vision import VisionReader
+from meshrl.trainer.model.vision import RowImages, VisionReader
 from meshrl.trainer.shared_prefix_groups import SharedPrefixGroups
 
 
@@ -140,11 +141,12 @@ class ReferenceModel:
         results: list[Columns] = [{}] * len(rows)
         for micro in cut_alike(rows, budget):
             chosen = [rows[index] for index in micro]
-            images = [
-                self._reader.images(rows[index], one.sampled, one.media, f"row {index}")
-                for index in (micro if self._reader else ())
-                for one in [seen[index] if seen else Seen(rows[index] < 0)]
-            ]
+            images: list[RowImages] = []
+            if reader := self._reader:
+                for index in micro:
+                    one = seen[index] if seen else Seen(np.zeros_like(rows[index]))
+                    where = f"row {index}"
+                    images.append(reader.images(rows[index], one.sampled, one.media, where))
             packed = pack(chosen, [1] * len(chosen), images=images).to(self._device)
             found = self._policy.top(packed, temperature, top)
             sizes = [len(row) - 1 for row in chosen]

@@ -30,6 +30,8 @@ TOKENIZER_FILES = (
     "chat_template*",
     GENERATION_FILE,
 )
+PICTURE_FILES = ("*preprocessor_config.json", "processor_config.json")
+"""What makes pixels of pictures, in the checkpoint that the policy comes from."""
 
 
 MAX_SHARD_SIZE = "5GB"
@@ -70,7 +72,9 @@ def export_policy(
     hf, kind = policy.hf, getattr(torch, dtype)
     stored = hf.state_dict().keys()
     buffers = {n: b for n, b in hf.named_buffers() if n in stored}
-    weights = dict(policy.published_weights()) | {n: lora.Weight(b) for n, b in buffers.items()}
+    weights = dict(policy.published_weights(frozen=True)) | {
+        n: lora.Weight(b) for n, b in buffers.items()
+    }
     kinds = {name: buffers[name].dtype if name in buffers else kind for name in weights}
     blanks = {n: torch.empty(w.shape, dtype=kinds[n], device="meta") for n, w in weights.items()}
     files = _files(blanks, max_shard_size, world.size)
@@ -122,6 +126,9 @@ def _describe(policy: Policy, folder: Path, dtype: str, files: StateDictSplit) -
     generation = Path(config.name_or_path) / GENERATION_FILE
     if generation.is_file():
         shutil.copy2(generation, folder / GENERATION_FILE)
+    for pattern in PICTURE_FILES if policy.tower is not None else ():
+        for file in Path(config.name_or_path).glob(pattern):
+            shutil.copy2(file, folder / file.name)
     if files.is_sharded:
         index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True)

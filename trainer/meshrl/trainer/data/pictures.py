@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.types import Media, Message
+from meshrl.contract.types import Media
 from meshrl.images import MOST_BYTES, open_image
 from meshrl.images.messages import MARK, MOST_OF_ROW
 
@@ -59,11 +59,25 @@ def _bytes(item: object, folder: Path, at: str) -> bytes:
         raise UserError(f"{at}: {path}: {error.strerror}") from error
 
 
-def check_places(messages: Sequence[Message], media: Sequence[Media], where: str, key: str) -> None:
-    """Raises UserError unless the prompt has a place for each picture."""
-    places = sum(message.content.count(MARK) for message in messages)
+def pictures_of(
+    row: Mapping[str, Any], texts: str | Sequence[str], where: str, key: str
+) -> tuple[Media, ...]:
+    """The pictures of a row, which has a conversation of `texts` with a place for each.
+
+    Raises:
+        UserError: as `read_pictures` does; there are other places than pictures, or `texts` are no conversation.
+    """
+    media = read_pictures(row.get(key), where, key)
+    if isinstance(texts, str):
+        if media:
+            raise UserError(
+                f"{where}: {key!r} wants a prompt of messages, with {MARK} at their places"
+            )
+        return ()
+    places = sum(text.count(MARK) for text in texts)
     if places != len(media):
         raise UserError(
             f"{where}: the prompt has {places} places for pictures ({MARK}, or a part of type image), and {key!r} has"
             f" {len(media)}"
         )
+    return media

@@ -19,7 +19,7 @@ from meshrl.contract.chat_templates import rendered
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32, Json, Media, Message, SamplingParams, Task
 from meshrl.images import ImageProcessor
-from meshrl.images.messages import MARK, with_parts
+from meshrl.images.messages import with_parts
 from meshrl.trainer.config import DataConfig
 from meshrl.trainer.data.files import FileRow, file_rows
 from meshrl.trainer.data.messages import (
@@ -28,7 +28,7 @@ from meshrl.trainer.data.messages import (
     read_prompt,
     refuse_unusable,
 )
-from meshrl.trainer.data.pictures import check_places, read_pictures
+from meshrl.trainer.data.pictures import pictures_of
 
 
 class PromptTokenizer(Protocol):
@@ -172,7 +172,8 @@ def read_prompt_row(source: FileRow, config: DataConfig, *, pictures: bool = Fal
     key = config.image_key
     refuse_unusable(row, where, [name for name in UNUSABLE if not (pictures and name == key)])
     prompt = read_prompt(value, where, config.prompt_key, pictures=pictures)
-    media = _pictures(row, prompt, where, key) if pictures else ()
+    texts = prompt if isinstance(prompt, str) else [message.content for message in prompt]
+    media = pictures_of(row, texts, where, key) if pictures else ()
     extra_info = row.get("extra_info") or {}
     if not isinstance(extra_info, Mapping):
         raise UserError(f"{where}: extra_info is {type(extra_info).__name__}, want an object")
@@ -185,20 +186,6 @@ def read_prompt_row(source: FileRow, config: DataConfig, *, pictures: bool = Fal
         extra_info=extra_info,
         data_source=str(row.get("data_source") or ""),
     )
-
-
-def _pictures(
-    row: Mapping[str, Any], prompt: str | tuple[Message, ...], where: str, key: str
-) -> tuple[Media, ...]:
-    media = read_pictures(row.get(key), where, key)
-    if isinstance(prompt, str):
-        if media:
-            raise UserError(
-                f"{where}: {key!r} wants a prompt of messages, with {MARK} at their places"
-            )
-        return ()
-    check_places(prompt, media, where, key)
-    return media
 
 
 def _introduced(prompt: str | tuple[Message, ...], config: DataConfig) -> str | tuple[Message, ...]:

@@ -173,9 +173,13 @@ class Policy(nn.Module):
         """Names and weights as transformers holds them: adapters merged."""
         yield from lora.weights(self.hf)
 
-    def published_weights(self) -> Iterator[tuple[str, Published]]:
-        """The weights as engines load them, adapters merged, under the names of a checkpoint; with its buffers."""
-        yield from in_checkpoint(self.hf, self._changing_weights(), self._stored)
+    def published_weights(self, *, frozen: bool = False) -> Iterator[tuple[str, Published]]:
+        """The weights as engines load them, adapters merged, under the names of a checkpoint; with its buffers.
+
+        Those of a `frozen` vision tower, which engines have from their checkpoint, only if asked for.
+        """
+        given = self.named_weights() if frozen else self._changing_weights()
+        yield from in_checkpoint(self.hf, given, self._stored)
         for name, buffer in self.hf.named_buffers():
             if name in self._stored:
                 yield name, lora.Weight(buffer)

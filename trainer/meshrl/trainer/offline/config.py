@@ -67,6 +67,8 @@ class SftConfig(OfflineConfig):
     """Text."""
     messages_key: str = "messages"
     """A whole conversation, in rows without a response: what the assistant says in it is learned."""
+    image_key: str = "images"
+    """The column of a row's pictures, for a model that reads some: files, or the bytes of them."""
     tools_key: str = "tools"
     """The schemas of the tools of such a conversation, or JSON of them."""
     apply_chat_template_kwargs: TemplateVariables = Field(default_factory=dict)

@@ -17,8 +17,12 @@ import numpy as np
 
 from meshrl.contract.chat_templates import bound_templates, rendered
 from meshrl.contract.errors import UserError
+from meshrl.contract.types import Media
+from meshrl.images import ImageProcessor
+from meshrl.images.messages import MARK, parts_of
 from meshrl.trainer.data.files import FileRow
 from meshrl.trainer.data.messages import MEDIA, is_empty, read_text, refuse_unusable
+from meshrl.trainer.data.pictures import pictures_of
 from meshrl.trainer.offline.config import SftConfig
 from meshrl.trainer.offline.example import Example
 
@@ -28,16 +32,31 @@ FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_co
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def conversation(source: FileRow, tokenizer: Any, config: SftConfig) -> Example:
-    """The tokens of a conversation, of which those of the assistant are learned.
+def conversation(
+    source: FileRow, tokenizer: Any, config: SftConfig, images: ImageProcessor | None = None
+) -> Example:
+    """The tokens of a conversation, of which those of the assistant are learned; `images` reads its pictures.
 
     Raises:
-        UserError: a message or a tool is malformed, the assistant says nothing, its turns cannot be told, or the row
-            is too long; names file and row.
+        UserError: a message, a tool or a picture is malformed, the assistant says nothing, its turns cannot be told,
+            or the row is too long; names file and row.
     """
     where, key = source.where, config.messages_key
-    refuse_unusable(source.values, where, MEDIA, "conversations")
-    turns = _turns(source.values[key], where, key)
+    sees = images is not None
+    unusable = [name for name in MEDIA if not (sees and name == config.image_key)]
+    refuse_unusable(source.values, where, unusable, "conversations")
+    turns = _turns(source.values[key], where, key, pictures=sees)
+    media: tuple[Media, ...] = ()
+    if sees:
+        texts = [turn.get("content", "") for turn in turns]
+        media = pictures_of(source.values, texts, where, config.image_key)
+    if media:
+        turns = [
+            {**turn, "content": parts_of(turn["content"])}
+            if MARK in turn.get("content", "")
+            else turn
+            for turn in turns
+        ]
     tools = _tools(source.values.get(config.tools_key), where, config.tools_key)
     if not tokenizer.chat_template:
         raise UserError(
@@ -54,12 +73,34 @@ def conversation(source: FileRow, tokenizer: Any, config: SftConfig) -> Example:
         raise UserError(
             f"{where}: the assistant says nothing in {key!r}, so there is nothing to learn"
         )
+    example = Example(tokens, int(np.argmax(mask)), mask)
+    if images is not None:
+        return with_pictures(example, media, images, where, config)
     if len(tokens) > config.max_length:
         raise UserError(f"{where}: {len(tokens)} tokens > max_length {config.max_length}")
-    return Example(tokens, int(np.argmax(mask)), mask)
+    return example
 
 
-def _turns(value: object, where: str, key: str) -> list[Turn]:
+def with_pictures(
+    example: Example,
+    media: tuple[Media, ...],
+    images: ImageProcessor,
+    where: str,
+    config: SftConfig,
+) -> Example:
+    """A row that has a token for each of its pictures, with all that stands for them instead, which is not learned.
+
+    Raises:
+        UserError: a picture that cannot be read, or the row is too long with them; names `where`.
+    """
+    tokens, source = images.expansion(example.tokens, media, where)
+    if len(tokens) > config.max_length:
+        raise UserError(f"{where}: {len(tokens)} tokens > max_length {config.max_length}")
+    mask = example.learned[source] & (example.tokens[source] != images.placeholder)
+    return Example(tokens, int(np.argmax(mask)), mask, media)
+
+
+def _turns(value: object, where: str, key: str, *, pictures: bool = False) -> list[Turn]:
     """The messages as templates read them, empty fields left out."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise UserError(f"{where}: {key!r} is {value!r:.60}, want a list of messages")
@@ -86,7 +127,7 @@ def _turns(value: object, where: str, key: str) -> list[Turn]:
             turn["content"] = (
                 message["content"]
                 if message.get("content") == ""
-                else read_text(message.get("content"), where, f"{at}.content")
+                else read_text(message.get("content"), where, f"{at}.content", pictures=pictures)
             )
         for name in ("name", "tool_call_id", "reasoning_content"):
             if name in turn:

@@ -17,16 +17,26 @@ import torch
 from transformers import AutoTokenizer
 
 from meshrl.contract.errors import UserError
+from meshrl.images import ImageProcessor, reads_images
+from meshrl.images.messages import with_parts
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.config import ParallelConfig
 from meshrl.trainer.data.files import FileRow, file_rows
-from meshrl.trainer.data.messages import as_dicts, read_prompt, read_text, refuse_unusable
+from meshrl.trainer.data.messages import (
+    UNUSABLE,
+    as_dicts,
+    read_prompt,
+    read_text,
+    refuse_unusable,
+)
+from meshrl.trainer.data.pictures import pictures_of
 from meshrl.trainer.data.prompts import templated
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf
+from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.offline.config import SftConfig
-from meshrl.trainer.offline.conversation_rows import conversation
+from meshrl.trainer.offline.conversation_rows import conversation, with_pictures
 from meshrl.trainer.offline.example import Example, packs
 from meshrl.trainer.offline.loop import Progress, fit
 
@@ -86,10 +96,11 @@ def run(config: SftConfig, report: Callable[[SftProgress], None] | None = None) 
             config.model,
         )
         optimizers = Optimizers(policy, config.optim)
+        reader = VisionReader(config.model.path, policy.hf) if policy.tower is not None else None
         held_out = held_out[: config.val_max_samples]
         log_progress, target = report or _log, config.target_exact_match
         done = fit(
-            SftLesson(policy, optimizers, config, world, train, held_out),
+            SftLesson(policy, optimizers, config, world, train, held_out, reader),
             policy, optimizers, config, world,
             kind="sft", count=len(train), rows=[e.fingerprint for e in train],
             report=lambda progress: log_progress(SftProgress.of(progress)),
@@ -112,6 +123,7 @@ class SftLesson:
         world: World,
         train: Sequence[Example],
         held_out: Sequence[Example],
+        reader: VisionReader | None = None,
     ) -> None:
         """Keep the parts."""
         self._policy = policy
@@ -120,13 +132,14 @@ class SftLesson:
         self._world = world
         self._train = train
         self._held_out = held_out
+        self._reader = reader
 
     def step(self, rows: Sequence[int], rate: float) -> dict[str, float]:
         """One optimizer step."""
         batch = [self._train[row] for row in rows]
         learned = sum(example.num_learned for example in batch)
         total = 0.0
-        for _, pack in packs(batch, self._budget, self._world):
+        for _, pack in packs(batch, self._budget, self._world, self._reader):
             logprobs, _ = self._policy(pack, 1.0)
             loss = -logprobs.sum() / learned
             # FSDP averages gradients over ranks; the loss is a sum over all of them.
@@ -141,17 +154,21 @@ class SftLesson:
         """Share of held-out rows that greedy decoding would give."""
         if not self._held_out:
             return {}
-        score = exact_match(self._policy, self._held_out, self._budget, self._world)
+        score = exact_match(self._policy, self._held_out, self._budget, self._world, self._reader)
         return {EXACT_MATCH: score}
 
 
 @torch.no_grad()
 def exact_match(
-    policy: Policy, examples: Sequence[Example], max_tokens: int, world: World
+    policy: Policy,
+    examples: Sequence[Example],
+    max_tokens: int,
+    world: World,
+    reader: VisionReader | None = None,
 ) -> float:
     """Share of rows of which every response token is the most likely one, given the true tokens before it."""
     right = 0
-    for chosen, pack in packs(examples, max_tokens, world):
+    for chosen, pack in packs(examples, max_tokens, world, reader):
         matches = policy.is_greedy(pack).cpu()
         sizes = [example.num_learned for example in chosen] or [0]
         right += sum(bool(part.all()) for part in torch.split(matches, sizes) if chosen)
@@ -168,27 +185,35 @@ def read_examples(config: SftConfig, files: Sequence[Path], tokenizer_path: Path
     if not files:
         return []
     tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_path)
-    examples = [_example(row, tokenizer, config) for row in file_rows(files, config.reader)]
+    images = ImageProcessor(config.model.path) if reads_images(config.model.path) else None
+    examples = [_example(row, tokenizer, config, images) for row in file_rows(files, config.reader)]
     if not examples:
         raise UserError(f"no rows in {', '.join(map(str, files))}")
     return examples
 
 
-def _example(source: FileRow, tokenizer: Any, config: SftConfig) -> Example:
+def _example(
+    source: FileRow, tokenizer: Any, config: SftConfig, images: ImageProcessor | None
+) -> Example:
     row, where = source.values, source.where
     if row.get(config.messages_key) is not None and row.get(config.response_key) is None:
-        return conversation(source, tokenizer, config)
+        return conversation(source, tokenizer, config, images)
     for key in (config.prompt_key, config.response_key):
         if key not in row:
             raise UserError(f"{where}: no {key!r} (the row has {', '.join(map(str, row))})")
-    refuse_unusable(row, where)
-    prompt = read_prompt(row[config.prompt_key], where, config.prompt_key)
+    sees, key = images is not None, config.image_key
+    refuse_unusable(row, where, [name for name in UNUSABLE if not (sees and name == key)])
+    prompt = read_prompt(row[config.prompt_key], where, config.prompt_key, pictures=sees)
+    texts = prompt if isinstance(prompt, str) else [message.content for message in prompt]
+    media = pictures_of(row, texts, where, key) if sees else ()
     response = read_text(row[config.response_key], where, config.response_key)
-    return tokenised(
-        prompt if isinstance(prompt, str) else as_dicts(prompt), response, tokenizer, where,
+    messages = prompt if isinstance(prompt, str) else (with_parts if media else as_dicts)(prompt)
+    example = tokenised(
+        messages, response, tokenizer, where,
         append_eos=config.append_eos, max_length=config.max_length,
         variables=config.apply_chat_template_kwargs,
     )  # fmt: skip
+    return example if images is None else with_pictures(example, media, images, where, config)
 
 
 def tokenised(
