@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,3 +102,22 @@ def test_a_refusal_crosses_the_process() -> None:
 def test_a_task_without_answers_is_refused_by_name(name: str) -> None:
     with pytest.raises(ValidationError, match=f"rows of {name} have no answer to score"):
         config({name: {}, "gcd": {}})
+
+
+@pytest.mark.parametrize(
+    ("task", "question", "work"),
+    [
+        ("chain_sum", "State … problem: 5 + 8 - 13 =", "5+8=13 13-13=0"),
+        ("chain_sum", "State … problem: 1 - 5 =", "1-5=-4"),
+        ("simple_equations", "Solve for e: 5 - 8*e = -51", "-51-5=-56 -56/-8=7"),
+        ("simple_equations", "Solve for s: s - 3 = 11", "11+3=14 14/1=14"),
+        ("simple_equations", "Solve for s: 9 - s = 5", "5-9=-4 -4/-1=4"),
+        ("simple_equations", "Solve for h: 24*h = 192", "192/24=8"),
+        ("spell_backward", "Spell … (example: sun -> nus): moon", "1m2o3o4n 4n3o2o1m"),
+    ],
+)
+def test_the_tiny_recipe_shows_how_an_answer_is_worked_out(
+    task: str, question: str, work: str
+) -> None:
+    recipe = runpy.run_path(str(Path(__file__).parents[3] / "recipes/reasoning_gym/prepare.py"))
+    assert recipe["WORKED"][task](question) == work
