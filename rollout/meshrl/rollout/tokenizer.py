@@ -12,7 +12,7 @@ import numpy as np
 from meshrl.contract.chat_templates import rendered
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32, Json, Media
-from meshrl.images import ImageProcessor
+from meshrl.images import ImageProcessor, read_image
 
 NO_PICTURES = "there are pictures, and the model reads text only"
 
@@ -158,6 +158,8 @@ class HuggingFaceTokenizer:
         """See `PictureTokenizer`."""
         if self._images is None:
             raise UserError(NO_PICTURES)
+        for number, each in enumerate(media, 1):
+            read_image(each.data, f"picture {number}")  # nothing that cannot be read becomes part of a row
         expanded = self._images.expanded(np.array(ids, dtype=np.int32), media, "a message")
         places = self._images.places(expanded, media, "a message")
         return expanded, tuple(start for start, _ in places)

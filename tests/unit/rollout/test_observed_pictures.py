@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from pydantic import ValidationError
 
 from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, UserError
@@ -29,7 +30,7 @@ from meshrl.contract.types import (
     Version,
 )
 from meshrl.http.gateway.models import ChatBody
-from meshrl.images import MOST_PIXELS, ImageProcessor
+from meshrl.images import MOST_BYTES, MOST_PIXELS, ImageProcessor
 from meshrl.images.messages import MARK, MOST_OF_ROW, as_openai, content_with, taken_out
 from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.generation_checkpoint import ResumableGenerator
@@ -42,6 +43,7 @@ from meshrl.rollout.sessions.requests import SessionRequest
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer
 
 from ...pictures import PLACEHOLDER, picture, prepare
+from ..images.test_images import bomb
 from .test_resumable_generator import checkpointer
 
 UID = Uid("run", "t", 0)
@@ -286,6 +288,44 @@ async def test_an_agent_says_pictures_through_openais_api(
     )
     with pytest.raises(UserError, match="branch: each trains text only"):
         each.ask(SessionRequest(messages=tuple(as_openai(asked.messages, asked.media))))
+
+
+def url_of(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+SVG = b"<svg xmlns='http://www.w3.org/2000/svg'><image href='file:///etc/passwd'/></svg>"
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("http://169.254.169.254/latest/meta-data", "String should match pattern"),
+        ("file:///etc/passwd", "String should match pattern"),
+        ("data:text/html;base64,PHNjcmlwdD4=", "String should match pattern"),
+        ("data:image/png;base64,!!!!", "picture 1 is no base64"),
+        (url_of(SVG, "image/svg+xml"), "no picture that can be read .*want PNG, JPEG"),
+        (url_of(b""), "no picture that can be read"),
+        (url_of(picture(0).data[:-200]), "picture 1: no picture that can be read"),
+        (url_of(bomb(12_000)), "12000 x 12000 pixels, at most"),
+        (url_of(bomb(60_000)), "decompression bomb"),
+        (url_of(picture(0, 2000, 8).data), "the model cannot read this picture"),
+        (url_of(bytes(MOST_BYTES + 1)), f"bytes, at most {MOST_BYTES}"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+async def test_a_hostile_picture_of_an_agent_is_one_line_and_no_request(
+    tokenizer: HuggingFaceTokenizer, url: str, problem: str
+) -> None:
+    policy = Policy(tokenizer, "red")
+    session = agents.Session(task(tokenizer), UID, policy, tokenizer)
+    parts = [{"type": "image_url", "image_url": {"url": url, "detail": "high"}}]
+    with pytest.raises((UserError, ValidationError), match=problem) as caught:
+        messages = [{"role": "user", "content": parts}]
+        session.ask(ChatBody.model_validate({"messages": messages}).ask())
+    if isinstance(caught.value, UserError):
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+    assert not policy.requests and not session.asked
 
 
 async def test_a_row_that_observed_a_picture_is_not_continued_from_its_tokens(
