@@ -21,7 +21,7 @@ CRUMB_LINES = 60
 
 LINES: Mapping[str, int] = {
     "meshrl.trainer": 21030,
-    "meshrl.rollout": 13285,
+    "meshrl.rollout": 13290,
     "meshrl.transferqueue": 10855,
     "meshrl.rewardd": 6860,
     "meshrl.sandbox": 1870,
@@ -32,7 +32,7 @@ LINES: Mapping[str, int] = {
     "meshrl.rpc": 6050,
     "meshrl.launcher": 4725,
     "meshrl.testing": 4270,
-    "meshrl.cli": 6222,
+    "meshrl.cli": 6225,
     "meshrl.deploy": 930,
     "meshrl.http": 3350,
     "meshrl.verl": 3905,

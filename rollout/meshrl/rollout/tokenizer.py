@@ -159,7 +159,9 @@ class HuggingFaceTokenizer:
         if self._images is None:
             raise UserError(NO_PICTURES)
         for number, each in enumerate(media, 1):
-            read_image(each.data, f"picture {number}")  # nothing that cannot be read becomes part of a row
+            read_image(
+                each.data, f"picture {number}"
+            )  # nothing that cannot be read becomes part of a row
         expanded = self._images.expanded(np.array(ids, dtype=np.int32), media, "a message")
         places = self._images.places(expanded, media, "a message")
         return expanded, tuple(start for start, _ in places)

@@ -23,7 +23,8 @@ from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_
 from meshrl.trainer.trajectories.files import FOLDER
 from meshrl.trainer.trajectories.pictures import described
 
-PLACES = re.compile(r"(<\|[a-z_]+\|>)\1{3,}")
+PLACES = re.compile(r"(<\|[a-z_]+\|>)(?: ?\1){3,}")
+"""A picture has a token for each of its patches."""
 LISTED, WHOLE = 20, 8
 """Rows that are shown where `--limit` is not given: as a list, and whole."""
 
@@ -172,7 +173,7 @@ def _print_whole(console: Console, row: Row, directory: Path) -> None:
 def _prompt(row: Row) -> str:
     """As text: its tokens, of the equal ones of a picture one, or without a tokenizer its messages."""
     if row["prompt"] is not None:
-        return PLACES.sub(lambda run: f"{run[1]}×{len(run[0]) // len(run[1])}", str(row["prompt"]))
+        return PLACES.sub(lambda run: f"{run[1]}×{run[0].count(run[1])}", str(row["prompt"]))
     return "\n".join(f"{m['role']}: {m['content']}" for m in row["messages"] or ())
 
 

@@ -69,7 +69,7 @@ function pictures(found) {
 }
 
 // A picture has a token for each of its patches: of so many equal ones a prompt shows one.
-const folded = (text) => text.replace(/(<\|[a-z_]+\|>)\1{3,}/g, (run, token) => `${token}×${run.length / token.length}`);
+const folded = (text) => text.replace(/(<\|[a-z_]+\|>)(?: ?\1){3,}/g, (run, token) => `${token}×${run.split(token).length - 1}`);
 
 function asked(row) {
   const messages = row.messages ?? [];
