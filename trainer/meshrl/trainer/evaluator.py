@@ -254,6 +254,7 @@ class Evaluator:
     async def _log_waits(self) -> None:
         waiting = await self._queue.why_waiting(self.run)
         blocking = "; ".join(
-            f"{wait.who}: {wait.what} ({', '.join(wait.owners)})" for wait in waiting[:3]
+            f"{wait.who}: {wait.what} ({', '.join(wait.owners) or 'nobody'})"
+            for wait in waiting[:3]
         )
         log.info("evaluation waits: %s", blocking or "the queue names nothing that blocks")
