@@ -5,6 +5,7 @@ Each check yields the key to change and one sentence. None imports torch, runs a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -20,10 +21,13 @@ from meshrl.config.plugin_checks import LOGGERS, plugin_checks
 from meshrl.config.recipe import Recipe, algorithm_needs, trains_each_branch
 from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
+from meshrl.contract.held_rows import RENEWALS
 from meshrl.trainer.algorithms import needs as algorithm_rules
 
 PICTURE_PROGRAMS = ("single_turn", "tools", "user", "openai")
 """Built-in programs that hand a task's pictures to the engine."""
+MANY_RENEWALS, CALM_RENEWALS = 300, 100
+"""Calls a second of a queue process above which there is a warning, and what it asks for (docs/how-to/scale.md)."""
 PICTURE_PACKAGES = {"PIL": "pillow", "msgpack": "msgpack"}
 
 
@@ -55,6 +59,17 @@ def warnings(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     if why := algorithm_rules.cannot_learn(recipe.algorithm, recipe.actor, rows=rows):
         yield ("rollout", "n"), f"rollout.n: {why}"
     yield from ((("rollout", "name"), hint) for hint in hints(recipe, machine))
+    workers, queue = recipe.rollout.workers, recipe.queue
+    # A worker that holds rows of several shards renews them at each.
+    shares = min(queue.shards, recipe.rollout.slots) / queue.shards
+    renewals = workers * shares * RENEWALS / queue.lease_ttl_s
+    if renewals > MANY_RENEWALS:
+        calm = math.ceil(queue.lease_ttl_s * renewals / CALM_RENEWALS)
+        yield (
+            ("queue", "lease_ttl_s"),
+            f"queue.lease_ttl_s: {workers} workers would renew their leases {renewals:.0f} times a second at each"
+            f" queue process, which answers some 700 calls; want {calm}",
+        )
 
 
 def _stages(recipe: Recipe) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.config import Recipe, load_recipe
+from meshrl.config.checks import warnings
 from meshrl.config.device_defaults import hints, with_device_defaults
 from meshrl.config.loading import save_recipe
 from meshrl.config.machine import AssumedMachine, Assumptions
@@ -104,3 +105,22 @@ def test_numbers_among_the_variables_of_a_process_are_words(tmp_path: Path) -> N
 def test_a_large_version_has_longer_to_be_switched_to() -> None:
     config = WeightsConfig()
     assert (config.switch_s(0), config.switch_s(64_000_000_000)) == (0, 320)
+
+
+@pytest.mark.parametrize(
+    ("words", "warned"),
+    [
+        ("rollout.workers=1000", "1000 workers would renew their leases 600 times a second"),
+        ("rollout.workers=1000 queue.lease_ttl_s=30", ""),
+        ("rollout.workers=1000 queue.shards=2", "600 times"),  # each shard is told by all
+        ("rollout.workers=1000 queue.shards=8 rollout.slots=1", ""),
+        ("rollout.workers=100", ""),
+    ],
+)
+def test_more_renewals_than_a_queue_answers_beside_its_rows_are_a_warning(
+    tmp_path: Path, words: str, warned: str
+) -> None:
+    recipe = decided(tmp_path, machine(0), *words.split())
+    said = [sentence for at, sentence in warnings(recipe, machine(0)) if at[0] == "queue"]
+    assert len(said) == bool(warned) and warned in "".join(said)
+    assert not warned or said[0].endswith("want 30")
