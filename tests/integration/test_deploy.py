@@ -139,6 +139,14 @@ def test_compose_and_systemd_have_the_services_that_the_command_line_knows() -> 
     assert {unit.stem.removeprefix("meshrl-").rstrip("@") for unit in UNITS} == set(BUILT_IN)
 
 
+def test_prometheus_expects_no_service_that_a_recipe_may_do_without() -> None:
+    (job,) = yaml.safe_load((DEPLOY / "prometheus/prometheus.yaml").read_text())["scrape_configs"]
+    expected = {each.partition(":")[0] for each in job["static_configs"][0]["targets"]}
+    looked_for = set(job["dns_sd_configs"][0]["names"])
+    assert expected | looked_for == set(BUILT_IN)
+    assert "reference" not in expected  # it would be away for ever
+
+
 def test_health_checks_ask_the_port_that_services_listen_on() -> None:
     words = COMPOSE["x-service"]["healthcheck"]["test"]
     assert words[0] == "CMD" and words[1] == "meshrl" and words[2] in KNOWN
