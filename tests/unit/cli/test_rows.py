@@ -11,7 +11,10 @@ import pytest
 from rich.cells import cell_len
 
 from meshrl.cli import main
+from meshrl.contract.types import Media
 from meshrl.trainer.trajectories.files import FOLDER, file_of
+from meshrl.trainer.trajectories.pictures import FOLDER as PICTURES
+from meshrl.trainer.trajectories.pictures import PictureFiles
 from meshrl.trainer.trajectories.reading import PER_TOKEN
 from meshrl.trainer.trajectories.table import schema
 
@@ -130,6 +133,21 @@ def test_one_row_is_shown_whole(run_dir: Path, meshrl: Command) -> None:
         'calls      add({"a": 5})', "task t?", "policy", "<tool_call>add", "observed", "it is", "12\\x07",
     ):  # fmt: skip
         assert line in out.splitlines(), out
+
+
+def test_the_pictures_of_a_row_are_listed_by_name_and_size(run_dir: Path, meshrl: Command) -> None:
+    kept = Media.of(b"a file")
+    PictureFiles(run_dir / FOLDER / PICTURES, 1 << 20).keep([kept])
+    names = [kept.sha256, "0" * 64, "\x1b[2Jno name"]
+    prompt = f"<|im_start|>{'<|image_pad|>' * 256}what?"
+    shown = row(9, "9-0", 0, 1.0, pictures=names, prompt=prompt)
+    save(file_of(run_dir / FOLDER, "train", 9), [shown])
+    code, out, _ = meshrl(str(run_dir), "--uid", "9-0/0.0")
+    assert code == 0 and f"picture 1  {kept.sha256}, 6 bytes" in out
+    assert f"picture 2  {'0' * 64}, not kept" in out and "no name of a picture" in out
+    assert "<|im_start|><|image_pad|>×256what?" in out and "\x1b" not in out
+    _, out, _ = meshrl(str(run_dir), "--step", "9", "--json")
+    assert json.loads(out)["pictures"] == names
 
 
 def test_files_without_times_and_conversations_are_read(run_dir: Path, meshrl: Command) -> None:
