@@ -20,12 +20,12 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 LINES: Mapping[str, int] = {
-    "meshrl.trainer": 21030,
+    "meshrl.trainer": 21035,
     "meshrl.rollout": 13290,
     "meshrl.transferqueue": 10855,
     "meshrl.rewardd": 6860,
     "meshrl.sandbox": 1870,
-    "meshrl.images": 595,
+    "meshrl.images": 596,
     "meshrl.weights": 7630,
     "meshrl.contract": 6900,
     "meshrl.simulation": 6240,
@@ -37,7 +37,7 @@ LINES: Mapping[str, int] = {
     "meshrl.http": 3350,
     "meshrl.verl": 3905,
     "meshrl.client": 1800,
-    "meshrl.config": 3685,
+    "meshrl.config": 3689,
     "meshrl.api": 500,
 }
 """The most lines of each package, generated code left out."""

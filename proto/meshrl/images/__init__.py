@@ -261,13 +261,17 @@ class ImageProcessor:
         return found
 
 
+def processor_class(preprocessor: Mapping[str, Any]) -> str:
+    """What a preprocessor_config.json names, of `PROCESSORS` or another one."""
+    kind = str(preprocessor.get("image_processor_type", ""))
+    return kind.removesuffix("Fast").removesuffix("Pil")
+
+
 def _layout(checkpoint: Path) -> Layout:
     """Raises UserError."""
     if not reads_images(checkpoint):
         raise UserError(f"{checkpoint}: the model reads no pictures (no vision_config)")
-    preprocessor = _json(checkpoint / "preprocessor_config.json")
-    kind = str(preprocessor.get("image_processor_type", ""))
-    kind = kind.removesuffix("Fast").removesuffix("Pil")
+    kind = processor_class(_json(checkpoint / "preprocessor_config.json"))
     if kind not in PROCESSORS:
         raise UserError(
             f"{checkpoint}: pictures are made by {kind or 'no processor that is named'}"

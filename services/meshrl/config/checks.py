@@ -22,6 +22,7 @@ from meshrl.config.recipe import Recipe, algorithm_needs, trains_each_branch
 from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.held_rows import RENEWALS
+from meshrl.images import PROCESSORS, processor_class
 from meshrl.trainer.algorithms import needs as algorithm_rules
 
 PICTURE_PROGRAMS = ("single_turn", "tools", "user", "openai")
@@ -222,6 +223,13 @@ def _pictures(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
         yield (
             ("rollout", "name"),
             f"rollout.name: {recipe.rollout.name} reads text only, and {recipe.model.path} reads pictures; want vllm",
+        )
+    processor = processor_class(machine.json(recipe.model.path / "preprocessor_config.json"))
+    if PROCESSORS.get(processor) == "tiles":
+        yield (
+            ("model", "path"),
+            f"model.path: {recipe.model.path} makes tiles of pictures ({processor}), which no engine is given yet;"
+            " it can be trained by meshrl sft",
         )
     program = recipe.rollout.program
     if program not in PICTURE_PROGRAMS and "." not in program:

@@ -247,7 +247,7 @@ found with transformers {transformers} and torch {torch}.
 |---|---|---|---|
 {table}
 
-Several ranks with them: below. What becomes of their pictures: [pictures](../how-to/pictures.md).
+[Several ranks with them](#several-ranks-and-one). What becomes of their pictures: [pictures](../how-to/pictures.md).
 """
 )
 

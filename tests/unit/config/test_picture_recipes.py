@@ -68,3 +68,12 @@ def test_tensor_and_expert_ranks_are_refused_in_one_line(tmp_path: Path, dimensi
     key = f"trainer.parallel.{dimension}"
     found = problems(model, "trainer.nproc=2", f"{key}=2")
     assert found == [f"{key}: a model that reads pictures is not shared out so; want 1"]
+
+
+def test_a_model_of_tiles_is_one_line(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model", image_processor_type="SmolVLMImageProcessorFast")
+    (problem,) = problems(model)
+    assert problem == (
+        f"model.path: {model} makes tiles of pictures (SmolVLMImageProcessor), which no engine is given yet;"
+        " it can be trained by meshrl sft"
+    )

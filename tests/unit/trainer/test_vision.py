@@ -122,20 +122,21 @@ def test_pictures_between_turns_stand_where_they_were_observed(vision_path: Path
     assert len(packed(reader, rows).images.grids) == 3  # type: ignore[union-attr]
 
 
-def test_a_row_whose_places_are_not_its_pictures_is_corrupt(vision_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("media", "problem"),
+    [
+        ((C, C), "picture 2 wants 4 places side by side, and 0 are left"),
+        ((), "its prompt has 4 places for pictures that it does not have"),
+        ((A,), "picture 1 wants 6 places side by side, and 4 are left"),
+    ],
+)
+def test_a_row_whose_places_are_not_its_pictures_is_corrupt(
+    vision_path: Path, media: tuple[Media, ...], problem: str
+) -> None:
     reader = VisionReader(vision_path, load_hf(vision_path))
     good = row(vision_path, [C], 3, 0)
-    with pytest.raises(CorruptError, match=r"row r/t0/0\.0: picture 2 wants 4 places"):
-        reader.of_row(
-            Trajectory(
-                uid=good.uid,
-                tokens=good.tokens,
-                loss_mask=good.loss_mask,
-                rollout_logprobs=good.rollout_logprobs,
-                spans=(),
-                media=(C, C),
-            )
-        )
+    with pytest.raises(CorruptError, match=rf"row r/t0/0\.0: {problem}"):
+        reader.of_row(replace(good, media=media))
 
 
 def test_a_frozen_tower_is_neither_trained_nor_published(vision_path: Path, world: World) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import json
 import math
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import Any, Final, Generic, Never, ParamSpec, Protocol, TypeVar
@@ -307,12 +309,46 @@ def encode_picture(media: Media) -> pb.Media:
 @decoder
 def decode_media(messages: Iterable[pb.Media], *, names: bool = False) -> tuple[Media, ...]:
     """In order, with `names` some without data. Raises UserError for a name that is not its data's."""
-    found = tuple([Media(kind=m.kind, sha256=m.sha256, data=m.data) for m in messages])
-    for media in found:
-        if media.kind != "image":
-            malformed(f"media of kind {media.kind[:40]!r}, want image")
-        if media != Media.of(media.data) and not (names and not media.data):
-            malformed(f"image {media.sha256[:64]!r} has other data than its name says")
+    return tuple([_media(each, names=names) for each in messages])
+
+
+class KnownPictures:
+    """Pictures that this process has read lately: one is hashed when it comes first, and compared from then on."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._known: OrderedDict[str, Media] = OrderedDict()
+        self._lock = threading.Lock()
+        """Messages are taken apart in several threads."""
+
+    def named(self, given: Media) -> Media | None:
+        """The picture, in one copy for all who have it; None where its data are not those of its name."""
+        with self._lock:
+            known = self._known.get(given.sha256)
+            if known is not None and known.data == given.data:
+                self._known.move_to_end(given.sha256)
+                return known
+        found = Media.of(given.data)
+        if found != given:
+            return None
+        with self._lock:
+            self._known[found.sha256] = found
+            total = sum(len(each.data) for each in self._known.values())
+            while total > self._most_bytes:
+                total -= len(self._known.popitem(last=False)[1].data)
+        return found
+
+
+_known = KnownPictures(64 << 20)
+
+
+def _media(message: pb.Media, *, names: bool) -> Media:
+    media = Media(kind=message.kind, sha256=message.sha256, data=message.data)
+    if media.kind != "image":
+        malformed(f"media of kind {media.kind[:40]!r}, want image")
+    found = media if names and not media.data else _known.named(media)
+    if found is None:
+        malformed(f"image {media.sha256[:64]!r} has other data than its name says")
     return found
 
 

@@ -121,9 +121,16 @@ class VisionReader:
     def of_row(self, row: Trajectory) -> RowImages:
         """The pictures of a row. Raises CorruptError where they are not those of its tokens."""
         try:
-            return self.images(row.tokens, row.loss_mask, row.media, f"row {row.uid}")
+            found = self.images(row.tokens, row.loss_mask, row.media, f"row {row.uid}")
         except UserError as error:
             raise CorruptError(error.message) from error
+        begins, prompt = zip(found.starts, found.features, strict=True), row.prompt_length
+        used = sum(len(image.embeds) for start, image in begins if start < prompt)
+        if left := int((row.tokens[:prompt] == self._processor.placeholder).sum()) - used:
+            raise CorruptError(
+                f"row {row.uid}: its prompt has {left} places for pictures that it does not have"
+            )
+        return found
 
     def images(
         self, tokens: Int32, sampled: Uint8, media: tuple[Media, ...], where: str
