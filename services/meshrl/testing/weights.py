@@ -15,7 +15,7 @@ import numpy as np
 from meshrl.contract import shared_buffers
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.contract.types import OnUpdate, TensorSpec, Uint8, Version, WeightManifest
-from meshrl.weights.messages import digest, tensor_digest
+from meshrl.weights.messages import digest, hashes_of, tensor_digest
 
 _ITEM = {"float32": 4, "bfloat16": 2}
 
@@ -118,9 +118,7 @@ class GatheredStub(StubSource):
         await self._coming[index].wait()
         if self._error is not None:
             raise self._error
-        manifest = self._manifest
-        pairs = zip(manifest.tensors, manifest.tensor_hashes, strict=True)
-        return manifest.bucket_hashes[index], [known for t, known in pairs if t.bucket == index]
+        return hashes_of(self._manifest)[index]
 
 
 class HashSink:
