@@ -160,6 +160,7 @@ def compared(policy: Policy, reader: VisionReader, rows: Sequence[Trajectory]) -
         part = [rows[index] for index in chosen]
         ours.append(policy(vision.packed(reader, part), 1.0)[0])
         theirs += [torch.from_numpy(row.rollout_logprobs[row.prompt_length :]) for row in part]
+    policy.reshard()  # type: ignore[operator]  # its forward left the root's weights gathered
     apart = (torch.cat(ours) - torch.cat(theirs)).abs()
     return {"tokens": len(apart), "greatest": float(apart.max()), "mean": float(apart.mean())}
 
