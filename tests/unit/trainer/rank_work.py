@@ -30,6 +30,7 @@ from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf
+from meshrl.trainer.model.vision import VisionReader
 
 PROMPT = 3
 VOCABULARY = 37
@@ -82,6 +83,7 @@ def make_of(
     *,
     algorithm: dict[str, object] | None = None,
     routed_experts: bool = False,
+    reader: VisionReader | None = None,
     **actor: object,
 ) -> Learner:
     config = ActorConfig.model_validate({"ppo_max_token_len_per_gpu": 64, **actor})
@@ -91,7 +93,7 @@ def make_of(
             AlgorithmConfig.model_validate(algorithm or {}), config, max_response_length=40
         ),
         world, config, temperature=1.0, seed=0, total_steps=None,
-        routed_experts=routed_experts,
+        routed_experts=routed_experts, reader=reader,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,14 +28,17 @@ from meshrl.contract.types import (
     VersionSpan,
 )
 from meshrl.testing.vision import logprobs_alone
-from meshrl.trainer.model.policy import load_hf
+from meshrl.testing.vision import rows as vision_rows
+from meshrl.trainer.config import ModelConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.model.policy import build_policy, load_hf, open_hf
 from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.reference import ReferenceModel, ReferenceStage, Seen
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ...pictures import make_model, picture
-from . import tiny
+from . import rank_work, tiny
 from .test_vision import load_theirs
 from .test_vision import row as vision_row
 
@@ -202,3 +206,31 @@ async def test_a_reference_reads_the_pictures_of_rows(tmp_path: Path) -> None:
 async def test_a_reference_of_text_refuses_pictures(reference: ReferenceModel) -> None:
     with pytest.raises(UserError, match="rows have pictures, and the reference reads text only"):
         await reference.judged(tiny.rows(1), [Seen(np.zeros(1), (picture(0),))])
+
+
+async def test_the_kl_term_of_rows_with_pictures_is_that_of_the_references_logprobs(
+    tmp_path: Path, world: World
+) -> None:
+    make_model(tmp_path)
+    rows = vision_rows(tmp_path)
+    reference = ReferenceModel(tmp_path, device="cpu")
+    seen = [Seen(row.loss_mask, row.media) for row in rows]
+    found = await reference.judged([row.tokens for row in rows], seen)
+    reference.close()
+    policy = build_policy(open_hf(tmp_path), world, ModelConfig(path=tmp_path))
+    learner = rank_work.make_of(
+        policy,
+        world,
+        reader=VisionReader(tmp_path, policy.hf),
+        use_kl_loss=True,
+        optim={"lr": 1e-12},
+    )
+    for off, wanted in ((0.0, 0.0), (0.5, np.exp(0.5) - 0.5 - 1)):  # k3 of a difference of 0.5
+        given = [
+            replace(row, ref_logprobs=columns["ref_logprobs"] + np.float32(off))
+            for row, columns in zip(rows, found, strict=True)
+        ]
+        made = learner.schedule(rank_work.batch(given))
+        by_uid = {row.uid: row for row in given}
+        metrics = learner.learn(made, [by_uid[uid] for uid in made.uids(0)], 0)
+        assert metrics["actor/kl_loss"] == pytest.approx(wanted, abs=1e-4)
