@@ -1,13 +1,15 @@
 """Host memory of a trainer's ranks that load, train, save, resume and export models of 10^9 parameters.
 
-    python benchmarks/big_models.py [load] [train] [experts] [export] [--small] [--folder /tmp/big]
+    python benchmarks/big_models.py [load] [reference] [train] [experts] [export] [--small] [--folder /tmp/big]
 
 Random models in the shape of Qwen3, as bfloat16 checkpoints, on this CPU over gloo:
 
-    load     0.6 B on 4 ranks: what loading takes beside the shard
-    train    0.6 B on 2 ranks: a step of AdamW, a checkpoint, a resumed run in new processes, to the same bits
-    experts  the same of a mixture of 0.6 B whose experts the ranks share
-    export   1.5 B in bfloat16 on 2 ranks: loaded, exported
+    load       0.6 B on 4 ranks: what loading takes beside the shard
+    reference  the same of a reference over 4 ranks, and what it takes to answer
+    train      0.6 B on 2 ranks: a step of AdamW, a checkpoint, one that is written beside further passes, and a
+               resumed run in new processes, to the same bits
+    experts    the same of a mixture of 0.6 B whose experts the ranks share
+    export     1.5 B in bfloat16 on 2 ranks: loaded, exported
 
 Memory is what a rank has for itself (RssAnon of /proc/self/status, every 5 ms) above what it had before it loaded;
 pages of mapped files are the kernel's. `--small` takes models of 0.03 B (a mixture of 0.06 B) in the same shapes
@@ -58,7 +60,12 @@ LITTLE = {
     **{"num_hidden_layers": 6, "moe_intermediate_size": 384},
 }
 """What `--small` changes in a shape."""
-STEPS = {"load": ("0.6B", 4), "train": ("0.6B", 2), "experts": ("0.6B mixture", 2)}
+STEPS = {
+    "load": ("0.6B", 4),
+    "reference": ("0.6B", 4),
+    "train": ("0.6B", 2),
+    "experts": ("0.6B mixture", 2),
+}
 STEPS["export"] = ("1.5B", 2)
 
 
@@ -102,7 +109,8 @@ def rank(step: str, path: Path, work: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    found = {"export": exports, "load": loads}.get(step, trains)(step, path, work)
+    kinds = {"export": exports, "load": loads, "reference": refers}
+    found = kinds.get(step, trains)(step, path, work)
     print(json.dumps(found), flush=True)
 
 
@@ -160,6 +168,8 @@ def trains(step: str, path: Path, work: Path) -> dict[str, Any]:
         figures["step_mib"] = peak.take()
         checkpoint.save(work, policy, optimizers, state, world, keep=1)
         figures["save_mib"] = peak.take()
+        figures["beside"] = saves_beside(policy, optimizers, state, world, packed, work)
+        figures["beside_mib"] = peak.take()
     with torch.no_grad():
         figures["logprobs"] = policy(packed, 1.0)[0].tolist()
     moments = [v for part in optimizers.parts for s in part.state.values() for v in s.values()]
@@ -168,6 +178,76 @@ def trains(step: str, path: Path, work: Path) -> dict[str, Any]:
     figures["held_mib"] = sum(t.nbytes for t in local) // MIB
     world.close()
     return figures
+
+
+def saves_beside(
+    policy: Any, optimizers: Any, state: Any, world: Any, packed: Any, work: Path
+) -> dict[str, float]:
+    """Seconds of a forward and a backward pass alone and beside a checkpoint's writer, and of that writer's parts."""
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+    from meshrl.trainer.checkpoint import checkpoint
+
+    def passes(writing: Future[Path] | None) -> list[float]:
+        seconds: list[float] = []
+        while len(seconds) < 2 or writing is not None:
+            began = time.monotonic()
+            (-policy(packed, 1.0)[0].sum()).backward()
+            optimizers.zero_grad()
+            seconds.append(time.monotonic() - began)
+            # Every rank stops after the same pass: when the last one has written.
+            if writing is not None and all(world.all_gather_text("x" * writing.done())):
+                break
+        return seconds
+
+    alone = passes(None)[-1]
+    began = time.monotonic()
+    frozen = checkpoint.freeze(policy, optimizers)
+    copied = time.monotonic()
+    own = world.with_own_group()
+    with ThreadPoolExecutor(1) as thread:
+        writing = thread.submit(
+            checkpoint.write,
+            *(work / "beside", frozen, state, own),
+            keep=checkpoint.Keep(newest=1),
+        )
+        seconds = passes(writing)
+    return {
+        "pass_alone_s": round(alone, 2),
+        "copy_s": round(copied - began, 2),
+        "write_s": round(time.monotonic() - copied, 2),
+        "passes_beside": len(seconds),
+        "pass_beside_s": round(sum(seconds) / len(seconds), 2),
+    }
+
+
+def refers(step: str, path: Path, work: Path) -> dict[str, Any]:
+    """Figures of a reference that is loaded and asked for the log-probs of some rows."""
+    import asyncio
+
+    import numpy as np
+
+    from meshrl.trainer.distributed import World
+    from meshrl.trainer.model.policy import decoder_layers
+    from meshrl.trainer.reference import ReferenceModel
+
+    world, peak = World.start("cpu"), Peak()
+    model = ReferenceModel(path, device="cpu", world=world)
+    figures: dict[str, Any] = {"peak_mib": peak.take()}
+    policy = model._policy
+    shard = sum(p.to_local().nbytes for p in policy.parameters()) // MIB
+    layer = sum(p.nbytes for p in decoder_layers(policy.hf)[0].parameters()) // MIB
+    if world.is_main:
+        rows = [np.arange(3, 35, dtype=np.int32)] * 4
+        asyncio.run(model.judged(rows))
+        model.close()
+    else:
+        model.follow()
+    figures["forward_mib"] = peak.take()
+    world.close()
+    bound = 1.3 * shard + layer
+    figures |= {"shard_mib": shard, "layer_mib": layer}
+    return figures | {"of_bound": figures["peak_mib"] / bound}
 
 
 def exports(step: str, path: Path, work: Path) -> dict[str, Any]:
@@ -236,7 +316,7 @@ def measure(step: str, folder: Path, *, small: bool) -> dict[str, Any]:
             shown = {key: value for key, value in each.items() if key != "logprobs"}
             print(f"{step}, {shape}, rank {number} of {ranks}: {shown}", flush=True)
         found: dict[str, Any] = {"ranks": figures}
-        if step == "load":
+        if "of_bound" in figures[0]:
             found["holds"] = all(each["of_bound"] <= 1 for each in figures)
         elif step == "export":
             found["holds"] = same(work, path)

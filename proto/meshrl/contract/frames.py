@@ -232,9 +232,14 @@ class Frame:
 
     __slots__ = ("columns", "rows", "value")
 
-    def __init__(self, value: bytes | memoryview, what: str = "frame") -> None:
-        """Raises CorruptError, naming `what`, for bytes that are not a frame."""
-        body = strip_checksum(value, what)
+    def __init__(
+        self, value: bytes | memoryview, what: str = "frame", *, checked: bool = False
+    ) -> None:
+        """Raises CorruptError, naming `what`, for bytes that are not a frame.
+
+        With `checked` somebody has compared them with their checksum already.
+        """
+        body = memoryview(value)[_SUM.size :] if checked else strip_checksum(value, what)
         try:
             self.rows, self.columns = _read(body)
         except _MALFORMED as error:

@@ -470,7 +470,7 @@ def _parts(
             raise CorruptError(fault)
         whole = names is None or names.issuperset(writes[frame.stage])
         if frame.positions is not None or not whole:
-            read = Frame(value, f"frame {frame.key.hex()}")
+            read = Frame(value, f"frame {frame.key.hex()}", checked=True)
             columns = [name for name in read.columns if names is None or name in names]
             value = read.select(columns, frame.positions)
         parts.append(Part(rows=frame.rows, frame=value))
