@@ -586,18 +586,19 @@ async def test_a_failed_update_poisons_a_server_that_cannot_be_replaced(
 MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-@pytest.mark.parametrize("kind", [_param(VLLM)])
 async def test_a_mixture_of_experts_serves_the_experts_that_were_published(
     kind: Kind, tmp_path: Path
 ) -> None:
-    first = make_model("Qwen3Moe", **TINY, **MIXTURE)
+    tied = kind.package != "sglang"  # which does not tie those of a mixture
+    shape = {**TINY, **MIXTURE, "tie_word_embeddings": tied}
+    first = make_model("Qwen3Moe", **shape)
     first.save_pretrained(tmp_path)
     options = kind.options(server_log(kind, tmp_path))
     engine = kind.build(options, model=tmp_path, slots=SLOTS, tokenizer=Words())
     await engine.start()
     try:
         for step in (1, 2):  # an update of an update, too
-            model = make_model("Qwen3Moe", seed=step, **TINY, **MIXTURE)
+            model = make_model("Qwen3Moe", seed=step, **shape)
             await commit(engine, model, Version(1, step))
             asked = prompts(4, seed=step)
             answers = await all_of(

@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from meshrl.config.machine import AssumedMachine, Assumptions
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import GenerateRequest, SamplingParams
 from meshrl.rollout.engines._sglang.native import plan_buckets, update_body
@@ -198,3 +199,20 @@ def test_a_key_may_begin_with_a_dash(tmp_path: Path) -> None:
         text=True,
     )
     assert found.stdout.strip() == "-key", found.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "tied", "refused"),
+    [
+        ("Qwen3MoeForCausalLM", True, True),
+        ("Qwen3MoeForCausalLM", False, False),
+        ("Qwen3ForCausalLM", True, False),
+    ],
+)
+def test_a_mixture_with_tied_embeddings_is_refused(name: str, tied: bool, refused: bool) -> None:
+    config = {"architectures": [name], "tie_word_embeddings": tied}
+    here = AssumedMachine(Assumptions.model_validate({"models": {"m": config}}))
+    found = [*Config(url="http://127.0.0.1:1").faults(here, Path("m"))]
+    assert len(found) == refused
+    if refused:
+        assert found[0][1].startswith(f"SGLang gives {name} an output embedding of its own, and m ")

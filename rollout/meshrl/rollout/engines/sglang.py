@@ -11,7 +11,7 @@ import logging
 import os
 import struct
 import uuid
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import PositiveInt
 
-from meshrl.contract.config import read_options
+from meshrl.contract.config import Machine, read_options
 from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.types import OnUpdate, Version
@@ -52,6 +52,10 @@ ABORT_S = 5.0
 """Deadline of the abort of a request that its reader leaves."""
 
 
+UNTIED = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+"""Architectures whose `tie_word_embeddings` SGLang 0.5.23 does not read."""
+
+
 class Config(ServerConfig):
     """`rollout.engine` for `rollout.name: sglang`."""
 
@@ -68,6 +72,19 @@ class Config(ServerConfig):
     """For `native`: `gloo` is for machines without GPUs."""
     bucket_bytes: PositiveInt = 512 << 20
     """For `native`: bytes of one broadcast."""
+
+    def faults(self, machine: Machine, model: Path) -> Iterator[tuple[str, str]]:
+        """See ServerConfig."""
+        yield from super().faults(machine, model)
+        config = machine.json(model / "config.json")
+        name = (config.get("architectures") or ["none"])[0]
+        if name in UNTIED and config.get("tie_word_embeddings"):
+            yield (
+                "",
+                f"SGLang gives {name} an output embedding of its own, and {model} ties it to the input's: it would"
+                " sample from memory that nobody wrote; want rollout.name=vllm, or a model with lm_head.weight and"
+                " tie_word_embeddings: false",
+            )
 
 
 def build(
