@@ -1,6 +1,6 @@
 """Compares training by several ranks with training by one process, for every way in which ranks share the work.
 
-python -m meshrl.testing.equality [MODEL ...] [--ranks 2 4] [--write docs/reference/models.md]
+python -m meshrl.testing.equality [MODEL ...] [--ranks 2 4] [--training AdamW Muon] [--write docs/reference/models.md]
 
 random weights ─▶ checkpoint ─▶ three steps of the learner by one process ─▶ the same by 2 and 4 ranks (gloo)
 """
@@ -14,7 +14,8 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -52,8 +53,30 @@ from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.model.vision import VisionReader
 
-MODELS = ("Qwen3", "Qwen3Moe", "DeepseekV3", "Mixtral", "GptOss", "Qwen3VL", "SmolVLM")
 STEPS, GROUPS, GROUP_SIZE, BUDGET = 3, 4, 2, 48
+
+
+class Training(NamedTuple):
+    """What is trained in one way."""
+
+    models: tuple[str, ...]
+    options: Mapping[str, Any] = MappingProxyType({})
+    """Of `actor`."""
+    optimizer: str = "adamw"
+
+
+TRAININGS = {
+    "AdamW": Training(
+        ("Qwen3", "Qwen3Moe", "DeepseekV3", "Mixtral", "GptOss", "Qwen3VL", "SmolVLM")
+    ),
+    "Muon": Training(("Qwen3", "Qwen3Moe", "DeepseekV3"), optimizer="muon"),
+    # It is computed over a micro-batch: each row is one by itself, so that all have the same.
+    "auxiliary loss": Training(
+        ("Qwen3Moe",), {"router_aux_loss_coef": 0.1, "ppo_max_token_len_per_gpu": 1}
+    ),
+    "routers' bias": Training(("DeepseekV3",), {"moe_router_bias_update_rate": 0.01}),
+}
+"""By the name that the table has."""
 LAYOUTS: dict[int, tuple[dict[str, int], ...]] = {
     2: (
         {"data_shard": 2},
@@ -81,8 +104,8 @@ SECTION = (
     HEADING
     + """
 
-Three steps of AdamW with gradients clipped, by the learner itself with several micro-batches a rank, beside the same
-by one process; float32, gloo. This section is what
+Three steps with gradients clipped, by the learner itself with several micro-batches a rank, beside the same by one
+process; float32, gloo. This section is what
 
 ```
 python -m meshrl.testing.equality --write docs/reference/models.md
@@ -90,12 +113,15 @@ python -m meshrl.testing.equality --write docs/reference/models.md
 
 found. What ranks share is named as in `trainer.parallel`.
 
+- **training**: AdamW; Muon, whose orthogonalisation is in bfloat16, so that a gradient's rounding grows to some 1e-4
+  (fused experts are no matrices and have AdamW); AdamW with `actor.router_aux_loss_coef`, or with
+  `actor.moe_router_bias_update_rate`.
 - **loss**: greatest difference of a step's.
 - **gradient**: greatest difference of a parameter's in the first step, as a share of its norm.
 - **weights**: greatest difference of a tensor after the last step, as engines get it, as a share of its norm.
 
-| model | ranks | shared by | loss | gradient | weights |
-|---|---|---|---|---|---|
+| training | model | ranks | shared by | loss | gradient | weights |
+|---|---|---|---|---|---|---|
 {table}
 
 With `tensor`, the attention of DeepSeek-V3 and GPT-OSS is computed by each rank: transformers' plans share their
@@ -103,6 +129,8 @@ experts, other MLPs and the vocabulary.
 """
 )
 
+Work: TypeAlias = tuple[str, str]
+"""A training and a model."""
 Found: TypeAlias = dict[str, Any]
 """What a run leaves: `loss` of the first step, `gradients` of it, `weights` as engines get them after the last."""
 
@@ -147,16 +175,16 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
-def train(checkpoint: Path, world: World, optimizer: str = "adamw", **options: float) -> Found:
-    """Some steps of the learner; `options` are of `actor`."""
+def train(checkpoint: Path, world: World, how: Training) -> Found:
+    """Some steps of the learner."""
     sees = reads_images(checkpoint)
-    chosen = {"name": optimizer, "lr": 1e-3, "clip_grad": 0.5}
+    chosen = {"name": how.optimizer, "lr": 1e-3, "clip_grad": 0.5}
     if sees:  # the gradient of a key's bias is 0 but for rounding, of which AdamW would make a step
         chosen["eps"] = 1e-5
     optim = OptimConfig.model_validate(chosen)
     # A budget of tokens that gives each rank several micro-batches.
     actor = ActorConfig.model_validate(
-        {"optim": optim, "ppo_max_token_len_per_gpu": BUDGET, **options}
+        {"optim": optim, "ppo_max_token_len_per_gpu": BUDGET, **how.options}
     )
     config = ModelConfig(path=checkpoint, freeze_vision_tower=False)
     policy = build_policy(open_hf(checkpoint), world, config)
@@ -199,26 +227,28 @@ def differences(found: Found, wanted: Found) -> tuple[float, float, float]:
     )
 
 
-def _rank(rank: int, ranks: int, port: int, names: Sequence[str], directory: str) -> None:
+def _rank(rank: int, ranks: int, port: int, works: Sequence[Work], directory: str) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
     torch.set_num_threads(1)
     first = World.start("cpu")
-    for name in names:
-        wanted = torch.load(Path(directory) / name / "alone.pt")
+    for training, name in works:
+        checkpoint = Path(directory) / name
+        wanted = torch.load(checkpoint / f"{training}.pt")
         for layout in LAYOUTS[ranks]:
             if not _can_share(name, layout):
                 continue
             world = World.start("cpu", ParallelConfig.model_validate(layout))
             try:
-                found = train(Path(directory) / name, world)
+                found = train(checkpoint, world, TRAININGS[training])
                 cells = " | ".join(f"{each:.0e}" for each in differences(found, wanted))
             except MeshError as error:  # the same on every rank
                 cells = f"refused: {str(error).splitlines()[0]} | |"
             if world.is_main:
+                line = f"| {training} | {name} | {ranks} | {_text(layout)} | {cells} |"
                 with (Path(directory) / "found").open("a") as lines:
-                    lines.write(f"| {name} | {ranks} | {_text(layout)} | {cells} |\n")
-                print(f"{name} {ranks} {_text(layout)}: {cells}", flush=True)
+                    lines.write(f"{line}\n")
+                print(line, flush=True)
     first.close()
 
 
@@ -232,29 +262,34 @@ def _text(layout: dict[str, int]) -> str:
     return ", ".join(f"{name} {size}" for name, size in layout.items())
 
 
-def compare(names: Sequence[str], ranks: Sequence[int]) -> Iterator[str]:
+def compare(works: Sequence[Work], ranks: Sequence[int]) -> Iterator[str]:
     """Lines of the table."""
     with tempfile.TemporaryDirectory() as directory:
         world = World.start("cpu")
-        for name in names:
-            make = vision.random_checkpoint if name in vision.KINDS else random_checkpoint
-            make(name, Path(directory) / name)
-            alone = train(Path(directory) / name, world)
-            torch.save(alone, Path(directory) / name / "alone.pt")
+        for training, name in works:
+            checkpoint = Path(directory) / name
+            if not checkpoint.is_dir():
+                make = vision.random_checkpoint if name in vision.KINDS else random_checkpoint
+                make(name, checkpoint)
+            alone = train(checkpoint, world, TRAININGS[training])
+            torch.save(alone, checkpoint / f"{training}.pt")
         world.close()
         for number in ranks:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = free.getsockname()[1]
             start: Any = spawn  # torch leaves it untyped
-            start(_rank, (number, port, names, directory), nprocs=number)
+            start(_rank, (number, port, works, directory), nprocs=number)
         yield from sorted((Path(directory) / "found").read_text().splitlines())
 
 
 def main() -> int:
     """The exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"default: {', '.join(MODELS)}")
+    parser.add_argument("names", nargs="*", help="models; default: what each training has")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], choices=[2, 4])
+    parser.add_argument(
+        "--training", nargs="+", default=list(TRAININGS), choices=TRAININGS, help="default: all"
+    )
     parser.add_argument("--write", type=Path, help="the page that has the table")
     options = parser.parse_args()
     known = [*KINDS, *vision.KINDS]
@@ -262,8 +297,12 @@ def main() -> int:
     if unknown:
         print(f"no architecture {unknown[0]!r} (known: {', '.join(known)})", file=sys.stderr)
         return 2
-    lines = list(compare(options.names or MODELS, options.ranks))
-    print("\n".join(lines))
+    works = [
+        (training, name)
+        for training in options.training
+        for name in options.names or TRAININGS[training].models
+    ]
+    lines = list(compare(works, options.ranks))
     if options.write:
         replace_section(options.write, HEADING, SECTION.format(table="\n".join(lines)))
     return 0
