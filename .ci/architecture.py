@@ -20,8 +20,8 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 LINES: Mapping[str, int] = {
-    "meshrl.trainer": 21035,
-    "meshrl.rollout": 13290,
+    "meshrl.trainer": 21190,
+    "meshrl.rollout": 13310,
     "meshrl.transferqueue": 10855,
     "meshrl.rewardd": 6860,
     "meshrl.sandbox": 1870,
@@ -30,14 +30,14 @@ LINES: Mapping[str, int] = {
     "meshrl.contract": 6900,
     "meshrl.simulation": 6240,
     "meshrl.rpc": 6050,
-    "meshrl.launcher": 4725,
-    "meshrl.testing": 4270,
+    "meshrl.launcher": 4745,
+    "meshrl.testing": 4305,
     "meshrl.cli": 6225,
     "meshrl.deploy": 930,
     "meshrl.http": 3350,
     "meshrl.verl": 3905,
     "meshrl.client": 1800,
-    "meshrl.config": 3689,
+    "meshrl.config": 3700,
     "meshrl.api": 500,
 }
 """The most lines of each package, generated code left out."""

@@ -130,11 +130,12 @@ def trainer_need(recipe: Recipe, model: Architecture, gpus: int, memory: int) ->
 
 
 def reference_need(recipe: Recipe, model: Architecture, memory: int) -> Need:
-    """On the reference's GPU of `memory` bytes; 0: unknown."""
+    """On each of the reference's GPUs, of which each has `memory` bytes; 0: unknown."""
     element = BYTES[recipe.model.param_dtype]
-    tokens = recipe.reference.max_tokens_per_batch
+    tokens, ranks = recipe.reference.max_tokens_per_batch, recipe.reference.nproc
+    whole = 2 * model.layer_parameters + model.vocabulary * model.hidden if ranks > 1 else 0
     return Need(
-        weights=element * model.parameters,
+        weights=element * (model.parameters // ranks + whole),
         work=model.layer_activations(tokens, element) + LOGIT_BYTES * logits_at_once(memory),
     )
 

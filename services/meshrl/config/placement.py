@@ -258,7 +258,7 @@ class _Division:
         """All of it."""
         per_worker = self._worker_gpus()
         colocate = self._colocate(per_worker)
-        beside = 1 if self._own_reference_gpu() and not colocate else 0
+        beside = self._reference_gpus(colocate)
         ranks = self._trainer_gpus(per_worker, beside, colocate)
         blocks = list(self._blocks(per_worker, 0 if colocate else ranks, beside))
         workers = self._workers(per_worker, blocks, ranks)
@@ -272,7 +272,8 @@ class _Division:
         if needs_reference(self.recipe):
             on = self.on_cuda and self.asked.reference != 0
             index = ranks if beside else max(0, ranks - 1)
-            chosen["reference"] = (first, first.gpus[index : index + 1] if on else ())
+            count = max(1, beside) if on else 0
+            chosen["reference"] = (first, first.gpus[index : index + count])
         if per_worker:
             chosen |= {f"rollout-{i}": blocks[i] for i in range(workers)}
         places = self._shared(decided, chosen, ranks, per_worker)
@@ -309,10 +310,17 @@ class _Division:
             return False
         return self.total == 1 if self.asked.colocate == "auto" else bool(self.asked.colocate)
 
-    def _own_reference_gpu(self) -> bool:
-        if not needs_reference(self.recipe) or not self.on_cuda or self.asked.reference == 0:
-            return False
-        return self.asked.reference == 1 or self.first >= SPLIT_FROM
+    def _reference_gpus(self, colocate: bool) -> int:
+        """GPUs that the reference has for itself, one for each of its ranks."""
+        if not needs_reference(self.recipe) or not self.on_cuda:
+            return 0
+        ranks, asked = self.recipe.reference.nproc, self.asked.reference
+        own = asked == 1 or (asked != 0 and (ranks > 1 or self.first >= SPLIT_FROM))
+        if ranks > 1 and (colocate or not own):
+            raise ConfigError(
+                f"reference.nproc: {ranks} ranks have a GPU each, which they share with nobody; want 1"
+            )
+        return ranks if own and not colocate else 0
 
     def _trainer_gpus(self, per_worker: int, beside: int, colocate: bool) -> int:
         """GPUs of the trainer on each of its hosts, one rank on each."""
@@ -333,7 +341,7 @@ class _Division:
             raise ConfigError(
                 f"{'placement.trainer' if asked else 'trainer.nproc'}: {_gpus(wanted)}, and"
                 f" {self.hosts[0].name} has {self.first}"
-                + (" with one of them for the reference" if beside else ""),
+                + (f" with {beside} of them for the reference" if beside else ""),
             )
         return wanted
 

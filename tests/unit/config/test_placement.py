@@ -94,6 +94,10 @@ def test_without_gpus_nothing_is_placed_and_the_recipe_stays_as_it_is(tmp_path: 
             {"trainer": "0,1,2,3", "reference": "4", "rollout-0": "5", "rollout-1": "6"}
             | {"rollout-2": "7"},
         ),
+        (
+            *(8, (WITH_REFERENCE, "reference.nproc=2", "trainer.nproc=2")),
+            {"trainer": "0,1", "reference": "2,3", **{f"rollout-{i}": f"{4 + i}" for i in range(4)}},
+        ),
         (8, ("rollout.workers=1",), {"trainer": "0,1,2,3", "rollout-0": "4"}),
         (8, ("rollout.workers=6",), {"trainer": "0,1", **{f"rollout-{i}": f"{2 + i}" for i in range(6)}}),
         (8, ("trainer.nproc=6",), {"trainer": "0,1,2,3,4,5", "rollout-0": "6", "rollout-1": "7"}),
@@ -187,6 +191,10 @@ def test_one_more_worker_gets_what_is_free_or_is_refused(tmp_path: Path) -> None
         (
             *(8, ("placement.trainer=4", "trainer.nproc=2")),
             "placement.trainer: 4 GPUs, and trainer.nproc is 2: a rank has one GPU; want the same, or one of the two",
+        ),
+        (
+            *(1, (WITH_REFERENCE, "reference.nproc=2")),
+            "reference.nproc: 2 ranks have a GPU each, which they share with nobody; want 1",
         ),
         (
             *(2, ("rollout.workers=2",)),

@@ -39,6 +39,7 @@ from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ...pictures import make_model, picture
 from . import rank_work, tiny
+from .ranks import Ranks
 from .test_vision import load_theirs
 from .test_vision import row as vision_row
 
@@ -64,6 +65,12 @@ async def test_logprobs_are_those_of_transformers(
         assert mine.dtype == np.float32
         assert mine[0] == 0
         np.testing.assert_allclose(mine[1:], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_ranks_that_share_the_weights_answer_as_one_process(
+    tiny_path: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    ranks.run("reference_shares.py", [tiny_path], tmp_path / "output", ranks=2)
 
 
 async def test_a_deterministic_reference_answers_a_row_alike_in_any_company(

@@ -499,6 +499,8 @@ class ReferenceConfig(Config):
     path: Path | None = None
     """None takes `model.path`; a teacher must be named, and have the policy's vocabulary."""
     max_tokens_per_batch: PositiveInt = 16_384
+    nproc: PositiveInt = 1
+    """Ranks of one machine that share the weights out, with a GPU each where there are GPUs."""
     deterministic: bool | None = None
     """Each row in a forward pass of its own; None: exactly when `queue.max_staleness` is 0."""
 

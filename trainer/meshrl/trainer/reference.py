@@ -10,6 +10,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -19,7 +20,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from meshrl.contract.errors import CorruptError, UserError
+from meshrl.contract.errors import CorruptError, InfraError, UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.rows import media_of_row, row_media
 from meshrl.contract.stage_worker import Failure, StageResult, StageStats, StageWorker
@@ -36,11 +37,12 @@ from meshrl.contract.types import (
     RowWrite,
 )
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import prepare_cuda
+from meshrl.trainer.distributed import World, prepare_cuda
 from meshrl.trainer.model.packing import cut_alike, pack
 from meshrl.trainer.model.policy import Policy, open_hf
 from meshrl.trainer.model.sharded_loading import fill, is_empty
-from meshrl.trainer.model.vision import RowImages, VisionReader
+from meshrl.trainer.model.vision import RowImages, VisionReader, tower_of
+from meshrl.trainer.reference_ranks import IDLE_S, ReferenceRanks, sharded
 from meshrl.trainer.shared_prefix_groups import SharedPrefixGroups
 
 
@@ -59,22 +61,37 @@ class ReferenceModel:
         deterministic: bool = False,
         device: Literal["auto", "cpu", "cuda"] = "auto",
         trust_remote_code: bool = False,
+        world: World | None = None,
     ) -> None:
+        """Load it; with a `world` of several ranks each loads its share, and the others `follow` rank 0."""
         kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         if kind == "cuda":
             prepare_cuda()
         self._device = torch.device(kind)
         hf = open_hf(path, getattr(torch, param_dtype), trust_remote_code=trust_remote_code)
-        if is_empty(hf):
-            fill(hf, hf, ModelConfig(path=path), self._device)
-        hf.to(self._device)
-        self._policy = Policy(hf).eval().requires_grad_(False)
-        self._reader = VisionReader(path, hf) if self._policy.tower is not None else None
         self._vocabulary = int(hf.get_output_embeddings().weight.shape[0])
+        self._ranks: ReferenceRanks | None = None
+        if world is not None and world.size > 1:
+            if tower_of(hf) is not None:
+                raise UserError(
+                    f"reference.nproc: {path} reads pictures, which its ranks are not sent; want 1"
+                )
+            self._device, self._ranks = world.device, ReferenceRanks(world)
+            how = {"param_dtype": param_dtype, "enable_gradient_checkpointing": False}
+            self._policy = sharded(hf, world, ModelConfig.model_validate({"path": path, **how}))
+        else:
+            if is_empty(hf):
+                fill(hf, hf, ModelConfig(path=path), self._device)
+            self._policy = Policy(hf.to(self._device)).eval().requires_grad_(False)
+        self._reader = VisionReader(path, hf) if self._policy.tower is not None else None
         self._max_tokens = max_tokens
         self._deterministic = deterministic
         # One thread: forwards do not overlap, and the event loop stays free to renew leases.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reference")
+        self._thread = ThreadPoolExecutor(1, "reference", self._enter)
+
+    def _enter(self) -> None:
+        if self._device.index is not None:  # the current device is a property of the thread
+            torch.cuda.set_device(self._device)
 
     @property
     def reads_pictures(self) -> bool:
@@ -125,11 +142,32 @@ class ReferenceModel:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._forward, rows, seen, temperature, top)
 
+    def follow(self) -> None:
+        """On another rank than the first: forward what it says, until it says that this is the end.
+
+        Raises:
+            InfraError: it is gone.
+        """
+        assert self._ranks is not None
+        while (said := self._ranks.receive()) is not None:
+            rows, temperature, top = said
+            self._compute(rows, (), temperature, top)
+
+    async def keep_ranks(self) -> None:
+        """On rank 0 of several, for as long as it serves: the others hear from it at times."""
+        assert self._ranks is not None
+        while True:
+            await asyncio.sleep(IDLE_S)
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._ranks.idle)
+
     def close(self) -> None:
-        """End the thread; idempotent."""
+        """End the thread, and what the other ranks wait for; idempotent."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            with suppress(InfraError):  # they have ended already
+                self._thread.submit(ranks.end).result()
         self._thread.shutdown()
 
-    @torch.no_grad()
     def _forward(
         self,
         rows: Sequence[Int32],
@@ -137,9 +175,19 @@ class ReferenceModel:
         temperature: float,
         top: int,
     ) -> list[Columns]:
-        budget = 0 if self._deterministic else self._max_tokens
-        results: list[Columns] = [{}] * len(rows)
-        for micro in cut_alike(rows, budget):
+        if self._ranks is not None:
+            self._ranks.send(rows, temperature, top)
+        return self._compute(rows, seen, temperature, top)
+
+    @torch.no_grad()
+    def _compute(
+        self,
+        rows: Sequence[Int32],
+        seen: Sequence[Seen],
+        temperature: float,
+        top: int,
+    ) -> list[Columns]:
+        def forward(micro: Sequence[int]) -> tuple[torch.Tensor, ...]:
             chosen = [rows[index] for index in micro]
             images: list[RowImages] = []
             if reader := self._reader:
@@ -148,12 +196,19 @@ class ReferenceModel:
                     where = f"row {index}"
                     images.append(reader.images(rows[index], one.sampled, one.media, where))
             packed = pack(chosen, [1] * len(chosen), images=images).to(self._device)
-            found = self._policy.top(packed, temperature, top)
-            sizes = [len(row) - 1 for row in chosen]
+            return tuple(each.cpu() for each in self._policy.top(packed, temperature, top))
+
+        micros = [*cut_alike(rows, 0 if self._deterministic else self._max_tokens)]
+        every = (
+            map(forward, micros) if self._ranks is None else self._ranks.forward(micros, forward)
+        )
+        results: list[Columns] = [{}] * len(rows)
+        for micro, found in zip(micros, every, strict=True):
+            sizes = [len(rows[index]) - 1 for index in micro]
             # The first token of a row has none before it.
             columns = [
                 [F.pad(part, (0, 0) * (part.dim() - 1) + (1, 0)).numpy() for part in parts]
-                for parts in zip(*(torch.split(each.cpu(), sizes) for each in found), strict=True)
+                for parts in zip(*(torch.split(each, sizes) for each in found), strict=True)
             ]
             for index, of_row in zip(micro, columns, strict=True):
                 results[index] = dict(zip(("ref_logprobs", *REFERENCE_TOP), of_row, strict=False))

@@ -1,4 +1,4 @@
-"""Several trainer ranks on this machine: one process each, started and ended together.
+"""Several ranks of a service on this machine: one process each, started and ended together.
 
     serve trainer ──┬──▶ rank 0 ◀── SIGTERM (it tells the others in their next collective)
                     └──▶ rank 1 … N-1
@@ -60,7 +60,7 @@ def is_rank() -> bool:
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
-    """Train with several ranks on this machine, until the end of the run.
+    """Serve by several ranks on this machine, until the end of the run.
 
     Raises:
         UserError: other machines cannot reach the first one.
@@ -70,20 +70,25 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     async with GrpcServer(context.settings, []) if context.node_rank else nullcontext() as server:
         if server is not None:
             await server.ready()
-        code = await _run_ranks(recipe, context.node_rank)
+        if context.kind == "reference":
+            count = recipe.reference.nproc
+            code = await _run_ranks(count, count, ("127.0.0.1", free_port("127.0.0.1")))
+        else:
+            trainer = recipe.trainer
+            place = _meeting_place(recipe)
+            code = await _run_ranks(trainer.nproc, trainer.ranks, place, context.node_rank)
     if code:
         raise SystemExit(code)
 
 
-async def _run_ranks(recipe: Recipe, node: int) -> int:
-    """Run this very command `trainer.nproc` times, as the ranks of machine `node` of the trainer.
+async def _run_ranks(count: int, ranks_of_all: int, place: tuple[str, int], node: int = 0) -> int:
+    """Run this very command `count` times, as the ranks of machine `node`, which meet those of the others at `place`.
 
-    Returns the exit code of the first rank that failed, else 0. Raises UserError: see `_meeting_place`.
+    Returns the exit code of the first rank that failed, else 0.
     """
-    count = recipe.trainer.nproc
-    address, port = _meeting_place(recipe)
+    address, port = place
     world = {
-        "WORLD_SIZE": str(recipe.trainer.ranks),
+        "WORLD_SIZE": str(ranks_of_all),
         "LOCAL_WORLD_SIZE": str(count),
         "GROUP_RANK": str(node),
         "MASTER_ADDR": address,

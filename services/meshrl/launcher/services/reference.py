@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,16 +29,23 @@ SERVICE = ServiceKind(
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Add reference log-probs to rows until stopped."""
+    from meshrl.launcher.services import _ranks
+
+    if recipe.reference.nproc > 1 and not _ranks.is_rank():
+        await _ranks.run(recipe, context)
+        return
     from meshrl.launcher.stage_service import STAGE_GRACE_S, open_runs, work_until_stopped
     from meshrl.rpc.queue_connection import connect_mesh_queue
     from meshrl.rpc.runtime import GrpcServer
     from meshrl.rpc.servicers.reference import ReferenceServicer
+    from meshrl.trainer.distributed import World
     from meshrl.trainer.reference import ReferenceModel, ReferenceStage
 
     config = recipe.reference
     deterministic = config.deterministic
     if deterministic is None:
         deterministic = recipe.queue.max_staleness == 0
+    world = World.start(recipe.trainer.device) if config.nproc > 1 else None
     model = await asyncio.to_thread(
         ReferenceModel,
         recipe.reference_model.path,
@@ -46,7 +54,14 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         deterministic=deterministic,
         device=recipe.trainer.device,
         trust_remote_code=recipe.model.trust_remote_code,
+        world=world,
     )
+    if world is not None and not world.is_main:
+        for number in (signal.SIGTERM, signal.SIGINT):  # they are for rank 0 to answer
+            signal.signal(number, signal.SIG_IGN)
+        model.follow()
+        world.close()
+        return
     try:
         async with (
             connect_mesh_queue(recipe, context) as queue,
@@ -62,6 +77,9 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
                 pictures=model.reads_pictures,
             )
             await server.ready()
-            await work_until_stopped(server, stage.run(grace_s=STAGE_GRACE_S), stage.drain)
+            beside = None if world is None else model.keep_ranks()
+            await work_until_stopped(server, stage.run(grace_s=STAGE_GRACE_S), stage.drain, beside)
     finally:
         model.close()
+        if world is not None:
+            world.close()

@@ -1,0 +1,99 @@
+"""A reference whose weights are shared out over several ranks of this machine (FSDP): rank 0 says what to forward.
+
+rank 0    rows ──broadcast──▶ every rank: forwards its share of the micro-batches ──gather──▶ rank 0
+silence   rank 0 says so every IDLE_S, since a collective that waits longer than CONTROL_TIMEOUT_S fails
+the end   rank 0 says so; a rank that dies fails the next collective of the others
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+from meshrl.contract.types import Int32
+from meshrl.trainer.config import ModelConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.model.policy import HfModel, Policy, shard
+
+IDLE_S = 60.0
+_END = b"end"
+
+Forward: TypeAlias = Callable[[Sequence[int]], Sequence[torch.Tensor]]
+"""From the numbers of rows to what the model says of them, on the CPU: first axis, their tokens but each's first."""
+
+
+def sharded(hf: HfModel, world: World, config: ModelConfig) -> Policy:
+    """The frozen model, each rank with its share of every layer, of which one at a time is whole."""
+    policy = shard(Policy(hf).eval().requires_grad_(False), hf, world, config)
+    policy.set_reshard_after_forward(True, recurse=False)  # type: ignore[operator]  # an FSDPModule now
+    register_fsdp_forward_method(policy, "top")
+    return policy
+
+
+class ReferenceRanks:
+    """What the ranks say to each other. Rank 0 calls `send` and `end`, the others `receive`, all `forward`."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def idle(self) -> None:
+        """Rank 0 has nothing to forward."""
+        self._world.broadcast()
+
+    def end(self) -> None:
+        """There is nothing more to forward."""
+        self._world.broadcast(_END)
+
+    def send(self, rows: Sequence[Int32], temperature: float, top: int) -> None:
+        """What `receive` gives the others."""
+        head = {"lengths": [len(row) for row in rows], "temperature": temperature, "top": top}
+        tokens = np.concatenate(rows).astype("<i4").tobytes()
+        self._world.broadcast(json.dumps(head).encode() + b"\n" + tokens)
+
+    def receive(self) -> tuple[list[Int32], float, int] | None:
+        """The next rows with their temperature, and how many of the likeliest tokens are wanted; None at the end.
+
+        Raises:
+            InfraError: rank 0 is gone.
+        """
+        while not (message := self._world.broadcast()):
+            pass
+        if message == _END:
+            return None
+        head, _, tokens = message.partition(b"\n")
+        said = json.loads(head)
+        every = np.frombuffer(tokens, "<i4").astype(np.int32)
+        ends = np.cumsum(said["lengths"])[:-1]
+        return np.split(every, ends), said["temperature"], said["top"]
+
+    def forward(
+        self, micros: Sequence[Sequence[int]], forward: Forward
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """What `forward` says of each micro-batch, by one rank or another.
+
+        All ranks forward equally often, since all put a layer together: a forward too many counts for nothing.
+        """
+        world = self._world
+        mine: list[Sequence[torch.Tensor]] = []
+        for first in range(0, len(micros), world.size):
+            shares = micros[first : first + world.size]
+            found = forward(shares[min(world.rank, len(shares) - 1)])
+            mine += [found] if world.rank < len(shares) else []
+        gathered: list[tuple[torch.Tensor, ...]] = [()] * len(micros)
+        for kind in range(len(found)):
+            parts = [each[kind] for each in mine] or [found[kind][:0]]
+            every = world.all_gather(torch.cat([part.reshape(-1) for part in parts]).numpy())
+            tail = found[kind].shape[1:]
+            sizes = world.all_gather(np.array([len(part) for part in parts], dtype=np.int64))
+            for rank, values in enumerate(every):
+                whole = torch.from_numpy(values).reshape(-1, *tail)
+                of_rank = range(rank, len(micros), world.size)
+                split = torch.split(whole, sizes[rank].tolist()[: len(of_rank)])
+                for number, part in zip(of_rank, split, strict=True):
+                    gathered[number] = (*gathered[number], part)
+        return gathered
