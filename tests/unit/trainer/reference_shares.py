@@ -16,6 +16,7 @@ from meshrl.trainer.reference import ReferenceModel
 
 async def lead(model: ReferenceModel, alone: ReferenceModel) -> None:
     for count, top, temperature in ((9, 3, 0.7), (1, 0, 1.0), (2, 2, 1.0)):
+        await asyncio.to_thread(model._ranks.idle)
         rows = tiny.rows(count)
         found = await model.judged(rows, temperature=temperature, top=top)
         wanted = await alone.judged(rows, temperature=temperature, top=top)

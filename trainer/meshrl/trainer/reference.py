@@ -140,7 +140,8 @@ class ReferenceModel:
                     "the reference's tokenizer is not the policy's"
                 )
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._forward, rows, seen, temperature, top)
+        forward = self._forward if self._ranks is None else self._together
+        return await loop.run_in_executor(self._thread, forward, rows, seen, temperature, top)
 
     def follow(self) -> None:
         """On another rank than the first: forward what it says, until it says that this is the end.
@@ -151,7 +152,7 @@ class ReferenceModel:
         assert self._ranks is not None
         while (said := self._ranks.receive()) is not None:
             rows, temperature, top = said
-            self._compute(rows, (), temperature, top)
+            self._forward(rows, (), temperature, top)
 
     async def keep_ranks(self) -> None:
         """On rank 0 of several, for as long as it serves: the others hear from it at times."""
@@ -168,6 +169,18 @@ class ReferenceModel:
                 self._thread.submit(ranks.end).result()
         self._thread.shutdown()
 
+    def _together(
+        self,
+        rows: Sequence[Int32],
+        seen: Sequence[Seen],
+        temperature: float,
+        top: int,
+    ) -> list[Columns]:
+        assert self._ranks is not None
+        self._ranks.send(rows, temperature, top)
+        return self._forward(rows, seen, temperature, top)
+
+    @torch.no_grad()
     def _forward(
         self,
         rows: Sequence[Int32],
@@ -175,19 +188,9 @@ class ReferenceModel:
         temperature: float,
         top: int,
     ) -> list[Columns]:
-        if self._ranks is not None:
-            self._ranks.send(rows, temperature, top)
-        return self._compute(rows, seen, temperature, top)
-
-    @torch.no_grad()
-    def _compute(
-        self,
-        rows: Sequence[Int32],
-        seen: Sequence[Seen],
-        temperature: float,
-        top: int,
-    ) -> list[Columns]:
-        def forward(micro: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        micros = [*cut_alike(rows, 0 if self._deterministic else self._max_tokens)]
+        every: list[tuple[torch.Tensor, ...]] = []
+        for micro in micros if self._ranks is None else self._ranks.own(micros):
             chosen = [rows[index] for index in micro]
             images: list[RowImages] = []
             if reader := self._reader:
@@ -196,12 +199,10 @@ class ReferenceModel:
                     where = f"row {index}"
                     images.append(reader.images(rows[index], one.sampled, one.media, where))
             packed = pack(chosen, [1] * len(chosen), images=images).to(self._device)
-            return tuple(each.cpu() for each in self._policy.top(packed, temperature, top))
-
-        micros = [*cut_alike(rows, 0 if self._deterministic else self._max_tokens)]
-        every = (
-            map(forward, micros) if self._ranks is None else self._ranks.forward(micros, forward)
-        )
+            found = self._policy.top(packed, temperature, top)
+            every.append(tuple([each.cpu() for each in found]))
+        if self._ranks is not None:
+            every = self._ranks.gathered(every, len(micros))
         results: list[Columns] = [{}] * len(rows)
         for micro, found in zip(micros, every, strict=True):
             sizes = [len(rows[index]) - 1 for index in micro]

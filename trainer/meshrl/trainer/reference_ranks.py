@@ -8,8 +8,8 @@ the end   rank 0 says so; a rank that dies fails the next collective of the othe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,8 +23,8 @@ from meshrl.trainer.model.policy import HfModel, Policy, shard
 IDLE_S = 60.0
 _END = b"end"
 
-Forward: TypeAlias = Callable[[Sequence[int]], Sequence[torch.Tensor]]
-"""From the numbers of rows to what the model says of them, on the CPU: first axis, their tokens but each's first."""
+Micro = TypeVar("Micro")
+"""The rows that are forwarded at once."""
 
 
 def sharded(hf: HfModel, world: World, config: ModelConfig) -> Policy:
@@ -36,7 +36,7 @@ def sharded(hf: HfModel, world: World, config: ModelConfig) -> Policy:
 
 
 class ReferenceRanks:
-    """What the ranks say to each other. Rank 0 calls `send` and `end`, the others `receive`, all `forward`."""
+    """What the ranks say to each other. Rank 0 calls `send`, `idle` and `end`, the others `receive`; all the rest."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -71,29 +71,29 @@ class ReferenceRanks:
         ends = np.cumsum(said["lengths"])[:-1]
         return np.split(every, ends), said["temperature"], said["top"]
 
-    def forward(
-        self, micros: Sequence[Sequence[int]], forward: Forward
-    ) -> list[tuple[torch.Tensor, ...]]:
-        """What `forward` says of each micro-batch, by one rank or another.
+    def own(self, micros: Sequence[Micro]) -> list[Micro]:
+        """The micro-batches that this rank forwards: every so manyth.
 
-        All ranks forward equally often, since all put a layer together: a forward too many counts for nothing.
+        All ranks forward equally often, since all put a layer together: a last one too many counts for nothing.
         """
+        rank, size = self._world.rank, self._world.size
+        rounds = [micros[first : first + size] for first in range(0, len(micros), size)]
+        return [each[min(rank, len(each) - 1)] for each in rounds]
+
+    def gathered(
+        self, found: Sequence[tuple[torch.Tensor, ...]], count: int
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """Of `count` micro-batches what the ranks found of their `own`: tensors on the CPU, of tokens first."""
         world = self._world
-        mine: list[Sequence[torch.Tensor]] = []
-        for first in range(0, len(micros), world.size):
-            shares = micros[first : first + world.size]
-            found = forward(shares[min(world.rank, len(shares) - 1)])
-            mine += [found] if world.rank < len(shares) else []
-        gathered: list[tuple[torch.Tensor, ...]] = [()] * len(micros)
-        for kind in range(len(found)):
-            parts = [each[kind] for each in mine] or [found[kind][:0]]
-            every = world.all_gather(torch.cat([part.reshape(-1) for part in parts]).numpy())
-            tail = found[kind].shape[1:]
+        mine = found[: len(range(world.rank, count, world.size))]
+        every: list[tuple[torch.Tensor, ...]] = [()] * count
+        for kind, like in enumerate(found[0]):
+            parts = [each[kind] for each in mine]
+            flat = torch.cat([part.reshape(-1) for part in parts] or [like.reshape(-1)[:0]])
             sizes = world.all_gather(np.array([len(part) for part in parts], dtype=np.int64))
-            for rank, values in enumerate(every):
-                whole = torch.from_numpy(values).reshape(-1, *tail)
-                of_rank = range(rank, len(micros), world.size)
-                split = torch.split(whole, sizes[rank].tolist()[: len(of_rank)])
-                for number, part in zip(of_rank, split, strict=True):
-                    gathered[number] = (*gathered[number], part)
-        return gathered
+            for rank, values in enumerate(world.all_gather(flat.numpy())):
+                whole = torch.from_numpy(values).reshape(-1, *like.shape[1:])
+                split = torch.split(whole, sizes[rank].tolist()) if len(sizes[rank]) else ()
+                for number, part in zip(range(rank, count, world.size), split, strict=True):
+                    every[number] = (*every[number], part)
+        return every
