@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 
 from meshrl.contract.errors import FencedError, InfraError, UserError
-from meshrl.contract.types import TrainerPhase, Version
+from meshrl.contract.types import Columns, TrainerPhase, Uid, Version
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer_config import OptimConfig
@@ -189,6 +189,38 @@ class SlowToCommit(TransferQueue):
         if step == 2:
             await self.settled.wait()
         await super().commit(run, epoch=epoch, step=step)
+
+
+class Mangles(TransferQueue):
+    """Gives a mask of two tokens out with one row."""
+
+    mangled: Uid | None = None
+
+    async def fetch(
+        self, run: str, uids: Sequence[Uid], columns: Sequence[str]
+    ) -> Sequence[Columns]:
+        found = [dict(row) for row in await super().fetch(run, uids, columns)]
+        if "loss_mask" in columns and uids[0].run == "run":
+            self.mangled = self.mangled or uids[-1]
+            for uid, row in zip(uids, found, strict=True):
+                if uid == self.mangled:
+                    row["loss_mask"] = row["loss_mask"][:2]
+        return found
+
+
+async def test_a_row_that_cannot_be_put_together_is_a_dead_letter_and_the_rest_is_trained(
+    model: Path, tmp_path: Path, world: World
+) -> None:
+    queue = await Mangles.open(MemoryStore())
+    async with mesh(queue, model, tmp_path, world) as made:
+        feeding = asyncio.create_task(made.feed(GROUPS * 2, close=True))
+        assert await made.train(None) == 2
+        await feeding
+        ledger = await queue.ledger("run")
+        assert ledger.balanced and ledger.trained == 2 * BATCH - GROUP_SIZE
+        (letter, *_) = await queue.dead_letters("run")
+        assert "column loss_mask has 2 entries, tokens" in letter.reason
+    await queue.close()
 
 
 async def test_training_goes_on_while_a_checkpoint_is_written(

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,19 +11,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from meshrl.contract.errors import UserError
+from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.contract.rows import rollout_write, trajectory
+from meshrl.contract.stage_worker import Failure
 from meshrl.contract.types import (
     REFERENCE_COLUMNS,
     REFERENCE_TOP,
     ROLLOUT_STAGE,
+    Columns,
     Int32,
+    LeasedRow,
     Media,
     Outcome,
+    RowWrite,
     RunSpec,
     StageSpec,
     Task,
     Trajectory,
+    Uid,
     Version,
     VersionSpan,
 )
@@ -208,6 +213,34 @@ async def test_a_reference_reads_the_pictures_of_rows(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="row 0 has places for pictures"):
             await reference.logprobs(tokens)
         reference.close()
+
+
+class Gone:
+    """A queue that one row has left."""
+
+    def __init__(self, gone: Uid) -> None:
+        self._gone = gone
+
+    async def fetch(self, run: str, uids: list[Uid], columns: object) -> list[Columns]:
+        if self._gone in uids:
+            raise NotFoundError(f"no row {self._gone}")
+        return [{"loss_mask": np.ones(3, np.uint8)} for _ in uids]
+
+
+async def test_a_row_that_left_while_its_pictures_were_asked_for_fails_alone() -> None:
+    async def judged(rows: Sequence[Int32], seen: object, *, temperature: float) -> list[Columns]:
+        return [{"ref_logprobs": np.zeros(len(row), np.float32)} for row in rows]
+
+    task = Task(run="run", task_id="t", prompt_ids=np.arange(2, dtype=np.int32), group_size=3)
+    tokens = {"tokens": np.arange(3, dtype=np.int32)}
+    rows = [
+        LeasedRow(uid=Uid("run", "t", n, 0), token=n, task=task, columns=tokens, delivery=1)
+        for n in range(3)
+    ]
+    queue = Gone(rows[1].uid)
+    stage = ReferenceStage(queue, ["run"], judged, worker="r", pictures=True)  # type: ignore[arg-type]
+    results = {result.uid: type(result) for result in await stage._handle(rows)}
+    assert results == {rows[0].uid: RowWrite, rows[1].uid: Failure, rows[2].uid: RowWrite}
 
 
 async def test_a_reference_of_text_refuses_pictures(reference: ReferenceModel) -> None:

@@ -222,8 +222,10 @@ class BatchSource:
             batch_id=sampling.batch_id,
             wait_s=self._settings.trainer.take_wait_s,
         )
-        uids = [row.uid for row in taken.rows]
-        damaged = await unreadable(self._queue, run, uids, ("response_text", "reward"))
+        damaged = await unreadable(
+            lambda uids: self._queue.fetch(run, uids, ("response_text", "reward")),
+            (row.uid for row in taken.rows),
+        )
         await dead_letter(self._queue, run, epoch, damaged)
         return bool(damaged)
 

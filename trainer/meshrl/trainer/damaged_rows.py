@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -14,17 +14,16 @@ from meshrl.contract.rows import DAMAGED
 from meshrl.contract.types import Batch, Uid
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.distributed import World
-from meshrl.trainer.reward_version_guard import BatchQueue
 
 
 async def unreadable(
-    queue: BatchQueue, run: str, uids: Iterable[Uid], columns: Sequence[str]
+    read: Callable[[list[Uid]], Awaitable[object]], uids: Iterable[Uid]
 ) -> dict[Uid, str]:
-    """Those of the rows that cannot be read, with what is wrong; each is fetched by itself."""
+    """Those of the rows at which `read` raises CorruptError, with what is wrong; each is read by itself."""
     found: dict[Uid, str] = {}
     for uid in uids:
         try:
-            await queue.fetch(run, [uid], columns)
+            await read([uid])
         except CorruptError as error:
             found[uid] = error.message
     return found

@@ -241,15 +241,14 @@ class Trainer:
             uids = schedule.uids(self._world.data_rank)
             damaged: dict[Uid, str] = {}
             try:
-                columns = await self._batches.fetch(run, uids, self._learner.columns)
-                rows = [trajectory(uid, column) for uid, column in zip(uids, columns, strict=True)]
-                if MEDIA in self._learner.columns:
-                    rows = with_media(rows)
+                rows = await self._read(uids)
                 baselines = await self._baselines(schedule)
             except CorruptError:
-                damaged = await unreadable(self._batches, run, uids, self._learner.columns)
+                damaged = await unreadable(self._read, uids)
                 others = (row.uid for row in schedule.baselines)
-                damaged |= await unreadable(self._batches, run, others, ("reward",))
+                damaged |= await unreadable(
+                    lambda uids: self._batches.fetch(run, uids, ("reward",)), others
+                )
                 if not damaged:
                     raise
             damaged = await of_all_ranks(self._world, self._compute, damaged)
@@ -259,6 +258,12 @@ class Trainer:
             if self._world.is_main:
                 await self._source.drop(damaged, self._state.epoch)
         return None
+
+    async def _read(self, uids: Sequence[Uid]) -> list[Trajectory]:
+        """Rows from the queue. Raises CorruptError."""
+        columns = await self._batches.fetch(self._settings.run, uids, self._learner.columns)
+        rows = [trajectory(uid, column) for uid, column in zip(uids, columns, strict=True)]
+        return with_media(rows) if MEDIA in self._learner.columns else rows
 
     def _profiled(
         self, step: int, learn: Callable[[], dict[str, Json]]

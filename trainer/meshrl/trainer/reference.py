@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from meshrl.contract.errors import CorruptError, InfraError, UserError
+from meshrl.contract.errors import CorruptError, InfraError, NotFoundError, UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.rows import media_of_row, row_media
 from meshrl.contract.stage_worker import Failure, StageResult, StageStats, StageWorker
@@ -301,7 +301,7 @@ class ReferenceStage:
         try:
             seen = await self._seen(rows)
             results = await self._judged(tokens, seen, temperature=temperature)
-        except (UserError, CorruptError) as error:
+        except (UserError, CorruptError, NotFoundError) as error:  # not found: gone meanwhile
             if len(rows) > 1:  # one row's defect must not fail the others
                 return [r for row in rows for r in await self._answer([row], temperature)]
             return [Failure(uid=rows[0].uid, outcome=Outcome.INFRA_FAULT, reason=str(error))]
