@@ -467,7 +467,7 @@ class WhyPromises:
 
     async def test_an_expired_lease_is_named_with_who_lost_it(self, queue: Queue) -> None:
         actors = Actors(queue)
-        await actors.start(spec(lease_ttl_s=0.5))  # the second one must not expire, too
+        await actors.start(spec(lease_ttl_s=1.5))  # the others must not expire, too
         await actors.feed(tasks(1))
         await actors.lease(limit=1, worker="lost-worker")
         await actors.lease(limit=1)

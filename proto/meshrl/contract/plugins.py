@@ -141,4 +141,8 @@ def _statements(package: str, name: str) -> list[ast.stmt]:
 @functools.cache
 def _parsed(source: Path, changed_ns: int) -> list[ast.stmt]:
     """The statements of a file; a recipe's carriers are asked for several literals each."""
-    return ast.parse(source.read_text(encoding="utf-8")).body
+    text = source.read_text(encoding="utf-8")
+    try:
+        return ast.parse(text).body
+    except SystemError:  # Python 3.11 while another thread parses, too (python/cpython#106905)
+        return ast.parse(text).body

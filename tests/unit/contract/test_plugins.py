@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.plugins import check_admitted, load
 from meshrl.rollout.user_functions import load_function
@@ -85,3 +87,17 @@ def test_a_chat_template_reaches_nothing_but_its_messages() -> None:
             utils.render_jinja_template(
                 conversations=[[{"role": "user", "content": "x"}]], chat_template=escape
             )
+
+
+def test_a_literal_is_read_while_another_thread_parses(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse, failures = ast.parse, ["AST constructor recursion depth mismatch"]
+
+    def fails_once(text: str) -> ast.Module:
+        if failures:
+            raise SystemError(failures.pop())
+        return parse(text)
+
+    monkeypatch.setattr(ast, "parse", fails_once)
+    plugins._parsed.cache_clear()
+    assert plugins.constant("meshrl.weights.carriers", "shm", "NEEDS", ()) == ()
+    assert not failures

@@ -17,7 +17,7 @@ from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.types import Media, Trajectory, Uid, Version
 from meshrl.images import ImageProcessor
 from meshrl.testing import vision
-from meshrl.testing.equality import train
+from meshrl.testing.equality import TRAININGS, train
 from meshrl.testing.vision import packed
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
@@ -211,7 +211,7 @@ def test_ranks_learn_of_pictures_what_one_process_learns(
     tmp_path: Path, world: World, ranks: Ranks
 ) -> None:
     make_model(tmp_path / "model")
-    torch.save(train(tmp_path / "model", world), tmp_path / "alone.pt")
+    torch.save(train(tmp_path / "model", world, TRAININGS["AdamW"]), tmp_path / "alone.pt")
     ranks.run("vision_ranks.py", [tmp_path], tmp_path / "output", ranks=2)
     found = [json.loads(line) for line in (tmp_path / "found").read_text().splitlines()]
     assert len(found) == 3

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from meshrl.testing.equality import differences, train
+from meshrl.testing.equality import TRAININGS, differences, train
 from meshrl.trainer.config import ParallelConfig
 from meshrl.trainer.distributed import World
 
@@ -19,7 +19,7 @@ def main(folder: Path) -> None:
     wanted = torch.load(folder / "alone.pt")
     for layout in ({"data_shard": 2}, {"data_replicate": 2}, {"sequence": 2}):
         world = World.start("cpu", ParallelConfig.model_validate(layout))
-        found = differences(train(folder / "model", world), wanted)
+        found = differences(train(folder / "model", world, TRAININGS["AdamW"]), wanted)
         if world.is_main:
             with (folder / "found").open("a") as file:
                 file.write(json.dumps([layout, found]) + "\n")

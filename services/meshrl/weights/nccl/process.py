@@ -200,7 +200,8 @@ class NcclProcess:
         await self.facts()
         assert self._files is not None
         if not self._killed:
-            socket.send_fds(self._files, [b"0"], [region.descriptor])
+            with contextlib.suppress(OSError):  # it has ended: what is asked next says how
+                socket.send_fds(self._files, [b"0"], [region.descriptor])
         frame = {"number": region.number, "nbytes": region.nbytes}
         await self._ask(self._config.start_s, "pinning memory", do="attach", **frame)
         self._attached.add(region.number)
