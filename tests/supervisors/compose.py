@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from ..mesh import make_mesh
 from ..pods import ROOT
 from .images import BASE, Docker, docker
 
-STEPS: Final = 300
+STEPS: Final = 900
 PORT: Final = "18800"
 SAVE_EVERY: Final = 5
 PROMETHEUS: Final = f"""\
@@ -182,7 +182,7 @@ def kills(engine: Docker, folder: Path) -> None:
     monitor(project)
     steps = set(project.steps())
     took = engine.stop()
-    saved = max(int(path.name.rpartition("_")[2]) for path in checkpoints(project))
+    saved = newest_checkpoint(project)
     print(
         f"engine stopped in {took:.0f} s after step {max(steps)}; newest checkpoint {saved}",
         flush=True,
@@ -200,11 +200,12 @@ def kills(engine: Docker, folder: Path) -> None:
     project.run("down", "--volumes")
 
 
-def checkpoints(project: Project) -> Sequence[Path]:
+def newest_checkpoint(project: Project) -> int:
+    """Its step; the engine does not run."""
     path = Path(
         project.engine.folder, "root/volumes", f"{project.name}_runs", "_data/mesh/checkpoints"
     )
-    return [each for each in path.iterdir() if each.name.rpartition("_")[2].isdigit()]
+    return max(int(each.name.split("-")[1]) for each in path.glob("step-*"))
 
 
 def submit(project: Project) -> None:
