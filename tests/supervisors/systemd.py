@@ -164,7 +164,7 @@ def train(machine: Machine) -> None:
         flush=True,
     )
     machine.tell("systemctl start meshrl.target")
-    machine.trained(before + 2)
+    machine.trained(STEPS)
     machine.until("the trainer ends", lambda: machine.states().split()[2] == "inactive")
     steps = machine.steps()
     print(f"{len(steps)} steps, {len(set(steps))} of them different")
