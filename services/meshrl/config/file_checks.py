@@ -178,8 +178,9 @@ def _rows(
         rows = machine.first_rows(path, recipe.data.reader)
         if not rows:
             yield at, f"{_key(at)}: {path} has no rows"
+        pictures = "vision_config" in machine.json(recipe.model.path / "config.json")
         for row in rows:
-            read = _checked_row(row, recipe, machine)
+            read = _checked_row(row, recipe, machine, pictures)
             if at[1] == "train_files" and algorithm_needs(recipe).data_answers:
                 own_answer(read.response, row.where, recipe.data)
             if weights:
@@ -189,8 +190,7 @@ def _rows(
         yield at, f"{_key(at)}: {text}"
 
 
-def _checked_row(row: FileRow, recipe: Recipe, machine: ThisMachine) -> PromptRow:
-    pictures = "vision_config" in machine.json(recipe.model.path / "config.json")
+def _checked_row(row: FileRow, recipe: Recipe, machine: ThisMachine, pictures: bool) -> PromptRow:
     read = read_prompt_row(row, recipe.data, pictures=pictures)
     if isinstance(read.prompt, str):
         if not read.prompt:

@@ -15,13 +15,14 @@ class SourceError(CorruptError):
 
 async def gathered(source: WeightSource, index: int) -> tuple[str, Sequence[int]]:
     """Return once a bucket is there, with its hash and those of its tensors. Raises SourceError."""
-    manifest = source.manifest
-    if manifest.bucket_hashes or not isinstance(source, GatheredSource):
-        return hashes_of(manifest)[index]
+    if not isinstance(source, GatheredSource):
+        return hashes_of(source.manifest)[index]
     try:
         return await source.gathered(index)
     except Exception as error:
-        raise SourceError(f"weights {manifest.version} were not gathered: {error}") from error
+        raise SourceError(
+            f"weights {source.manifest.version} were not gathered: {error}"
+        ) from error
 
 
 async def whole(source: WeightSource) -> None:

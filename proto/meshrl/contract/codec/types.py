@@ -318,6 +318,7 @@ class KnownPictures:
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._known: OrderedDict[str, Media] = OrderedDict()
+        self._known_bytes = 0
         self._lock = threading.Lock()
         """Messages are taken apart in several threads."""
 
@@ -332,10 +333,11 @@ class KnownPictures:
         if found != given:
             return None
         with self._lock:
-            self._known[found.sha256] = found
-            total = sum(len(each.data) for each in self._known.values())
-            while total > self._most_bytes:
-                total -= len(self._known.popitem(last=False)[1].data)
+            if found.sha256 not in self._known:  # another thread may have read it meanwhile
+                self._known[found.sha256] = found
+                self._known_bytes += len(found.data)
+            while self._known_bytes > self._most_bytes:
+                self._known_bytes -= len(self._known.popitem(last=False)[1].data)
         return found
 
 

@@ -58,14 +58,14 @@ class Snapshot:
     @property
     def manifest(self) -> WeightManifest:
         """The plan; with hashes once all buckets are there."""
-        if self._coming and all(c.done() and c.exception() is None for c in self._coming):
-            found = [coming.result() for coming in self._coming]
+        came = [each for each in self._coming if each.done() and each.exception() is None]
+        if len(came) == len(self._coming) and not self._manifest.bucket_hashes:
+            found = [each.result() for each in came]
             self._manifest = dataclasses.replace(
                 self._manifest,
                 bucket_hashes=tuple(each.bucket for each in found),
                 tensor_hashes=tuple(known for each in found for known in each.tensors),
             )
-            self._coming = []
         return self._manifest
 
     def bucket(self, index: int) -> Uint8:
@@ -74,8 +74,8 @@ class Snapshot:
 
     async def gathered(self, index: int) -> tuple[str, Sequence[int]]:
         """See `GatheredSource`. Raises what the gather did."""
-        if coming := self._coming:
-            found = await asyncio.wrap_future(coming[index])
+        if self._coming:
+            found = await asyncio.wrap_future(self._coming[index])
             return found.bucket, found.tensors
         manifest = self._manifest
         pairs = zip(manifest.tensors, manifest.tensor_hashes, strict=True)
