@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -166,6 +167,14 @@ def test_the_last_step_is_that_of_the_last_whole_line(tmp_path: Path) -> None:
     assert last_step(tmp_path / "metrics.jsonl") == 3
 
 
+def _busy_port_after_a_free_one(servers: ExitStack) -> int:
+    while True:
+        server = servers.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = int(server.getsockname()[1])
+        with suppress(OSError), socket.create_server(("127.0.0.1", port - 1)):
+            return port
+
+
 @pytest.mark.parametrize(
     ("key", "more"),
     [
@@ -177,8 +186,8 @@ def test_the_last_step_is_that_of_the_last_whole_line(tmp_path: Path) -> None:
 def test_a_busy_port_of_the_recipe_is_said_before_anything_starts(
     recipe: Recipe, key: str, more: tuple[str, ...]
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    with ExitStack() as servers:
+        port = _busy_port_after_a_free_one(servers)
         first = port - ("gateway" in key)  # of the second worker
         wanted = load_recipe(Path("my.yaml"), (f"{key}={first}", *more), check=False)
         line = f"{key}={port}: another program listens on 127.0.0.1:{port}; choose another port"
