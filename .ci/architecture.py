@@ -20,7 +20,7 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 LINES: Mapping[str, int] = {
-    "meshrl.trainer": 21197,
+    "meshrl.trainer": 21321,
     "meshrl.rollout": 13310,
     "meshrl.transferqueue": 10855,
     "meshrl.rewardd": 6860,
@@ -28,7 +28,7 @@ LINES: Mapping[str, int] = {
     "meshrl.images": 596,
     "meshrl.weights": 7630,
     "meshrl.contract": 6900,
-    "meshrl.simulation": 6240,
+    "meshrl.simulation": 6272,
     "meshrl.rpc": 6050,
     "meshrl.launcher": 4745,
     "meshrl.testing": 4305,

@@ -13,7 +13,7 @@ from meshrl.contract.errors import CapacityError, WaitTimeoutError
 from meshrl.contract.stage_worker import StageWorker
 from meshrl.contract.types import REWARD_STAGE, ROLLOUT_STAGE, LeasedRow, RowWrite, Version
 from meshrl.rpc.clients import QueueClient
-from meshrl.rpc.clients.disk_full import DiskFullPolicy
+from meshrl.rpc.clients.patience import Patience
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.queue import TransferQueue
@@ -45,7 +45,7 @@ class SmallStore(DiskStore):
 
 @asynccontextmanager
 async def meshed(
-    path: Path, disk_full: DiskFullPolicy | None
+    path: Path, patience: Patience | None
 ) -> AsyncIterator[tuple[SmallStore, Actors, QueueClient]]:
     """The store of a queue, actors beside it, and a service's way to it."""
     store = SmallStore(path)
@@ -54,7 +54,7 @@ async def meshed(
     try:
         async with (
             GrpcServer(settings, [QueueServicer(queue)]) as server,
-            QueueClient(server.address, retry_s=1, disk_full=disk_full) as client,
+            QueueClient(server.address, retry_s=1, patience=patience) as client,
         ):
             actors = Actors(queue)
             stages = (ROLLOUT_STAGE, REWARD_STAGE)
@@ -95,7 +95,7 @@ async def until_waits_for(actors: Actors, what: str) -> None:
 async def test_a_stage_waits_for_space_and_writes_each_row_once(
     tmp_path: Path, full: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with meshed(tmp_path, DiskFullPolicy()) as (store, actors, client):
+    async with meshed(tmp_path, Patience()) as (store, actors, client):
         await actors.feed(tasks(ROWS, group_size=1))
         go = asyncio.Event()
         loop = rolling(client, go)
@@ -122,7 +122,7 @@ async def test_a_stage_waits_for_space_and_writes_each_row_once(
 
 
 async def test_a_feeder_waits_for_space_no_longer_than_it_asked_to(tmp_path: Path) -> None:
-    async with meshed(tmp_path, DiskFullPolicy()) as (store, actors, client):
+    async with meshed(tmp_path, Patience()) as (store, actors, client):
         store.full = "rows"
         given = tasks(ROWS, group_size=1)
         with pytest.raises(WaitTimeoutError, match="waiting for space"):
@@ -135,7 +135,7 @@ async def test_a_feeder_waits_for_space_no_longer_than_it_asked_to(tmp_path: Pat
 
 
 async def test_a_stage_ends_when_it_is_drained_while_the_disk_is_full(tmp_path: Path) -> None:
-    async with meshed(tmp_path, DiskFullPolicy()) as (store, actors, client):
+    async with meshed(tmp_path, Patience()) as (store, actors, client):
         await actors.feed(tasks(ROWS, group_size=1))
         go = asyncio.Event()
         go.set()
@@ -155,14 +155,14 @@ async def test_a_stage_ends_when_it_is_drained_while_the_disk_is_full(tmp_path: 
 async def test_a_caller_that_is_to_end_waits_for_space_a_little_longer_and_gets_the_error(
     tmp_path: Path,
 ) -> None:
-    disk_full = DiskFullPolicy(last_wait_s=0.2)
-    async with meshed(tmp_path, disk_full) as (store, actors, client):
+    patience = Patience(last_wait_s=0.2)
+    async with meshed(tmp_path, patience) as (store, actors, client):
         await actors.feed(tasks(1, group_size=1))
         store.full = "nothing"
         publishing = asyncio.create_task(client.publish("run", Version(1, 1)))
         done, _ = await asyncio.wait({publishing}, timeout=0.5)
-        assert not done and not disk_full.stopping
-        disk_full.stop_waiting()
+        assert not done
+        patience.stop_waiting()
         async with asyncio.timeout(PLENTY_S):
             with pytest.raises(CapacityError, match="the disk took no more"):
                 await publishing

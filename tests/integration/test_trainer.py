@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_saver
 
-from meshrl.contract.errors import FencedError, InfraError, UserError
+from meshrl.contract.errors import FencedError, InfraError, UnavailableError, UserError
 from meshrl.contract.types import Columns, TrainerPhase, Uid, Version
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig
 from meshrl.trainer.distributed import World
@@ -128,6 +128,62 @@ async def test_a_killed_run_resumes_to_the_same_bits_as_an_uninterrupted_one(
             exports.append(made.weights())
         await queue.close()
     assert all(torch.equal(exports[0][name], exports[1][name]) for name in exports[0])
+
+
+class LeavingQueue:
+    """For a trainer's calls gone for ever, from one call of one step on."""
+
+    def __init__(self, queue: TransferQueue, method: str, step: int) -> None:
+        self._queue, self._method, self._step = queue, method, step
+        self.gone = asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._queue, name)
+        if name not in {"take", "fetch", "filter", "settle", "commit", "ledger", "why_waiting"}:
+            return method
+
+        async def call(*args: Any, **options: Any) -> Any:
+            batches = self._queue._run("run").batches.values()
+            step = max((batch.step + batch.settled for batch in batches), default=0)
+            if name == self._method and options.get("step", step) == self._step:
+                self.gone.set()
+            if self.gone.is_set():
+                raise UnavailableError("queue at nowhere cannot be reached")
+            return await method(*args, **options)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("method", "drains"),
+    [("take", False), ("fetch", True), ("settle", True), ("settle", False), ("commit", True)],
+)
+async def test_a_trainer_saves_without_the_queue_and_nothing_is_trained_again(
+    queue: TransferQueue, model: Path, tmp_path: Path, world: World, method: str, drains: bool
+) -> None:
+    """As when an engine stops both at once, or the queue stays away for longer than calls wait."""
+    async with mesh(queue, model, tmp_path, world) as made:
+        feeding = asyncio.create_task(made.feed(GROUPS * 4, close=True))
+        made.queue = leaving = LeavingQueue(queue, method, step=2)  # type: ignore[assignment]
+        async with made.trainer(4, save_freq=2, max_ckpt_to_keep=1) as trainer:
+            running = asyncio.create_task(trainer.run())
+            await leaving.gone.wait()
+            if drains:
+                trainer.drain()
+                await running
+            else:
+                with pytest.raises(UnavailableError, match="cannot be reached"):
+                    await running
+        saved = 3 if method == "settle" else trainer.step  # a commit fails beside a step
+        assert trainer.step == saved
+        made.queue = queue
+        assert await made.train(4, save_freq=2) == 4
+        await feeding
+        ledger = await queue.ledger("run")
+        assert ledger.balanced and ledger.trained == 4 * BATCH
+        logged = [made.logged(f"step-{step}.parquet") for step in range(4)]
+        assert len({row["uid"] for rows in logged for row in rows}) == 4 * BATCH
+        assert [rows[0]["epoch"] for rows in logged] == [1] * saved + [2] * (4 - saved)
 
 
 async def test_the_run_ends_with_the_data_and_a_shorter_last_batch(

@@ -41,6 +41,7 @@ FIRST_SEEDS = {
     "observations_unsaved": 20,
     "session_given_twice": 1,
     "session_of_another": 1,
+    "unsettled_forgotten": 200462,
 }
 """Planted bugs that few seeds find, and one that found each; `meshrl simulate --mutant NAME` hunts the others."""
 FAILED_ONCE = (76923794, 252489487, 105160271)

@@ -23,7 +23,7 @@ the same values.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Final
 
 
 class MeshError(Exception):
@@ -139,6 +139,8 @@ def _tree(root: type[MeshError]) -> dict[str, type[MeshError]]:
     return found | {root.code: root}
 
 
+AWAY: Final = (UnavailableError, CapacityError)
+"""What a call raises when the service was not to be had for as long as calls wait: out of reach, or its disk full."""
 BY_CODE: Mapping[str, type[MeshError]] = _tree(MeshError)
 """Error classes by code."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from meshrl.config.recipe import EVAL_SUFFIX, Recipe, has_evaluation
 from meshrl.config.stages import stage_specs, train_spec
@@ -108,7 +109,7 @@ async def open_run(queue: Queue, spec: RunSpec, recipe: Recipe) -> None:
 
 async def work_until_stopped(
     server: GrpcServer,
-    work: Awaitable[None],
+    work: Awaitable[object],
     drain: Callable[[], None],
     beside: Awaitable[None] | None = None,
 ) -> None:
@@ -126,7 +127,7 @@ async def work_until_stopped(
     freeze_startup_objects()
     working = asyncio.ensure_future(work)
     stopped = asyncio.ensure_future(server.until_stopped())
-    watched: set[asyncio.Future[None]] = {working, stopped}
+    watched: set[asyncio.Future[Any]] = {working, stopped}
     if beside is not None:
         watched.add(asyncio.ensure_future(beside))
     try:

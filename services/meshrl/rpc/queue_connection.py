@@ -12,7 +12,7 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.precision import Precision
 from meshrl.rpc.clients.base import SERVICE_RETRY_S
-from meshrl.rpc.clients.disk_full import DiskFullPolicy
+from meshrl.rpc.clients.patience import Patience
 from meshrl.rpc.clients.queue import ClientOptions, QueueClient
 from meshrl.rpc.clients.shard import ShardClient
 from meshrl.rpc.service_context import ServiceContext
@@ -28,7 +28,7 @@ async def connect_queue(
     retry_s: float = SERVICE_RETRY_S,
     compression: Mode = "auto",
     logprob_precision: Precision = "fp32",
-    disk_full: DiskFullPolicy | None = None,
+    patience: Patience | None = None,
 ) -> AsyncIterator[Queue]:
     """The queue at `addresses`: `host:port`, or the addresses of all shards in their order, separated by commas.
 
@@ -38,7 +38,7 @@ async def connect_queue(
     options: ClientOptions = {
         "retry_s": retry_s,
         "compression": compression,
-        "disk_full": disk_full,
+        "patience": patience,
     }
     if len(shard_addresses) == 1:
         async with QueueClient(shard_addresses[0], **options) as queue:
@@ -58,14 +58,14 @@ async def connect_queue(
 
 
 def connect_mesh_queue(
-    recipe: Recipe, context: ServiceContext, disk_full: DiskFullPolicy | None = None
+    recipe: Recipe, context: ServiceContext, patience: Patience | None = None
 ) -> AbstractAsyncContextManager[Queue]:
     """The queue of a service's own mesh, with the recipe's options. Calls wait while its disk is full."""
     return connect_queue(
         context.address_of("queue"),
         compression=recipe.queue.compression,
         logprob_precision=recipe.queue.logprob_precision,
-        disk_full=disk_full or DiskFullPolicy(),
+        patience=patience or Patience(),
     )
 
 

@@ -268,6 +268,11 @@ class SimulatedCheckpoints:
         self._disk.epoch = epoch
         self._disk.sweeps += 1
 
+    def remove(self, path: Path) -> None:
+        """It is gone at once."""
+        kept = [s for s in self._disk.stored if self._path(path.parent, s.version) != path]
+        self._disk.stored = kept
+
     @staticmethod
     def _path(root: Path, version: Version) -> Path:
         return root / f"step-{version.step:08d}-epoch-{version.epoch:04d}"

@@ -50,6 +50,8 @@ class Kind(StrEnum):
     """To a rollout worker: bytes of weights arrive changed."""
     MEMORY_FULL = "memory full"
     """Of the trainer's host: there is no room for a version."""
+    HALT = "halt"
+    """Of the host of trainer and queue: SIGTERM to both at once, and neither starts again for a while."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,7 @@ WEIGHTS: Final = (
     Kind.TRANSFER_CORRUPTS,
 )
 LENGTHS_S: Final = {
+    Kind.HALT: 15.0,
     Kind.CUT: 12.0,
     Kind.ZOMBIE: 15.0,
     Kind.ISOLATED: 20.0,
@@ -121,7 +124,7 @@ class Scene:
     kinds: Mapping[str, Sequence[Kind]]
     """By service; a kind that is named twice happens twice as often."""
     successor_dies: bool = False
-    """A trainer that counts as dead gets a successor that is killed as well."""
+    """A trainer that counts as dead, or ends with its host, gets a successor that is killed as well."""
 
 
 TAKEOVER: Final = Scene(
@@ -148,18 +151,27 @@ LOST_CALLS: Final = Scene(
     },
 )
 """Calls are repeated."""
+HALTED_HOST: Final = Scene(
+    share=0.05,
+    kinds={
+        "trainer": (Kind.HALT, Kind.HALT, Kind.HALT, Kind.KILL, Kind.ISOLATED, Kind.BREAK_ANSWERS),
+        "rollout-0": (Kind.KILL, Kind.FLAPS),
+    },
+    successor_dies=True,
+)
+"""Trainers save without the queue, and the next ones tell it what they find."""
 SOON: Final = 0.5
 """Share of a scene's faults that come shortly after another one,"""
 SOON_S: Final = (0.2, 4.0)
 """after so many seconds."""
 SUCCESSOR_DIES_S: Final = (1.0, 6.0)
-"""When a successor is killed, after its predecessor counts as dead: a new one starts within 5 s."""
+"""When a successor is killed, after it may begin: a new one starts within 5 s."""
 
 
 def scene_of(seed: int) -> Scene | None:
     """The scene of a seed, if it has one."""
     draw = random.Random(f"scene {seed}").random()
-    for scene in (TAKEOVER, LOST_CALLS, LATE_CHECKPOINT):
+    for scene in (TAKEOVER, LOST_CALLS, LATE_CHECKPOINT, HALTED_HOST):
         if draw < scene.share:
             return scene
         draw -= scene.share
@@ -196,7 +208,7 @@ def draw_faults(seed: int, targets: Sequence[str], *, until_s: float, most: int)
         role = aim.choice(sorted({target.partition("-")[0] for target in targets}))
         targets = [target for target in targets if target.partition("-")[0] == role]
     share = draw.choice(ALLOWED)
-    allowed = {kind for kind in Kind if draw.random() < share}
+    allowed = {kind for kind in Kind if kind is not Kind.HALT and draw.random() < share}
     faults = []
     for _ in range(draw.randint(0, most)):
         target = draw.choice(targets)
@@ -215,8 +227,9 @@ def _draw_scene(draw: random.Random, scene: Scene, *, until_s: float, most: int)
             at_s = faults[-1].at_s + draw.uniform(*SOON_S)
         fault = _drawn(draw, draw.choice(scene.kinds[target]), target, at_s)
         faults.append(fault)
-        if scene.successor_dies and fault.kind is Kind.ZOMBIE:
-            killed_s = at_s + draw.uniform(*SUCCESSOR_DIES_S)
+        if scene.successor_dies and fault.kind in (Kind.ZOMBIE, Kind.HALT):
+            begins_s = at_s + fault.seconds * (fault.kind is Kind.HALT)
+            killed_s = begins_s + draw.uniform(*SUCCESSOR_DIES_S)
             faults.append(Fault(at_s=killed_s, kind=Kind.KILL, target=target))
     return sorted(faults, key=lambda fault: fault.at_s)
 

@@ -104,6 +104,7 @@ class Mesh:
         self._lives: dict[str, Incarnation] = {}
         """By service: the newest."""
         self._ending = False
+        self._halted_until = 0.0
         self._given_up: list[int] = []
         """The dead letters for which trainers have given up."""
 
@@ -214,6 +215,8 @@ class Mesh:
     async def _supervise(self, name: str, main: Main, *, finite: bool = False) -> None:
         """Start a service again whenever it ends; a finite one until it is done."""
         while not self._ending:
+            if name in self.shape.queues:
+                await self._until_the_host_is_up()
             incarnation = self._start(name, main)
             await incarnation.over.wait()
             finished = incarnation.ended and incarnation.error is None
@@ -254,6 +257,7 @@ class Mesh:
     async def _supervise_trainer(self) -> None:
         """All ranks together: one that dies takes the others with it."""
         while not self._ending:
+            await self._until_the_host_is_up()
             collectives = Collectives(self.loop, self.shape.ranks)
             ranks = [
                 self._start(
@@ -282,6 +286,9 @@ class Mesh:
                 return
             await asyncio.sleep(self._random.uniform(0.2, 4.0))
 
+    async def _until_the_host_is_up(self) -> None:
+        await asyncio.sleep(max(0.0, self._halted_until - self.loop.time()))
+
     def _is_zombie(self, rank: Incarnation) -> bool:
         """Counts as dead and lives."""
         return rank.over.is_set() and not rank.ended and not rank.process.dead
@@ -309,6 +316,11 @@ class Mesh:
                     incarnation.process.kill()
             case Kind.STOP:
                 self._drain(incarnation)
+            case Kind.HALT:
+                self._halted_until = until
+                for name, each in self._lives.items():
+                    if name.startswith(("queue", "trainer")):
+                        self._drain(each)
             case Kind.CUT:
                 services.network.cut(target, fault.seconds)
             case Kind.ZOMBIE:

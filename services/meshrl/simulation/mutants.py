@@ -319,6 +319,13 @@ class _AcknowledgesUnwritten(SimulatedCheckpoints):
         return self._path(root, version)
 
 
+class _ForgetsTheUnsettled(SimulatedCheckpoints):
+    def describe(
+        self, state: TrainerState, policy: Any, beside: Mapping[str, Any] | None = None
+    ) -> TrainerState:
+        return replace(super().describe(state, policy, beside), unsettled=())
+
+
 class _TakesNothingOver(SimulatedCheckpoints):
     def take_over(self, root: Path, epoch: int) -> None:
         return
@@ -424,6 +431,10 @@ MUTANTS: Final[Mapping[str, Mutant]] = {
     "checkpoint_early": Mutant(
         what="the queue releases rows before the checkpoint is durable",
         parts=Parts(checkpoints=_AcknowledgesUnwritten),
+    ),
+    "unsettled_forgotten": Mutant(
+        what="a checkpoint without the queue does not say which rows the queue still has",
+        parts=Parts(checkpoints=_ForgetsTheUnsettled),
     ),
     "no_sweep": Mutant(
         what="a fenced trainer may still put its checkpoint in place",

@@ -29,7 +29,7 @@ from meshrl.http.gateway.sessions import SessionTable
 from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.worker import ProgramCache, RolloutWorker
-from meshrl.rpc.clients.disk_full import DiskFullPolicy
+from meshrl.rpc.clients.patience import Patience
 from meshrl.rpc.clients.queue import ClientOptions, QueueClient
 from meshrl.rpc.clients.shard import ShardClient
 from meshrl.rpc.runtime import Servicer
@@ -160,11 +160,11 @@ class Services:
         self._trainers = 0
 
     @asynccontextmanager
-    async def _client(self) -> AsyncIterator[Queue]:
+    async def _client(self, patience: Patience | None = None) -> AsyncIterator[Queue]:
         options: ClientOptions = {
             "connect": self._connect,
             "renewer": partial(self._parts.renewer, self._connect),
-            "disk_full": DiskFullPolicy(),
+            "patience": patience or Patience(),
         }
         if self.shape.shards == 1:
             async with self._parts.client(_address("queue"), **options) as queue:
@@ -384,8 +384,9 @@ class Services:
         checkpoints = self._parts.checkpoints(self._checkpoints, self._takes(shape.checkpoint_s))
         real = cast(Learner, learner)
         compute = Compute(torch.device("cpu"))
+        patience = Patience()
         async with AsyncExitStack() as stack:
-            queue = await stack.enter_async_context(self._client())
+            queue = await stack.enter_async_context(self._client(patience))
             await queue.open_run(shape.spec)
             state = await resume(settings, queue, real, compute, checkpoints=checkpoints)
             self._note(f"{incarnation.process.name} begins at {state.epoch}:{state.step}")
@@ -411,9 +412,9 @@ class Services:
                 nonlocal drained
                 drained = True
                 trainer.drain()
+                patience.stop_waiting()
 
-            if world.is_main:
-                incarnation.drain = drain
+            incarnation.drain = drain if world.is_main else patience.stop_waiting
             await trainer.run()
         if world.is_main and not drained:
             self._finished(trainer.step, learner.policy.trained_on)

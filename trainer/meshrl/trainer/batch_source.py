@@ -6,14 +6,16 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any, TypeAlias
 
 from meshrl.contract.errors import (
+    AWAY,
     CorruptError,
     EndOfDataError,
+    MeshError,
     UnavailableError,
     UserError,
     WaitTimeoutError,
@@ -73,6 +75,7 @@ class BatchSource:
         self._compute = compute
         self._status = status
         self._draining = False
+        self._given_up: MeshError | None = None
         self._save_request: asyncio.Future[int] | None = None
         self._interrupt = asyncio.Event()
         self._sampling = DynamicSampling(
@@ -120,10 +123,14 @@ class BatchSource:
         """
         if not self._world.is_main:
             return await self._listen()
-        if self._settings.total_steps is not None and step >= self._settings.total_steps:
-            work: NextWork = Command.END
+        work: NextWork = Command.DRAIN
+        if self._given_up is not None:
+            pass
+        elif self._settings.total_steps is not None and step >= self._settings.total_steps:
+            work = Command.END
         else:
-            work = await self._take(epoch, step)
+            with self.giving_up():
+                work = await self._take(epoch, step)
         if isinstance(work, Batch):
             rewards = self._rewards.to_json() if self._rewards else {}
             await self._broadcast(
@@ -133,9 +140,37 @@ class BatchSource:
             await self._broadcast({"command": work.value})
         return work
 
-    async def settle(self, batch: Batch, epoch: int) -> None:
-        """Tell the queue that the batch of `next` is in the weights. On rank 0."""
-        await self._sampling.settle(batch, epoch)
+    def give_up(self, error: MeshError) -> None:
+        """What training needs is not to be had: no batch follows, and what is trained is saved."""
+        self._given_up = self._given_up or error
+        log.warning("run %s: ending with a checkpoint: %s", self._settings.run, error)
+
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """Give up when the work inside finds that the queue is not to be had. On rank 0."""
+        try:
+            yield
+        except AWAY as error:
+            self.give_up(error)
+
+    def check(self) -> None:
+        """Raise what made this give up, unless it was to drain anyway."""
+        if self._given_up is not None and not self._draining:
+            raise self._given_up
+
+    async def settle(self, batch: Batch, epoch: int) -> tuple[str, ...]:
+        """Tell the queue that the batch of `next` is in the weights.
+
+        Returns, on every rank, what the queue did not hear of: the ids of all takes of the step, or none.
+        """
+        unsettled: tuple[str, ...] = ()
+        if self._world.is_main:
+            unsettled = self._sampling.batch_ids
+            with self.giving_up():
+                await self._sampling.settle(batch, epoch)
+                unsettled = ()
+        message = json.dumps(unsettled).encode()
+        return tuple(json.loads(await self._compute.run(lambda: self._world.broadcast(message))))
 
     async def drop(self, damaged: Mapping[Uid, str], epoch: int) -> None:
         """Rows of the batch of `next` cannot be read: their groups are in no batch of the step. On rank 0."""

@@ -29,13 +29,16 @@ async def unreadable(
     return found
 
 
-async def of_all_ranks(world: World, compute: Compute, own: Mapping[Uid, str]) -> dict[Uid, str]:
-    """What any rank could not read, on every rank."""
-    text = json.dumps({str(uid): fault for uid, fault in own.items()}).encode()
-    parts = await compute.run(lambda: world.all_gather(np.frombuffer(text, np.uint8)))
-    return {
-        Uid.parse(uid): fault for part in parts for uid, fault in json.loads(bytes(part)).items()
-    }
+async def of_all_ranks(
+    world: World, compute: Compute, damaged: Mapping[Uid, str], away: str
+) -> tuple[dict[Uid, str], str]:
+    """The damaged rows of all ranks, and why any rank could not read now (else empty); on every rank."""
+    own = ({str(uid): fault for uid, fault in damaged.items()}, away)
+    text = np.frombuffer(json.dumps(own).encode(), np.uint8)
+    parts = await compute.run(lambda: world.all_gather(text))
+    all_ranks = [json.loads(bytes(part)) for part in parts]
+    faults = {Uid.parse(uid): fault for rank, _ in all_ranks for uid, fault in rank.items()}
+    return faults, next((why for _, why in all_ranks if why), "")
 
 
 async def dead_letter(queue: Queue, run: str, epoch: int, damaged: Mapping[Uid, str]) -> None:

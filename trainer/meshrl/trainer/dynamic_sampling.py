@@ -139,12 +139,15 @@ class DynamicSampling:
         )
         return True
 
+    @property
+    def batch_ids(self) -> tuple[str, ...]:
+        """Of the takes that the batch of this step is made of: what is settled."""
+        return tuple([part.batch_id for part in self._parts])
+
     async def settle(self, batch: Batch, epoch: int) -> None:
         """Tell the queue that every part of `batch` is in the weights."""
-        for part in self._parts:
-            await self._queue.settle(
-                batch.run, epoch=epoch, step=batch.step, batch_id=part.batch_id
-            )
+        for batch_id in self.batch_ids:
+            await self._queue.settle(batch.run, epoch=epoch, step=batch.step, batch_id=batch_id)
 
     @property
     def _kept(self) -> int:

@@ -14,6 +14,8 @@ Step s makes version v = s + 1. What runs beside what, over time, on rank 0:
   transfer. A version that the fleet has committed goes to the queue, which admits new tasks by it.
 - A checkpoint that is due waits for the write of the one before, copies weights and optimizer state on the compute
   thread, and is written beside the next steps. The queue releases its rows (commit) once it is durable.
+- A queue that is not to be had (its host stops at the same moment, or it stays away for longer than calls wait) ends
+  training with a checkpoint. It names the batch that was trained and could not be settled; `resume` settles it.
 - One evaluation runs at a time, beside training. Training waits for it with `max_staleness: 0` and at step 0.
 
 consumes: batches of complete groups. waits for: a batch, the transfer and the write as above. unblocked by: the
@@ -33,7 +35,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import NamedTuple
 
 from meshrl.contract import tracing
-from meshrl.contract.errors import CorruptError
+from meshrl.contract.errors import AWAY, CorruptError, UnavailableError
 from meshrl.contract.ports import Publisher, Queue, WeightSource
 from meshrl.contract.rows import trajectory, with_media
 from meshrl.contract.types import MEDIA, Batch, Json, TrainerPhase, Trajectory, Uid, Version
@@ -176,13 +178,14 @@ class Trainer:
             ):
                 await self._save()
         await self._save_now()
+        self._source.check()
         if work is Command.END:
             await self._finish()
 
     async def _next(self) -> Batch | Command:
         """The next batch or command, the same on every rank."""
         if self._evaluation:
-            with self._status.phase(TrainerPhase.EVALUATING):
+            with self._status.phase(TrainerPhase.EVALUATING), self._source.giving_up():
                 await self._source.keep_ranks_waiting(
                     self._evaluation.start_if_due(self._status.version)
                 )
@@ -192,7 +195,7 @@ class Trainer:
     async def _train(self, batch: Batch) -> bool:
         """One step. Then the batch is in the weights, the queue knows, and the version is on its way to the fleet.
 
-        False: nothing of the batch could be read, and another one is taken for the step.
+        False: nothing of the batch could be read. Another one is taken for the step, if the queue is to be had.
         """
         began_ns = time.time_ns()
         with self._status.phase(TrainerPhase.TRAINING, "fetching"):
@@ -209,8 +212,7 @@ class Trainer:
                         lambda: self._learner.learn(schedule, rows, batch.step, baselines, observe),
                     )
                 )
-        if self._world.is_main:
-            await self._source.settle(batch, self._state.epoch)
+        unsettled = await self._source.settle(batch, self._state.epoch)
         if self._world.is_main and tracing.is_on():
             trained = (row.uid for row in batch.rows)
             tracing.record_rows(
@@ -223,8 +225,10 @@ class Trainer:
             kl_coef=self._learner.kl_coef,
             rows_trained=self._state.rows_trained + len(batch.rows),
             tokens_trained=self._state.tokens_trained + tokens,
+            unsettled=unsettled,
         )
-        await self._publish()
+        if not unsettled:
+            await self._publish()
         staleness = Counter(max(0, batch.step - row.oldest.step) for row in batch.rows)
         metrics |= peak_memory(self._world.device) | dict(self._turns.metrics)
         metrics |= self._source.metrics | (self._rewards.metrics if self._rewards else {})
@@ -234,24 +238,34 @@ class Trainer:
         return True
 
     async def _fetched(self, batch: Batch) -> Fetched | None:
-        """What this rank needs of the batch, from which groups with damaged rows leave; None where none is left."""
+        """What this rank needs of the batch, from which groups with damaged rows leave.
+
+        None where none is left, or some rank cannot read its rows now.
+        """
         run = self._settings.run
         while batch.rows:
             schedule = self._learner.schedule(batch)
             uids = schedule.uids(self._world.data_rank)
             damaged: dict[Uid, str] = {}
+            away = ""
             try:
-                rows = await self._read(uids)
-                baselines = await self._baselines(schedule)
-            except CorruptError:
-                damaged = await unreadable(self._read, uids)
-                others = (row.uid for row in schedule.baselines)
-                damaged |= await unreadable(
-                    lambda uids: self._batches.fetch(run, uids, ("reward",)), others
-                )
-                if not damaged:
-                    raise
-            damaged = await of_all_ranks(self._world, self._compute, damaged)
+                try:
+                    rows = await self._read(uids)
+                    baselines = await self._baselines(schedule)
+                except CorruptError:
+                    damaged = await unreadable(self._read, uids)
+                    others = (row.uid for row in schedule.baselines)
+                    damaged |= await unreadable(
+                        lambda uids: self._batches.fetch(run, uids, ("reward",)), others
+                    )
+                    if not damaged:
+                        raise
+            except AWAY as error:
+                away = str(error)
+            damaged, away = await of_all_ranks(self._world, self._compute, damaged, away)
+            if away:
+                self._source.give_up(UnavailableError(away))
+                return None
             if not damaged:
                 return Fetched(batch, schedule, rows, baselines)
             batch = without(batch, damaged)
@@ -337,7 +351,8 @@ class Trainer:
                 if snapshot is not None and not publishing:
                     publish(snapshot)
                 for each in publishing:
-                    await self._source.keep_ranks_waiting(each)
+                    with self._source.giving_up():
+                        await self._source.keep_ranks_waiting(each)
             finally:
                 for each in publishing:
                     each.cancel()

@@ -10,7 +10,6 @@ Every rank learns; rank 0 alone has servicers, a weight coordinator and an evalu
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import socket
@@ -26,13 +25,12 @@ from meshrl.config.recipe import (
 from meshrl.config.stages import eval_spec
 from meshrl.contract import tracing
 from meshrl.contract.device_lease import DeviceLease
-from meshrl.contract.errors import CapacityError
 from meshrl.contract.ports import Queue
 from meshrl.images import reads_images
 from meshrl.launcher.learner import build_learner, training_steps
 from meshrl.launcher.prompts import eval_tasks
 from meshrl.launcher.stage_service import lease_device, open_run, open_runs, work_until_stopped
-from meshrl.rpc.clients.disk_full import DiskFullPolicy
+from meshrl.rpc.clients.patience import Patience
 from meshrl.rpc.clients.reward import JudgeClient
 from meshrl.rpc.queue_connection import connect_mesh_queue
 from meshrl.rpc.runtime import GrpcServer, Servicer
@@ -57,8 +55,6 @@ from meshrl.weights.carrier import RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.servicer import WeightsServicer
 
-log = logging.getLogger(__name__)
-
 LAST_WORD_S = 0.5
 """How long the server answers after the end, so that watchers learn of it."""
 
@@ -80,8 +76,8 @@ async def _train(recipe: Recipe, context: ServiceContext, lease: DeviceLease | N
         tracing.stop()  # rank 0 tells of the step
     compute = Compute(world.device)
     try:
-        disk_full = DiskFullPolicy()
-        async with connect_mesh_queue(recipe, context, disk_full) as queue:
+        patience = Patience()
+        async with connect_mesh_queue(recipe, context, patience) as queue:
             await open_runs(queue, recipe)
             setting = await asyncio.to_thread(_setting, recipe, context)
             await compute.run(partial(require_shared, world, setting.checkpoints))
@@ -93,7 +89,7 @@ async def _train(recipe: Recipe, context: ServiceContext, lease: DeviceLease | N
                     wait_s = recipe.placement.turn_wait_s
                     turns = TimeSlices(lease, learner, compute, wait_s=wait_s)
                 await _lead(
-                    *(recipe, context, setting, state, learner, compute, queue, disk_full),
+                    *(recipe, context, setting, state, learner, compute, queue, patience),
                     turns=turns,
                 )
                 if world.peers is not None:
@@ -101,7 +97,8 @@ async def _train(recipe: Recipe, context: ServiceContext, lease: DeviceLease | N
             else:
                 rewards = _rewards(recipe, queue, None)
                 await _follow(
-                    Trainer(setting, state, learner, compute, queue, _Mute(), rewards=rewards)
+                    Trainer(setting, state, learner, compute, queue, _Mute(), rewards=rewards),
+                    patience,
                 )
                 if world.peers is not None:
                     await asyncio.to_thread(world.peers.until_finished)
@@ -118,7 +115,7 @@ async def _lead(
     learner: Learner,
     compute: Compute,
     queue: Queue,
-    disk_full: DiskFullPolicy,
+    patience: Patience,
     *,
     turns: TimeSlices | None,
 ) -> None:
@@ -168,7 +165,7 @@ async def _lead(
 
     def drain() -> None:
         trainer.drain()
-        disk_full.stop_waiting()
+        patience.stop_waiting()  # the queue may be stopped at the same moment
 
     servicers: list[Servicer] = [TrainerServicer(trainer.control), WeightsServicer(plane)]
     async with AsyncExitStack() as stack, GrpcServer(context.settings, servicers) as server, plane:
@@ -176,7 +173,7 @@ async def _lead(
             stack.push_async_callback(judge.close)
         server.registry.register(TrainerCollector(setting.run, trainer.control.snapshot))
         await server.ready()
-        await work_until_stopped(server, _to_the_end(trainer, disk_full), drain)
+        await work_until_stopped(server, trainer.run(), drain)
         await asyncio.sleep(LAST_WORD_S)
 
 
@@ -187,24 +184,15 @@ def _rewards(recipe: Recipe, queue: Queue, judge: JudgeClient | None) -> RewardV
     return RewardVersionGuard(queue, judge, token_rewards=recipe.reward.token_rewards)
 
 
-async def _follow(trainer: Trainer) -> None:
-    """Another rank: rank 0 says what to do next, also when to end; a signal to all is for rank 0 to answer."""
+async def _follow(trainer: Trainer, patience: Patience) -> None:
+    """Another rank: rank 0 says what to do next, also when to end; a signal to all is for rank 0 to answer.
+
+    Here it only means that the queue is not waited for much longer.
+    """
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+        loop.add_signal_handler(number, patience.stop_waiting)
     await trainer.run()
-
-
-async def _to_the_end(trainer: Trainer, disk_full: DiskFullPolicy) -> None:
-    try:
-        await trainer.run()
-    except CapacityError as error:
-        if not disk_full.stopping:
-            raise
-        log.warning(
-            "drained; the queue cannot put step %d on record, the last checkpoint is gone on from: %s",
-            trainer.step,
-            error,
-        )
 
 
 class _Mute:

@@ -30,7 +30,7 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.rpc import tls
-from meshrl.rpc.clients.disk_full import DiskFullPolicy, DiskFullWait, is_full
+from meshrl.rpc.clients.patience import DiskFullWait, Patience, is_full
 from meshrl.rpc.credentials import Credential
 from meshrl.rpc.errors import from_rpc
 from meshrl.rpc.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SizedMessage
@@ -117,12 +117,12 @@ class Connection:
         retry_s: float,
         metadata: Sequence[tuple[str, str]] = (),
         *,
-        disk_full: DiskFullPolicy | None = None,
+        patience: Patience | None = None,
         connect: Connect = connect,
         poll_s: float = POLL_S,
         answer_s: float = ANSWER_S,
     ) -> None:
-        """With `disk_full`, calls that a full disk refuses are repeated until there is space (disk_full.py).
+        """With `patience`, calls that a full disk refuses are repeated until there is space (patience.py).
 
         A call of `poll` waits for `poll_s` at most; the deadline of a call that waits for nothing is `answer_s`.
         """
@@ -132,7 +132,7 @@ class Connection:
         self.retry_s = retry_s
         self.answer_s = answer_s
         self._poll_s = poll_s
-        self._disk_full = disk_full
+        self._patience = patience
 
     async def close(self) -> None:
         """Cancel running calls and close the channel. Idempotent."""
@@ -211,7 +211,7 @@ class Connection:
     ) -> Result:
         """The result of the first attempt that reaches the service."""
         budget: RetryBudget | None = None
-        space = None if self._disk_full is None else DiskFullWait(self._disk_full, wait_s)
+        space = None if self._patience is None else DiskFullWait(self._patience, wait_s)
         while True:
             try:
                 answer = await attempt()
@@ -226,6 +226,8 @@ class Connection:
                     continue
                 if not (repeatable and isinstance(error, UnavailableError)):
                     raise error from failure
+                if self._patience is not None:
+                    self._patience.check(error)
                 budget = budget or RetryBudget(self.retry_s)
                 await budget.pause(error)
 
@@ -276,11 +278,11 @@ class GrpcClient:
         retry_s: float,
         metadata: Sequence[tuple[str, str]] = (),
         *,
-        disk_full: DiskFullPolicy | None = None,
+        patience: Patience | None = None,
         connect: Connect = connect,
     ) -> None:
         self._connection = Connection(
-            service, address, retry_s, metadata, disk_full=disk_full, connect=connect
+            service, address, retry_s, metadata, patience=patience, connect=connect
         )
 
     async def __aenter__(self) -> Self:

@@ -28,8 +28,8 @@ from meshrl.contract.types import (
     Waiting,
 )
 from meshrl.rpc.clients.base import SERVICE_RETRY_S, Connect, GrpcClient, connect, discard
-from meshrl.rpc.clients.disk_full import DiskFullPolicy
 from meshrl.rpc.clients.lease_renewer import LeaseRenewer, Metadata
+from meshrl.rpc.clients.patience import Patience
 from meshrl.rpc.credentials import Credential
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
@@ -55,8 +55,9 @@ class ClientOptions(TypedDict, total=False):
     """Seconds for which calls are repeated while the queue is away."""
     compression: Mode
     """Of payload sent over the network."""
-    disk_full: DiskFullPolicy | None
-    """With it calls wait while the queue's disk is full; without it they raise CapacityError."""
+    patience: Patience | None
+    """With it calls wait while the queue's disk is full, and not for long in a process that is about to end; without
+    it they raise CapacityError."""
     connect: Connect
     """Opens the channel."""
     credential: Credential | None
@@ -82,7 +83,7 @@ class QueueClient(GrpcClient, RowMethods):
             address,
             retry_s,
             (TAKES_COMPRESSED,) if self._compresses else (),
-            disk_full=options.get("disk_full"),
+            patience=options.get("patience"),
             connect=options.get("connect", partial(connect, credential=credential)),
         )
         self._stub = rpc.QueueStub(self._connection.channel)

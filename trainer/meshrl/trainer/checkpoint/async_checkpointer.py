@@ -11,11 +11,13 @@ checkpoints, each followed by the commit that releases its rows.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import torch
 
+from meshrl.contract.errors import AWAY
 from meshrl.contract.ports import Queue
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import Checkpoints, Keep, Tensors, TrainerState
@@ -24,6 +26,7 @@ from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.settings import TrainerSettings
 
+log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
@@ -115,13 +118,18 @@ class AsyncCheckpointer:
 
     async def _write(self, tensors: Tensors, state: TrainerState, world: World) -> None:
         config = self._settings.trainer
-        keep = Keep(newest=config.max_ckpt_to_keep, every=config.keep_ckpt_every)
+        # Should a successor have what is unsettled trained again, it starts from the one before.
+        newest = config.max_ckpt_to_keep + bool(state.unsettled)
+        keep = Keep(newest=newest, every=config.keep_ckpt_every)
         root = self._settings.checkpoints
         await self._writer.run(
             lambda: self._checkpoints.write(root, tensors, state, world, keep=keep)
         )
-        if world.is_main:
-            await self._queue.commit(self._settings.run, epoch=state.epoch, step=state.step)
+        if world.is_main and not state.unsettled:
+            try:
+                await self._queue.commit(self._settings.run, epoch=state.epoch, step=state.step)
+            except AWAY as error:  # the next commit, or that of `resume`, is one of this step too
+                log.warning("step %d is saved, the queue does not know: %s", state.step, error)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()

@@ -99,6 +99,8 @@ class TrainerState:
     """Names of the models that were trained beside the policy; `describe` writes it."""
     adapter: dict[str, Json] | None = None
     """The policy's LoRA settings: then the checkpoint holds adapters only. `describe` writes it."""
+    unsettled: tuple[str, ...] = ()
+    """Takes of the last step that are in these weights although the queue has not heard of it; `resume` tells it."""
 
 
 class Checkpoints(Protocol):
@@ -143,6 +145,10 @@ class Checkpoints(Protocol):
 
     def take_over(self, root: Path, epoch: int) -> None:
         """From now on nobody but a trainer of `epoch` puts a checkpoint in place."""
+        ...
+
+    def remove(self, path: Path) -> None:
+        """No trainer starts from this checkpoint."""
         ...
 
 
@@ -264,7 +270,7 @@ def _write(root: Path, tensors: Tensors, state: TrainerState, world: World, keep
 def _prune(root: Path, keep: Keep) -> None:
     paths = dict(complete(root))
     for version in keep.drops(list(paths)):
-        _remove(paths[version])
+        remove(paths[version])
 
 
 def load(
@@ -351,7 +357,8 @@ def _facts(path: Path) -> tuple[TrainerState, dict[str, str]]:
     try:
         record = json.loads((path / "state.json").read_text())
         stored = record["state"]
-        state = TrainerState(**{**stored, "beside": tuple(stored.get("beside", ()))})
+        tuples = {name: tuple(stored.get(name, ())) for name in ("beside", "unsettled")}
+        state = TrainerState(**{**stored, **tuples})
         files: dict[str, str] = record["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptError(f"checkpoint {path}: unreadable state.json ({error})") from error
@@ -416,11 +423,14 @@ def _sweep(root: Path, *, before: float = math.inf) -> None:
     for path in root.glob(f"{_WRITING}*"):
         name = _NAME.fullmatch(path.name.removeprefix(_WRITING))
         if name is None or int(name[2]) < before:
-            _remove(path)
+            remove(path)
 
 
-def _remove(path: Path) -> None:
-    """Out of sight by one rename: neither half a checkpoint is seen, nor can its writer go on in what is removed."""
+def remove(path: Path) -> None:
+    """Remove a checkpoint.
+
+    Out of sight by one rename: neither half a checkpoint is seen, nor can its writer go on in what is removed.
+    """
     doomed = path.with_name(f"{_REMOVING}{path.name.removeprefix(_WRITING)}")
     with suppress(FileNotFoundError):  # put in place meanwhile, or removed by another successor
         path.rename(doomed)

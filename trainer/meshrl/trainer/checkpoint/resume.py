@@ -1,4 +1,8 @@
-"""Taking a run over: a new epoch, the newest good checkpoint, the queue set back to where it stands."""
+"""Taking a run over: a new epoch, the newest good checkpoint, the queue set back to where it stands.
+
+A checkpoint may name a batch that it was trained on and the queue has not heard of, because the queue was away when
+the trainer ended. That is told before anything else: rows are never in the weights and in the queue at once.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,13 @@ import json
 import logging
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
 import numpy as np
 
-from meshrl.contract.errors import UserError
+from meshrl.contract.errors import FencedError, NotFoundError, UserError
 from meshrl.contract.files import replace_file
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Json
@@ -48,7 +53,12 @@ async def resume(
     found = await _newest(settings, learner, compute, checkpoints)
     opening = await _acquire(settings, queue, found, checkpoints) if world.is_main else {}
     opening = json.loads(await compute.run(lambda: world.broadcast(json.dumps(opening).encode())))
+    epoch: int = opening["epoch"]
     if opening["look_again"]:
+        found = await _newest(settings, learner, compute, checkpoints)
+    while found is not None and not await _is_settled(
+        queue, found, epoch, compute, world, checkpoints
+    ):
         found = await _newest(settings, learner, compute, checkpoints)
     state = TrainerState(
         run=settings.run,
@@ -67,7 +77,7 @@ async def resume(
         )
         learner.kl_coef = state.kl_coef
         log.info("run %s: resumed at step %d from %s", settings.run, state.step, path)
-    state = dataclasses.replace(state, epoch=opening["epoch"], world_size=world.size)
+    state = dataclasses.replace(state, epoch=epoch, world_size=world.size, unsettled=())
     if world.is_main:
         # A predecessor may have died between its checkpoint and the commit.
         await queue.commit(settings.run, epoch=state.epoch, step=state.step)
@@ -113,6 +123,10 @@ async def _acquire(
             f"run {run!r} has committed step {run_state.committed_step} to the queue, but {used}: "
             "restore the checkpoint, or start a run with another name"
         )
+    if newest:
+        # `acquire` gives back what is not settled. Where it is too late, `_is_settled` finds out.
+        with suppress(FencedError, NotFoundError):
+            await _settle(queue, newest[1], newest[1].epoch)
     state = await queue.acquire(run, settings.owner)
     # A predecessor that is fenced now may still be writing, or begin to: from here on it puts nothing in place.
     # What it finished between our look and this is newer than what we saw.
@@ -120,6 +134,42 @@ async def _acquire(
     last = next((path for _, path in checkpoints.complete(root)), None)
     again = settings.trainer.resume_mode == "auto" and last != (newest[0] if newest else None)
     return {"epoch": state.epoch, "look_again": again}
+
+
+async def _settle(queue: Queue, state: TrainerState, epoch: int) -> None:
+    """Tell the queue what it has not heard of the last step of `state`.
+
+    Raises:
+        NotFoundError: it has given these rows back, and they will be trained again.
+    """
+    for batch_id in state.unsettled:
+        await queue.settle(state.run, epoch=epoch, step=state.step - 1, batch_id=batch_id)
+
+
+async def _is_settled(
+    queue: Queue,
+    found: tuple[Path, TrainerState],
+    epoch: int,
+    compute: Compute,
+    world: World,
+    checkpoints: Checkpoints,
+) -> bool:
+    """Whether the queue knows of every row that a checkpoint was trained on; the same on every rank.
+
+    False: it is removed. It was put in place between our look and `acquire`, which gave its last batch back.
+    """
+    path, state = found
+    if not state.unsettled:
+        return True
+    gone = b""
+    if world.is_main:
+        try:
+            await _settle(queue, state, epoch)
+        except NotFoundError as error:
+            log.warning("%s is removed, its last batch is trained again: %s", path, error)
+            checkpoints.remove(path)
+            gone = b"gone"
+    return not await compute.run(lambda: world.broadcast(gone))
 
 
 def require_shared(world: World, folder: Path) -> None:

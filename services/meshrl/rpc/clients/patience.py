@@ -1,9 +1,9 @@
-"""Repeats calls while a service's disk is full, and logs that from time to time.
+"""How long calls wait for a service: for space on its disk, and, in a process that is about to end, for its return.
 
     call ── refused: no space ── pause, 0.1 to 2 s ──▶ call …   until it is accepted, or the call's wait is over
 
 consumes: refusals. waits for: space, which nobody announces. unblocked by: the service's next answer, the end of the
-call's own wait, `DiskFullPolicy.stop_waiting`, cancellation. A refused call has changed nothing, so it is repeated
+call's own wait, `Patience.stop_waiting`, cancellation. A refused call has changed nothing, so it is repeated
 unchanged. Meanwhile another thread renews the leases (lease_renewer.py).
 """
 
@@ -24,7 +24,7 @@ LONGEST_PAUSE_S: Final = 2.0
 LOG_EVERY_S: Final = 60.0
 """Between two log lines about the same full disk."""
 LAST_WAIT_S: Final = 10.0
-"""How long callers still wait for space after `stop_waiting`."""
+"""How long callers still wait for the service after `stop_waiting`."""
 
 
 def is_full(error: MeshError) -> bool:
@@ -32,34 +32,36 @@ def is_full(error: MeshError) -> bool:
     return isinstance(error, CapacityError) and "free" in error.details
 
 
-class DiskFullPolicy:
-    """Repeat calls of this process while the service's disk is full. Shared by its callers, so that they log once."""
+class Patience:
+    """Repeats calls of this process while the service's disk is full. Shared by its callers, so that they log once.
+
+    After `stop_waiting` no call is repeated for long, whatever it waits for.
+    """
 
     def __init__(self, *, last_wait_s: float = LAST_WAIT_S) -> None:
-        """Callers still wait for space for `last_wait_s` after `stop_waiting`."""
+        """Callers still wait for the service for `last_wait_s` after `stop_waiting`."""
         self._last_wait_s = last_wait_s
         self._since: float | None = None
         self._logged = False
         self._log_at = 0.0
         self._give_up_at = math.inf
 
-    @property
-    def stopping(self) -> bool:
-        """True after `stop_waiting`."""
-        return self._give_up_at < math.inf
-
     def stop_waiting(self) -> None:
         """Let no call wait longer than `last_wait_s` from now, because the process is about to end."""
         self._give_up_at = asyncio.get_running_loop().time() + self._last_wait_s
+
+    def check(self, error: MeshError) -> None:
+        """Raise `error`, with which a call has failed, when `last_wait_s` is over."""
+        if asyncio.get_running_loop().time() >= self._give_up_at:
+            raise error
 
     def refused(self, error: MeshError) -> None:
         """Note that a call was refused. Logs it at first and every LOG_EVERY_S, even if some calls are accepted.
 
         Raises `error` when `last_wait_s` is over.
         """
+        self.check(error)
         now = asyncio.get_running_loop().time()
-        if now >= self._give_up_at:
-            raise error
         if self._since is None:
             self._since = now
         if now >= self._log_at:
@@ -78,7 +80,7 @@ class DiskFullPolicy:
 class DiskFullWait:
     """The waiting of one call."""
 
-    def __init__(self, policy: DiskFullPolicy, wait_s: float | None) -> None:
+    def __init__(self, policy: Patience, wait_s: float | None) -> None:
         """`wait_s` is the longest wait of the call; None is no limit."""
         self._policy = policy
         self._wait_s = wait_s
