@@ -21,6 +21,7 @@ from meshrl.contract.config import Config, Machine
 from meshrl.contract.types import OnUpdate, SamplingParams
 
 TORCH_ARCHITECTURES = (
+    "DeepseekV3ForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "MixtralForCausalLM",

@@ -45,7 +45,7 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
     config = getattr(transformers, f"{family}Config")(**{**SHAPE, **changes})
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith(("bias", "norm.weight")):  # or they would be zeros and ones
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return model

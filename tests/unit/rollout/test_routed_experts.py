@@ -21,9 +21,11 @@ from meshrl.rollout.streams import sample
 
 from .checkpoints import FIRST, Checkpoint, make_model, prompts, request
 from .conftest import EngineMaker
+from .test_torch_engine import LATENT
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3}),
+    "deepseek v3": ("DeepseekV3", LATENT | {"first_k_dense_replace": 2}),
     "qwen3 moe of dense and sparse layers": (
         "Qwen3Moe",
         {
@@ -52,7 +54,7 @@ def router_choices(model: Any, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
         model(input_ids=torch.tensor([list(tokens)]))
     for hook in hooks:
         hook.remove()
-    empty = torch.zeros_like(taken[0])
+    empty = torch.zeros_like(next(iter(taken.values())))
     found = torch.stack([taken.get(at, empty) for at in range(len(model.model.layers))], 1)
     return found.sort(-1)[0].numpy()
 
