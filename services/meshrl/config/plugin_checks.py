@@ -123,6 +123,8 @@ def _served_adapters(recipe: Recipe) -> Iterator[Problem]:
         return
     if not rank or not recipe.weights.adapters_only:
         says = "whole weights: want model.lora_rank and weights.adapters_only, or no max_lora_rank"
+    elif recipe.model.use_dora:
+        says = "DoRA's merged weights, for engines serve plain LoRA: want no max_lora_rank, or model.use_dora=false"
     elif rank > most:
         says = f"adapters of rank {rank}: want at least that"
     else:

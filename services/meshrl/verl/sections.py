@@ -144,7 +144,7 @@ def lora(at: str) -> Iterator[Rule]:
     yield rule(f"{at}.rank", _rank(at))
     yield same(f"{at}.alpha", "model.lora_alpha")
     yield rule(f"{at}.target_modules", _layers(at))
-    yield refused(f"{at}.type", "adapters are plain LoRA", (None, "lora"), "lora")
+    yield rule(f"{at}.type", _kind(at))
     yield refused(f"{at}.dropout", "adapters have no dropout", (None, 0, 0.0), 0.0)
     yield refused(f"{at}.exclude_modules", "name what gets adapters: model.target_modules")
     yield refused(f"{at}.adapter_path", "give peft's form of it: model.lora_adapter_path")
@@ -163,6 +163,17 @@ def _rank(at: str) -> Convert:
         if value and f"{at}.alpha" not in given:
             settings["model.lora_alpha"] = 32
         return Answer(settings=settings)
+
+    return convert
+
+
+def _kind(at: str) -> Convert:
+    def convert(value: Any, given: Given) -> Answer:
+        if value in (None, "lora") or not given.get(f"{at}.rank", 0):
+            return Answer(status=Status.IGNORED, note="plain LoRA, or no adapters")
+        if value != "dora":
+            return no("adapters are LoRA or DoRA of matrices as transformers has them")
+        return Answer(settings={"model.use_dora": True})
 
     return convert
 

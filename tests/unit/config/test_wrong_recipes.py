@@ -402,6 +402,10 @@ WRONG: list[tuple[str, str]] = [
         "model.path: no such directory: modle (did you mean model?); want the directory of ",
     ),
     (
+        "model={path: lora, use_dora: true}",
+        "model: use_dora: true is of adapters: want lora_rank above 0",
+    ),
+    (
         "model={path: lora, lora_rank: 8, target_modules: [q_porj]}",
         "model.target_modules: the model has no module 'q_porj'; did you mean 'q_proj'? (it has k_proj, q_proj)",
     ),
@@ -466,6 +470,16 @@ def machine(*, real_model: bool = False) -> AssumedMachine:
     if real_model:
         assumed = assumed.model_copy(update={"models": {}})
     return AssumedMachine(assumed)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [("lora_rank: 16", "adapters of rank 16"), ("lora_rank: 8, use_dora: true", "DoRA's merged")],
+)
+def test_a_server_of_adapters_is_refused_what_it_cannot_serve(model: str, says: str) -> None:
+    served = "rollout={name: vllm, engine: {url: 'http://a:1', max_lora_rank: 8}}"
+    with pytest.raises(ConfigError, match=f"max_lora_rank: 8, and the trainer sends {says}"):
+        load_recipe(Path("my.yaml"), [f"model={{path: model, {model}}}", served], machine=machine())
 
 
 def test_the_recipe_that_the_mistakes_are_made_in_is_good() -> None:

@@ -115,11 +115,13 @@ def test_export_and_snapshot_are_merged_and_decode_greedily_as_the_policy_does(
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
+@pytest.mark.parametrize("dora", [False, True])
 def test_peft_reads_what_is_exported_and_training_starts_from_it(
-    tmp_path: Path, tiny_path: Path, world: World
+    tmp_path: Path, tiny_path: Path, world: World, dora: bool
 ) -> None:
     settings = {
         "use_rslora": True,
+        "use_dora": dora,
         "exclude_modules": ["down_proj"],
         "target_modules": "all-linear",
     }
@@ -150,12 +152,48 @@ def test_peft_reads_what_is_exported_and_training_starts_from_it(
     for changes, said in (
         ({"lora_rank": 8}, r"want model.lora_rank=4"),
         ({"use_rslora": False}, r"want model.use_rslora=True"),
+        ({"use_dora": not dora}, rf"want model.use_dora={dora}"),
         ({"exclude_modules": ()}, r"lacks model.*down_proj.*want the adapter's own target_modules"),
         ({"target_modules": ["q_proj"]}, r"has model.*, and the recipe lacks it"),
         ({"lora_adapter_path": tmp_path}, r"unreadable: .*adapter_config.json"),
     ):
         with pytest.raises(UserError, match=said):
             fresh(tiny_path, world, **{"lora_adapter_path": stored, **settings, **changes})
+
+
+def test_dora_is_pefts_and_engines_get_it_merged(tiny_path: Path, world: World) -> None:
+    config = ModelConfig(path=tiny_path, lora_rank=4, use_dora=True)
+    policy, optimizers = fresh(tiny_path, world, use_dora=True)
+    plain = build_policy(open_hf(tiny_path), world, ModelConfig(path=tiny_path))
+    peft: Any = AutoModelForCausalLM.from_pretrained(tiny_path)
+    lora.add_adapter(peft, config)
+    packed = pack(tiny.rows(3), [PROMPT] * 3)
+    with torch.no_grad():
+        torch.testing.assert_close(policy(packed, 1.0)[0], plain(packed, 1.0)[0])
+    policy.reshard()  # type: ignore[operator]
+    theirs = dict(peft.named_parameters())
+    for name, parameter in policy.named_tensors():
+        if "magnitude" in name:
+            torch.testing.assert_close(parameter.full_tensor(), theirs[name])  # type: ignore[attr-defined]
+    for seed in range(3):
+        learn(policy, optimizers, seed)
+    with torch.no_grad():
+        for name, parameter in policy.named_tensors():
+            theirs[name].copy_(parameter.full_tensor())  # type: ignore[attr-defined]
+    row = tiny.rows(1, seed=9)[0]
+    ids = torch.from_numpy(row)[None].long()
+    exact = torch.log_softmax(peft(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+    ours = policy(pack([row], [PROMPT]), 1.0)[0]
+    torch.testing.assert_close(ours, exact[PROMPT - 1 :], rtol=0, atol=1e-5)
+    sent = take_snapshot(
+        *(policy, world), run="r", version=Version(1, 1), dtype="float32", bucket_bytes=1 << 20,
+        adapters_only=True,
+    )  # fmt: skip
+    assert sent is not None and sent.manifest.adapter is None
+    unpeft = {name: weight.whole(torch.float32) for name, weight in policy.named_weights()}
+    merged: Any = AutoModelForCausalLM.from_pretrained(tiny_path)
+    merged.load_state_dict(unpeft, strict=False)
+    torch.testing.assert_close(merged(ids).logits, peft(ids).logits, rtol=0, atol=1e-5)
 
 
 def test_another_adapter_or_none_is_refused_in_one_line(

@@ -189,6 +189,7 @@ MOST_WRITTEN = [
         f"{M}.lora.rank=8 {M}.lora.target_modules=[linear_proj,linear_fc2]",
         {"model.target_modules": ("o_proj", "down_proj")},
     ),
+    (f"{M}.lora.rank=8 {M}.lora.type=dora", {"model.use_dora": True}),
     (f"{A}.peft.lora_rank=4", {"model.lora_rank": 4}),
     (
         f"{A}.optim.lr=2e-6 {A}.optim.min_lr=2e-7 {A}.optim.lr_decay_style=cosine {A}.optim.optimizer=adam",

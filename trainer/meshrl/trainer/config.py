@@ -89,6 +89,9 @@ class ModelConfig(Config):
     """Adapters are multiplied by `lora_alpha / lora_rank`."""
     use_rslora: bool = False
     """Multiply by `lora_alpha / √lora_rank` instead (https://arxiv.org/abs/2312.03732)."""
+    use_dora: bool = False
+    """Also train the norm of each row of the weights that have an adapter (DoRA, https://arxiv.org/abs/2402.09353).
+    Engines get the merged weights: `weights.adapters_only` says nothing then."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Which modules get an adapter: a list of names, `all-linear`, or as in peft a pattern of full names. In a
     mixture of experts `all-linear` leaves out MLPs, and adapters on experts are refused."""
@@ -101,7 +104,7 @@ class ModelConfig(Config):
     def adapter_mismatch(self, stored: Mapping[str, Any]) -> str:
         """What of peft's `adapter_config.json` is not as here, and what would be right; empty if nothing is."""
         at = f"model.lora_adapter_path: {self.lora_adapter_path}"
-        kind = "DoRA" if stored.get("use_dora") else stored.get("peft_type")
+        kind = stored.get("peft_type")
         if kind != "LORA":
             return f"{at} is no LoRA adapter of peft's ({kind or 'no adapter_config.json'})"
         if stored.get("bias", "none") != "none" or stored.get("modules_to_save"):
@@ -110,11 +113,18 @@ class ModelConfig(Config):
             "lora_rank": stored.get("r"),
             "lora_alpha": stored.get("lora_alpha"),
             "use_rslora": bool(stored.get("use_rslora")),
+            "use_dora": bool(stored.get("use_dora")),
         }
         other = [
             f"model.{key}={value}" for key, value in wanted.items() if getattr(self, key) != value
         ]
         return f"{at} was made with other settings: want {' '.join(other)}" if other else ""
+
+    @model_validator(mode="after")
+    def _has_what_dora_is_of(self) -> Self:
+        if self.use_dora and not self.lora_rank:
+            raise ValueError("use_dora: true is of adapters: want lora_rank above 0")
+        return self
 
     @model_validator(mode="after")
     def _keeps_what_would_be_recomputed(self) -> Self:

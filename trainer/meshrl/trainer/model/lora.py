@@ -1,8 +1,10 @@
 """LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): W + s B A, of which only A and B are trained; s = α/r.
 
+DoRA (Liu et al. 2024, https://arxiv.org/abs/2402.09353, equation 5) trains the norm of each row of that, too.
+
 peft puts the adapters into the model in place, so decoder and output embedding stay where the policy looks for them.
 An export, and every engine, has them merged, under the names that they have without an adapter. What travels to the
-fleet is A and B alone: `merged` gives the same bits wherever it is computed.
+fleet is A and B alone: `merged` gives the same bits wherever it is computed. Of DoRA it is the merged weights.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ SETTINGS_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Of a tensor's name there."""
 _BASE = ".base_layer."
+_MAGNITUDE = "lora_magnitude_vector"
 _MLP = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "gate"}
 """Names that peft gives to experts."""
 _CELLS = 1 << 18
@@ -54,6 +57,8 @@ def describe(config: ModelConfig, base: str | None) -> dict[str, Json]:
     }
     if config.use_rslora:
         described["use_rslora"] = True
+    if config.use_dora:
+        described["use_dora"] = True
     if config.exclude_modules:
         described["exclude_modules"] = _listed(config.exclude_modules)
     return described
@@ -79,6 +84,7 @@ def add_adapter(hf: nn.Module, config: ModelConfig) -> None:
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
         target_modules=_target_modules(hf, config),
         exclude_modules=(excluded if isinstance(excluded, str) else list(excluded)) or None,
         lora_dropout=0.0,
@@ -127,6 +133,8 @@ def place_adapters(
 ) -> None:
     """Give adapters that have no values theirs, in place: A drawn and B 0, or what the recipe starts from.
 
+    The norms of DoRA wait for `place_magnitudes`.
+
     Args:
         hf: With adapters on the meta device.
         config: Where they start.
@@ -145,6 +153,33 @@ def place_adapters(
             elif part == "A":  # as peft draws it
                 nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=draws)
             linear.weight = place(linear.weight, whole)
+
+
+def place_magnitudes(
+    hf: nn.Module, config: ModelConfig, place: Callable[[torch.Tensor, torch.Tensor], nn.Parameter]
+) -> None:
+    """Give DoRA's norms their values, in place: those of the weights, or what the recipe starts from.
+
+    Arguments as of `place_adapters`.
+    """
+    source = config.lora_adapter_path
+    given = None if source is None else _given(source, hf, config)
+    for name, module in hf.named_modules():
+        magnitude = _magnitude(module)
+        if magnitude is None or module.base_layer.weight.is_meta:  # the checkpoint lacks it
+            continue
+        if given is not None:
+            whole = given[f"{name}.{_MAGNITUDE}"].float()
+        else:
+            norms = module.base_layer.weight.detach().float().norm(dim=1)
+            whole = norms.full_tensor() if isinstance(norms, DTensor) else norms
+        magnitude.weight = place(magnitude.weight, whole)
+
+
+def _magnitude(module: Any) -> Any:
+    """What has the norms float32[out] of a module with an adapter, as `weight`; None without DoRA."""
+    found = getattr(module, _MAGNITUDE, None)
+    return found[NAME] if found else None
 
 
 def _given(path: Path, hf: nn.Module, config: ModelConfig) -> dict[str, torch.Tensor]:
@@ -178,6 +213,7 @@ def peft_settings(config: ModelConfig, hf: nn.Module) -> dict[str, Json]:
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
         target_modules=list(targets(hf)),
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(config.path),
@@ -231,7 +267,7 @@ def weights(hf: nn.Module) -> Iterator[tuple[str, Weight]]:
     """Hugging Face names and weights in layer order; a tied tensor comes once, under its first name."""
     adapted = {name: module for name, module in hf.named_modules() if hasattr(module, "lora_A")}
     for name, parameter in hf.named_parameters():
-        if ".lora_A." in name or ".lora_B." in name:
+        if ".lora_" in name:
             continue
         owner, base, kind = name.partition(_BASE)
         if not base:
@@ -241,11 +277,13 @@ def weights(hf: nn.Module) -> Iterator[tuple[str, Weight]]:
 
 
 def adapters(hf: nn.Module) -> Iterator[tuple[str, Weight]]:
-    """A and B of each target, `<module>.lora_A.weight` and `<module>.lora_B.weight`, in layer order."""
+    """A and B of each target, `<module>.lora_A.weight` and `<module>.lora_B.weight`, in layer order; DoRA's norms."""
     for name, module in hf.named_modules():
         if hasattr(module, "lora_A"):
             yield f"{name}.lora_A.weight", Weight(module.lora_A[NAME].weight)
             yield f"{name}.lora_B.weight", Weight(module.lora_B[NAME].weight)
+            if (magnitude := _magnitude(module)) is not None:
+                yield f"{name}.{_MAGNITUDE}", Weight(magnitude.weight)
 
 
 def scale(hf: nn.Module) -> float:
@@ -288,12 +326,19 @@ def merged(
 
 
 def _with_adapter(weight: torch.Tensor, layer: LoraLayer) -> torch.Tensor:
-    """`merged`, sharded as the weight is: by rows."""
+    """`merged`, sharded as the weight is: by rows; with DoRA's norms."""
     a, b = layer.lora_A[NAME].weight.detach(), layer.lora_B[NAME].weight.detach()
-    rank, scale = layer.r[NAME], layer.scaling[NAME]
+    rank, scale, magnitude = layer.r[NAME], layer.scaling[NAME], _magnitude(layer)
+    rows = weight
+    if isinstance(weight, DTensor):
+        rows, a, b = weight.to_local(), a.full_tensor(), b.to_local()
+    local = merged(rows, a, b, rank, scale)
+    if magnitude is not None:
+        norms = magnitude.weight.detach()
+        norms = norms.to_local() if isinstance(norms, DTensor) else norms
+        local.mul_((norms / local.norm(dim=1))[:, None])
     if not isinstance(weight, DTensor):
-        return merged(weight, a, b, rank, scale)
-    local = merged(weight.to_local(), a.full_tensor(), b.to_local(), rank, scale)
+        return local
     return DTensor.from_local(
         local,
         weight.device_mesh,

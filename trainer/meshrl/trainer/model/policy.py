@@ -352,7 +352,7 @@ def _unsharded(hf: HfModel, world: World, config: ModelConfig) -> Policy:
     shared = all(base.has(name, weight.shape) for name, weight in published.items()) and all(
         f"{target}.weight" in published for target in lora.targets(hf)
     )
-    return Policy(hf, adapter, fingerprint if shared else None, stored)
+    return Policy(hf, adapter, fingerprint if shared and not config.use_dora else None, stored)
 
 
 def check_heads(hf: HfModel, world: World) -> None:

@@ -82,6 +82,7 @@ def fill(hf: Any, model: nn.Module, config: ModelConfig, device: torch.device) -
         raise UserError(
             f"model.path: {path}: {name} is {list(stored)}, and config.json wants {list(wanted)}"
         )
+    lora.place_magnitudes(hf, config, lambda empty, whole: placed(empty, whole.to(device)))
     hf.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
