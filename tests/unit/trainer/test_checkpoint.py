@@ -54,7 +54,13 @@ def test_a_loaded_model_and_optimizer_go_on_bit_for_bit(
     path = checkpoint.save(tmp_path, policy, optimizers, state(1), world, keep=2)
     learn(policy, optimizers, 2)
     other, others = fresh(tiny_path, world, optimizer)
+    gradients: set[int] = set()
+    for part in others.parts:
+        part.register_step_pre_hook(
+            lambda *_: gradients.add(sum(p.grad is not None for p in other.parameters()))
+        )
     assert checkpoint.load(path, other, others) == state(1)
+    assert gradients == {1}  # of zeros, which make the states; all at once would be a model more
     learn(other, others, 2)
     expected, got = weights(policy), weights(other)
     assert all(torch.equal(expected[name], got[name]) for name in expected)

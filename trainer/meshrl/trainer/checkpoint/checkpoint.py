@@ -300,6 +300,9 @@ def load(
             " start a run with another name"
         )
     _check_adapter(path, state.adapter, policy.adapter)
+    for each in (optimizers, *(other.optimizers for other in beside.values())):
+        if each is not None:
+            each.start_states()
     tensors = _tensors(policy, optimizers, beside)
     reader = SafeReader(path / "tensors")
     reader.read_metadata()  # DCP reads it too, and drops what is raised

@@ -73,6 +73,21 @@ class Optimizers:
         for part in self.parts:
             part.zero_grad(set_to_none=True)
 
+    def start_states(self) -> None:
+        """Make the states that a first step would make; weights and gradients stay as they are.
+
+        DCP does so by a step with a gradient of zeros for all parameters at once, which takes as much memory as the
+        model again. One parameter after the other, it is that of the largest. Not where each step moves all states.
+        """
+        for part in () if self.offloaded else self.parts:
+            for group in () if part.state else part.param_groups:
+                rate, group["lr"] = group["lr"], 0.0
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+                    part.step()
+                    parameter.grad = None
+                group["lr"] = rate
+
     def step(self, rate: float) -> float:
         """Clip, update with learning rate `rate`, clear the gradients; returns the gradient norm.
 
