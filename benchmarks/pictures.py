@@ -1,11 +1,11 @@
-"""Log-probs of rows with pictures by a real vLLM server beside the trainer's, and what pictures weigh on the wire.
+"""Log-probs of rows with pictures by a real server beside the trainer's, and what pictures weigh on the wire.
 
-    python benchmarks/pictures.py logprobs [--rows 200] [--model Qwen3VL]
+    python benchmarks/pictures.py logprobs [--engine vllm] [--rows 200] [--model Qwen3VL]
     python benchmarks/pictures.py payload [--group 8] [--groups 16] [--bytes 100000]
 
-`logprobs`: a tiny random model is exported by the trainer and served by vLLM on this CPU, which samples rows of one
-to four pictures, first from the export and then from a version of the weight plane that has other weights everywhere,
-in the vision tower, too; the policy computes the same rows in packs. Wants `make venv-vllm`.
+`logprobs`: a tiny random model is exported by the trainer and served by vLLM or SGLang on this CPU, which samples
+rows of one to four pictures, first from the export and then from a version of the weight plane that has other weights
+everywhere, in the vision tower, too; the policy computes the same rows in packs. Wants `make venv-vllm venv-sglang`.
 `payload`: the bytes that a queue over gRPC takes and gives for a group: put, one lease of its rows, one fetch of
 them; beside the same without pictures. The last line is one JSON object.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -23,26 +22,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from meshrl.contract.rows import rollout_write
 from meshrl.contract.types import (
     MEDIA,
-    GenerateRequest,
     Media,
     OnUpdate,
     Outcome,
     RunSpec,
-    SamplingParams,
     Task,
     Trajectory,
-    Uid,
     Version,
     VersionSpan,
 )
 from meshrl.images import ImageProcessor
-from meshrl.rollout.engines.vllm import build
-from meshrl.rollout.streams import Response, sample
+from meshrl.rollout.engines import sglang, vllm
 from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.runtime import GrpcServer
 from meshrl.rpc.servicers.queue import QueueServicer
@@ -50,16 +44,26 @@ from meshrl.testing import vision
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
-from meshrl.trainer.model.packing import cut
-from meshrl.trainer.model.policy import Policy, build_policy, open_hf
+from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.model.snapshot import take_snapshot
 from meshrl.trainer.model.vision import VisionReader
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-PYTHON = Path(".venv-vllm/bin/python")
-PACK_TOKENS = 1024
-SIDES = (32, 64, 96, 128)
+ENGINES: dict[str, dict[str, Any]] = {
+    "vllm": {"extra_args": ["--enforce-eager"], "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}},
+    "sglang": {
+        "extra_args": [
+            *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend"),
+            *("pytorch", "--max-total-tokens", "40000", "--disable-overlap-schedule"),
+            "--sleep-on-idle",
+        ],
+        "env": {
+            **{"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"},
+            "PYTHONPATH": str(Path("tests/sglang_cpu").absolute()),
+        },
+    },
+}
 VERSION = Version(1, 1)
 
 
@@ -70,21 +74,22 @@ async def logprobs(arguments: argparse.Namespace) -> dict[str, Any]:
         world = World.start("cpu")
         config = ModelConfig(path=start, freeze_vision_tower=False)
         policy = build_policy(open_hf(start), world, config)
-        moved(policy, 1)
+        vision.move_weights(policy, 1)
         export_policy(policy, world, served, tokenizer=start)
         reader = VisionReader(served, policy.hf)
         options = {
-            **{"python": str(PYTHON), "dtype": "float32", "extra_args": ["--enforce-eager"]},
-            **{"env": {"VLLM_CPU_KVCACHE_SPACE": "1"}, "eos_token_ids": []},
-            "log": str(Path(folder) / "vllm.log"),
+            **{"python": f".venv-{arguments.engine}/bin/python", "dtype": "float32"},
+            **{"eos_token_ids": [], "log": str(Path(folder) / "server.log")},
+            **ENGINES[arguments.engine],
         }
+        build = {"vllm": vllm.build, "sglang": sglang.build}[arguments.engine]
         engine = build(options, model=served, slots=16)
         await engine.start()
         found = {}
         try:
             for name in ("export", "published"):
                 if name == "published":
-                    moved(policy, 2)
+                    vision.move_weights(policy, 2)
                     sent = take_snapshot(
                         policy,
                         world,
@@ -98,71 +103,20 @@ async def logprobs(arguments: argparse.Namespace) -> dict[str, Any]:
                     await engine.commit_weights(VERSION, OnUpdate.DRAIN)
                 else:
                     await engine.serve_checkpoint(Version(1, 0))
-                rows = await sampled(engine, ImageProcessor(served), name, arguments.rows)
-                found[name] = compared(policy, reader, rows)
+                rows = await vision.sampled(engine, ImageProcessor(served), name, arguments.rows)
+                apart = vision.apart(policy, reader, rows)
+                found[name] = {
+                    **{"tokens": len(apart), "greatest": float(apart.max())},
+                    "mean": float(apart.mean()),
+                }
                 print(name, found[name], flush=True)
         finally:
             await engine.close()
             world.close()
-        return {"model": arguments.model, "rows": arguments.rows, **found}
-
-
-@torch.no_grad()
-def moved(policy: Policy, seed: int) -> None:
-    """Other weights, in the tower, too."""
-    generator = torch.Generator().manual_seed(seed)
-    for _, parameter in policy.named_tensors():
-        local: torch.Tensor = parameter.to_local()  # type: ignore[attr-defined]
-        local += 0.02 * torch.randn(local.shape, generator=generator)
-
-
-async def sampled(
-    engine: Any, processor: ImageProcessor, name: str, count: int
-) -> list[Trajectory]:
-    draws = random.Random(name)
-
-    async def one(number: int, media: tuple[Media, ...]) -> Trajectory:
-        prompt = vision.row(processor, media, 1, number)
-        prompt_ids = prompt.tokens[: prompt.prompt_length]
-        asked = GenerateRequest(
-            request_id=f"{name}-{number}",
-            prompt_ids=prompt_ids,
-            sampling=SamplingParams(max_tokens=16),
-            media=media,
-        )
-        answer: Response = await sample(engine, asked)
-        tokens = np.concatenate([prompt_ids, answer.tokens]).astype(np.int32)
-        return Trajectory(
-            uid=Uid("r", str(number), 0),
-            tokens=tokens,
-            loss_mask=(np.arange(len(tokens)) >= len(prompt_ids)).astype(np.uint8),
-            rollout_logprobs=np.concatenate(
-                [np.zeros(len(prompt_ids), np.float32), answer.logprobs]
-            ),
-            spans=(),
-            media=media,
-        )
-
-    given = [
-        tuple(
-            vision.picture(draws.randrange(1 << 30), draws.choice(SIDES), draws.choice(SIDES))
-            for _ in range(1 + number % 4)
-        )
-        for number in range(count)
-    ]
-    return list(await asyncio.gather(*(one(*each) for each in enumerate(given))))
-
-
-@torch.no_grad()
-def compared(policy: Policy, reader: VisionReader, rows: Sequence[Trajectory]) -> dict[str, float]:
-    ours, theirs = [], []
-    for chosen in cut([len(row.tokens) for row in rows], PACK_TOKENS):
-        part = [rows[index] for index in chosen]
-        ours.append(policy(vision.packed(reader, part), 1.0)[0])
-        theirs += [torch.from_numpy(row.rollout_logprobs[row.prompt_length :]) for row in part]
-    policy.reshard()  # type: ignore[operator]  # its forward left the root's weights gathered
-    apart = (torch.cat(ours) - torch.cat(theirs)).abs()
-    return {"tokens": len(apart), "greatest": float(apart.max()), "mean": float(apart.mean())}
+        return {
+            **{"engine": arguments.engine, "model": arguments.model, "rows": arguments.rows},
+            **found,
+        }
 
 
 async def payload(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -280,6 +234,7 @@ def main() -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     first = commands.add_parser("logprobs")
+    first.add_argument("--engine", default="vllm", choices=[*ENGINES])
     first.add_argument("--rows", type=int, default=200)
     first.add_argument("--model", default="Qwen3VL", choices=[*vision.KINDS])
     second = commands.add_parser("payload")

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 from meshrl.testing.vision import KINDS, PLACEHOLDER, picture, random_checkpoint
+from meshrl.testing.vision import tokenizer as make_tokenizer
 
-__all__ = ["KINDS", "PLACEHOLDER", "make_model", "picture", "prepare"]
-FOLDER = Path(__file__).parents[1] / "recipes/vision"
-
-
-def prepare() -> ModuleType:
-    """`recipes/vision/prepare.py`."""
-    spec = importlib.util.spec_from_file_location("vision_prepare", FOLDER / "prepare.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(FOLDER))  # as `python prepare.py` has it
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(FOLDER))
-    return module
+__all__ = ["KINDS", "PLACEHOLDER", "make_model", "make_tokenizer", "picture"]
 
 
 def make_model(folder: Path, kind: str = "Qwen3VL") -> None:

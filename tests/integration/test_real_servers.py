@@ -27,10 +27,12 @@ import torch
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.ports import Engine
 from meshrl.contract.types import GenerateRequest, OnUpdate, Uint8, Version, WeightManifest
+from meshrl.images import ImageProcessor
 from meshrl.rollout.engines import sglang, vllm
 from meshrl.rollout.engines import torch as torch_engine
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.streams import Response, sample
+from meshrl.testing import vision
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model.packing import pack as pack_rows
@@ -608,6 +610,34 @@ async def test_a_mixture_of_experts_serves_the_experts_that_were_published(
                 assert [span.version for span in answer.spans] == [Version(1, step)]
                 forced = forced_logprobs(model, prompt, answer.tokens.tolist())
                 np.testing.assert_allclose(answer.logprobs, forced, atol=1e-4)
+    finally:
+        await engine.close()
+
+
+async def test_logprobs_of_rows_with_pictures_are_the_trainers_also_after_an_update_of_the_tower(
+    kind: Kind, tmp_path: Path, world: World
+) -> None:
+    vision.random_checkpoint("Qwen3VL", tmp_path)
+    policy = build_policy(
+        open_hf(tmp_path), world, ModelConfig(path=tmp_path, freeze_vision_tower=False)
+    )
+    reader, processor = vision.VisionReader(tmp_path, policy.hf), ImageProcessor(tmp_path)
+    engine = kind.build(kind.options(server_log(kind, tmp_path)), model=tmp_path, slots=SLOTS)
+    await engine.start()
+    try:
+        for step in (0, 1):
+            version = Version(1, step)
+            if step:
+                vision.move_weights(policy, step)
+            made = take_snapshot(
+                policy, world, run="r", version=version, dtype="float32", bucket_bytes=1 << 20
+            )
+            assert made is not None
+            await engine.stage_weights(made.manifest, made.buckets)
+            await engine.commit_weights(version, OnUpdate.IN_FLIGHT)
+            # The pictures are those of the version before: what its tower made of them must not be used.
+            rows = await vision.sampled(engine, processor, f"step {step}", 4)
+            assert float(vision.apart(policy, reader, rows).max()) < 1e-3
     finally:
         await engine.close()
 

@@ -66,7 +66,7 @@ def check_request(
     """Raises UserError for an invalid request, or one that wants what the engine does not do: a cut, `pictures`."""
     sampling, name = request.sampling, request.request_id
     if request.media and not pictures:
-        raise UserError(f"request {name}: it has pictures, which rollout.name: vllm alone reads")
+        raise UserError(f"request {name}: it has pictures, which vllm and sglang alone read")
     prompt = len(request.prompt_ids) - request.continued
     if sampling.temperature < 0:
         raise UserError(f"temperature is {sampling.temperature}, want 0 (greedy) or more")

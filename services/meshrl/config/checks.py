@@ -25,6 +25,7 @@ from meshrl.contract.held_rows import RENEWALS
 from meshrl.images import PROCESSORS, processor_class
 from meshrl.trainer.algorithms import needs as algorithm_rules
 
+PICTURE_ENGINES = ("vllm", "sglang")
 PICTURE_PROGRAMS = ("single_turn", "tools", "user", "openai")
 """Built-in programs that hand a task's pictures to the engine."""
 MANY_RENEWALS, CALM_RENEWALS = 300, 100
@@ -219,10 +220,11 @@ def _pictures(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     """Parts that read text only, of a recipe whose model reads pictures, and packages that it lacks."""
     if "vision_config" not in machine.json(recipe.model.path / "config.json"):
         return
-    if recipe.rollout.name != "vllm":
+    if recipe.rollout.name not in PICTURE_ENGINES:
         yield (
             ("rollout", "name"),
-            f"rollout.name: {recipe.rollout.name} reads text only, and {recipe.model.path} reads pictures; want vllm",
+            f"rollout.name: {recipe.rollout.name} reads text only, and {recipe.model.path} reads pictures; want"
+            f" {' or '.join(PICTURE_ENGINES)}",
         )
     processor = processor_class(machine.json(recipe.model.path / "preprocessor_config.json"))
     if PROCESSORS.get(processor) == "tiles":

@@ -8,9 +8,11 @@ random weights ─▶ checkpoint ─▶ log-probs and gradients of a pack, besid
 from __future__ import annotations
 
 import argparse
+import asyncio
 import io
 import json
 import os
+import random
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,20 +25,33 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
-from meshrl.contract.types import Media, Trajectory, Uid, Version, VersionSpan
+from meshrl.contract.ports import Engine
+from meshrl.contract.types import (
+    GenerateRequest,
+    Media,
+    SamplingParams,
+    Trajectory,
+    Uid,
+    Version,
+    VersionSpan,
+)
 from meshrl.images import ImageProcessor
+from meshrl.rollout.streams import sample
 from meshrl.testing.architectures import figure, gradients_apart, replace_section
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
-from meshrl.trainer.model.packing import Pack, pack
-from meshrl.trainer.model.policy import build_policy, open_hf
+from meshrl.trainer.model.packing import Pack, cut, pack
+from meshrl.trainer.model.policy import Policy, build_policy, open_hf
 from meshrl.trainer.model.vision import VisionReader
 
 SPECIAL = (
     *("<pad>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>"),
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
 )
-WORDS = ("user", "assistant", "which", "colour", "?", "red", "green", "blue", "white", "black")
+WORDS = (
+    *("user", "assistant", "which", "colour", "?"),
+    *("red", "green", "blue", "white", "black", "yellow"),
+)
 AROUND_TILES = (
     *("<fake_token_around_image>", "<global-img>", "\n", "\n\n"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
@@ -68,14 +83,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "Qwen2VL": {
         "model_type": "qwen2_vl",
         "text_config": {**TEXT, "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6]}},
-        "vision_config": {**TOWER, "embed_dim": 64, "hidden_size": HIDDEN, "mlp_ratio": 2},
+        "vision_config": {
+            **{**TOWER, "patch_size": 14},
+            **{"embed_dim": 64, "hidden_size": HIDDEN, "mlp_ratio": 2},
+        },
     },
     "Qwen2_5_VL": {
         "model_type": "qwen2_5_vl",
         "text_config": {**TEXT, "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6]}},
         "vision_config": {
             **{**TOWER, "hidden_size": 64, "intermediate_size": 128, "out_hidden_size": HIDDEN},
-            **{"fullatt_block_indexes": [1], "window_size": 64},
+            **{"fullatt_block_indexes": [1], "window_size": 56, "patch_size": 14},
         },
     },
     "Qwen3VL": {
@@ -101,8 +119,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 PATCHES = {
-    **{"image_processor_type": "Qwen2VLImageProcessor", "patch_size": PATCH, "merge_size": 2},
-    "temporal_patch_size": 2,
+    **{"image_processor_type": "Qwen2VLImageProcessor", "merge_size": 2, "temporal_patch_size": 2},
     "size": {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": (16 * PATCH) ** 2},
 }
 PROCESSORS = {
@@ -130,7 +147,8 @@ def random_checkpoint(name: str, directory: Path) -> None:
                 parameter.normal_(0, 0.06)
     model.save_pretrained(directory)
     tokenizer().save_pretrained(directory)
-    images = TILES if name == "SmolVLM" else PATCHES
+    patch_size = config.vision_config.patch_size
+    images = TILES if name == "SmolVLM" else {**PATCHES, "patch_size": patch_size}
     images = {**images, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     images["processor_class"] = PROCESSORS[name]
     (directory / "preprocessor_config.json").write_text(json.dumps(images))
@@ -222,6 +240,68 @@ def logprobs_alone(hf: Any, row: Trajectory, reader: VisionReader) -> torch.Tens
     logits = hf(input_ids=read, **given).logits[0, row.prompt_length - 1 :]
     found: torch.Tensor = logits.log_softmax(-1)
     return found.gather(1, tokens[row.prompt_length :, None])[:, 0]
+
+
+PACK_TOKENS = 1024
+SIDES = (32, 64, 96, 128)
+
+
+@torch.no_grad()
+def move_weights(policy: Policy, seed: int) -> None:
+    """Other weights everywhere, in the tower, too."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, parameter in policy.named_tensors():
+        local: torch.Tensor = parameter.to_local()  # type: ignore[attr-defined]
+        local += 0.02 * torch.randn(local.shape, generator=generator)
+
+
+async def sampled(
+    engine: Engine, processor: ImageProcessor, name: str, count: int, seed: int = 0
+) -> list[Trajectory]:
+    """Rows of one to four pictures, 16 tokens sampled by `engine` each; the same pictures for the same `seed`."""
+    draws = random.Random(seed)
+
+    async def one(number: int, media: tuple[Media, ...]) -> Trajectory:
+        prompt = row(processor, media, 1, number)
+        prompt_ids = prompt.tokens[: prompt.prompt_length]
+        asked = GenerateRequest(
+            request_id=f"{name}-{number}",
+            prompt_ids=prompt_ids,
+            sampling=SamplingParams(max_tokens=16),
+            media=media,
+        )
+        answer = await sample(engine, asked)
+        tokens = np.concatenate([prompt_ids, answer.tokens]).astype(np.int32)
+        zeros = np.zeros(len(prompt_ids), np.float32)
+        return Trajectory(
+            uid=Uid("r", str(number), 0),
+            tokens=tokens,
+            loss_mask=(np.arange(len(tokens)) >= len(prompt_ids)).astype(np.uint8),
+            rollout_logprobs=np.concatenate([zeros, answer.logprobs]),
+            spans=(),
+            media=media,
+        )
+
+    given = [
+        tuple(
+            picture(draws.randrange(1 << 30), draws.choice(SIDES), draws.choice(SIDES))
+            for _ in range(1 + number % 4)
+        )
+        for number in range(count)
+    ]
+    return list(await asyncio.gather(*(one(*each) for each in enumerate(given))))
+
+
+@torch.no_grad()
+def apart(policy: Policy, reader: VisionReader, rows: Sequence[Trajectory]) -> torch.Tensor:
+    """float32[tokens]: how far the log-probs of rows are from the policy's, which computes them in packs."""
+    ours, theirs = [], []
+    for chosen in cut([len(row.tokens) for row in rows], PACK_TOKENS):
+        part = [rows[index] for index in chosen]
+        ours.append(policy(packed(reader, part), 1.0)[0])
+        theirs += [torch.from_numpy(row.rollout_logprobs[row.prompt_length :]) for row in part]
+    policy.reshard()  # type: ignore[operator]  # its forward left the root's weights gathered
+    return (torch.cat(ours) - torch.cat(theirs)).abs()
 
 
 HEADING = "## Models that read pictures"

@@ -3,6 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+OPERATIONS = torch.library.Library("sgl_kernel", "DEF")
+"""Those that the import of `sglang.srt.models.qwen3_5` looks up, which the processor of Qwen's pictures imports."""
+for operation in (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
+    OPERATIONS.define(f"{operation}() -> ()")
+
 
 def missing(name: str) -> Callable[..., Any]:
     """A kernel that raises when it is called."""

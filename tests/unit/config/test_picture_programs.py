@@ -25,8 +25,11 @@ def check(*overrides: str, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (("rollout.name=sglang",), "rollout.name: sglang reads text only"),
         (("rollout.name=torch",), "rollout.name: torch reads text only"),
+        (
+            ("rollout.name=sglang", "rollout.engine={update: disk}"),
+            "rollout.engine.update: disk leaves SGLang what the old vision tower made",
+        ),
         (
             ("rollout.program=verifiers", "rollout.program_options={id: x}"),
             "rollout.program: verifiers loses the pictures of a prompt; want single_turn, tools",

@@ -42,7 +42,7 @@ from meshrl.rollout.sessions import session as agents
 from meshrl.rollout.sessions.requests import SessionRequest
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer
 
-from ...pictures import PLACEHOLDER, picture, prepare
+from ...pictures import PLACEHOLDER, make_tokenizer, picture
 from ..images.test_images import bomb
 from .test_resumable_generator import checkpointer
 
@@ -70,7 +70,7 @@ def images(checkpoint: Path) -> ImageProcessor:
 
 @pytest.fixture(scope="module")
 def tokenizer(images: ImageProcessor) -> HuggingFaceTokenizer:
-    return HuggingFaceTokenizer(prepare().make_tokenizer(), images=images)
+    return HuggingFaceTokenizer(make_tokenizer(), images=images)
 
 
 class Policy:
@@ -228,7 +228,7 @@ async def test_the_bytes_of_a_row_are_bounded(
 
 
 async def test_a_model_of_text_refuses_pictures_in_one_line() -> None:
-    text = HuggingFaceTokenizer(prepare().make_tokenizer())
+    text = HuggingFaceTokenizer(make_tokenizer())
     asked = task(text)
     conversation = Conversation(UID, text, asked.prompt_ids, budget=Budget.of(asked))
     await conversation.sample(Policy(text, "red"), asked.sampling)
@@ -239,9 +239,9 @@ async def test_a_model_of_text_refuses_pictures_in_one_line() -> None:
 async def test_tools_return_pictures_and_a_model_of_text_reads_that_there_was_one(
     tokenizer: HuggingFaceTokenizer, images: ImageProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reading = HuggingFaceTokenizer(prepare().make_tokenizer(), images=images)
+    reading = HuggingFaceTokenizer(make_tokenizer(), images=images)
     monkeypatch.setattr(HuggingFaceTokenizer, "decode_all", lambda *_: said.pop(0))
-    text = HuggingFaceTokenizer(prepare().make_tokenizer())
+    text = HuggingFaceTokenizer(make_tokenizer())
     for reader, media in ((reading, (A, B)), (text, ())):
         said = [CALL, "red"]
         asked = task(reader, *media[:1])

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -79,15 +80,18 @@ class Model:
         self.taken = {name: tensor.clone() for name, tensor in tensors}
 
 
-def test_the_loader_hands_every_tensor_of_a_staged_version_to_the_model(
-    plugin: Any, tmp_path: Path
+def test_the_loader_hands_every_tensor_of_a_staged_version_to_the_model_and_forgets_pictures(
+    plugin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    server = Mock()
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.mm_schedule", server)
     tensors = {"a": torch.randn(3, 4), "b": torch.randn(5).bfloat16()}
     save_file(tensors, tmp_path / "model.safetensors")
     model = Model()
     plugin.load(model, [(str(tmp_path), torch.Tensor())])
     assert model.taken.keys() == tensors.keys()
     assert all(torch.equal(model.taken[name], tensor) for name, tensor in tensors.items())
+    server.embedding_cache.clear.assert_called_once_with()
     with pytest.raises(FileNotFoundError, match=r"no \S+safetensors in"):
         plugin.load(model, [(str(tmp_path / "none"), torch.Tensor())])
 

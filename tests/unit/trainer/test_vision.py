@@ -16,6 +16,7 @@ import torch
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.types import Media, Trajectory, Uid, Version
 from meshrl.images import ImageProcessor
+from meshrl.rollout.engines.sglang import positions
 from meshrl.testing import vision
 from meshrl.testing.equality import TRAININGS, train
 from meshrl.testing.vision import packed
@@ -69,6 +70,17 @@ def test_a_pack_says_of_each_row_what_the_row_alone_and_transformers_say(
     for mine, each in zip(alone, rows, strict=True):
         expected = vision.logprobs_alone(theirs, each, reader).detach()
         torch.testing.assert_close(mine.detach(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL"])
+def test_the_positions_that_sglang_is_given_are_transformers_own(tmp_path: Path, kind: str) -> None:
+    make_model(tmp_path, kind)
+    reader = VisionReader(tmp_path, load_hf(tmp_path))
+    for media in ([A], [B, C, A], []):
+        each = row(tmp_path, media, 3, 0)
+        images = reader.of_row(each)
+        found = positions(list(zip(images.starts, images.features, strict=True)), len(each.tokens))
+        assert np.array_equal(found, images.positions)
 
 
 def load_theirs(path: Path) -> Any:

@@ -5,16 +5,19 @@ The behaviour of the server that this relies on was read in the sources of SGLan
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
+import json
 import logging
+import math
 import os
 import struct
 import uuid
 from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,20 +27,31 @@ from meshrl.contract.config import Machine, read_options
 from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.types import OnUpdate, Version
+from meshrl.images import ImageFeatures, ImageProcessor
 from meshrl.rollout.server_engine.adapters import ServedAdapters
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.config import ServerConfig, quantization_arguments
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.server_engine.http import HttpClient, error_message
-from meshrl.rollout.server_engine.kind import PROBE, check_max_length, check_same_model, processed
-from meshrl.rollout.server_engine.request import ServerRequest
+from meshrl.rollout.server_engine.kind import (
+    PROBE,
+    check_max_length,
+    check_same_model,
+    picture_probe,
+    processed,
+)
+from meshrl.rollout.server_engine.request import Picture, ServerRequest
 from meshrl.rollout.server_engine.response import Chunk
 from meshrl.rollout.tokenizer import Tokenizer
+
+Int64: TypeAlias = npt.NDArray[np.int64]
 
 log = logging.getLogger(__name__)
 
 PLUGIN_DIR = Path(__file__).parent / "_plugins"
 """Added to the server's PYTHONPATH: the folder of `meshrl_sglang`."""
+PICTURES = {"SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": "meshrl_sglang_pictures"}
+"""Environment of a server that takes our pixels; one whose model reads text does not look at it."""
 LOADER = "meshrl_sglang.load"
 LOADER_ARGUMENTS = ("--custom-weight-loader", LOADER)
 ROUTED_EXPERTS = "--enable-return-routed-experts"
@@ -61,6 +75,7 @@ class Config(ServerConfig):
 
     package: ClassVar[str] = "sglang"
     joint_cut: ClassVar[bool] = True
+    pictures: ClassVar[bool] = True
 
     update: Literal["staged", "disk", "native"] = "staged"
     """How the server gets a version: `staged`: every rank reads the staged file, through our loader that the server
@@ -78,6 +93,12 @@ class Config(ServerConfig):
         yield from super().faults(machine, model)
         config = machine.json(model / "config.json")
         name = (config.get("architectures") or ["none"])[0]
+        if "vision_config" in config and self.update != "staged":
+            yield (
+                "update",
+                f"{self.update} leaves SGLang what the old vision tower made of pictures, and {model} reads them;"
+                " want staged",
+            )
         if name in UNTIED and config.get("tie_word_embeddings"):
             yield (
                 "",
@@ -162,7 +183,7 @@ class SglangServer:
     def environment(self) -> Mapping[str, str]:
         """Environment of a server that is started here; `rollout.engine.env` is added to it."""
         # The reserved tokens may go beyond what the checkpoint allows; no token is ever at such a position.
-        return {**os.environ, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        return {**os.environ, **PICTURES, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
     def client(self, url: str, key: str | None) -> SglangClient:
         """A client of the server at `url`, which presents `key`."""
@@ -222,6 +243,20 @@ class SglangServer:
             raise UserError(
                 f"the SGLang server at {client.url} gives log-probs of a distribution that was not sampled"
             )
+        if checkpoint.images is not None:
+            await self._check_pictures(client, checkpoint.images)
+
+    async def _check_pictures(self, client: SglangClient, images: ImageProcessor) -> None:
+        """Raises UserError where the server does not take our pixels."""
+        try:
+            async for _ in client.generate(uuid.uuid4().hex, picture_probe(images), "probe"):
+                pass
+        except UserError as error:
+            needs = " and ".join(f"{name}={value}" for name, value in PICTURES.items())
+            raise UserError(
+                f"the SGLang server at {client.url} was started without {needs} and PYTHONPATH={PLUGIN_DIR}"
+                f" ({error.message})"
+            ) from error
 
     def _check_options(self, client: SglangClient, info: Mapping[str, Any]) -> None:
         """Raises UserError for options with which the first update would fail."""
@@ -431,6 +466,9 @@ class SglangClient(HttpClient):
             InfraError: the server failed, disconnected or sent nothing for too long.
         """
         body = request_body(request_id, request, salt, self.facts)
+        if request.pictures:
+            made = await asyncio.to_thread(image_data, request.pictures, len(request.token_ids))
+            body["image_data"] = [made]
         if self._adapters is None:
             chunks = self._chunks(request_id, body)
         else:
@@ -505,6 +543,56 @@ def request_body(
         "cache_salt": salt,
         "stream": True,
     }
+
+
+def image_data(pictures: Sequence[Picture], length: int) -> str:
+    """Pictures of a prompt of `length` tokens as our plugin in the server takes them: `processor_output` of SGLang.
+
+    Takes a processor's time: in a thread. Raises UserError.
+    """
+    made = [each.features() for each in pictures]
+    places = positions(
+        [(each.start, image) for each, image in zip(pictures, made, strict=True)], length
+    )
+    tensors = {
+        "pixel_values": np.concatenate([each.pixels for each in made]),
+        "image_grid_thw": np.stack([each.grid for each in made]),
+        "mrope_positions": places,
+        "mrope_position_delta": np.array([[places.max() + 1 - length]]),
+    }
+    offsets = [(each.start, each.start + each.num_tokens - 1) for each in pictures]
+    packed = {name: _tensor(array) for name, array in tensors.items()}
+    return json.dumps({"offsets": offsets, "tensors": packed})
+
+
+def positions(pictures: Sequence[tuple[int, ImageFeatures]], length: int) -> Int64:
+    """int64[3, length]: time, row and column of each token, as Qwen2-VL and those after it count them.
+
+    Args:
+        pictures: First token and features of each, in order.
+        length: Of the prompt.
+    """
+    parts: list[Int64] = []
+    token = position = 0
+
+    def text(until: int) -> None:
+        parts.append(np.broadcast_to(np.arange(until - token), (3, until - token)) + position)
+
+    for start, image in pictures:
+        text(start)
+        position += start - token
+        merge = math.isqrt(int(image.grid.prod()) // image.num_tokens)
+        rows, columns = (int(side) // merge for side in image.grid[1:])
+        parts.append(np.indices((1, rows, columns)).reshape(3, -1) + position)
+        position += max(rows, columns)
+        token = start + image.num_tokens
+    text(length)
+    return np.concatenate(parts, axis=1)
+
+
+def _tensor(array: npt.NDArray[Any]) -> tuple[str, Sequence[int], str]:
+    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return array.dtype.name, array.shape, data
 
 
 class EventReader:

@@ -9,10 +9,10 @@ import functools
 import io
 import os
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgpack
 import numpy as np
@@ -25,7 +25,6 @@ from meshrl.contract.config import read_options
 from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import OnUpdate, Version
-from meshrl.images import ImageFeatures
 from meshrl.rollout.engines._vllm.native import NativeSender, RootBuilder
 from meshrl.rollout.server_engine.adapters import ServedAdapters
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
@@ -36,6 +35,8 @@ from meshrl.rollout.server_engine.kind import PROBE, check_max_length, check_sam
 from meshrl.rollout.server_engine.request import Picture, ServerRequest
 from meshrl.rollout.server_engine.response import Chunk
 from meshrl.rollout.tokenizer import Tokenizer
+
+Array: TypeAlias = npt.NDArray[Any]
 
 ENGINES = "meshrl.rollout.engines"
 PLUGIN_DIR = Path(__file__).parent / "_plugins"
@@ -331,7 +332,7 @@ class VllmClient(HttpClient):
             "stream": True,
         }
         if request.pictures:
-            body["features"] = await asyncio.to_thread(features, request.pictures)
+            body["features"] = await asyncio.to_thread(features, request.pictures, salt)
         if self._adapters is None:
             chunks = self._chunks(body)
         else:
@@ -417,35 +418,68 @@ def sampling_params(request: ServerRequest) -> Mapping[str, Any]:
     }
 
 
-def features(pictures: Sequence[Picture]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Item:
+    """What vLLM takes for one picture: a whole picture of patches, or one tile."""
+
+    name: str
+    start: int
+    num_tokens: int
+    data: str
+
+
+def features(pictures: Sequence[Picture], salt: str) -> dict[str, Any]:
     """Pictures as the token-in/token-out route takes them, in order: by name, place and data.
 
     The data are a message of msgpack in base64, with a tensor and how it is batched for each input of the tower, as
-    `vllm.v1.serial_utils` of 0.32 reads it. Takes a processor's time: in a thread. Raises UserError.
+    `vllm.v1.serial_utils` of 0.32 reads it. `salt` is in the names, by which vLLM keeps what the tower made: an
+    update in flight leaves that. Takes a processor's time: in a thread. Raises UserError.
     """
+    items = [item for each in pictures for item in _items(each, salt)]
     return {
-        "mm_hashes": {"image": [each.media.sha256 for each in pictures]},
+        "mm_hashes": {"image": [each.name for each in items]},
         "mm_placeholders": {
-            "image": [{"offset": each.start, "length": each.num_tokens} for each in pictures]
+            "image": [{"offset": each.start, "length": each.num_tokens} for each in items]
         },
-        "kwargs_data": {"image": [_packed(each.features()) for each in pictures]},
+        "kwargs_data": {"image": [each.data for each in items]},
     }
 
 
-def _packed(image: ImageFeatures) -> str:
-    every_patch = {"slices": [[0, len(image.pixels), None]], "dim": 0, "keep_on_cpu": False}
-    item = {
-        "pixel_values": {"data": _tensor(image.pixels), "field": ["flat", every_patch]},
-        "image_grid_thw": {
-            "data": _tensor(image.grid),
-            "field": ["batched", {"keep_on_cpu": True}],
-        },
-    }
+def _items(picture: Picture, salt: str) -> Iterator[_Item]:
+    image, name = picture.features(), f"{picture.media.sha256}-{salt}"
+    if image.pixels.ndim == 2:
+        data = _packed({"pixel_values": image.pixels}, {"image_grid_thw": image.grid})
+        yield _Item(name=name, start=picture.start, num_tokens=picture.num_tokens, data=data)
+        return
+    # Features stand side by side in an item, and other tokens between tiles: each tile is an item.
+    tiles = image.embeds.reshape(len(image.pixels), -1)
+    for number, (pixels, places) in enumerate(zip(image.pixels, tiles, strict=True)):
+        seen = np.ones((1, *pixels.shape[1:]), dtype=np.bool_)
+        data = _packed(
+            {"pixel_values": pixels[None], "pixel_attention_mask": seen},
+            {"num_patches": np.array(1)},
+        )
+        yield _Item(
+            name=f"{name}-{number}",
+            start=picture.start + int(places[0]),
+            num_tokens=len(places),
+            data=data,
+        )
+
+
+def _packed(flat: Mapping[str, Array], batched: Mapping[str, Array]) -> str:
+    """Inputs of the tower: those that are joined along their first dimension, and those that are stacked."""
+    item: dict[str, Any] = {}
+    for name, array in flat.items():
+        whole = {"slices": [[0, len(array), None]], "dim": 0, "keep_on_cpu": False}
+        item[name] = {"data": _tensor(array), "field": ["flat", whole]}
+    for name, array in batched.items():
+        item[name] = {"data": _tensor(array), "field": ["batched", {"keep_on_cpu": True}]}
     packed: bytes = msgpack.packb(item)
     return base64.b64encode(packed).decode()
 
 
-def _tensor(array: npt.NDArray[Any]) -> list[Any]:
+def _tensor(array: Array) -> list[Any]:
     data = np.ascontiguousarray(array).tobytes()
     return [array.dtype.name, list(array.shape), msgpack.ExtType(RAW_TENSOR, data)]
 

