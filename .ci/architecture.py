@@ -20,24 +20,24 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 LINES: Mapping[str, int] = {
-    "meshrl.trainer": 21395,
-    "meshrl.rollout": 13760,
-    "meshrl.transferqueue": 10855,
+    "meshrl.trainer": 21441,
+    "meshrl.rollout": 13811,
+    "meshrl.transferqueue": 11235,
     "meshrl.rewardd": 6860,
     "meshrl.sandbox": 1870,
-    "meshrl.images": 596,
+    "meshrl.images": 598,
     "meshrl.weights": 7630,
-    "meshrl.contract": 6900,
+    "meshrl.contract": 7280,
     "meshrl.simulation": 6272,
-    "meshrl.rpc": 6050,
-    "meshrl.launcher": 4745,
+    "meshrl.rpc": 6092,
+    "meshrl.launcher": 4775,
     "meshrl.testing": 4385,
-    "meshrl.cli": 6225,
+    "meshrl.cli": 6235,
     "meshrl.deploy": 930,
     "meshrl.http": 3350,
     "meshrl.verl": 3916,
     "meshrl.client": 1800,
-    "meshrl.config": 3702,
+    "meshrl.config": 3714,
     "meshrl.api": 500,
 }
 """The most lines of each package, generated code left out."""

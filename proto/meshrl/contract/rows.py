@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,7 @@ from meshrl.contract.types import (
     RowWrite,
     Sample,
     Score,
+    Task,
     Trajectory,
     Uid,
     Uint8,
@@ -188,14 +189,19 @@ def sample_again(uid: Uid, columns: Columns) -> Sample:
     )
 
 
-def row_media_column(media: Sequence[Media], task: Sequence[Media]) -> Uint8:
-    """The pictures of a row whose task has those of `task`, as uint8[n]: each picture's data once at most."""
+def own_media(media: Sequence[Media], task: Sequence[Media]) -> list[Media]:
+    """The pictures of a row whose task has those of `task`, each picture's data once at most."""
     known = {each.sha256 for each in task}
-    packed: list[Media] = []
+    found: list[Media] = []
     for each in media:
-        packed.append(replace(each, data=b"") if each.sha256 in known else each)
+        found.append(replace(each, data=b"") if each.sha256 in known else each)
         known.add(each.sha256)
-    return codec.pack_media(packed)
+    return found
+
+
+def row_media_column(media: Sequence[Media], task: Sequence[Media]) -> Uint8:
+    """The column of `own_media`, uint8[n]."""
+    return codec.pack_media(own_media(media, task))
 
 
 def with_media(rows: Sequence[Trajectory]) -> list[Trajectory]:
@@ -215,13 +221,15 @@ def media_of_row(
     uid: Uid, own: tuple[Media, ...] | None, task: tuple[Media, ...]
 ) -> tuple[Media, ...]:
     """The pictures of a row that has `own`, or those of its task. Raises CorruptError."""
-    if own is None:
-        return task
-    known = {each.sha256: each for each in (*task, *own) if each.data}
-    lost = [each.sha256[:12] for each in own if each.sha256 not in known]
-    if lost:
-        raise CorruptError(f"row {uid}: its picture {lost[0]} is not there")
-    return tuple(known[each.sha256] for each in own)
+    named = task if own is None else own
+    known = {each.sha256: each for each in (*task, *named) if each.data}
+    for each in named:
+        if each.sha256 not in known:
+            where = ": it is in a picture store, and data.media_store names none here" * bool(
+                each.stored_bytes
+            )
+            raise CorruptError(f"row {uid}: its picture {each.sha256[:12]} is not there{where}")
+    return tuple(known[each.sha256] for each in named)
 
 
 def row_media(columns: Columns) -> tuple[Media, ...] | None:
@@ -329,11 +337,25 @@ def _arguments(given: Any) -> str:
     return given if isinstance(given, str) else json.dumps(given)
 
 
+class StoredPictures(Protocol):
+    """Where pictures are that are too large for the queue's messages (contract/picture_store.py)."""
+
+    async def admitted(self, tasks: Sequence[Task]) -> Sequence[Task]:
+        """Tasks as they are sent, with the names of such pictures."""
+        ...
+
+    async def filled(self, uids: Sequence[Uid], rows: Sequence[Columns]) -> Sequence[Columns]:
+        """Rows as they came, with the data of such pictures."""
+        ...
+
+
 class RowMethods(ABC):
     """`write` and `fetch` of the Queue port for whoever has `write_packed` and `fetch_packed`: queues and clients."""
 
     logprob_precision: Precision = "fp32"
     """What `write` rounds log-probs to; rows that come packed are left as they are."""
+    pictures: StoredPictures | None = None
+    """Where `admit` and `fetch` find pictures that are too large for messages."""
 
     @abstractmethod
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
@@ -358,4 +380,5 @@ class RowMethods(ABC):
     ) -> Sequence[Columns]:
         """See Queue."""
         groups = await self.fetch_packed(run, group_rows(run, uids), columns)
-        return [row for group in groups for row in group.columns()]
+        rows = [row for group in groups for row in group.columns()]
+        return rows if self.pictures is None else await self.pictures.filled(uids, rows)

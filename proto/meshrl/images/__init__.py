@@ -25,13 +25,14 @@ import numpy.typing as npt
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32, Media
+from meshrl.contract.types.rows import MOST_MEDIA_BYTES
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Of the formats that Pillow reads, those that need no other program and no library of the operating system."""
-MOST_BYTES = 16 << 20
+MOST_BYTES = MOST_MEDIA_BYTES
 """Of one file."""
 MOST_PIXELS = 32 << 20
 """Of one picture: a file of a few kilobytes may unpack to any number of them."""

@@ -23,6 +23,7 @@ MARK = "<image>"
 """A picture's place in a text."""
 MOST_OF_ROW = 32 << 20
 """Bytes of all pictures of one prompt, and of all that a row observes: both are one message, of 64 MiB at most."""
+MORE_MEDIA = " (data.media_store takes more)"
 PICTURES = ("image", "image_url")
 
 

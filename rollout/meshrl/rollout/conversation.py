@@ -39,7 +39,8 @@ from meshrl.contract.types import (
     Uid,
     VersionSpan,
 )
-from meshrl.images.messages import MOST_OF_ROW, marked, taken_out
+from meshrl.contract.types.rows import MOST_STORED
+from meshrl.images.messages import MORE_MEDIA, marked, taken_out
 from meshrl.rollout import chat
 from meshrl.rollout.ports import Generator, Replaying, Rollout
 from meshrl.rollout.streams import Response, sample
@@ -222,9 +223,11 @@ class Conversation:
         """Pictures that begin at `starts` of what is observed next. Raises UserError for too many bytes."""
         observed = self.media[len(self.media) - len(self._starts) :]
         sizes = {each.sha256: len(each.data) for each in (*observed, *media)}
-        if (size := sum(sizes.values())) > MOST_OF_ROW:
+        most = picture_tokenizer(self._tokenizer).most_media_bytes
+        if (size := sum(sizes.values())) > most:
+            more = MORE_MEDIA if most < MOST_STORED else ""
             raise UserError(
-                f"row {self.uid}: it observed {size} bytes of pictures, at most {MOST_OF_ROW}"
+                f"row {self.uid}: it observed {size} bytes of pictures, at most {most}{more}"
             )
         self._starts += tuple(len(self.tokens) + start for start in starts)
         self.media = (*self.media, *media)

@@ -329,7 +329,8 @@ class ResumableGenerator:
         has_turns, self._has_turns = self._has_turns, True
         if not self._recording or self._sampling or not (has_turns or self._begins(request)):
             return False
-        if request.media != self._row.task.media:
+        seen, asked = request.media, self._row.task.media
+        if [each.sha256 for each in seen] != [each.sha256 for each in asked]:
             # Tokens alone do not say which picture was observed: another worker asks the program again.
             return False
         known = self._known

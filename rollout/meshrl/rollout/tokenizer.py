@@ -13,6 +13,7 @@ from meshrl.contract.chat_templates import rendered
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32, Json, Media
 from meshrl.images import ImageProcessor, read_image
+from meshrl.images.messages import MOST_OF_ROW
 
 NO_PICTURES = "there are pictures, and the model reads text only"
 
@@ -65,6 +66,11 @@ class PictureTokenizer(ChatTokenizer, Protocol):
         """Whether the model does."""
         ...
 
+    @property
+    def most_media_bytes(self) -> int:
+        """Of all pictures that a row observes."""
+        ...
+
     def with_places(
         self, ids: Sequence[int], media: tuple[Media, ...]
     ) -> tuple[Int32, tuple[int, ...]]:
@@ -96,12 +102,14 @@ class HuggingFaceTokenizer:
         tokenizer: Any,
         variables: Mapping[str, Any] = MappingProxyType({}),
         images: ImageProcessor | None = None,
+        most_media_bytes: int = MOST_OF_ROW,
     ) -> None:
         """Wrap a tokenizer of transformers; `variables` are given to its chat template.
 
         `images` reads the pictures of messages; None: the model reads text only.
         """
         self._images = images
+        self._most_media_bytes = most_media_bytes
         self._tokenizer = tokenizer
         self._variables = dict(variables)
         self._special = frozenset(tokenizer.all_special_ids)
@@ -152,6 +160,11 @@ class HuggingFaceTokenizer:
         """See `PictureTokenizer`."""
         return self._images is not None
 
+    @property
+    def most_media_bytes(self) -> int:
+        """See `PictureTokenizer`."""
+        return self._most_media_bytes
+
     def with_places(
         self, ids: Sequence[int], media: tuple[Media, ...]
     ) -> tuple[Int32, tuple[int, ...]]:
@@ -171,6 +184,7 @@ def load_tokenizer(
     path: Path,
     variables: Mapping[str, Any] = MappingProxyType({}),
     images: ImageProcessor | None = None,
+    most_media_bytes: int = MOST_OF_ROW,
 ) -> HuggingFaceTokenizer:
     """The tokenizer in a checkpoint directory; transformers is imported with the first call.
 
@@ -178,6 +192,7 @@ def load_tokenizer(
         path: The directory.
         variables: Of the chat template (`data.apply_chat_template_kwargs`).
         images: Of a model that reads pictures.
+        most_media_bytes: Of all pictures that a row observes.
 
     Raises:
         UserError: the directory has no tokenizer.
@@ -188,7 +203,7 @@ def load_tokenizer(
         raise UserError(f"{path} is not a directory with a tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        return HuggingFaceTokenizer(tokenizer, variables, images)
+        return HuggingFaceTokenizer(tokenizer, variables, images, most_media_bytes)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"no tokenizer in {path}: {reason}") from error

@@ -6,15 +6,18 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from meshrl.cli.find_mesh import RETRY_S, Mesh
 from meshrl.launcher.address_book import run_lock
 from meshrl.rpc.clients.queue_admin import QueueAdminClient
-from meshrl.rpc.queue_connection import build_store, connect_queue
-from meshrl.transferqueue.operations.audit import Audit, audit
+from meshrl.rpc.queue_connection import build_store, connect_queue, picture_folders
+from meshrl.transferqueue.operations.audit import Audit, audit, exported
 from meshrl.transferqueue.sharding import ShardedQueue, total_ledger
 from meshrl.transferqueue.store import Operation, Store
+
+if TYPE_CHECKING:
+    from meshrl.contract.picture_store import PictureFolders
 
 Answer = TypeVar("Answer")
 Answer_co = TypeVar("Answer_co", covariant=True)
@@ -43,22 +46,27 @@ class Question(Protocol[Answer_co]):
 class _Stored:
     """A store that no queue serves: what is broken in it must not keep it from being looked at."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, folders: PictureFolders | None) -> None:
         self._store = store
+        self._folders = folders
 
     def export(self) -> AsyncGenerator[Sequence[Operation], None]:
-        return self._store.export()
+        return exported(self._store, self._folders)
 
     async def verify(self) -> Audit:
         async with aclosing(self._store.export()) as pieces:
-            return await audit(pieces)
+            return await audit(pieces, self._folders)
 
 
-async def ask_store(store: Store, question: Callable[[Operator], Awaitable[Answer]]) -> Answer:
-    """One conversation with a store, opened and closed here."""
+async def ask_store(
+    store: Store,
+    question: Callable[[Operator], Awaitable[Answer]],
+    folders: PictureFolders | None = None,
+) -> Answer:
+    """One conversation with a store, opened and closed here, whose queue kept pictures in `folders`."""
     try:
         await store.load()
-        return await question(_Stored(store))
+        return await question(_Stored(store, folders))
     finally:
         await store.close()
 
@@ -77,7 +85,8 @@ def ask_operator(mesh: Mesh, question: Question[Answer]) -> list[Answer]:
         with run_lock(recipe.run.path):
             for number in range(recipe.queue.shards):
                 store = build_store(recipe, number)
-                answers.append(await ask_store(store, partial(question, number=number)))
+                ask_shard = partial(question, number=number)
+                answers.append(await ask_store(store, ask_shard, picture_folders(recipe)))
         return answers
 
     return asyncio.run(ask())

@@ -19,18 +19,15 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
 import shutil
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
-import fsspec.core
-from fsspec.implementations.local import LocalFileSystem
-
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
 from meshrl.contract.files import sync
+from meshrl.contract.object_store import ObjectStore, one_line
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.checkpoint_files import (
@@ -52,8 +49,8 @@ MARK: Final = "meshrl-weights.json"
 _VERSION_FILE: Final = "version.json"
 
 
-class VersionStore:
-    """A directory that fsspec opens. Whatever its library raises becomes one of our errors, in one line."""
+class VersionStore(ObjectStore):
+    """The directory of versions."""
 
     def __init__(self, location: str | Path) -> None:
         """Opens nothing yet.
@@ -67,13 +64,8 @@ class VersionStore:
         """
         if not location:
             raise ConfigError("weights.directory: the carrier object needs a path or a URL")
+        super().__init__(location, "weights.directory")
         self._shared = isinstance(location, str)
-        self.url = str(location)
-        if isinstance(location, Path):
-            self._files, self._root = LocalFileSystem(), str(location.absolute())
-        else:
-            self._files, self._root = _opened(location)
-        self._local = isinstance(self._files, LocalFileSystem)
 
     def folder(self, run: str, version: Version) -> str:
         """The folder of a version."""
@@ -96,70 +88,23 @@ class VersionStore:
             draft.rename(target)
             sync(target.parent)
         except OSError as error:
-            raise CapacityError(f"cannot rename {draft}: {_line(error)}") from error
-
-    def write(self, path: str, content: bytes) -> None:
-        """Write one object, and its folder; durable and atomic in a local directory.
-
-        Raises:
-            CapacityError: the store refuses.
-        """
-        full = f"{self._root}/{path}"
-        try:
-            if self._local:
-                _write_file(Path(full), content)
-                return
-            if (
-                not self._files.async_impl
-            ):  # object stores have no folders; s3fs would make a bucket
-                self._files.makedirs(full.rpartition("/")[0], exist_ok=True)
-            self._files.pipe_file(full, content)
-        except Exception as error:  # every store has errors of its own
-            raise CapacityError(f"cannot write {path} to {self.url}: {_line(error)}") from error
-
-    def read(self, path: str) -> bytes:
-        """Read one object. Raises CorruptError when there is none, UnavailableError when the store fails."""
-        try:
-            content: bytes = self._files.cat_file(f"{self._root}/{path}")
-        except FileNotFoundError as error:
-            raise CorruptError(f"{self.url}: {path} is missing") from error
-        except Exception as error:
-            raise UnavailableError(f"cannot read {path} from {self.url}: {_line(error)}") from error
-        return content
-
-    def has(self, path: str) -> bool:
-        """Whether there is such an object. Raises UnavailableError when the store fails."""
-        try:
-            self._files.invalidate_cache()
-            return bool(self._files.exists(f"{self._root}/{path}"))
-        except Exception as error:
-            raise UnavailableError(f"cannot see {path} in {self.url}: {_line(error)}") from error
+            raise CapacityError(f"cannot rename {draft}: {one_line(error)}") from error
 
     def folders(self, run: str) -> list[str]:
         """The names of the folders of a run, complete or not. Raises UnavailableError."""
-        path = f"{self._root}/{self._runs_folder(run)}"
-        try:
-            self._files.invalidate_cache()
-            paths: list[str] = self._files.ls(path, detail=False)
-        except FileNotFoundError:
-            return []
-        except Exception as error:
-            raise UnavailableError(f"cannot list {path} in {self.url}: {_line(error)}") from error
-        return [name.rstrip("/").rpartition("/")[2] for name in paths]
+        return list(self.entries(self._runs_folder(run)))
 
     def remove(self, folder: str) -> None:
         """Delete a folder; `version.json` first, so that nobody sees half of it. Raises UnavailableError."""
-        full = f"{self._root}/{folder}"
+        first = f"{self._root}/{folder}/{_VERSION_FILE}"
         try:
-            if self._files.exists(f"{full}/{_VERSION_FILE}"):
-                self._files.rm_file(f"{full}/{_VERSION_FILE}")
-            self._files.rm(full, recursive=True)
-        except FileNotFoundError:
-            return
+            if self._files.exists(first):
+                self._files.rm_file(first)
         except Exception as error:
             raise UnavailableError(
-                f"cannot remove {folder} in {self.url}: {_line(error)}"
+                f"cannot remove {folder} in {self.url}: {one_line(error)}"
             ) from error
+        super().remove(folder)
 
     def chain(self, run: str, version: Version) -> tuple[Version, ...]:
         """The versions that `version` is made of: its anchor first, itself last.
@@ -358,31 +303,5 @@ class VersionReader:
         return len(content)
 
 
-def _opened(url: str) -> tuple[Any, str]:
-    try:
-        files, root = fsspec.core.url_to_fs(url)
-    except ImportError as error:
-        raise ConfigError(
-            f"weights.directory: {url}: {error} (for S3: pip install 'meshrl[s3]')"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"weights.directory: {url}: {error}") from error
-    return files, root
-
-
-def _write_file(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
 def _patch_name(manifest: WeightManifest, index: int) -> str:
     return file_name(manifest, index).replace(".safetensors", ".patch")
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__

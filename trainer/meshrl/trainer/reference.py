@@ -7,23 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from meshrl.contract.errors import CorruptError, InfraError, NotFoundError, UserError
+from meshrl.contract.errors import (
+    CorruptError,
+    InfraError,
+    NotFoundError,
+    UnavailableError,
+    UserError,
+)
 from meshrl.contract.ports import Queue
 from meshrl.contract.rows import media_of_row, row_media
-from meshrl.contract.stage_worker import Failure, StageResult, StageStats, StageWorker
+from meshrl.contract.stage_worker import Failure, Returned, StageResult, StageStats, StageWorker
 from meshrl.contract.types import (
     REFERENCE_STAGE,
     REFERENCE_TOP,
@@ -44,6 +51,11 @@ from meshrl.trainer.model.sharded_loading import fill, is_empty
 from meshrl.trainer.model.vision import RowImages, VisionReader, tower_of
 from meshrl.trainer.reference_ranks import IDLE_S, ReferenceRanks, sharded
 from meshrl.trainer.shared_prefix_groups import SharedPrefixGroups
+
+if TYPE_CHECKING:
+    from meshrl.contract.picture_store import PictureStore
+
+log = logging.getLogger(__name__)
 
 
 class ReferenceModel:
@@ -248,6 +260,7 @@ class ReferenceStage:
         limit: int = 1024,
         together: bool = True,
         pictures: bool = False,
+        stored: PictureStore | None = None,
     ) -> None:
         """Prepare; nothing is leased before `run`.
 
@@ -256,11 +269,13 @@ class ReferenceStage:
             runs: Which runs' rows.
             judged: What computes.
             pictures: It reads those of rows.
+            stored: Where those are that are too large for the queue's messages.
             worker: This stage's name in leases.
             limit: Rows held at once: most of them wait for the rest of their group.
             together: Rows wait for the rest of their group, whose prompt is shared (`shared_prefix_groups.py`).
         """
         self._queue = queue if pictures else None
+        self._stored = stored
         self._judged = judged
         self._loop = StageWorker(
             queue,
@@ -301,6 +316,9 @@ class ReferenceStage:
         try:
             seen = await self._seen(rows)
             results = await self._judged(tokens, seen, temperature=temperature)
+        except UnavailableError as error:  # a picture store that has been asked for long
+            log.warning("reference: rows are given back: %s", error)
+            return [Returned(uid=row.uid) for row in rows]
         except (UserError, CorruptError, NotFoundError) as error:  # not found: gone meanwhile
             if len(rows) > 1:  # one row's defect must not fail the others
                 return [r for row in rows for r in await self._answer([row], temperature)]
@@ -317,7 +335,12 @@ class ReferenceStage:
         found: list[Columns] = []
         for run, part in itertools.groupby([row.uid for row in rows], key=lambda uid: uid.run):
             found += await self._queue.fetch(run, list(part), ("loss_mask", ROW_MEDIA))
-        return [
-            Seen(columns["loss_mask"], media_of_row(row.uid, row_media(columns), row.task.media))
-            for row, columns in zip(rows, found, strict=True)
-        ]
+        seen = []
+        for row, columns in zip(rows, found, strict=True):
+            media = row.task.media
+            if self._stored is not None:
+                media = await self._stored.get(row.uid.run, row.uid.task, media)
+            seen.append(
+                Seen(columns["loss_mask"], media_of_row(row.uid, row_media(columns), media))
+            )
+        return seen

@@ -15,7 +15,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Self, TypedDict, Unpack
 
 from meshrl.contract.errors import (
     CapacityError,
@@ -78,6 +78,9 @@ from meshrl.transferqueue.store import (
     encode_record,
 )
 
+if TYPE_CHECKING:
+    from meshrl.transferqueue.operations.pictures import PictureRemover
+
 log = logging.getLogger(__name__)
 
 
@@ -90,6 +93,8 @@ class QueueOptions(TypedDict, total=False):
     """The most that a run may ask for."""
     recovery_pause_s: float
     """Between two attempts to read back a store that cannot be read."""
+    pictures: PictureRemover | None
+    """Removes pictures that are not in the store."""
 
 
 class TransferQueue(RowMethods):
@@ -101,6 +106,7 @@ class TransferQueue(RowMethods):
         self._quota = options.get("quota", Quota())
         self._runs: dict[str, Run] = {}
         self._payload = PayloadReader(store)
+        self._pictures = options.get("pictures")
         recovery_pause_s = options.get("recovery_pause_s", RECOVERY_PAUSE_S)
         self._commit_log = CommitLog(store, self._recover, recovery_pause_s)
         self._expiry = Expiry(self._expired)
@@ -127,6 +133,9 @@ class TransferQueue(RowMethods):
             await store.close()
             raise
         queue._committer = asyncio.create_task(queue._commit_log.run(), name="queue-commit-log")
+        if queue._pictures is not None:
+            queue._commit_log.on_left = queue._pictures.left
+            queue._pictures.start(lambda: queue.open_runs)
         return queue
 
     async def close(self) -> None:
@@ -140,6 +149,8 @@ class TransferQueue(RowMethods):
         self._commit_log.close()
         if self._committer is not None:
             await self._committer
+        if self._pictures is not None:
+            await self._pictures.close()
         self._expiry.clear()
         await self._store.close()
 
@@ -219,6 +230,14 @@ class TransferQueue(RowMethods):
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
         """See the port. Raises UserError for a task that can never be processed, CapacityError for a full disk."""
         state = self._run(run)
+        if self._pictures is None and (
+            stored := [task.task_id for task in tasks if any(m.stored_bytes for m in task.media)]
+        ):
+            raise UserError(
+                f"task {stored[0]!r} has pictures in a store, and this queue was started without data.media_store:"
+                " nobody would remove them",
+                task=stored[0],
+            )
         most = self._quota.group_rows
         packed = lifecycle.packed(state.spec, state.known_tasks, tasks, most_rows=most)
         if packed:

@@ -37,6 +37,10 @@ FORMAT: Final = 4
 """The version of the stored format. Raise it with any change of keys, records or frames."""
 
 
+PICTURE: Final = b"p"
+"""How the keys of pictures begin, which are values of a backup only."""
+
+
 class OwnerLostError(UnavailableError):
     """Another queue owns the store now; this one cannot serve any more."""
 
@@ -249,6 +253,10 @@ class CommitLog:
         """Done when another queue has taken the store over."""
         self.commit_s = Durations()
         """From the start of a commit to its acknowledgement."""
+        self.left: list[tuple[str, str]] = []
+        """Run and id of the tasks that leave for good with what is staged."""
+        self.on_left: Callable[[Sequence[tuple[str, str]]], None] | None = None
+        """Told of the tasks, by run and id, that a durable commit has let go for good."""
 
     def touch(self, record: Record) -> None:
         """Stage the record of `record`, encoded when the commit starts."""
@@ -300,6 +308,7 @@ class CommitLog:
 
     async def _commit(self) -> None:
         commit, self._staged = self._staged, _Commit()
+        left, self.left = self.left, []
         self._in_flight = commit
         start = time.perf_counter()
         try:
@@ -317,6 +326,8 @@ class CommitLog:
         else:
             self.commit_s.add(time.perf_counter() - start)
             commit.done.set_result(None)
+            if left and self.on_left is not None:
+                self.on_left(left)
         finally:
             self._in_flight = None
 
@@ -349,6 +360,7 @@ class CommitLog:
 
     def _refuse_staged(self) -> None:
         staged, self._staged = self._staged, _Commit()
+        self.left = []
         _refuse(staged, self._refusal or UnavailableError("the queue is not open yet"))
 
 

@@ -58,6 +58,8 @@ from meshrl.contract.codec.types import (
     pack_media,
     pack_task,
     printable,
+    stored_in_column,
+    stored_in_task,
     unpack_media,
     unpack_task,
 )
@@ -136,6 +138,8 @@ __all__ = [
     "pages",
     "parser",
     "printable",
+    "stored_in_column",
+    "stored_in_task",
     "unpack_media",
     "unpack_task",
 ]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.rpc.process_memory import collect_garbage_rarely, limit_malloc_arenas
-from meshrl.rpc.queue_connection import build_store, shard_number
+from meshrl.rpc.queue_connection import build_store, picture_folders, shard_number
 from meshrl.rpc.queue_metrics import QueueCollector
 from meshrl.rpc.runtime import GrpcServer, Servicer
 from meshrl.rpc.service_context import ServiceContext
@@ -19,6 +20,9 @@ from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding import ShardQueue
+
+if TYPE_CHECKING:
+    from meshrl.transferqueue.operations.pictures import PictureRemover
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
@@ -30,10 +34,14 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     """
     collect_garbage_rarely()
     limit_malloc_arenas()
+    pictures = _picture_remover(recipe)
     store = build_store(recipe, shard_number(recipe, context.name))
     try:
         queue = await ShardQueue.open(
-            store, samplers=[recipe.queue.sampler], quota=recipe.queue.quota.bounds
+            store,
+            samplers=[recipe.queue.sampler],
+            quota=recipe.queue.quota.bounds,
+            pictures=pictures,
         )
     except CorruptError as error:
         raise UserError(error.message) from error
@@ -41,7 +49,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         servicers: list[Servicer] = [
             QueueServicer(queue),
             ShardServicer(queue),
-            QueueAdminServicer(QueueAdmin(queue, store)),
+            QueueAdminServicer(QueueAdmin(queue, store, pictures)),
         ]
         async with GrpcServer(context.settings, servicers) as server, _owning(queue, server):
             server.registry.register(QueueCollector(queue, store))
@@ -50,6 +58,15 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             queue.end_no_lease()
     finally:
         await queue.close()
+
+
+def _picture_remover(recipe: Recipe) -> PictureRemover | None:
+    folders = picture_folders(recipe)
+    if folders is None:
+        return None
+    from meshrl.transferqueue.operations.pictures import PictureRemover
+
+    return PictureRemover(folders, alone=recipe.queue.shards == 1)
 
 
 @asynccontextmanager

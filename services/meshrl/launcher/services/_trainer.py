@@ -32,7 +32,7 @@ from meshrl.launcher.prompts import eval_tasks
 from meshrl.launcher.stage_service import lease_device, open_run, open_runs, work_until_stopped
 from meshrl.rpc.clients.patience import Patience
 from meshrl.rpc.clients.reward import JudgeClient
-from meshrl.rpc.queue_connection import connect_mesh_queue
+from meshrl.rpc.queue_connection import connect_mesh_queue, open_pictures
 from meshrl.rpc.runtime import GrpcServer, Servicer
 from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.trainer import TrainerServicer
@@ -77,7 +77,10 @@ async def _train(recipe: Recipe, context: ServiceContext, lease: DeviceLease | N
     compute = Compute(world.device)
     try:
         patience = Patience()
-        async with connect_mesh_queue(recipe, context, patience) as queue:
+        async with (
+            open_pictures(recipe) as pictures,
+            connect_mesh_queue(recipe, context, patience, pictures=pictures) as queue,
+        ):
             await open_runs(queue, recipe)
             setting = await asyncio.to_thread(_setting, recipe, context)
             await compute.run(partial(require_shared, world, setting.checkpoints))

@@ -35,7 +35,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         await _ranks.run(recipe, context)
         return
     from meshrl.launcher.stage_service import STAGE_GRACE_S, open_runs, work_until_stopped
-    from meshrl.rpc.queue_connection import connect_mesh_queue
+    from meshrl.rpc.queue_connection import connect_mesh_queue, open_pictures
     from meshrl.rpc.runtime import GrpcServer
     from meshrl.rpc.servicers.reference import ReferenceServicer
     from meshrl.trainer.distributed import World
@@ -64,7 +64,8 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         return
     try:
         async with (
-            connect_mesh_queue(recipe, context) as queue,
+            open_pictures(recipe) as pictures,
+            connect_mesh_queue(recipe, context, pictures=pictures) as queue,
             GrpcServer(context.settings, [ReferenceServicer(model)]) as server,
         ):
             await open_runs(queue, recipe)
@@ -75,6 +76,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
                 worker=context.name,
                 together=not deterministic,
                 pictures=model.reads_pictures,
+                stored=pictures,
             )
             await server.ready()
             beside = None if world is None else model.keep_ranks()

@@ -19,7 +19,7 @@ from meshrl.contract.chat_templates import rendered
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32, Json, Media, Message, SamplingParams, Task
 from meshrl.images import ImageProcessor
-from meshrl.images.messages import with_parts
+from meshrl.images.messages import MORE_MEDIA, with_parts
 from meshrl.trainer.config import DataConfig
 from meshrl.trainer.data.files import FileRow, file_rows
 from meshrl.trainer.data.messages import (
@@ -173,7 +173,8 @@ def read_prompt_row(source: FileRow, config: DataConfig, *, pictures: bool = Fal
     refuse_unusable(row, where, [name for name in UNUSABLE if not (pictures and name == key)])
     prompt = read_prompt(value, where, config.prompt_key, pictures=pictures)
     texts = prompt if isinstance(prompt, str) else [message.content for message in prompt]
-    media = pictures_of(row, texts, where, key) if pictures else ()
+    most, beyond = config.most_media_bytes, "" if config.media_store else MORE_MEDIA
+    media = pictures_of(row, texts, where, key, most, beyond) if pictures else ()
     extra_info = row.get("extra_info") or {}
     if not isinstance(extra_info, Mapping):
         raise UserError(f"{where}: extra_info is {type(extra_info).__name__}, want an object")

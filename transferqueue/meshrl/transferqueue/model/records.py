@@ -12,7 +12,7 @@ so that a feeder that repeats a task changes nothing.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import add, sub
@@ -92,7 +92,8 @@ class RunRecord:
 class KnownTasks:
     """The known tasks of one run, each with the number of its group."""
 
-    def __init__(self, run_number: int, commit_log: CommitLog) -> None:
+    def __init__(self, run: str, run_number: int, commit_log: CommitLog) -> None:
+        self._run = run
         self._prefix = b"n" + run_number.to_bytes(4, "big")
         self._commit_log = commit_log
         self._numbers: dict[str, int] = {}
@@ -105,6 +106,9 @@ class KnownTasks:
     def __len__(self) -> int:
         return len(self._numbers)
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
     def add(self, task_id: str, number: int) -> None:
         """A task was admitted as group `number`."""
         self._numbers[task_id] = number
@@ -113,6 +117,7 @@ class KnownTasks:
     def mark_departed(self, task_id: str) -> None:
         """The task left for good."""
         self._departed.append(task_id)
+        self._commit_log.left.append((self._run, task_id))
 
     def forget(self, resident: Container[str]) -> None:
         """Forget the tasks that left longest ago beyond REMEMBERED, except those that are `resident` again."""

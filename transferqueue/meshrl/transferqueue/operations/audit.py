@@ -10,21 +10,26 @@ log (each transition with its task; see model/records.py).
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.frames import strip_checksum
-from meshrl.contract.types import Ledger, RunSpec
+from meshrl.contract.frames import Frame, strip_checksum
+from meshrl.contract.types import ROW_MEDIA, Ledger, RunSpec
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.model.group import bits, task_key
 from meshrl.transferqueue.model.records import ADMITTED
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.waiting import Expiry
 from meshrl.transferqueue.operations.recovery import restore
-from meshrl.transferqueue.store import CommitLog, Operation, Table
+from meshrl.transferqueue.store import PICTURE, CommitLog, Operation, Store, Table
 from meshrl.transferqueue.stores.memory import MemoryStore
+
+if TYPE_CHECKING:
+    from meshrl.contract.picture_store import PictureFolders
 
 PROBLEMS_NAMED = 20
 """Problems of one kind that are named singly; the others are counted."""
@@ -51,12 +56,30 @@ class Audit:
             self.problems.append(f"… and {len(new) - PROBLEMS_NAMED} more like the last one")
 
 
-async def audit(pieces: AsyncIterator[Sequence[Operation]]) -> Audit:
-    """Check everything that a store exports. Wrong contents never raise; they are reported as problems."""
+def exported(
+    store: Store, folders: PictureFolders | None
+) -> AsyncGenerator[Sequence[Operation], None]:
+    """What a backup has: everything in the store, and the pictures of its tasks in `folders`."""
+    if folders is None:
+        return store.export()
+    from meshrl.transferqueue.operations.pictures import with_pictures
+
+    return with_pictures(store.export(), folders, _restored)
+
+
+async def audit(
+    pieces: AsyncIterator[Sequence[Operation]], folders: PictureFolders | None = None
+) -> Audit:
+    """Check everything that a store exports, and that the pictures which it names are in `folders` or exported, too.
+
+    Wrong contents never raise; they are reported as problems.
+    """
     result = Audit()
     meta: list[tuple[bytes, bytes]] = []
     payload: set[bytes] = set()
     broken: list[str] = []
+    named: dict[bytes, Mapping[str, int]] = {}
+    copies: dict[str, int] = {}
     async for piece in pieces:
         for table, key, value in piece:
             assert value is not None
@@ -68,11 +91,23 @@ async def audit(pieces: AsyncIterator[Sequence[Operation]]) -> Audit:
                     broken.append(str(error))
             if table is Table.META:
                 meta.append((key, value))
-            else:
-                payload.add(key)
+                continue
+            try:
+                if key.startswith(PICTURE):
+                    from meshrl.transferqueue.operations.pictures import read_back
+
+                    path, data = read_back(value)
+                    copies[path] = len(data)
+                    result.values += 1
+                    continue
+                if found := _stored_pictures(key, value):
+                    named[key] = found
+            except CorruptError as error:
+                broken.append(str(error))
+            payload.add(key)
         # A large store takes a while, and the queue that serves it lives in this loop.
         await asyncio.sleep(0)
-    result.records, result.values = len(meta), len(payload)
+    result.records, result.values = len(meta), len(payload) + result.values
     result.add_problems(broken)
     try:
         runs = _restored(meta)
@@ -88,6 +123,10 @@ async def audit(pieces: AsyncIterator[Sequence[Operation]]) -> Audit:
             f"{what}: not stored" for key, what in needed.items() if key not in payload
         )
         unclaimed -= needed.keys()
+        if named:
+            result.add_problems(
+                [each async for each in _lost_pictures(result, run, named, copies, folders)]
+            )
     result.add_problems(f"payload {key.hex()} belongs to no row" for key in sorted(unclaimed))
     return result
 
@@ -162,6 +201,56 @@ def _audit_log_problems(run: Run) -> Iterator[str]:
         for task in sorted(wanted.keys() | resident.keys()):
             if wanted[task] != resident[task]:
                 yield f"run {run.name}: task {task} has {resident[task]} rows, {wanted[task]} in the audit log"
+
+
+def _stored_pictures(key: bytes, value: bytes) -> dict[str, int]:
+    """Pictures of a picture store, and their bytes, that a value of PAYLOAD names. Raises CorruptError."""
+    what = f"payload {key.hex()}"
+    if key.startswith(b"t"):
+        return codec.stored_in_task(bytes(strip_checksum(value, what)))
+    if not key.startswith(b"c"):
+        return {}
+    frame = Frame(value, what)
+    if ROW_MEDIA not in frame.columns:
+        return {}
+    found: dict[str, int] = {}
+    for column in frame.split(ROW_MEDIA):
+        found |= codec.stored_in_column(column)
+    return found
+
+
+async def _lost_pictures(
+    result: Audit,
+    run: Run,
+    named: Mapping[bytes, Mapping[str, int]],
+    copies: Mapping[str, int],
+    folders: PictureFolders | None,
+) -> AsyncIterator[str]:
+    """Pictures that the run's tasks name and nobody has; counts the others that are not exported."""
+    wanted: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for group in run.groups.values():
+        for key in (group.task_key, *(group.frame_key(frame.number) for frame in group.frames)):
+            wanted[group.task_id] |= named.get(key, {})
+    for dead in run.dead_letters.values():
+        wanted[dead.letter.uid.task] |= named.get(task_key(run.number, dead.group), {})
+    for task, sizes in wanted.items():
+        if not sizes:
+            continue
+        from meshrl.contract.picture_store import path_of
+
+        if folders is None:
+            paths = {name: path_of(run.name, task, name) for name in sizes}
+            found = {name: copies[path] for name, path in paths.items() if path in copies}
+            where = "here (data.media_store)"
+        else:
+            found = {**await asyncio.to_thread(folders.pictures, run.name, task)}
+            where = f"in {folders.url}"
+            held = [size for name in sizes if (size := found.get(name)) is not None]
+            result.values += len(held)
+            result.nbytes += sum(held)
+        for name, size in sizes.items():
+            if found.get(name) != size:
+                yield f"task {run.name}/{task}: picture {name[:12]} of {size} bytes is not {where}"
 
 
 def _needed(run: Run) -> dict[bytes, str]:
