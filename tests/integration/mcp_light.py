@@ -24,6 +24,7 @@ TOOLS = {
     "die": {},
     "fork": {"count": {"type": "integer"}},
     "long": {"n": {"type": "integer"}},
+    "draw": {"data": {"type": "string"}},
 }
 ticks = 0
 
@@ -78,7 +79,11 @@ def answer(method: str, params: dict[str, Any]) -> dict[str, Any] | None:
             ]
             return {"tools": tools}
         case "tools/call":
-            text = call(params["name"], params.get("arguments") or {})
+            given = params.get("arguments") or {}
+            if params["name"] == "draw":
+                image = {"type": "image", "data": given["data"], "mimeType": "image/png"}
+                return {"content": [{"type": "text", "text": "the board"}, image]}
+            text = call(params["name"], given)
             return None if text is None else {"content": [{"type": "text", "text": text}]}
     return {"error": {"code": -32601, "message": f"no method {method}"}}
 

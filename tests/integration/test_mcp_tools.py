@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import signal
 import socket
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import ConfigError, InfraError
-from meshrl.contract.types import Uid
+from meshrl.contract.types import Media, Uid
+from meshrl.images.messages import taken_out
 from meshrl.rollout.tools import mcp_servers
 from meshrl.rollout.tools.building import ToolBuilder
 from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
@@ -28,6 +30,19 @@ from ..unit.rollout.scripted import task
 OFFICIAL = Path(__file__).with_name("mcp_server.py")
 LIGHT = Path(__file__).with_name("mcp_light.py")
 TOKENIZER = chat_tokenizer()
+
+
+class Seeing:
+    """The same tokenizer for a model that reads pictures."""
+
+    reads_pictures = True
+    most_media_bytes = 1 << 20
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(TOKENIZER, name)
+
+    def with_places(self, ids: Any, media: Any) -> Any:
+        raise NotImplementedError
 
 
 class Bench:
@@ -77,6 +92,23 @@ def runs(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+async def test_a_servers_picture_is_a_part_for_a_model_that_sees_and_a_word_for_another(
+    bench: Bench,
+) -> None:
+    tools = await bench.open(only=["draw"])
+    caller = Caller(task=task(TOKENIZER), uid=Uid("run", "t0", 0))
+    png = b"\x89PNG\r\n\x1a\nnot looked into"
+    call = ToolCall(name="draw", arguments={"data": base64.b64encode(png).decode()})
+    seen = await tools.call(call, caller, Seeing())
+    assert {"type": "image", "image": png} in seen
+    assert [part["text"] for part in seen if part["type"] == "text"] != []
+    _, media = taken_out([{"role": "tool", "content": seen}])
+    assert media == (Media.of(png),)
+    assert await tools.call(call, caller, TOKENIZER) == "the board\n[image]"
+    broken = ToolCall(name="draw", arguments={"data": "no base64!"})
+    assert "no base64" in str(await tools.call(broken, caller, Seeing()))
 
 
 async def test_a_server_lists_its_tools_and_answers_calls(bench: Bench) -> None:
