@@ -171,6 +171,7 @@ async def test_a_trainer_saves_without_the_queue_and_nothing_is_trained_again(
             if drains:
                 trainer.drain()
                 await running
+                assert trainer.drained
             else:
                 with pytest.raises(UnavailableError, match="cannot be reached"):
                     await running
@@ -207,7 +208,7 @@ async def test_a_drained_trainer_saves_and_the_next_one_goes_on(
             async for status in trainer.control.watch():
                 if status.step == 1 and status.phase is TrainerPhase.WAITING:
                     await trainer.control.stop("enough")
-            assert (await running).step == 1
+            assert (await running).step == 1 and not trainer.drained
         assert (await queue.run_state("run")).committed_step == 1
         assert not (tmp_path / "export").exists()
         feeding = asyncio.create_task(made.feed(GROUPS * 2, GROUPS, close=True))

@@ -17,3 +17,5 @@ class Exit(enum.IntEnum):
     """EX_UNAVAILABLE: the service's engine failed all the time, and nothing was done."""
     PORT_IN_USE = 75
     """EX_TEMPFAIL: another process has the port; another port would work."""
+    DRAINED = 143
+    """128 + SIGTERM: drained before its work was done; the same command goes on with it."""

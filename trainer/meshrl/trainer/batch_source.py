@@ -42,6 +42,8 @@ class Command(Enum):
     """Save a checkpoint, as requested."""
     END = "end"
     """End: the data have ended, no batch will come."""
+    STOP = "stop"
+    """End, because somebody who may say so wants no more steps."""
     DRAIN = "drain"
     """End this process; the run goes on another time."""
 
@@ -53,7 +55,7 @@ class BatchSource:
     """Gives each rank the same next batch or command.
 
     consumes: manifests, requests to drain or save. waits for: complete groups; the other ranks wait for rank 0's
-    broadcast, at most `take_wait_s`. unblocked by: the queue, `drain`, `ask_to_save`. produces: batches, commands.
+    broadcast, at most `take_wait_s`. unblocked by: the queue, `leave`, `ask_to_save`. produces: batches, commands.
     """
 
     def __init__(
@@ -74,7 +76,8 @@ class BatchSource:
         self._world = world
         self._compute = compute
         self._status = status
-        self._draining = False
+        self._leaving: Command | None = None
+        """Whether no batch is wanted any more, and why."""
         self._given_up: MeshError | None = None
         self._save_request: asyncio.Future[int] | None = None
         self._interrupt = asyncio.Event()
@@ -89,9 +92,9 @@ class BatchSource:
         self._dead_at_first_timeout: int | None = None
         """Dead-lettered rows when a wait for the current batch first timed out; None: none has."""
 
-    def drain(self) -> None:
-        """Give no further batch; a wait under way ends."""
-        self._draining = True
+    def leave(self, why: Command) -> None:
+        """Give no further batch but the command `why`; a wait under way ends."""
+        self._leaving = self._leaving or why
         self._interrupt.set()
 
     def ask_to_save(self) -> asyncio.Future[int]:
@@ -155,7 +158,7 @@ class BatchSource:
 
     def check(self) -> None:
         """Raise what made this give up, unless it was to drain anyway."""
-        if self._given_up is not None and not self._draining:
+        if self._given_up is not None and self._leaving is None:
             raise self._given_up
 
     async def settle(self, batch: Batch, epoch: int) -> tuple[str, ...]:
@@ -211,9 +214,9 @@ class BatchSource:
         sampling.begin(epoch, step)
         while True:
             self._interrupt.clear()
-            if self._draining:
+            if self._leaving is not None:
                 log.info("run %s: draining before step %d", run, step)
-                return Command.DRAIN
+                return self._leaving
             if self._save_request:
                 return Command.SAVE
             taking = asyncio.ensure_future(

@@ -60,6 +60,8 @@ from meshrl.trainer.time_slices import Always, Turns
 from meshrl.trainer.trajectories.log import TrajectoryLog
 from meshrl.trainer.utilisation import peak_memory, peak_tflops
 
+ENDS = (Command.END, Command.STOP, Command.DRAIN)
+
 
 class Fetched(NamedTuple):
     """A batch and what one rank needs of it."""
@@ -139,7 +141,9 @@ class Trainer:
             if evaluator
             else None
         )
-        self.control = RunControl(self._status, self._source.ask_to_save, self.drain)
+        self.control = RunControl(self._status, self._source.ask_to_save, self.stop)
+        self.drained = False
+        """`run` has ended before the run was at its end: it is to be gone on with."""
 
     @property
     def step(self) -> int:
@@ -148,7 +152,14 @@ class Trainer:
 
     def drain(self) -> None:
         """Finish the running step, save, commit and return from `run` (SIGTERM)."""
-        self._source.drain()
+        self._leave(Command.DRAIN)
+
+    def stop(self) -> None:
+        """The same, and the run is not to be gone on with."""
+        self._leave(Command.STOP)
+
+    def _leave(self, why: Command) -> None:
+        self._source.leave(why)
         if self._evaluation:
             self._evaluation.drain()
 
@@ -168,7 +179,7 @@ class Trainer:
 
     async def _train_to_the_end(self) -> None:
         await self._begin()
-        while (work := await self._next()) not in (Command.END, Command.DRAIN):
+        while (work := await self._next()) not in ENDS:
             if work is Command.SAVE:
                 await self._save_now()
             elif (
@@ -179,6 +190,7 @@ class Trainer:
                 await self._save()
         await self._save_now()
         self._source.check()
+        self.drained = work is Command.DRAIN
         if work is Command.END:
             await self._finish()
 

@@ -28,6 +28,7 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.sockets import is_loopback
 from meshrl.launcher.ports import free_port
 from meshrl.rpc import credentials
+from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.parent_death import DRAIN_AT_EOF, PARENT_VARIABLE
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.service_context import ServiceContext
@@ -84,7 +85,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
 async def _run_ranks(count: int, ranks_of_all: int, place: tuple[str, int], node: int = 0) -> int:
     """Run this very command `count` times, as the ranks of machine `node`, which meet those of the others at `place`.
 
-    Returns the exit code of the first rank that failed, else 0.
+    Returns the exit code of the first rank that failed; else that of a drained one, or 0.
     """
     address, port = place
     world = {
@@ -115,9 +116,10 @@ async def _run_ranks(count: int, ranks_of_all: int, place: tuple[str, int], node
         loop.add_reader(sys.stdin.fileno(), partial(_at_eof, ranks[0]))
     waits = {asyncio.ensure_future(rank.wait()) for rank in ranks}
     code = 0
-    while waits and code == 0:
+    while waits and code in (0, Exit.DRAINED):
         done, waits = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        code = next((wait.result() for wait in done if wait.result()), 0)
+        codes = [code, *(wait.result() for wait in done)]
+        code = next((each for each in codes if each not in (0, Exit.DRAINED)), max(codes))
     for rank in ranks:
         if rank.returncode is None:
             # Its siblings' collectives would hang without the rank that failed.

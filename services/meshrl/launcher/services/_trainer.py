@@ -32,6 +32,7 @@ from meshrl.launcher.prompts import eval_tasks
 from meshrl.launcher.stage_service import lease_device, open_run, open_runs, work_until_stopped
 from meshrl.rpc.clients.patience import Patience
 from meshrl.rpc.clients.reward import JudgeClient
+from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.queue_connection import connect_mesh_queue, open_pictures
 from meshrl.rpc.runtime import GrpcServer, Servicer
 from meshrl.rpc.service_context import ServiceContext
@@ -68,7 +69,11 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
 
 
 async def _train(recipe: Recipe, context: ServiceContext, lease: DeviceLease | None) -> None:
-    """One rank; `lease` is of a device that engines use too, and this process has it."""
+    """One rank; `lease` is of a device that engines use too, and this process has it.
+
+    Raises:
+        SystemExit: drained before the run was done: whoever supervises this process is to start it again.
+    """
     world = World.start(
         recipe.trainer.device, recipe.parallel, peer_timeout_s=recipe.trainer.peer_timeout_s
     )
@@ -91,7 +96,7 @@ async def _train(recipe: Recipe, context: ServiceContext, lease: DeviceLease | N
                 if lease is not None:
                     wait_s = recipe.placement.turn_wait_s
                     turns = TimeSlices(lease, learner, compute, wait_s=wait_s)
-                await _lead(
+                trainer = await _lead(
                     *(recipe, context, setting, state, learner, compute, queue, patience),
                     turns=turns,
                 )
@@ -99,15 +104,15 @@ async def _train(recipe: Recipe, context: ServiceContext, lease: DeviceLease | N
                     await asyncio.to_thread(world.peers.finish)
             else:
                 rewards = _rewards(recipe, queue, None)
-                await _follow(
-                    Trainer(setting, state, learner, compute, queue, _Mute(), rewards=rewards),
-                    patience,
-                )
+                trainer = Trainer(setting, state, learner, compute, queue, _Mute(), rewards=rewards)
+                await _follow(trainer, patience)
                 if world.peers is not None:
                     await asyncio.to_thread(world.peers.until_finished)
     finally:
         compute.close()
         world.close()
+    if trainer.drained:
+        raise SystemExit(Exit.DRAINED)
 
 
 async def _lead(
@@ -121,7 +126,7 @@ async def _lead(
     patience: Patience,
     *,
     turns: TimeSlices | None,
-) -> None:
+) -> Trainer:
     """Rank 0: train, and answer calls meanwhile."""
     plane = WeightCoordinator(
         recipe.weights,
@@ -178,6 +183,7 @@ async def _lead(
         await server.ready()
         await work_until_stopped(server, trainer.run(), drain)
         await asyncio.sleep(LAST_WORD_S)
+    return trainer
 
 
 def _rewards(recipe: Recipe, queue: Queue, judge: JudgeClient | None) -> RewardVersionGuard | None:
