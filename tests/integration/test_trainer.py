@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_saver
@@ -16,12 +18,15 @@ from meshrl.trainer.config import ActorConfig, AlgorithmConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model.policy import load_hf
+from meshrl.trainer.model.vision import VisionReader
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-from .trainer_mesh import GROUP_SIZE, GROUPS, mesh, save_model
+from .trainer_mesh import GROUP_SIZE, GROUPS, VOCABULARY, mesh, save_model
 
 BATCH = GROUPS * GROUP_SIZE
+PLACEHOLDER = VOCABULARY
+"""A token that nobody samples."""
 
 
 @pytest.fixture(scope="module")
@@ -249,9 +254,10 @@ class SlowToCommit(TransferQueue):
 
 
 class Mangles(TransferQueue):
-    """Gives a mask of two tokens out with one row."""
+    """Gives one row out mangled: with a mask of two tokens, or `place` in its prompt."""
 
     mangled: Uid | None = None
+    place: int | None = None
 
     async def fetch(
         self, run: str, uids: Sequence[Uid], columns: Sequence[str]
@@ -260,8 +266,12 @@ class Mangles(TransferQueue):
         if "loss_mask" in columns and uids[0].run == "run":
             self.mangled = self.mangled or uids[-1]
             for uid, row in zip(uids, found, strict=True):
-                if uid == self.mangled:
+                if uid == self.mangled and self.place is None:
                     row["loss_mask"] = row["loss_mask"][:2]
+                elif uid == self.mangled:
+                    row["tokens"] = np.where(
+                        np.arange(len(row["tokens"])) == 1, self.place, row["tokens"]
+                    ).astype(np.int32)
         return found
 
 
@@ -277,6 +287,30 @@ async def test_a_row_that_cannot_be_put_together_is_a_dead_letter_and_the_rest_i
         assert ledger.balanced and ledger.trained == 2 * BATCH - GROUP_SIZE
         (letter, *_) = await queue.dead_letters("run")
         assert "column loss_mask has 2 entries, tokens" in letter.reason
+    await queue.close()
+
+
+async def test_a_row_whose_pictures_are_not_those_of_its_tokens_is_a_dead_letter(
+    model: Path, tmp_path: Path, world: World
+) -> None:
+    reads = {"image_token_id": PLACEHOLDER, "vision_config": {"spatial_merge_size": 2}}
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16, "merge_size": 2}
+    for name, text in (
+        ("config", {"model_type": "qwen3_vl", **reads}),
+        ("preprocessor_config", processor),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps(text))
+    queue = await Mangles.open(MemoryStore())
+    queue.place = PLACEHOLDER
+    async with mesh(queue, model, tmp_path, world) as made:
+        made.reader = VisionReader(tmp_path, load_hf(model))
+        feeding = asyncio.create_task(made.feed(GROUPS * 2, close=True))
+        assert await made.train(None) == 2
+        await feeding
+        ledger = await queue.ledger("run")
+        assert ledger.balanced and ledger.trained == 2 * BATCH - GROUP_SIZE
+        (letter, *_) = await queue.dead_letters("run")
+        assert "its prompt has 1 places for pictures that it does not have" in letter.reason
     await queue.close()
 
 

@@ -52,6 +52,7 @@ from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.loop import Trainer
 from meshrl.trainer.metrics import MetricsLog
 from meshrl.trainer.model.policy import build_policy, open_hf, random_hf
+from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.reference import ReferenceModel, ReferenceStage
 from meshrl.trainer.settings import TrainerSettings
 from meshrl.trainer.trajectories.files import FOLDER
@@ -208,6 +209,7 @@ class Mesh:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     stages: list[asyncio.Task[None]] = field(default_factory=list)
     changes: dict[str, object] = field(default_factory=dict)
+    reader: VisionReader | None = None
     """Of the model's config."""
 
     def learner(self) -> Learner:
@@ -222,6 +224,7 @@ class Mesh:
             temperature=1.0,
             seed=0,
             total_steps=None,
+            reader=self.reader,
         )
 
     @property

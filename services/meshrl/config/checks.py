@@ -22,7 +22,6 @@ from meshrl.config.recipe import Recipe, algorithm_needs, trains_each_branch
 from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.held_rows import RENEWALS
-from meshrl.images import PROCESSORS, processor_class
 from meshrl.trainer.algorithms import needs as algorithm_rules
 
 PICTURE_ENGINES = ("vllm", "sglang")
@@ -226,13 +225,6 @@ def _pictures(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
             f"rollout.name: {recipe.rollout.name} reads text only, and {recipe.model.path} reads pictures; want"
             f" {' or '.join(PICTURE_ENGINES)}",
         )
-    processor = processor_class(machine.json(recipe.model.path / "preprocessor_config.json"))
-    if PROCESSORS.get(processor) == "tiles":
-        yield (
-            ("model", "path"),
-            f"model.path: {recipe.model.path} makes tiles of pictures ({processor}), which no engine is given yet;"
-            " it can be trained by meshrl sft",
-        )
     program = recipe.rollout.program
     if program not in PICTURE_PROGRAMS and "." not in program:
         yield (
@@ -272,7 +264,13 @@ def _media_store(url: str, machine: ThisMachine) -> Iterator[Problem]:
 def _read_alike(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     """Whether the models beside the policy, where the recipe names some, make the same tokens of a picture."""
     needs = algorithm_needs(recipe)
-    reference = recipe.reference.path if needs.reference or needs.implicit_reward else None
+    judged = needs.reference or needs.implicit_reward
+    if judged and recipe.reference.nproc > 1:
+        yield (
+            ("reference", "nproc"),
+            f"reference.nproc: {recipe.model.path} reads pictures, which a reference's ranks are not sent; want 1",
+        )
+    reference = recipe.reference.path if judged else None
     for at, path in (
         (("reference", "path"), reference),
         (("critic", "path"), recipe.critic.path if needs.critic else None),

@@ -70,10 +70,17 @@ def test_tensor_and_expert_ranks_are_refused_in_one_line(tmp_path: Path, dimensi
     assert found == [f"{key}: a model that reads pictures is not shared out so; want 1"]
 
 
-def test_a_model_of_tiles_is_one_line(tmp_path: Path) -> None:
+def test_tiles_are_read_by_vllm_alone(tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "model", image_processor_type="SmolVLMImageProcessorFast")
-    (problem,) = problems(model)
-    assert problem == (
-        f"model.path: {model} makes tiles of pictures (SmolVLMImageProcessor), which no engine is given yet;"
-        " it can be trained by meshrl sft"
+    assert problems(model) == []
+    (problem,) = problems(model, "rollout.name=sglang")
+    assert problem.endswith(
+        "makes tiles of pictures (SmolVLMImageProcessor), which SGLang is not given; want rollout.name=vllm"
     )
+
+
+def test_the_ranks_of_a_reference_are_not_sent_pictures(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model", **READS)
+    assert problems(model, "reference.nproc=2") == []
+    (problem,) = problems(model, *KL, "reference.nproc=2")
+    assert problem.startswith("reference.nproc: ") and problem.endswith("not sent; want 1")

@@ -34,6 +34,8 @@ from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig
 from meshrl.trainer.offline.loop import Progress
 from meshrl.trainer.offline.reward_training import bradley_terry, load_classifier, scoring_pack
 
+from ...pictures import make_model
+
 Row = dict[str, Any]
 
 
@@ -220,6 +222,10 @@ def test_pairs_come_in_the_forms_of_trl_and_verl(tmp_path: Path, row: Row, pair:
         ({"prompt": "a", "chosen": "\ud83d", "rejected": "c"}, "'chosen' has .* half of a"),
         ({"prompt": "", "chosen": "b", "rejected": "c"}, r"train\.jsonl:1: empty prompt"),
         (
+            {"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]},
+            r"train\.jsonl:1: 'images' cannot be used \(preferences are text\)",
+        ),
+        (
             {"chosen": ask("a", "b"), "rejected": ask("z", "c")},
             "do not begin with the same messages",
         ),
@@ -289,6 +295,13 @@ def test_a_run_that_was_killed_goes_on_to_the_same_weights_and_numbers(
         for name in ("out", "whole")
     )
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_a_reward_model_of_one_that_reads_pictures_is_refused(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    config = RewardModelConfig.model_validate(settings(tmp_path / "model", tmp_path))
+    with pytest.raises(UserError, match=r"model\.path: cannot load .* as a classifier"):
+        reward_training.run(config)
 
 
 def test_a_checkpoint_of_other_rows_is_refused(text_model: Path, tmp_path: Path) -> None:

@@ -224,8 +224,9 @@ def test_ranks_learn_of_pictures_what_one_process_learns(
 ) -> None:
     make_model(tmp_path / "model")
     torch.save(train(tmp_path / "model", world, TRAININGS["AdamW"]), tmp_path / "alone.pt")
-    ranks.run("vision_ranks.py", [tmp_path], tmp_path / "output", ranks=2)
+    for count in (2, 4):
+        ranks.run("vision_ranks.py", [tmp_path], tmp_path / "output", ranks=count)
     found = [json.loads(line) for line in (tmp_path / "found").read_text().splitlines()]
-    assert len(found) == 3
+    assert len(found) == 4
     for layout, (loss, gradient, weight) in found:
         assert loss < 1e-6 and gradient < 1e-5 and weight < 1e-4, layout

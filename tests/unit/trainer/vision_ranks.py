@@ -1,4 +1,4 @@
-"""Steps on rows with pictures by two ranks, beside the same by one: run as a program by test_vision."""
+"""Steps on rows with pictures by two or four ranks, beside the same by one: run as a program by test_vision."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from meshrl.testing.equality import TRAININGS, differences, train
 from meshrl.trainer.config import ParallelConfig
 from meshrl.trainer.distributed import World
 
+LAYOUTS: dict[int, list[dict[str, int]]] = {
+    2: [{"data_shard": 2}, {"data_replicate": 2}, {"sequence": 2}],
+    4: [{"data_replicate": 2, "data_shard": 2}],
+}
+
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     first = World.start("cpu")
     wanted = torch.load(folder / "alone.pt")
-    for layout in ({"data_shard": 2}, {"data_replicate": 2}, {"sequence": 2}):
+    for layout in LAYOUTS[first.size]:
         world = World.start("cpu", ParallelConfig.model_validate(layout))
         found = differences(train(folder / "model", world, TRAININGS["AdamW"]), wanted)
         if world.is_main:

@@ -289,7 +289,10 @@ class Trainer:
         """Rows from the queue. Raises CorruptError."""
         columns = await self._batches.fetch(self._settings.run, uids, self._learner.columns)
         rows = [trajectory(uid, column) for uid, column in zip(uids, columns, strict=True)]
-        return with_media(rows) if MEDIA in self._learner.columns else rows
+        if MEDIA in self._learner.columns:
+            rows = with_media(rows)
+            self._learner.check(rows)
+        return rows
 
     def _profiled(
         self, step: int, learn: Callable[[], dict[str, Json]]

@@ -27,7 +27,7 @@ from meshrl.contract.config import Machine, read_options
 from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.types import OnUpdate, Version
-from meshrl.images import ImageFeatures, ImageProcessor
+from meshrl.images import PROCESSORS, ImageFeatures, ImageProcessor, processor_class
 from meshrl.rollout.server_engine.adapters import ServedAdapters
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.config import ServerConfig, quantization_arguments
@@ -98,6 +98,12 @@ class Config(ServerConfig):
                 "update",
                 f"{self.update} leaves SGLang what the old vision tower made of pictures, and {model} reads them;"
                 " want staged",
+            )
+        processor = processor_class(machine.json(model / "preprocessor_config.json"))
+        if PROCESSORS.get(processor) == "tiles":
+            yield (
+                "",
+                f"{model} makes tiles of pictures ({processor}), which SGLang is not given; want rollout.name=vllm",
             )
         if name in UNTIED and config.get("tie_word_embeddings"):
             yield (

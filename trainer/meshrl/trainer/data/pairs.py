@@ -52,7 +52,7 @@ def read_pairs(config: PreferenceConfig, files: Sequence[Path]) -> list[Pair]:
 
 def _pair(source: FileRow, config: PreferenceConfig) -> Pair:
     row, where = source.values, source.where
-    refuse_unusable(row, where)
+    refuse_unusable(row, where, what="preferences")
     for key in (config.chosen_key, config.rejected_key):
         if row.get(key) is None:
             raise UserError(f"{where}: no {key!r} (the row has {', '.join(map(str, row))})")

@@ -134,6 +134,12 @@ class Learner:
             policy.hf.config.get_text_config(), frozen=policy.adapter is not None
         )
 
+    def check(self, rows: Sequence[Trajectory]) -> None:
+        """Raises CorruptError for rows whose pictures are not those of their tokens."""
+        if self._reader is not None:
+            for row in rows:
+                self._reader.check(row)
+
     @property
     def beside(self) -> dict[str, Trained]:
         """The models that are trained beside the policy, by name."""

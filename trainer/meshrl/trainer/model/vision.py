@@ -118,19 +118,28 @@ class VisionReader:
         """Whether some of `tokens` stand for pictures."""
         return bool((tokens == self._processor.placeholder).any())
 
-    def of_row(self, row: Trajectory) -> RowImages:
-        """The pictures of a row. Raises CorruptError where they are not those of its tokens."""
+    def check(self, row: Trajectory) -> None:
+        """Without making pixels. Raises CorruptError for a row whose pictures are not those of its tokens."""
+        seen = np.where(row.loss_mask, -1, row.tokens)
         try:
-            found = self.images(row.tokens, row.loss_mask, row.media, f"row {row.uid}")
+            places = self._processor.places(seen, row.media, f"row {row.uid}")
         except UserError as error:
             raise CorruptError(error.message) from error
-        begins, prompt = zip(found.starts, found.features, strict=True), row.prompt_length
-        used = sum(len(image.embeds) for start, image in begins if start < prompt)
-        if left := int((row.tokens[:prompt] == self._processor.placeholder).sum()) - used:
+        prompt = row.tokens[: row.prompt_length] == self._processor.placeholder
+        for start, count in places:
+            prompt[start : start + count] = False
+        if left := int(prompt.sum()):
             raise CorruptError(
                 f"row {row.uid}: its prompt has {left} places for pictures that it does not have"
             )
-        return found
+
+    def of_row(self, row: Trajectory) -> RowImages:
+        """The pictures of a row. Raises CorruptError where they are not those of its tokens."""
+        self.check(row)
+        try:
+            return self.images(row.tokens, row.loss_mask, row.media, f"row {row.uid}")
+        except UserError as error:
+            raise CorruptError(error.message) from error
 
     def images(
         self, tokens: Int32, sampled: Uint8, media: tuple[Media, ...], where: str
