@@ -36,7 +36,7 @@ EXITS = {
     Exit.USER_ERROR: "a recipe, an option or a file is wrong: the same command would fail again",
     Exit.NO_PROGRESS: "`serve rollout`: the engine failed all the time, and no row was written",
     Exit.PORT_IN_USE: "`serve`: another process has the port; another port would work",
-    Exit.DRAINED: "`up`, `serve trainer`: saved and ended by SIGTERM before its run was done; the same command goes on",
+    Exit.DRAINED: "`up`, `serve trainer`: saved and ended by SIGTERM before the run was done; run again, it goes on",
 }
 
 
