@@ -16,6 +16,9 @@ words move by one. Parts:
     root    bytes that the trainer's process sends for one version to 1, 2, 4 and 8 receivers, in versions
     copies  how often a processor copies a version between the gathered bucket and what an engine is given, at the
             trainer and at each receiver; what NCCL, gloo and sockets do inside is left out
+    staging by the embedded engine's kind of staging: copies from what it is given to what it multiplies, before the
+            commit and at it, and the pause; for `in_place`, which is not built, the pause is what the same bytes take
+            over gloo, since an engine whose served weights are being received into has to stand still
     hung    every receiver gets SIGSTOP in the middle of an update: seconds that the trainer waits, publish by
             publish, with a step between two versions, and at once after one another
     plan    seconds from the begin of a gather of half a second until all hold the version: sent when it is whole, and
@@ -52,7 +55,7 @@ from source import Drifting
 from fleet import Fleet, Update, opened
 from meshrl.contract.types import Version
 
-PARTS = ("exact", "speed", "kill", "stop", "root", "copies", "hung", "plan", "auto")
+PARTS = ("exact", "speed", "kill", "stop", "root", "copies", "staging", "hung", "plan", "auto")
 GATHER_S = 0.5
 NAMES = ["one", "two", "three"]
 WARM = 2
@@ -231,6 +234,29 @@ class Bench:
                 }
             self.results["copies"][carrier] = figures
             print(f"copies  {carrier:6} {figures}", flush=True)
+
+    async def staging(self) -> None:
+        """At the engine."""
+        import staging  # with torch
+
+        found: dict[str, Any] = await asyncio.to_thread(
+            staging.figures, self.bytes, self.options.updates
+        )
+        weights = Drifting(self.bytes, self.bytes // 8)
+        config = self.config("gloo", bucket_bytes=self.bytes // 8)
+        async with opened(config, self.place("staging"), NAMES) as fleet:
+            for _ in range(WARM):
+                await fleet.update(weights)
+            updates = [await fleet.update(weights) for _ in range(self.options.updates)]
+        pause_s = statistics.median(update.prepare_s for update in updates)
+        found["in_place"] = {
+            "not_built": True,
+            "versions_on_the_device": 1,
+            "pause_ms": _ms(pause_s),
+        }
+        self.results["staging"] = found
+        for kind, figures in found.items():
+            print(f"staging {kind:8} {figures}", flush=True)
 
     async def hung(self) -> None:
         """The whole fleet hangs."""

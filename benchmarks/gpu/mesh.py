@@ -40,8 +40,9 @@ def main() -> None:
         f"run.name={name}",
         f"weights.carrier={given.carrier}",
         f"trainer.total_training_steps={3 if given.rehearse else given.steps}",
-        *("trainer.test_freq=-1", "placement.colocate=true"),
-        *(STUBS[given.carrier] if given.rehearse else ONE_GPU if given.carrier == "nccl" else ()),
+        "trainer.test_freq=-1",
+        *(STUBS[given.carrier] if given.rehearse else ("placement.colocate=true",)),
+        *(ONE_GPU if given.carrier == "nccl" and not given.rehearse else ()),
     ]
     command = [sys.executable, "-m", "meshrl.cli", "demo", "--plain", *overrides]
     code = subprocess.run(command, check=False).returncode

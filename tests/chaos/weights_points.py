@@ -115,7 +115,7 @@ class Campaign:
         stub = {"library": "stub", "env": {VARIABLE: json.dumps({"deaf": True})}}
         self._times = slowly
         deadlines = {name: slowly * seconds for name, seconds in QUICK.items()}
-        self.mesh = Mesh(directory, carrier, nccl=stub, **deadlines)
+        self.mesh = Mesh(directory, carrier, nccl=stub, ipc={"library": "stub"}, **deadlines)
         self._epoch = 1
         self._step = 0
         self._victims = 0

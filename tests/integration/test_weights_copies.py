@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshrl.contract.shared_buffers import Pin, page_lock
+from meshrl.contract.types import Version
+from meshrl.testing.weights import HashSink
 from meshrl.weights import shared_memory
 
 from .weights_fleet import opened
@@ -55,3 +58,46 @@ async def test_a_version_is_copied_by_the_trainer_once_however_many_replicas_the
         whole = source.manifest.total_bytes
         bytes_of_buckets = [n for n in copied if n > 1]  # a lock is a byte
         assert sum(bytes_of_buckets) == copies(len(names)) * whole
+
+
+class PinnedSink(HashSink):
+    """An engine on a device."""
+
+    def __init__(self, status: int = 0) -> None:
+        super().__init__()
+        self.locked: list[int] = []
+        self._status = status
+
+    @property
+    def pin(self) -> Pin:
+        return page_lock(self)
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.locked.append(address)
+        return self._status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 0
+
+
+async def test_what_an_engine_on_a_device_is_given_is_page_locked_and_locked_once(
+    tmp_path: Path,
+) -> None:
+    engine = PinnedSink()
+    async with opened("gloo", tmp_path) as fleet:
+        await fleet.joined(one=engine)
+        for step in range(4):
+            await fleet.carry(fleet.source(step))
+        assert engine.hashes == fleet.source(3).manifest.bucket_hashes
+    assert 1 <= len(engine.locked) < 4
+
+
+async def test_a_replica_whose_memory_cannot_be_locked_is_out_and_the_others_are_not(
+    tmp_path: Path,
+) -> None:
+    engine, full = PinnedSink(), PinnedSink(status=2)
+    async with opened("gloo", tmp_path) as fleet:
+        await fleet.joined(one=engine, full=full)
+        await fleet.carry(fleet.source(0))
+        assert engine.version == Version(1, 0)
+        assert full.locked and full.version is None

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 from meshrl.contract.held_rows import HeldLeases
+from meshrl.contract.shared_buffers import Pin
 from meshrl.contract.types import (
     Batch,
     Columns,
@@ -231,6 +232,16 @@ class WeightSink(Protocol):
 
     async def discard_weights(self, version: Version) -> None:
         """Forget a staged version; never raises for an unknown one."""
+        ...
+
+
+@runtime_checkable
+class PinningSink(WeightSink, Protocol):
+    """One whose device copies faster from page-locked memory."""
+
+    @property
+    def pin(self) -> Pin | None:
+        """Locks the memory that versions arrive in; None where that gains nothing."""
         ...
 
 

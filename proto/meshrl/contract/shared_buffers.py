@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,18 @@ _lock = threading.RLock()  # arrays may die anywhere, in `allocate` too
 
 Pin = Callable[[int, int], Callable[[], object]]
 """Page-locks memory at an address, of so many bytes; what it returns undoes that."""
+
+
+def page_lock(runtime: Any) -> Pin:
+    """By CUDA's runtime, as `torch.cuda.cudart()` has it. The pin raises OSError where it does not lock."""
+
+    def pin(address: int, nbytes: int) -> Callable[[], object]:
+        status = int(runtime.cudaHostRegister(address, nbytes, 0))
+        if status:
+            raise OSError(f"CUDA locks no {nbytes} bytes of memory: error {status}")
+        return lambda: runtime.cudaHostUnregister(address)
+
+    return pin
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,11 +98,11 @@ def _make(nbytes: int, pin: Pin | None) -> Region:
     try:
         os.ftruncate(descriptor, nbytes)
         memory = mmap.mmap(descriptor, nbytes)
+        address = np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0]
+        unpin = pin(address, nbytes) if pin else None
     except OSError:
         os.close(descriptor)
         raise
-    address = np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0]
-    unpin = pin(address, nbytes) if pin else None
     return Region(next(_numbers), descriptor, nbytes, address, memory, unpin)
 
 

@@ -129,6 +129,7 @@ class EngineStats(_message.Message):
     TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     UPDATES_FIELD_NUMBER: _builtins.int
     UPDATE_PAUSE_S_FIELD_NUMBER: _builtins.int
+    STAGING_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests running now."""
     capacity: _builtins.int
@@ -140,6 +141,8 @@ class EngineStats(_message.Message):
     """Weight updates since the start."""
     update_pause_s: _builtins.float
     """Seconds that the last update held generation up."""
+    staging: _builtins.str
+    """Where the last version of the weights waited for its commit: device or host."""
     @_builtins.property
     def version(self) -> _trajectory_pb2.Version:
         """What samples the next token."""
@@ -154,10 +157,11 @@ class EngineStats(_message.Message):
         tokens_per_s: _builtins.float = ...,
         updates: _builtins.int = ...,
         update_pause_s: _builtins.float = ...,
+        staging: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "running", b"running", "tokens_generated", b"tokens_generated", "tokens_per_s", b"tokens_per_s", "update_pause_s", b"update_pause_s", "updates", b"updates", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "running", b"running", "staging", b"staging", "tokens_generated", b"tokens_generated", "tokens_per_s", b"tokens_per_s", "update_pause_s", b"update_pause_s", "updates", b"updates", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

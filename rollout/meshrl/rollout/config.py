@@ -201,6 +201,9 @@ class TorchEngineConfig(Config):
     adds padding, 8192 on a GPU."""
     kv_cache_bytes: PositiveInt | None = None
     """Bound of the cache, which grows with need; None: 2 GiB on a CPU, half of the free memory on a GPU."""
+    weight_staging: Literal["auto", "device", "host"] = "auto"
+    """Where a version of the weights waits for its commit: `device`, as a second one there; `host`, as it arrived,
+    and written over the served one while that pauses. `auto`: on a GPU without room for two, `host`."""
     stream_interval: PositiveInt = Field(default=16)
     """Decode steps between two deltas of a request: waking a consumer costs more than a token."""
     eos_token_ids: tuple[int, ...] | None = None

@@ -90,7 +90,8 @@ class Placement:
         )
 
     def problems(self) -> Iterator[str]:
-        """GPUs whose services need more memory than there is, by estimate; carriers that the places rule out."""
+        """GPUs whose services need more memory than there is, by estimate; what the places rule out."""
+        yield from self._asked_in_vain()
         yield from self._carrier_problems()
         if self.recipe.takes_turns:
             yield from self._turn_problems()
@@ -123,6 +124,25 @@ class Placement:
             memory.OVERHEAD if name != service and sleeps(name) else need
             for name, need in zip(beside, needs, strict=True)
         ]
+
+    def _asked_in_vain(self) -> Iterator[str]:
+        """GPUs that the recipe gives to services, where there are none, or none is to be used."""
+        asked = self.recipe.placement
+        named = {"trainer": asked.trainer, "reference": asked.reference, "colocate": asked.colocate}
+        if not self.hosts:
+            named["rollout"] = asked.rollout
+            why = "this machine has no GPU; want auto (`--assume` checks a recipe for another machine)"
+        elif self.recipe.trainer.device == "cpu":
+            why = "trainer.device is cpu; want auto for one of the two"
+        elif asked.trainer == 0:
+            del named["reference"]
+            why = "placement.trainer is 0; want auto for one of the two"
+        else:
+            return
+        for key, value in named.items():
+            if value not in ("auto", 0, "time_sliced"):
+                what = "true" if value is True else _gpus(int(value))
+                yield f"placement.{key}: {what}, and {why}"
 
     def _turn_problems(self) -> Iterator[str]:
         at, recipe = "placement.colocate: time_sliced", self.recipe

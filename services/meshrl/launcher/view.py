@@ -96,7 +96,8 @@ def _replica(mesh_status: MeshStatus, name: str, stats: EngineStats | None) -> T
     text = (
         f"version {stats.version} · {stats.running}/{stats.capacity} running · "
         f"{stats.tokens_per_s:,.0f} tokens/s · {counted(stats.updates, 'update')}, "
-        f"last paused {1000 * stats.update_pause_s:.0f} ms{restarts}"
+        f"last paused {1000 * stats.update_pause_s:.0f} ms"
+        f"{f' (from the {stats.staging})' if stats.staging else ''}{restarts}"
     )
     return Text(text)
 

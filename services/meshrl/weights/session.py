@@ -13,6 +13,7 @@ import numpy as np
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract import shared_buffers
 from meshrl.contract.errors import (
+    CapacityError,
     ConflictError,
     CorruptError,
     FencedError,
@@ -22,7 +23,7 @@ from meshrl.contract.errors import (
     UserError,
     from_detail,
 )
-from meshrl.contract.ports import AdapterSink, WeightSink
+from meshrl.contract.ports import AdapterSink, PinningSink, WeightSink
 from meshrl.contract.types import Version, WeightManifest
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Carriers, Channel, Link
@@ -176,8 +177,13 @@ class Session:
         incoming = self._received = self._incoming
         indices = sorted(incoming.missing)
         sizes = [manifest.bucket_bytes[index] for index in indices]
-        for index, memory in zip(indices, shared_buffers.allocate(sizes), strict=True):
-            incoming.buckets[index] = memory
+        pin = self._engine.pin if isinstance(self._engine, PinningSink) else None
+        try:
+            memory = shared_buffers.allocate(sizes, pin)
+        except OSError as error:
+            raise CapacityError(f"no memory for weights {manifest.version}: {error}") from error
+        for index, bucket in zip(indices, memory, strict=True):
+            incoming.buckets[index] = bucket
         held = set(range(len(incoming.buckets))) - incoming.missing
         ready = pb.ReplicaReady(hop=message.propose.hop, held=sorted(held))
         try:

@@ -76,6 +76,34 @@ def devices(placement: Placement) -> dict[str, str]:
     }
 
 
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "refusal"),
+    [
+        (0, ["placement.trainer=4"], "placement.trainer: 4 GPUs, and this machine has no GPU"),
+        (0, ["placement.rollout=1"], "placement.rollout: 1 GPU, and this machine has no GPU"),
+        (0, ["placement.reference=1"], "placement.reference: 1 GPU, and this machine has no GPU"),
+        (0, ["placement.colocate=true"], "placement.colocate: true, and this machine has no GPU"),
+        (
+            8,
+            ["placement.trainer=4", "trainer.device=cpu"],
+            "placement.trainer: 4 GPUs, and trainer.device is cpu",
+        ),
+        (
+            8,
+            ["placement.colocate=true", "placement.trainer=0"],
+            "placement.colocate: true, and placement.trainer is 0",
+        ),
+        (0, ["placement.trainer=0", "placement.colocate=false", TURNS], None),
+        (8, ["placement.trainer=0", "placement.reference=1", WITH_REFERENCE], None),
+    ],
+)
+def test_gpus_that_no_service_can_have_are_refused(
+    tmp_path: Path, gpus: int, overrides: list[str], refusal: str | None
+) -> None:
+    problems = list(place(recipe(tmp_path, *overrides), machine(gpus)).problems())
+    assert [each.partition(";")[0] for each in problems] == ([refusal] if refusal else [])
+
+
 def test_without_gpus_nothing_is_placed_and_the_recipe_stays_as_it_is(tmp_path: Path) -> None:
     asked = recipe(tmp_path, WITH_REFERENCE)
     placement = place(asked, machine(0))

@@ -154,6 +154,7 @@ def test_what_the_engine_says_comes_back(
         tokens_per_s=4.5,
         updates=6,
         update_pause_s=7.5,
+        staging="host",
     )
     round_trip("engine_stats", stats)
 

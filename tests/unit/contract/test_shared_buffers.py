@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -61,3 +62,36 @@ def test_memory_is_taken_again_once_no_array_of_it_is_left() -> None:
     assert number(small) != one  # it would waste most of it
     del small
     assert [region.nbytes for region in shared_buffers._free] == [12288]
+
+
+class Runtime:
+    """CUDA's, as torch has it."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.locked: set[int] = set()
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.locked.add(address)
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.locked.remove(address)
+        return 0
+
+
+def test_memory_is_page_locked_for_as_long_as_it_is_kept() -> None:
+    runtime = Runtime(status=0)
+    first, second = (
+        shared_buffers.allocate([12288], shared_buffers.page_lock(runtime))[0] for _ in range(2)
+    )
+    assert runtime.locked == {each.__array_interface__["data"][0] for each in (first, second)}
+    del first, second
+    assert len(runtime.locked) == 1  # kept for the next version
+
+
+def test_memory_that_cuda_does_not_lock_is_given_back() -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(OSError, match="CUDA locks no 12288 bytes of memory: error 2"):
+        shared_buffers.allocate([12288], shared_buffers.page_lock(Runtime(status=2)))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

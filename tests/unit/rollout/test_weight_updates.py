@@ -48,11 +48,13 @@ async def updated_midway(engine: TorchEngine, on_update: OnUpdate) -> Response:
     return response_of(deltas)
 
 
+@pytest.mark.parametrize("where", ["device", "host"])
 async def test_an_interrupted_generation_continues_as_the_new_model_would(
-    qwen3: Checkpoint, other: Any, make_engine: EngineMaker
+    qwen3: Checkpoint, other: Any, make_engine: EngineMaker, where: str
 ) -> None:
-    engine = await make_engine(qwen3.path, eos_token_ids=[])
+    engine = await make_engine(qwen3.path, eos_token_ids=[], weight_staging=where)
     await engine.stage_weights(*pack(other, NEXT))
+    assert engine.stats().staging == where
     answer = await updated_midway(engine, OnUpdate.INTERRUPT)
     old, new = answer.spans
     assert (old.start, old.end, new.end) == (0, new.start, 150)
@@ -70,20 +72,25 @@ async def test_an_interrupted_generation_continues_as_the_new_model_would(
     assert after == greedy(other, PROMPT + before, len(after))
 
 
+@pytest.mark.parametrize("where", ["device", "host"])
 async def test_an_update_in_flight_keeps_the_cache_of_the_old_weights(
-    qwen3: Checkpoint, other: Any, make_engine: EngineMaker
+    qwen3: Checkpoint, other: Any, make_engine: EngineMaker, where: str
 ) -> None:
-    engine = await make_engine(qwen3.path, eos_token_ids=[])
+    engine = await make_engine(qwen3.path, eos_token_ids=[], weight_staging=where)
     await engine.stage_weights(*pack(other, NEXT))
+    assert engine.stats().staging == where
     answer = await updated_midway(engine, OnUpdate.IN_FLIGHT)
     assert len(answer.spans) == 2
     assert_goes_on_with_the_old_cache((qwen3.model, other), PROMPT, answer)
 
 
+@pytest.mark.parametrize("where", ["device", "host"])
 async def test_spans_are_exact_over_many_updates_of_ragged_requests(
-    qwen3: Checkpoint, other: Any, make_engine: EngineMaker
+    qwen3: Checkpoint, other: Any, make_engine: EngineMaker, where: str
 ) -> None:
-    engine = await make_engine(qwen3.path, slots=4, eos_token_ids=[], stream_interval=5)
+    engine = await make_engine(
+        qwen3.path, slots=4, eos_token_ids=[], stream_interval=5, weight_staging=where
+    )
     requests = [
         request(str(i), PROMPT[: 1 + i % 4], max_tokens=20 + 9 * i, seed=i) for i in range(12)
     ]

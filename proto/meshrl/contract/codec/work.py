@@ -106,6 +106,7 @@ def encode_engine_stats(stats: EngineStats) -> rollout_pb2.EngineStats:
         tokens_per_s=stats.tokens_per_s,
         updates=stats.updates,
         update_pause_s=stats.update_pause_s,
+        staging=stats.staging,
     )
 
 
@@ -121,6 +122,7 @@ def decode_engine_stats(message: rollout_pb2.EngineStats) -> EngineStats:
         tokens_per_s=message.tokens_per_s,
         updates=message.updates,
         update_pause_s=message.update_pause_s,
+        staging=message.staging,
     )
 
 

@@ -60,6 +60,8 @@ class EngineStats:
     updates: int
     update_pause_s: float
     """How long the last weight update held generation up."""
+    staging: str = ""
+    """Where the last version waited for its commit: device or host; empty: not known."""
 
 
 class OnUpdate(StrEnum):

@@ -1,6 +1,6 @@
 """The embedded engine: a Llama-family model in this process, batched continuously, on CPU or one GPU.
 
-    stage_weights ─▶ staged {version: Weights}  ─commit─▶ swap between two decode steps ─▶ serving
+    stage_weights ─▶ staged {version: built or as it arrived}  ─commit─▶ swap between two decode steps ─▶ serving
     generate ─▶ Row ─▶ decode thread ─▶ deltas ─▶ TokenStream
 
 Nothing is served before the first committed version: requests wait. Log-probs are those of the distribution that was
@@ -15,12 +15,14 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from meshrl.contract.config import read_options
 from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import EngineGoneError, InfraError, MeshError, NotFoundError, UserError
+from meshrl.contract.shared_buffers import Pin, page_lock
 from meshrl.contract.types import (
     EngineStats,
     GenerateDelta,
@@ -39,21 +41,23 @@ from meshrl.rollout.torch_engine.batch import Batch, Row
 from meshrl.rollout.torch_engine.cache import KvCache
 from meshrl.rollout.torch_engine.decode_thread import Abort, DecodeThread, Sleep, Stop, Submit, Swap
 from meshrl.rollout.torch_engine.forward import Decoder
-from meshrl.rollout.torch_engine.stopping import StopStrings
-from meshrl.rollout.torch_engine.weights import (
-    DTYPES,
-    Weights,
-    check_checkpoint,
-    from_buckets,
-    from_checkpoint,
+from meshrl.rollout.torch_engine.staging import (
+    Built,
+    StagedVersion,
+    Staging,
+    choose,
+    free_bytes,
+    stage,
 )
+from meshrl.rollout.torch_engine.stopping import StopStrings
+from meshrl.rollout.torch_engine.weights import DTYPES, check_checkpoint, from_checkpoint
 
 log = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 2 << 30
 PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
 CUDA_CACHE_SHARE = 0.5
-"""Share of the memory that is free at start; the rest is for two versions of the weights and for activations."""
+"""Share of the memory that is free at start; the rest is for one or two versions of the weights and activations."""
 CLOSE_S = 30.0
 """Much longer than a decode step."""
 
@@ -90,7 +94,9 @@ class TorchEngine:
         """The longest lengths that the last requests may reach."""
         self._max_length = 0
         self._eos: tuple[int, ...] = ()
-        self._staged: dict[Version, Weights] = {}
+        self._staged: dict[Version, StagedVersion] = {}
+        self._staging = ""
+        """Where the last version was staged that had one to wait for."""
         self._token_texts: dict[int, str] = {}
         self._closed = False
 
@@ -162,12 +168,29 @@ class TorchEngine:
                 stream.push(error)
         return streams
 
+    @property
+    def pin(self) -> Pin | None:
+        """See `PinningSink`."""
+        on_gpu = self._decoder is not None and self._decoder.device.type == "cuda"
+        cudart: Any = torch.cuda.cudart  # torch leaves it untyped
+        return page_lock(cudart()) if on_gpu else None
+
     async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
-        """Build a version in addition to the serving one; see `WeightSink.stage_weights`."""
-        decoder = self._loaded_decoder()
+        """Keep a version in addition to the serving one: built on the device, or as it came; see staging.py."""
+        decoder, cache = self._loaded_decoder(), self._cache
+        assert cache is not None
         device = torch.device("cpu") if self.asleep else decoder.device
+        where: Staging = "device"
+        if self.version != UNSERVED and not self.asleep:
+            free = free_bytes(device, cache.may_grow_by)
+            where, why = choose(self._config.weight_staging, manifest, decoder.dtype, free)
+            if where != self._staging:
+                log.info(
+                    "from weights %s on: staged on the %s, as %s", manifest.version, where, why
+                )
+            self._staging = where
         self._staged[manifest.version] = await asyncio.to_thread(
-            from_buckets, manifest, buckets, decoder.architecture, decoder.dtype, device
+            stage, where, manifest, buckets, decoder.architecture, decoder.dtype, device
         )
 
     async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:
@@ -182,7 +205,7 @@ class TorchEngine:
         if version not in self._staged:
             known = ", ".join(str(each) for each in self._staged) or "none"
             raise NotFoundError(f"version {version} is not staged (staged: {known})")
-        swap = Swap(version=version, weights=self._staged[version], on_update=on_update)
+        swap = Swap(version=version, staged=self._staged[version], on_update=on_update)
         self._serving_thread().post(swap)
         await asyncio.wrap_future(swap.done)
         self._staged = {each: w for each, w in self._staged.items() if each > version}
@@ -194,9 +217,10 @@ class TorchEngine:
     async def serve_checkpoint(self, version: Version) -> None:
         """Serve the weights in the model directory itself, as `version`: evaluation without a trainer."""
         decoder = self._loaded_decoder()
-        self._staged[version] = await asyncio.to_thread(
+        weights = await asyncio.to_thread(
             from_checkpoint, self._model, decoder.architecture, decoder.dtype, decoder.device
         )
+        self._staged[version] = Built(weights)
         await self.commit_weights(version, OnUpdate.DRAIN)
 
     @property
@@ -209,7 +233,7 @@ class TorchEngine:
         await self._command(Sleep())
         if self._decoder is not None and self._decoder.device.type == "cuda":
             host = torch.device("cpu")
-            self._staged = {each: w.to(host) for each, w in self._staged.items()}
+            self._staged = {each: staged.to(host) for each, staged in self._staged.items()}
             torch.cuda.empty_cache()
 
     async def wake(self) -> None:
@@ -231,6 +255,7 @@ class TorchEngine:
             tokens_per_s=thread.tokens_per_s if thread else 0.0,
             updates=thread.updates if thread else 0,
             update_pause_s=thread.update_pause_s if thread else 0.0,
+            staging=self._staging,
         )
 
     @property

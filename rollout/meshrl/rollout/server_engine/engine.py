@@ -314,6 +314,7 @@ class ServerEngine:
             tokens_per_s=self._rate.per_s if self._limit.running else 0.0,
             updates=self._updates,
             update_pause_s=self._update_pause_s,
+            staging="host",  # a file in memory that the server maps
         )
 
     # Requests

@@ -54,6 +54,12 @@ class KvCache:
         """Positions that a single row may have."""
         return self._max_bytes // self._bytes_per_token // LENGTH_STEP * LENGTH_STEP
 
+    @property
+    def may_grow_by(self) -> int:
+        """Bytes that it does not have yet, and may take."""
+        held = sum(len(buffer) for buffer in (*self._buffers, self._spare)) * self._spare.itemsize
+        return max(0, self._max_bytes - held)
+
     def rows_of(self, length: int) -> int:
         """How many rows of `length` positions respect the bounds."""
         return min(self._max_rows, self._max_bytes // (rounded(length) * self._bytes_per_token))

@@ -27,6 +27,7 @@ from meshrl.contract.errors import EngineGoneError, FencedError, InfraError, Mes
 from meshrl.contract.types import GenerateDelta, OnUpdate, Version
 from meshrl.rollout.ports import UNSERVED
 from meshrl.rollout.torch_engine.batch import Batch, Row
+from meshrl.rollout.torch_engine.staging import StagedVersion
 from meshrl.rollout.torch_engine.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Swap:
     """New weights. `done` may be cancelled until the swap begins."""
 
     version: Version
-    weights: Weights
+    staged: StagedVersion
     on_update: OnUpdate
     done: Future[None] = field(default_factory=Future)
     posted: float = field(default_factory=time.perf_counter)
@@ -199,7 +200,8 @@ class DecodeThread:
         draining = swap.on_update is OnUpdate.DRAIN
         begin = swap.posted if draining else time.perf_counter()
         self._flush([], everything=True)
-        self._weights, self.version = swap.weights.to(self._batch.device), swap.version
+        self._weights = swap.staged.serve(self._weights, self._batch.device)
+        self.version = swap.version
         if swap.on_update is OnUpdate.INTERRUPT or self.asleep:
             self._batch.recompute(self._weights)
         self.asleep = False

@@ -30,6 +30,11 @@ class RmsNorm:
         """The same on `device`."""
         return RmsNorm(self._weight.to(device), self._eps)
 
+    def copy_(self, other: RmsNorm) -> None:
+        """Take the weight of another one of this shape."""
+        self._weight.copy_(other._weight)
+        self._scaled.copy_(other._scaled)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] to [..., size]."""
         if _plain(x):

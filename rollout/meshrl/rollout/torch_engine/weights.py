@@ -24,6 +24,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 NAMES_SHOWN = 4
 """Names listed in an error before it says how many more there are."""
 
@@ -79,7 +80,7 @@ class Weights:
 
 
 Reader = Callable[[str], torch.Tensor]
-"""Name of a parameter to its tensor, valid until the next call."""
+"""Name of a parameter to its tensor."""
 
 
 def from_checkpoint(
@@ -91,9 +92,13 @@ def from_checkpoint(
         UserError: no weights, or weights that do not fit `config.json`.
     """
     file_of = _checked_files(checkpoint, architecture)
-    return build(
-        lambda name: file_of[name].get_tensor(name), file_of.keys(), architecture, dtype, device
-    )
+
+    def read(name: str) -> torch.Tensor:
+        tensor: torch.Tensor = file_of[name].get_tensor(name)
+        return tensor
+
+    _check_tied(read, file_of.keys(), architecture)
+    return build(read, file_of.keys(), architecture, dtype, device)
 
 
 def check_checkpoint(checkpoint: Path, architecture: Architecture) -> None:
@@ -119,17 +124,13 @@ def _checked_files(checkpoint: Path, architecture: Architecture) -> dict[str, An
     return file_of
 
 
-def from_buckets(
-    manifest: WeightManifest,
-    buckets: Sequence[Uint8],
-    architecture: Architecture,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Weights:
-    """Build a version from the wire layout. Copies: the buckets may be reused on return.
+def bucket_reader(
+    manifest: WeightManifest, buckets: Sequence[Uint8], architecture: Architecture
+) -> tuple[Reader, Collection[str]]:
+    """What reads a version from the wire layout, and the names that are in it.
 
     Raises:
-        UserError: missing, unknown or misshapen tensors, or a layout that leaves its bucket.
+        UserError: missing, unknown or misshapen tensors, a layout that leaves its bucket, or tied ones that differ.
     """
     where = f"weights {manifest.version} of {manifest.run!r}"
     check({spec.name: spec.shape for spec in manifest.tensors}, architecture, where=where)
@@ -144,7 +145,8 @@ def from_buckets(
         writable = data if data.flags.writeable else np.array(data)
         return torch.from_numpy(writable).view(DTYPES[spec.dtype]).reshape(spec.shape)
 
-    return build(read, specs.keys(), architecture, dtype, device)
+    _check_tied(read, specs.keys(), architecture)
+    return read, specs.keys()
 
 
 def check(shapes: Mapping[str, tuple[int, ...]], architecture: Architecture, *, where: str) -> None:
@@ -179,30 +181,53 @@ def build(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Weights:
-    """Fuse the checked tensors that `read` gives into the decoder's, in `dtype` on `device`.
-
-    Raises:
-        UserError: a tied model was given an `lm_head.weight` that is not its embedding.
-    """
-
-    def own(name: str) -> torch.Tensor:
-        return read(name).to(device=device, dtype=dtype, copy=True)
-
-    embedding = own("model.embed_tokens.weight")
-    head = own("lm_head.weight") if "lm_head.weight" in names else embedding
-    if architecture.tied and head is not embedding:
-        if not torch.equal(head, embedding):
-            raise UserError(
-                f"lm_head.weight differs from model.embed_tokens.weight, yet {architecture.name} ties them "
-                "(tie_word_embeddings in config.json)"
-            )
-        head = embedding
+    """Fuse the checked tensors that `read` gives into the decoder's, in `dtype` on `device`. Copies them."""
+    own = _owner(read, dtype, device)
+    embedding = own(EMBEDDING)
+    untied = HEAD in names and not architecture.tied
     return Weights(
         embedding=embedding,
         layers=tuple(_layer(index, own, architecture) for index in range(architecture.num_layers)),
-        final_norm=RmsNorm(own("model.norm.weight"), architecture.rms_norm_eps),
-        head=head,
+        final_norm=RmsNorm(own(FINAL_NORM), architecture.rms_norm_eps),
+        head=own(HEAD) if untied else embedding,
     )
+
+
+@torch.inference_mode()
+def overwrite(live: Weights, read: Reader, architecture: Architecture) -> None:
+    """Put the checked tensors that `read` gives into weights of the same shapes. Beside them it needs one layer."""
+    own = _owner(read, live.embedding.dtype, live.embedding.device)
+    live.embedding.copy_(read(EMBEDDING))
+    if live.head is not live.embedding:
+        live.head.copy_(read(HEAD))
+    live.final_norm.copy_(RmsNorm(own(FINAL_NORM), architecture.rms_norm_eps))
+    for index, layer in enumerate(live.layers):
+        _copy(layer, _layer(index, own, architecture))
+
+
+def _copy(live: Any, fresh: Any) -> None:
+    """All tensors of one part of the model over those of the other."""
+    for field in dataclasses.fields(live):
+        into, value = getattr(live, field.name), getattr(fresh, field.name)
+        if isinstance(into, torch.Tensor | RmsNorm):
+            into.copy_(value)
+        elif dataclasses.is_dataclass(into):
+            _copy(into, value)
+
+
+def _owner(read: Reader, dtype: torch.dtype, device: torch.device) -> Reader:
+    def own(name: str) -> torch.Tensor:
+        return read(name).to(device=device, dtype=dtype, copy=True)
+
+    return own
+
+
+def _check_tied(read: Reader, names: Collection[str], architecture: Architecture) -> None:
+    if architecture.tied and HEAD in names and not torch.equal(read(HEAD), read(EMBEDDING)):
+        raise UserError(
+            f"{HEAD} differs from {EMBEDDING}, yet {architecture.name} ties them "
+            "(tie_word_embeddings in config.json)"
+        )
 
 
 def _layer(index: int, own: Reader, architecture: Architecture) -> LayerWeights:

@@ -33,7 +33,7 @@ from meshrl.rpc.queue_connection import connect_mesh_queue, open_pictures
 from meshrl.rpc.runtime import GrpcServer, NoProgressError
 from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.member import MemberServicer
-from meshrl.rpc.servicers.rollout import RolloutServicer
+from meshrl.rpc.servicers.rollout import EngineCollector, RolloutServicer
 from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.replica_controller import ReplicaController
@@ -95,6 +95,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             turns = TimeSlicedEngine(engine, lease, woken=worker.wake)
         member = MemberServicer(worker, engine, leave=lambda: server.stop())
         async with GrpcServer(context.settings, [RolloutServicer(engine), member]) as server:
+            server.registry.register(EngineCollector(engine))
             if gateway is not None:
                 server.registry.register(GatewayMetrics(gateway))
             agent = ReplicaController(

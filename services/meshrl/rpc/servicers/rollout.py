@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Final, Protocol
 
 import grpc
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from meshrl.contract import codec
 from meshrl.contract.types import EngineStats, GenerateDelta, GenerateRequest
@@ -45,3 +48,27 @@ class RolloutServicer(rpc.RolloutServicer):
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.EngineStats:
         return codec.encode_engine_stats(self._engine.stats())
+
+
+class EngineCollector(Collector):
+    """Prometheus metrics of how an engine takes new weights, read at each scrape."""
+
+    def __init__(self, engine: Sampler) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """Two gauges."""
+        stats = self._engine.stats()
+        yield GaugeMetricFamily(
+            "meshrl_engine_update_pause_seconds",
+            "How long the last update of the weights held generation up.",
+            value=stats.update_pause_s,
+        )
+        staging = GaugeMetricFamily(
+            "meshrl_engine_weights_staging",
+            "1 for where the last version of the weights waited for its commit.",
+            labels=["staging"],
+        )
+        for where in ("device", "host"):
+            staging.add_metric([where], float(stats.staging == where))
+        yield staging

@@ -163,7 +163,8 @@ def _packed(
     placed = zip(specs, (weight for _, weight in weights), strict=True)
     grouped = [list(group) for _, group in itertools.groupby(placed, lambda pair: pair[0].bucket)]
     sizes = [spec.offset + spec.nbytes for *_, (spec, _) in grouped]
-    pin = _pin if world.device.type == "cuda" else None
+    cudart: Any = torch.cuda.cudart  # torch leaves it untyped
+    pin = shared_buffers.page_lock(cudart()) if world.device.type == "cuda" else None
     kept = shared_buffers.allocate(sizes, pin) if keep and world.is_main else None
     plan = WeightManifest(
         run=run,
@@ -228,14 +229,6 @@ def _hashed(
         bucket=xxhash.xxh3_128_hexdigest(bucket.data),
         tensors=[xxhash.xxh3_64_intdigest(part.data) for part in parts],
     )
-
-
-def _pin(address: int, nbytes: int) -> Callable[[], object]:
-    """Page-lock memory for CUDA. Raises RuntimeError."""
-    load: Any = torch.cuda.cudart  # torch leaves it untyped
-    runtime = load()
-    torch.cuda.check_error(runtime.cudaHostRegister(address, nbytes, 0))
-    return lambda: runtime.cudaHostUnregister(address)
 
 
 def layout(
