@@ -310,9 +310,9 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "model.path=gemma",
-        "rollout.name: the torch engine cannot run Gemma2ForCausalLM of gemma (it runs LlamaForCausalLM,"
-        " MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM;"
-        " other models need rollout.name=vllm)",
+        "rollout.name: the torch engine cannot run Gemma2ForCausalLM of gemma (it runs DeepseekV3ForCausalLM,"
+        " LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM,"
+        " Qwen3MoeForCausalLM; other models need rollout.name=vllm)",
     ),
     ("rollout.name=vlm", "rollout.name: got 'vlm'; did you mean 'vllm'? (known: "),
     (

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,6 +18,7 @@ from meshrl.trainer.compute import Compute
 from meshrl.trainer.config import ParallelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.micro_batcher import allows_whole_gradients
+from meshrl.trainer.model import expert_parallel
 from meshrl.trainer.model.expert_parallel import spread_experts
 from meshrl.trainer.model.policy import random_hf
 from meshrl.trainer.model.sequence_parallel import repeats
@@ -225,6 +227,21 @@ def test_models_that_cannot_be_shared_are_refused_in_one_line(world: World) -> N
         UserError, match=r"tensor: 3 does not divide the model's num_attention_heads"
     ):
         share_matrices(random_hf(tiny.config(), 0), three)
+
+
+def test_an_older_transformers_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_parallel, "version", lambda _: "5.22.1")
+    two: Any = Mock(size=lambda: 2)
+    both: Any = {"ep": two}
+    hf = random_hf(tiny.config(), 0)
+    for key, share in (
+        ("expert", lambda: spread_experts(hf, both, None)),
+        ("tensor", lambda: share_matrices(hf, two)),
+    ):
+        with pytest.raises(
+            UserError, match=rf"parallel\.{key}: 2 needs transformers 5.23, and 5.22"
+        ):
+            share()
 
 
 @pytest.mark.parametrize(
