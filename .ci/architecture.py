@@ -20,16 +20,16 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 LINES: Mapping[str, int] = {
-    "meshrl.trainer": 21459,
-    "meshrl.rollout": 13817,
+    "meshrl.trainer": 21467,
+    "meshrl.rollout": 14047,
     "meshrl.transferqueue": 11235,
     "meshrl.rewardd": 6860,
     "meshrl.sandbox": 1870,
     "meshrl.images": 598,
     "meshrl.weights": 7630,
-    "meshrl.contract": 7280,
+    "meshrl.contract": 7300,
     "meshrl.simulation": 6272,
-    "meshrl.rpc": 6092,
+    "meshrl.rpc": 6121,
     "meshrl.launcher": 4775,
     "meshrl.testing": 4385,
     "meshrl.cli": 6235,
@@ -37,7 +37,7 @@ LINES: Mapping[str, int] = {
     "meshrl.http": 3350,
     "meshrl.verl": 3916,
     "meshrl.client": 1800,
-    "meshrl.config": 3714,
+    "meshrl.config": 3732,
     "meshrl.api": 500,
 }
 """The most lines of each package, generated code left out."""
