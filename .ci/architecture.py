@@ -27,7 +27,7 @@ LINES: Mapping[str, int] = {
     "meshrl.sandbox": 1870,
     "meshrl.images": 598,
     "meshrl.weights": 7630,
-    "meshrl.contract": 7300,
+    "meshrl.contract": 7304,
     "meshrl.simulation": 6272,
     "meshrl.rpc": 6121,
     "meshrl.launcher": 4775,

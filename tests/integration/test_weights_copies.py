@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshrl.contract import shared_buffers
 from meshrl.contract.shared_buffers import Pin, page_lock
 from meshrl.contract.types import Version
 from meshrl.testing.weights import HashSink
@@ -81,8 +82,9 @@ class PinnedSink(HashSink):
 
 
 async def test_what_an_engine_on_a_device_is_given_is_page_locked_and_locked_once(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(shared_buffers, "_free", [])  # what tests before this one left
     engine = PinnedSink()
     async with opened("gloo", tmp_path) as fleet:
         await fleet.joined(one=engine)
@@ -93,8 +95,9 @@ async def test_what_an_engine_on_a_device_is_given_is_page_locked_and_locked_onc
 
 
 async def test_a_replica_whose_memory_cannot_be_locked_is_out_and_the_others_are_not(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(shared_buffers, "_free", [])
     engine, full = PinnedSink(), PinnedSink(status=2)
     async with opened("gloo", tmp_path) as fleet:
         await fleet.joined(one=engine, full=full)

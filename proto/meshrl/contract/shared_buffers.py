@@ -83,7 +83,11 @@ def exists(number: int) -> bool:
 
 def _take(nbytes: int, pin: Pin | None) -> Region:
     with _lock:
-        fits = [region for region in _free if nbytes <= region.nbytes <= 2 * nbytes]
+        fits = [
+            region
+            for region in _free
+            if nbytes <= region.nbytes <= 2 * nbytes and (region.unpin or not pin)
+        ]
         if fits:
             region = min(fits, key=lambda each: each.nbytes)
             _free.remove(region)

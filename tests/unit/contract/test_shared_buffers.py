@@ -90,6 +90,13 @@ def test_memory_is_page_locked_for_as_long_as_it_is_kept() -> None:
     assert len(runtime.locked) == 1  # kept for the next version
 
 
+def test_memory_that_was_kept_without_a_lock_serves_nobody_who_wants_one() -> None:
+    shared_buffers.allocate([12288])  # given back at once
+    runtime = Runtime(status=0)
+    (array,) = shared_buffers.allocate([12288], shared_buffers.page_lock(runtime))
+    assert runtime.locked == {array.__array_interface__["data"][0]}
+
+
 def test_memory_that_cuda_does_not_lock_is_given_back() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(OSError, match="CUDA locks no 12288 bytes of memory: error 2"):
