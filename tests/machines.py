@@ -139,6 +139,8 @@ class Lan:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._count = folder, 0
+        self.leaves = Exit.DONE
+        """Who ends with it is not started again."""
         self.machines: dict[str, Machine] = {}
         # The names of namespaces are files there, which would stay behind.
         Path("/run/netns").mkdir(exist_ok=True)
@@ -202,7 +204,7 @@ class Lan:
         """Start again what failed."""
         for machine in self.machines.values():
             for program in machine.programs.values():
-                if program.code not in (None, Exit.DONE, Exit.USER_ERROR):
+                if program.code not in (None, self.leaves, Exit.USER_ERROR):
                     program.start()
 
     def close(self) -> None:
@@ -358,7 +360,7 @@ class Cluster:
 
     @property
     def done(self) -> bool:
-        return all(machine.programs["trainer"].code == Exit.DONE for machine in self.trainers)
+        return all(machine.programs["trainer"].code == self.lan.leaves for machine in self.trainers)
 
     def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -378,6 +380,7 @@ class Cluster:
         """Stop the trainer's first machine: it saves, and the others end with it."""
         process = self.trainers[0].programs["trainer"].process
         assert process is not None
+        self.lan.leaves = Exit.DRAINED
         process.terminate()
         return self.to_the_end()
 

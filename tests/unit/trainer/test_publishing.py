@@ -60,7 +60,7 @@ def trainer(fleet: Fleet, snapshot: Callable[..., WeightSource], turns: object) 
         "_compute": Compute(torch.device("cpu")),
         "_publisher": fleet,
         "_turns": turns,
-        "_source": SimpleNamespace(keep_ranks_waiting=keep_ranks_waiting),
+        "_source": SimpleNamespace(keep_ranks_waiting=keep_ranks_waiting, giving_up=nullcontext),
         "_snapshot": snapshot,
     }
     for name, part in parts.items():

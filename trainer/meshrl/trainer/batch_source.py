@@ -172,6 +172,8 @@ class BatchSource:
             with self.giving_up():
                 await self._sampling.settle(batch, epoch)
                 unsettled = ()
+        if self._world.size == 1:
+            return unsettled
         message = json.dumps(unsettled).encode()
         return tuple(json.loads(await self._compute.run(lambda: self._world.broadcast(message))))
 

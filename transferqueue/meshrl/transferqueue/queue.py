@@ -108,7 +108,8 @@ class TransferQueue(RowMethods):
         self._payload = PayloadReader(store)
         self._pictures = options.get("pictures")
         recovery_pause_s = options.get("recovery_pause_s", RECOVERY_PAUSE_S)
-        self._commit_log = CommitLog(store, self._recover, recovery_pause_s)
+        on_left = self._pictures.left if self._pictures else None
+        self._commit_log = CommitLog(store, self._recover, recovery_pause_s, on_left)
         self._expiry = Expiry(self._expired)
         self._waits = Waits()
         self._space = SpaceCheck(store, asyncio.get_running_loop().time)
@@ -134,7 +135,6 @@ class TransferQueue(RowMethods):
             raise
         queue._committer = asyncio.create_task(queue._commit_log.run(), name="queue-commit-log")
         if queue._pictures is not None:
-            queue._commit_log.on_left = queue._pictures.left
             queue._pictures.start(lambda: queue.open_runs)
         return queue
 

@@ -236,8 +236,12 @@ class CommitLog:
         store: Store,
         recover: Callable[[], Awaitable[None]],
         recovery_pause_s: float = RECOVERY_PAUSE_S,
+        on_left: Callable[[Sequence[tuple[str, str]]], None] | None = None,
     ) -> None:
-        """A store that cannot be read back is tried again every `recovery_pause_s`."""
+        """A store that cannot be read back is tried again every `recovery_pause_s`.
+
+        `on_left` is told of the tasks, by run and id, that a durable commit has let go for good.
+        """
         self._recovery_pause_s = recovery_pause_s
         self._store = store
         self._recover = recover
@@ -255,8 +259,7 @@ class CommitLog:
         """From the start of a commit to its acknowledgement."""
         self.left: list[tuple[str, str]] = []
         """Run and id of the tasks that leave for good with what is staged."""
-        self.on_left: Callable[[Sequence[tuple[str, str]]], None] | None = None
-        """Told of the tasks, by run and id, that a durable commit has let go for good."""
+        self._on_left = on_left
 
     def touch(self, record: Record) -> None:
         """Stage the record of `record`, encoded when the commit starts."""
@@ -326,8 +329,8 @@ class CommitLog:
         else:
             self.commit_s.add(time.perf_counter() - start)
             commit.done.set_result(None)
-            if left and self.on_left is not None:
-                self.on_left(left)
+            if left and self._on_left is not None:
+                self._on_left(left)
         finally:
             self._in_flight = None
 
