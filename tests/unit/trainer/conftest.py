@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from meshrl.trainer.model.policy import random_hf
 
@@ -21,6 +21,18 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny")
     random_hf(tiny.config(), seed=0).save_pretrained(path)
     (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def mixture_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with four experts a layer."""
+    path = tmp_path_factory.mktemp("mixture")
+    config = Qwen3MoeConfig(
+        **tiny.config().to_dict() | {"model_type": "qwen3_moe", "architectures": None},
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+    )  # fmt: skip
+    random_hf(config, seed=0).save_pretrained(path)
     return path
 
 

@@ -1,44 +1,44 @@
-"""A snapshot by two ranks: collectives of its gather, and tensors that differ from what each gathers to alone."""
+"""A snapshot by several ranks: collectives of its gather, and tensors that differ from what each gathers to alone."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
 
 from meshrl.contract.types import Version
-from meshrl.trainer.config import ModelConfig
+from meshrl.trainer.config import ModelConfig, ParallelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.model.snapshot import take_snapshot
 
 
 def main() -> None:
-    world = World.start("cpu")
-    path = Path(sys.argv[1])
+    path, bucket_bytes = Path(sys.argv[1]), int(sys.argv[3])
+    world = World.start("cpu", ParallelConfig.model_validate(json.loads(sys.argv[2])))
     policy = build_policy(open_hf(path), world, ModelConfig(path=path))
-    alone = {name: weight.whole(torch.bfloat16) for name, weight in policy.published_weights()}
-    collectives: list[int] = []
-    gather: Any = dist.all_gather_into_tensor
-
-    def counted(into: torch.Tensor, *args: Any, **options: Any) -> Any:
-        collectives.append(into.numel())
-        return gather(into, *args, **options)
-
-    dist.all_gather_into_tensor = counted
-    sent = take_snapshot(
-        policy, world, run="r", version=Version(1, 1), dtype="bfloat16", bucket_bytes=1 << 13
-    )
+    with CommDebugMode() as one_by_one:
+        alone = {name: weight.whole(torch.bfloat16) for name, weight in policy.published_weights()}
+    with CommDebugMode() as together:
+        sent = take_snapshot(
+            policy,
+            world,
+            run="r",
+            version=Version(1, 1),
+            dtype="bfloat16",
+            bucket_bytes=bucket_bytes,
+        )
     if sent is not None:
         wrong = 0
         for spec in sent.manifest.tensors:
             held = sent.bucket(spec.bucket)[spec.offset : spec.offset + spec.nbytes].copy()
             found = torch.from_numpy(held).view(torch.bfloat16).view(spec.shape)
             wrong += not torch.equal(found, alone[spec.name])
-        print(len(sent.manifest.bucket_bytes), len(collectives), wrong, len(alone))
+        buckets, counts = len(sent.manifest.bucket_bytes), (together, one_by_one)
+        print(buckets, *(each.get_total_counts() for each in counts), wrong, len(alone))
     world.close()
 
 

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.trainer.checkpoint import checkpoint
@@ -170,16 +170,6 @@ def test_ranks_that_share_sequences_give_the_loss_and_the_gradient_of_one(
     ]
     for name in weights[0]:  # the updates are the gradients: see rank_work.make
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=1e-5)
-
-
-@pytest.fixture
-def mixture_path(tmp_path: Path) -> Path:
-    config = Qwen3MoeConfig(
-        **tiny.config().to_dict() | {"model_type": "qwen3_moe", "architectures": None},
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
-    )  # fmt: skip
-    random_hf(config, seed=0).save_pretrained(tmp_path / "mixture")
-    return tmp_path / "mixture"
 
 
 @pytest.mark.parametrize(

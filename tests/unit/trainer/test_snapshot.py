@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from meshrl.contract.types import Version
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model.lora import Weight
-from meshrl.trainer.model.policy import Policy, build_policy, open_hf
+from meshrl.trainer.model.policy import Policy, build_policy, open_hf, random_hf
 from meshrl.trainer.model.snapshot import Snapshot, take_snapshot
 from meshrl.weights.gathering import SourceError, gathered, whole
 from meshrl.weights.messages import digest
 
+from . import tiny
 from .ranks import Ranks
 
 
@@ -95,10 +97,36 @@ def test_an_adapter_is_proposed_with_the_hashes_of_what_it_is_merged_into(
     assert sent.manifest.bucket_hashes
 
 
-def test_two_ranks_gather_a_bucket_in_one_collective(
-    ranks: Ranks, tiny_path: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("model", "size", "parallel", "groups"),
+    [
+        ("dense", 2, {}, 1),
+        ("untied", 2, {"tensor": 2}, 1),
+        ("untied", 4, {"tensor": 2}, 2),
+        ("mixture", 4, {"expert": 2}, 3),
+    ],
+    ids=str,
+)
+def test_ranks_gather_a_bucket_in_one_collective_a_group_that_shares_it(
+    ranks: Ranks,
+    tiny_path: Path,
+    mixture_path: Path,
+    tmp_path: Path,
+    model: str,
+    size: int,
+    parallel: dict[str, int],
+    groups: int,
 ) -> None:
-    ranks.run("snapshot_ranks.py", [tiny_path], tmp_path / "output", ranks=2)
-    buckets, collectives, wrong, tensors = map(int, (tmp_path / "output").read_text().split())
+    path = tiny_path if model == "dense" else mixture_path
+    if model == "untied":  # a vocabulary that ranks share
+        path = tmp_path / "untied"
+        random_hf(tiny.config(vocab_size=38, tie_word_embeddings=False), 0).save_pretrained(path)
+    arguments = [path, json.dumps(parallel), 1 << 13]
+    ranks.run("snapshot_ranks.py", arguments, tmp_path / "output", ranks=size)
+    output = (tmp_path / "output").read_text()
+    buckets, together, alone, wrong, tensors = map(int, output.split())
+    assert buckets < tensors
     assert wrong == 0
-    assert collectives == buckets < tensors
+    assert buckets > 1
+    assert together <= groups * buckets, output
+    assert together < alone, output

@@ -42,31 +42,44 @@ class Published(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Source:
+class Fused:
     """Parameters that become tensors of a checkpoint together, gathered when the first of these is asked for."""
 
     hf: Any
     weights: Mapping[str, Weight]
+    names: frozenset[str] = frozenset()
+    """Of what they become."""
+    left: set[str] = field(default_factory=set)
+    """What has not been asked for since they were gathered."""
     held: Tensors = field(default_factory=dict)
-    """What has not been asked for yet."""
+    """Those of `left`, on ranks that want them."""
 
-    def take(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        if name not in self.held:
-            gathered = {each: weight.whole(dtype) for each, weight in self.weights.items()}
-            self.held = _reverted(self.hf, gathered)
-        return self.held.pop(name)
+    def shared(self, dtype: torch.dtype) -> Tensors:
+        """The parameters as `dtype`, shared out as they are. Every rank calls this."""
+        return {name: weight.shared(dtype) for name, weight in self.weights.items()}
+
+    def fill(self, gathered: Tensors) -> None:
+        """Take what has been gathered, of any shape; nothing on a rank that does not want it."""
+        self.left = {*self.names}
+        whole = {name: each.view(self.weights[name].shape) for name, each in gathered.items()}
+        self.held = _reverted(self.hf, whole) if whole else {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
-    """One tensor that is made of a source."""
+class Part:
+    """One tensor that is made of fused ones."""
 
-    source: _Source
+    source: Fused
     name: str
     shape: tuple[int, ...]
 
     def whole(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.source.take(self.name, dtype)
+        """See `Published`."""
+        source = self.source
+        if self.name not in source.left:
+            source.fill({name: each.whole(dtype) for name, each in source.weights.items()})
+        source.left.discard(self.name)
+        return source.held.pop(self.name)
 
 
 def in_checkpoint(
@@ -97,9 +110,10 @@ def in_checkpoint(
         if kept.issuperset(members):
             yield from members.items()
             continue
-        source = _Source(hf, members)
-        for name, blank in _reverted(hf, {name: blanks[name] for name in members}).items():
-            yield name, _Part(source, name, tuple(blank.shape))
+        made = _reverted(hf, {name: blanks[name] for name in members})
+        source = Fused(hf, members, frozenset(made))
+        for name, blank in made.items():
+            yield name, Part(source, name, tuple(blank.shape))
 
 
 def _reverted(hf: Any, tensors: Tensors) -> Tensors:
