@@ -8,46 +8,34 @@ from pathlib import Path
 
 import pytest
 
+from .. import servers
 from ..fleet import end, fleet, wait_for, working
 from ..mesh import PATIENCE_S, make_mesh
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
-SGLANG = {
-    "python": str(ROOT / ".venv-sglang" / "bin" / "python"),
-    "dtype": "float32",
-    "max_model_len": 128,
-    "extra_args": [
-        *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend"),
-        *("pytorch", "--max-total-tokens", "4000", "--disable-overlap-schedule", "--sleep-on-idle"),
-    ],
-    "env": {
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT / "tests" / "sglang_cpu"),
-    },
-}
-JOINERS = {
-    "rollout-1": ("torch", {}),
-    **({"rollout-2": ("sglang", SGLANG)} if Path(str(SGLANG["python"])).exists() else {}),
-}
+
+def server(package: str, *arguments: str) -> dict[str, object]:
+    """`rollout.engine` of a real server."""
+    return {
+        "python": str(servers.python(package)),
+        "dtype": "float32",
+        "max_model_len": 128,
+        "extra_args": list(arguments),
+        "env": servers.environment(package),
+    }
 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: make venv-vllm makes it")
+@pytest.mark.skipif(not servers.is_here("vllm"), reason="no .venv-vllm: make venv-vllm makes it")
 async def test_vllm_torch_and_sglang_sample_one_run(tmp_path: Path) -> None:
-    vllm = {
-        "python": str(PYTHON),
-        "dtype": "float32",
-        "max_model_len": 128,
-        # A start in seconds, and no half of the machine's memory for the cache.
-        "extra_args": ["--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)],
-    }
+    joiners: dict[str, tuple[str, dict[str, object]]] = {"rollout-1": ("torch", {})}
+    if servers.is_here("sglang"):
+        sglang = server("sglang", *servers.SGLANG_ARGUMENTS, "--max-total-tokens", "4000")
+        joiners["rollout-2"] = ("sglang", sglang)
     changes = {
-        "rollout": {"name": "vllm", "engine": vllm, "slots": 4},
+        "rollout": {"name": "vllm", "engine": server("vllm", *servers.VLLM_ARGUMENTS), "slots": 4},
         # Steps so small that every version says the same: what differs then is the engines.
         "actor": {"optim": {"lr": 1e-12}, "use_kl_loss": False},
         "queue": {"max_staleness": 4, "lease_ttl_s": 30},
@@ -60,7 +48,7 @@ async def test_vllm_torch_and_sglang_sample_one_run(tmp_path: Path) -> None:
         mesh.wait_for_step(process, 1)
         with ExitStack() as stack:
             joined = {}
-            for name, (kind, engine) in JOINERS.items():
+            for name, (kind, engine) in joiners.items():
                 words = fleet(mesh, "add", "--print").split()
                 assert words[words.index("--name") + 1] == name
                 of_kind = [f"rollout.name={kind}", f"rollout.engine={json.dumps(engine)}"]

@@ -1,6 +1,6 @@
 """`meshrl slurm` on a real Slurm: three nodes of this machine, the trainer on two of them.
 
-A requeue in mid-run, the signal that says that the time limit is near, and a drain by scancel.
+A requeue in mid-run, by the signal that says that the time limit is near, and a drain by scancel.
 """
 
 from __future__ import annotations
@@ -90,18 +90,17 @@ async def test_a_job_is_requeued_goes_on_and_drains(tmp_path: Path, cluster: Non
     trainer = {"save_freq": 1000, "nnodes": 2}
     mesh = make_mesh(tmp_path, {"rollout": {"workers": 2}, "trainer": trainer})
     job = submit(mesh, "trainer.total_training_steps=14")
-    interrupt(mesh, 1, "scontrol", "requeue", job)
     # What the script asks for before its time limit.
-    interrupt(mesh, 2, "scancel", "--batch", "--signal=USR1", job)
+    interrupt(mesh, 1, "scancel", "--batch", "--signal=USR1", job)
     assert len(mesh.steps()) < 14
     wait_until(mesh, lambda: state(job) in ("COMPLETED", "FAILED"))
     assert state(job) == "COMPLETED", mesh.output[-6000:]
-    # No step was trained twice: each stop saved, and the next start went on from there.
+    # No step was trained twice: the stop saved, and the next start went on from there.
     assert [line["step"] for line in mesh.steps()] == list(range(14))
     assert (await mesh.ledger()).balanced
 
     job = submit(mesh, "trainer.total_training_steps=1000")
-    interrupt(mesh, 3, "scancel", job)
+    interrupt(mesh, 2, "scancel", job)
     wait_until(mesh, lambda: state(job) == "CANCELLED")
     assert "did not drain" not in mesh.output and "killing it" not in mesh.output
     assert (await mesh.ledger()).balanced

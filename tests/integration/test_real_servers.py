@@ -13,8 +13,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from meshrl.trainer.model.packing import pack as pack_rows
 from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.model.snapshot import take_snapshot
 
+from .. import servers
 from ..contract.engine_suite import LONG, SLOTS, EngineSuite, until_running
 from ..listening import reachable_sockets
 from ..sglang_conversation import hold
@@ -57,7 +58,6 @@ ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests" / "fixtures" / "sglang_conversation.json"
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 
-KV_BYTES = 64 << 20
 TINY: dict[str, Any] = {
     "head_dim": 32,
     "tie_word_embeddings": True,
@@ -74,7 +74,6 @@ class Kind:
     package: str
     build: Callable[..., ServerEngine]
     arguments: Sequence[str]
-    env: Mapping[str, str] = field(default_factory=dict)
     cache_tokens: int
     seeds: bool = True
     """Two requests with one seed get the same tokens."""
@@ -89,18 +88,13 @@ class Kind:
     def key_name(self) -> str:
         return f"{self.package.upper()}_API_KEY"
 
-    @property
-    def venv(self) -> Path:
-        """Its environment; not there unless made. VLLM_VENV or SGLANG_VENV is another one."""
-        return Path(os.environ.get(f"{self.package.upper()}_VENV", ROOT / f".venv-{self.package}"))
-
     def options(self, log: Path) -> dict[str, object]:
         """`rollout.engine` of an engine that starts the server."""
         return {
-            "python": str(self.venv / "bin" / "python"),
+            "python": str(servers.python(self.package)),
             "dtype": "float32",
             "extra_args": list(self.arguments),
-            "env": dict(self.env),
+            "env": servers.environment(self.package),
             "log": str(log),
             "eos_token_ids": [],
         }
@@ -111,10 +105,10 @@ VLLM = Kind(
     package="vllm",
     build=vllm.build,
     arguments=[
-        *("--enforce-eager", "--kv-cache-memory-bytes", str(KV_BYTES), "--block-size", "32"),
-        *("--max-num-batched-tokens", str(2 * LONG)),
+        *servers.VLLM_ARGUMENTS,
+        *("--block-size", "32", "--max-num-batched-tokens", str(2 * LONG)),
     ],
-    cache_tokens=KV_BYTES
+    cache_tokens=servers.KV_BYTES
     // (2 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * TINY["head_dim"] * 4),
     lost_file=".*safetensors",
 )
@@ -122,16 +116,7 @@ SGLANG = Kind(
     name="SGLang",
     package="sglang",
     build=sglang.build,
-    arguments=[
-        *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend"),
-        *("pytorch", "--max-total-tokens", "40000", "--disable-overlap-schedule"),
-        "--sleep-on-idle",  # else its scheduler keeps a core busy
-    ],
-    env={
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT / "tests" / "sglang_cpu"),
-    },
+    arguments=[*servers.SGLANG_ARGUMENTS, "--max-total-tokens", "40000"],
     cache_tokens=40_000,
     seeds=False,  # its deterministic mode has no attention backend for CPUs
     renormalises=False,
@@ -141,7 +126,7 @@ SGLANG = Kind(
 
 
 def _param(kind: Kind) -> Any:
-    ready = any(kind.venv.glob(".ready-*"))
+    ready = servers.is_here(kind.package)
     reason = f"no {kind.name} here: `make venv-{kind.package}` (x86-64 Linux)"
     marks = [getattr(pytest.mark, kind.package), pytest.mark.skipif(not ready, reason=reason)]
     return pytest.param(kind, marks=marks, id=kind.package)
