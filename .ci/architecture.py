@@ -20,8 +20,8 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 LINES: Mapping[str, int] = {
-    "meshrl.trainer": 21547,
-    "meshrl.rollout": 14047,
+    "meshrl.trainer": 21549,
+    "meshrl.rollout": 14080,
     "meshrl.transferqueue": 11235,
     "meshrl.rewardd": 6860,
     "meshrl.sandbox": 1870,
@@ -37,7 +37,7 @@ LINES: Mapping[str, int] = {
     "meshrl.http": 3350,
     "meshrl.verl": 3916,
     "meshrl.client": 1800,
-    "meshrl.config": 3732,
+    "meshrl.config": 3820,
     "meshrl.api": 500,
 }
 """The most lines of each package, generated code left out."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -20,6 +20,8 @@ from pydantic import (
 from meshrl.contract.config import Config, Machine
 from meshrl.contract.types import OnUpdate, SamplingParams
 
+STATIC_ROPES = ("default", "linear", "llama3", "yarn")
+"""Types of rotary embeddings that the torch engine computes: their frequencies do not change with the length."""
 TORCH_ARCHITECTURES = (
     "DeepseekV3ForCausalLM",
     "LlamaForCausalLM",
@@ -187,6 +189,16 @@ class RolloutConfig(Config):
         )
 
 
+def longer_than(
+    config: Mapping[str, Any], asked: int | None, model: Path
+) -> Iterator[tuple[str, str]]:
+    """What an engine answers at its start to more tokens of one request than config.json allows."""
+    text = config.get("text_config") or config
+    allowed = text.get("max_position_embeddings")
+    if asked is not None and isinstance(allowed, int) and asked > allowed:
+        yield "max_model_len", f"{asked}, and {model} allows {allowed}; want at most that"
+
+
 class TorchEngineConfig(Config):
     """`rollout.engine` for `rollout.name: torch`."""
 
@@ -221,3 +233,17 @@ class TorchEngineConfig(Config):
                 f"the torch engine cannot run {architectures[0]} of {model} (it runs"
                 f" {', '.join(TORCH_ARCHITECTURES)}; other models need rollout.name=vllm)",
             )
+            return
+        act = config.get("hidden_act", "silu")
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        for wrong, what in (
+            (act != "silu", f"the activation {act} of {model} (it computes silu)"),
+            (
+                kind not in STATIC_ROPES,
+                f"the rope type {kind} of {model} (it computes {', '.join(STATIC_ROPES)})",
+            ),
+        ):
+            if wrong:
+                yield "", f"the torch engine cannot run {what}; want rollout.name=vllm"
+        yield from longer_than(config, self.max_model_len, model)

@@ -23,12 +23,15 @@ from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.held_rows import RENEWALS
 from meshrl.trainer.algorithms import needs as algorithm_rules
+from meshrl.trainer.config import ATTENTION_LAYERS
 
 PICTURE_ENGINES = ("vllm", "sglang")
 PICTURE_PROGRAMS = ("single_turn", "tools", "user", "openai")
 """Built-in programs that hand a task's pictures to the engine."""
 MANY_RENEWALS, CALM_RENEWALS = 300, 100
 """Calls a second of a queue process above which there is a warning, and what it asks for (docs/how-to/scale.md)."""
+ROUTER_BIAS = "e_score_correction_bias"
+"""What a router adds to its scores to choose experts, in transformers' models."""
 PICTURE_PACKAGES = {"PIL": "pillow", "msgpack": "msgpack"}
 
 
@@ -40,6 +43,7 @@ def cross_checks(recipe: Recipe, machine: ThisMachine | None = None) -> Iterator
         model_checks(recipe, machine),
         file_checks(recipe, machine),
         _sizes(recipe, machine),
+        _trainable(recipe, machine),
         _parallel(recipe, machine),
         _routing_replay(recipe, machine),
         _pictures(recipe, machine),
@@ -149,6 +153,31 @@ def _routing_replay(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
         )
 
 
+def _trainable(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
+    """What packed training cannot do: of the policy, and of models beside it that are trained or asked."""
+    needs = algorithm_needs(recipe)
+    for at, path, wanted in (
+        (("model", "path"), recipe.model.path, True),
+        (("reference", "path"), recipe.reference.path, needs.reference or needs.implicit_reward),
+        (("critic", "path"), recipe.critic.path, needs.critic),
+    ):
+        if path is None or not wanted:
+            continue
+        config = machine.json(path / "config.json")
+        types = {*(config.get("layer_types") or ())} - ATTENTION_LAYERS
+        if types:
+            yield (
+                at,
+                f"{'.'.join(at)}: layer_types {', '.join(sorted(types))} of {path} are not supported: rows of a pack"
+                f" would see each other; want {' and '.join(sorted(ATTENTION_LAYERS))} alone",
+            )
+        if at[0] == "model" and "lm_head.bias" in (machine.tensors(path) or ()):
+            yield (
+                at,
+                f"model.path: the output embedding of {path} has a bias, which is not supported; want another model",
+            )
+
+
 def _parallel(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     """Whether ranks, heads and experts can be shared out as `trainer.parallel` says."""
     key, at = "trainer.parallel", ("trainer", "parallel")
@@ -169,11 +198,13 @@ def _parallel(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
             at,
             f"{key}: sequence x tensor, {sharers}, does not divide the model's {heads} attention heads",
         )
+    if parallel.tensor > 1:
+        yield from _tensor(recipe, config)
     named = (config.get(f"{kind}_experts") for kind in ("num", "num_local", "n_routed"))
     experts = next((number for number in named if isinstance(number, int)), None)
     if parallel.expert > 1 and config and experts is None:
         yield (*at, "expert"), f"{key}.expert: {recipe.model.path} has no experts; want 1"
-    yield from _balance(recipe, config)
+    yield from _balance(recipe, machine, config)
     which = "expert" if parallel.expert > 1 else "tensor"
     if experts is not None and experts % max(parallel.expert, parallel.tensor):
         yield (
@@ -189,13 +220,35 @@ def _parallel(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
         )
 
 
+def _tensor(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Whether tensor ranks can share what the model has of a kind. Latent attention has no key heads to share."""
+    size, mixture = recipe.parallel.tensor, config.get("num_experts_per_tok")
+    for name, what, there in (
+        ("num_key_value_heads", "key heads", not config.get("kv_lora_rank")),
+        ("intermediate_size", "intermediate_size", not mixture),
+    ):
+        number = config.get(name)
+        if there and isinstance(number, int) and number % size:
+            yield (
+                ("trainer", "parallel", "tensor"),
+                f"trainer.parallel.tensor: {size} does not divide the {number} {what} of {recipe.model.path}; want"
+                f" {_divisors(number, size)}",
+            )
+            return
+
+
+def _divisors(number: int, below: int) -> str:
+    """The divisors of a number that are below another one, for a message."""
+    return " or ".join(str(each) for each in range(1, below) if number % each == 0)
+
+
 def _ranks(recipe: Recipe) -> str:
     trainer = recipe.trainer
     machines = f" * trainer.nnodes, {trainer.ranks}" if trainer.nnodes > 1 else f", {trainer.nproc}"
     return f"trainer.nproc{machines}"
 
 
-def _balance(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[Problem]:
+def _balance(recipe: Recipe, machine: ThisMachine, config: Mapping[str, Any]) -> Iterator[Problem]:
     """Whether a mixture's experts can be kept busy as `actor` says."""
     for name in ("router_aux_loss_coef", "moe_router_bias_update_rate"):
         if not getattr(recipe.actor, name):
@@ -212,6 +265,18 @@ def _balance(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[Problem]:
         yield (
             ("actor", "moe_router_bias_update_rate"),
             "actor.moe_router_bias_update_rate: an adapter holds no biases; want 0",
+        )
+    tensors = machine.tensors(recipe.model.path)
+    if (
+        recipe.actor.moe_router_bias_update_rate
+        and config.get("num_experts_per_tok")
+        and tensors is not None
+        and not any(name.endswith(ROUTER_BIAS) for name in tensors)
+    ):
+        yield (
+            ("actor", "moe_router_bias_update_rate"),
+            f"actor.moe_router_bias_update_rate: the routers of {recipe.model.path} have no {ROUTER_BIAS}; want 0, or"
+            " router_aux_loss_coef",
         )
 
 

@@ -24,6 +24,7 @@ from meshrl.trainer.data.reasoning_gym import PACKAGE
 
 Problem = tuple[Loc, str]
 CHECKPOINT = "a Hugging Face checkpoint (config.json, *.safetensors, tokenizer)"
+_EXPERTS = re.compile(r"\.experts\.")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -52,23 +53,49 @@ def model_checks(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
 
 
 def _adapters(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
-    targets, modules = recipe.model.target_modules, machine.modules(recipe.model.path)
+    """That the patterns are some, and that what gets an adapter is there and is no experts' shared tensor."""
+    targets, tensors = recipe.model.target_modules, machine.tensors(recipe.model.path)
     for key in ("target_modules", "exclude_modules"):
         pattern = getattr(recipe.model, key)
         try:
             re.compile(pattern if isinstance(pattern, str) else "")
         except re.error as error:
             yield ("model", key), f"model.{key}: {pattern!r} is no regular expression: {error}"
+            return
+    if tensors is None or targets == "all-linear":
+        return
     at: Loc = ("model", "target_modules")
-    for target in targets if modules is not None and not isinstance(targets, str) else ():
-        if not any(name == target or name.endswith(f".{target}") for name in modules or ()):
-            last = sorted({name.rpartition(".")[2] for name in modules or ()})
+    modules = {name.removesuffix(".weight") for name in tensors if name.endswith(".weight")}
+    experts = {name for name in tensors if _EXPERTS.search(name)}
+    if experts and not recipe.model.exclude_modules:
+        mixtures = {_EXPERTS.split(name)[0] for name in experts}
+        routers = {f"{name}.gate" for name in mixtures} & modules  # one tensor, too
+        shared = {name.removesuffix(".weight") for name in experts} | routers
+        shared |= {f"{name}.experts" for name in mixtures}
+        for target in [targets] if isinstance(targets, str) else targets:
+            if any(_is_target(name, target, targets) for name in shared):
+                yield (
+                    at,
+                    f"model.target_modules: {target!r} names experts, which share one tensor and get no adapter;"
+                    " want modules of the attention, or all-linear",
+                )
+    # Mixtures are not looked through: transformers fuses their tensors under other names.
+    for target in () if experts or isinstance(targets, str) else targets:
+        if not any(_is_target(name, target, targets) for name in modules):
+            last = sorted({name.rpartition(".")[2] for name in modules})
             near = difflib.get_close_matches(target, last, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             yield (
                 at,
                 f"model.target_modules: the model has no module {target!r}{hint} (it has {', '.join(last)})",
             )
+
+
+def _is_target(module: str, target: str, targets: str | tuple[str, ...]) -> bool:
+    """Whether peft would give the module an adapter: by a pattern, or by the end of its name."""
+    if isinstance(targets, str):
+        return re.fullmatch(target, module) is not None
+    return module == target or module.endswith(f".{target}")
 
 
 def checkpoint_checks(at: Loc, path: Path, machine: ThisMachine) -> Iterator[Problem]:

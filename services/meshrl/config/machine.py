@@ -107,11 +107,8 @@ class ThisMachine:
         if ThisMachine.installed(self, PACKAGE):
             check(gym)
 
-    def modules(self, model: Path) -> frozenset[str] | None:
-        """Full names of the modules of a checkpoint that have a weight; None where they cannot be told.
-
-        Mixtures of experts are not told: transformers fuses their tensors under other names.
-        """
+    def tensors(self, model: Path) -> frozenset[str] | None:
+        """Full names of the tensors of a checkpoint; None where they cannot be told."""
         names: list[str] = []
         index = self.json(model / "model.safetensors.index.json").get("weight_map")
         if isinstance(index, dict):
@@ -119,8 +116,7 @@ class ThisMachine:
         elif (single := model / "model.safetensors").is_file():
             with suppress(OSError, ValueError):
                 names = list(read_header(single)[0])
-        found = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
-        return frozenset(found) if found and not any("experts" in name for name in found) else None
+        return frozenset(names) or None
 
     @property
     def no_sandbox(self) -> str:
@@ -233,6 +229,6 @@ class AssumedMachine(ThisMachine):
             return super().first_rows(path, reader)
         return [FileRow(f"{path}:{number}", row) for number, row in enumerate(rows, start=1)]
 
-    def modules(self, model: Path) -> frozenset[str] | None:
+    def tensors(self, model: Path) -> frozenset[str] | None:
         """Not told of an assumed model."""
-        return None if model in self._assumed.models else super().modules(model)
+        return None if model in self._assumed.models else super().tensors(model)

@@ -70,6 +70,19 @@ def test_tensor_and_expert_ranks_are_refused_in_one_line(tmp_path: Path, dimensi
     assert found == [f"{key}: a model that reads pictures is not shared out so; want 1"]
 
 
+def test_qwen2_5_vl_with_other_patches_is_not_given_to_sglang(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model", **READS)
+    config = {"model_type": "qwen2_5_vl", "vision_config": {"patch_size": 16}}
+    (model / "config.json").write_text(json.dumps(config))
+    (found,) = problems(model, "rollout.name=sglang", "rollout.engine={url: 'http://a'}")
+    assert found.startswith("rollout.name: SGLang ends at a picture for ")
+    assert found.endswith("is 16, not 14; want rollout.name=vllm")
+    (model / "config.json").write_text(
+        json.dumps({"model_type": "qwen2_5_vl", "vision_config": {}})
+    )
+    assert problems(model, "rollout.name=sglang", "rollout.engine={url: 'http://a'}") == []
+
+
 def test_tiles_are_read_by_vllm_alone(tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "model", image_processor_type="SmolVLMImageProcessorFast")
     assert problems(model) == []

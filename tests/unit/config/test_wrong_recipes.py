@@ -22,6 +22,9 @@ def too_few(solution_str, ground_truth):
     return 0.0
 """
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 2048}
+MIXTURE = {**QWEN, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
+MIXTURE |= {"num_experts_per_tok": 2}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96}
 PACKAGES = ("torch", "transformers", "peft", "sympy", "math-verify", "latex2sympy2_extended")
 
 
@@ -43,7 +46,15 @@ MACHINE = {
         "serve-it": False,
         "bwrap": False,
     },
-    "models": {"model": QWEN, "gemma": {"architectures": ["Gemma2ForCausalLM"]}},
+    "models": {
+        "model": QWEN,
+        "gemma": {"architectures": ["Gemma2ForCausalLM"]},
+        "heads": {**QWEN, **HEADS},
+        "odd": {**QWEN, **HEADS, "num_key_value_heads": 4, "intermediate_size": 90},
+        "chunked": {**QWEN, "layer_types": ["full_attention", "chunked_attention"]},
+        "gelu": {**QWEN, "hidden_act": "gelu"},
+        "dynamic": {**QWEN, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    },
     "rows": {
         "train.jsonl": rows({"prompt": "1+1?", "answer": "2"}),
         "question.jsonl": rows({"question": "1+1?", "answer": "2"}),
@@ -434,6 +445,40 @@ WRONG: list[tuple[str, str]] = [
         "data.train_files.0: text.jsonl:1: not JSON: Extra data: line 1 column 3 (char 2)",
     ),
     (
+        "model={path: mixture, lora_rank: 8, target_modules: [q_proj, down_proj]}",
+        "model.target_modules: 'down_proj' names experts, which share one tensor and get no adapter; want modules of",
+    ),
+    (
+        "model={path: mixture, lora_rank: 8, target_modules: '.*(q|gate)_proj'}",
+        "model.target_modules: '.*(q|gate)_proj' names experts, which share one tensor and get no adapter",
+    ),
+    (
+        "model={path: mixture, lora_rank: 8, target_modules: [gate]}",
+        "model.target_modules: 'gate' names experts, which share one tensor and get no adapter",
+    ),
+    (
+        "model.path=biased",
+        "model.path: the output embedding of biased has a bias, which is not supported; want another model",
+    ),
+    (
+        "model.path=chunked",
+        "model.path: layer_types chunked_attention of chunked are not supported: rows of a pack would see each other;"
+        " want full_attention and sliding_attention alone",
+    ),
+    ("model.path=gelu", "rollout.name: the torch engine cannot run the activation gelu of gelu"),
+    (
+        "model.path=dynamic",
+        "rollout.name: the torch engine cannot run the rope type dynamic of dynamic (it computes default, linear,",
+    ),
+    (
+        "rollout={name: torch, engine: {max_model_len: 4096}}",
+        "rollout.engine.max_model_len: 4096, and model allows 2048; want at most that",
+    ),
+    (
+        "rollout={name: vllm, engine: {url: 'http://a', max_model_len: 4096}}",
+        "rollout.engine.max_model_len: 4096, and model allows 2048; want at most that",
+    ),
+    (
         "data.max_response_length=4096",
         "data.max_response_length: prompt and response may have 4608 tokens, ",
     ),
@@ -454,15 +499,62 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("chat.jsonl").write_text(json.dumps({"prompt": chat, "answer": "hi"}))
     Path("empty").mkdir()
     Path("empty/readme").write_text("")
-    for name in ("lora", "model"):
+    layer = "model.layers.0"
+    qk = [f"{layer}.self_attn.{name}_proj.weight" for name in "qk"]
+    experts = [f"{layer}.mlp.experts.0.{name}_proj.weight" for name in ("gate", "up", "down")]
+    for name, more in (
+        ("lora", []),
+        ("model", []),
+        ("mixture", [*experts, f"{layer}.mlp.gate.weight"]),
+        ("biased", ["lm_head.weight", "lm_head.bias"]),
+    ):
         Path(name).mkdir()
-        Path(name, "config.json").write_text(json.dumps(QWEN))
+        Path(name, "config.json").write_text(json.dumps(MIXTURE if name == "mixture" else QWEN))
         Path(name, "tokenizer.json").write_text("{}")
         Path(name, "tokenizer_config.json").write_text("{}")
-        layer = "model.layers.0.self_attn"
-        header = json.dumps({f"{layer}.q_proj.weight": {}, f"{layer}.k_proj.weight": {}}).encode()
+        header = json.dumps({tensor: {} for tensor in (*qk, *more)}).encode()
         size = len(header).to_bytes(8, "little")
         Path(name, "model.safetensors").write_bytes(size + header)
+
+
+TENSOR = ["trainer.nproc=4", "trainer.parallel.tensor=4"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["model.path=heads", *TENSOR],
+            "trainer.parallel.tensor: 4 does not divide the 2 key heads of heads; want 1 or 2",
+        ),
+        (
+            ["model.path=odd", *TENSOR],
+            "trainer.parallel.tensor: 4 does not divide the 90 intermediate_size of odd; want 1 or 2",
+        ),
+        (
+            ["model.path=mixture", "actor.moe_router_bias_update_rate=0.001"],
+            "actor.moe_router_bias_update_rate: the routers of mixture have no e_score_correction_bias; want 0, or",
+        ),
+    ],
+)
+def test_what_the_trainer_would_refuse_of_a_model_is_one_line(
+    overrides: list[str], says: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(Path("my.yaml"), overrides, machine=machine())
+    (only,) = str(caught.value).splitlines()
+    assert only.startswith(f"command line: {overrides[-1]}: {says}")
+
+
+def test_what_the_trainer_can_do_with_such_models_is_good() -> None:
+    latent = {**QWEN, **HEADS, "kv_lora_rank": 8}
+    assumed = Written.read(Path("machine.yaml"), ()).as_config(Assumptions)
+    models = {**assumed.models, Path("heads"): latent}
+    here = AssumedMachine(assumed.model_copy(update={"gpus": 8, "models": models}))
+    load_recipe(Path("my.yaml"), ["model.path=heads", *TENSOR], machine=here)
+    for targets in ("[q_proj]", "all-linear", "'.*self_attn.*'"):
+        adapted = f"model={{path: mixture, lora_rank: 8, target_modules: {targets}}}"
+        load_recipe(Path("my.yaml"), [adapted], machine=machine())
 
 
 def machine(*, real_model: bool = False) -> AssumedMachine:

@@ -65,7 +65,8 @@ RESERVED_TOKENS = 6
 ABORT_S = 5.0
 """Deadline of the abort of a request that its reader leaves."""
 
-
+PATCH = 14
+"""Pixels of a patch of Qwen2.5-VL, as SGLang 0.5.23 knows it."""
 UNTIED = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 """Architectures whose `tie_word_embeddings` SGLang 0.5.23 does not read."""
 
@@ -98,6 +99,13 @@ class Config(ServerConfig):
                 "update",
                 f"{self.update} leaves SGLang what the old vision tower made of pictures, and {model} reads them;"
                 " want staged",
+            )
+        patch = (config.get("vision_config") or {}).get("patch_size", PATCH)
+        if config.get("model_type") == "qwen2_5_vl" and patch != PATCH:
+            yield (
+                "",
+                f"SGLang ends at a picture for {model}, whose vision_config.patch_size is {patch}, not {PATCH}; want"
+                " rollout.name=vllm",
             )
         processor = processor_class(machine.json(model / "preprocessor_config.json"))
         if PROCESSORS.get(processor) == "tiles":

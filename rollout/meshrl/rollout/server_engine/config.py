@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshrl.contract.config import Config as BaseConfig
 from meshrl.contract.config import Environment, Machine
+from meshrl.rollout.config import longer_than
 
 
 class ServerConfig(BaseConfig):
@@ -64,7 +65,8 @@ class ServerConfig(BaseConfig):
     """How often in a row the server is restored, with no response finished in between, before the engine stops."""
 
     def faults(self, machine: Machine, model: Path) -> Iterator[tuple[str, str]]:
-        """What this machine lacks to start the server: the option, and one sentence."""
+        """What the model, or this machine, has not to start the server: the option, and one sentence."""
+        yield from longer_than(machine.json(model / "config.json"), self.max_model_len, model)
         if self.url is not None:
             return
         if self.python is not None:

@@ -11,11 +11,8 @@ from typing import Any
 import torch
 
 from meshrl.contract.errors import UserError
-from meshrl.rollout.config import TORCH_ARCHITECTURES
+from meshrl.rollout.config import STATIC_ROPES, TORCH_ARCHITECTURES
 from meshrl.rollout.torch_engine.latent import Latent, query_scale
-
-STATIC_ROPES = ("default", "linear", "llama3", "yarn")
-"""Scalings whose frequencies do not change with the sequence length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

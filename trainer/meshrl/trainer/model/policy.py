@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
-from meshrl.trainer.config import ModelConfig
+from meshrl.trainer.config import ATTENTION_LAYERS, ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model import attention, lora
 from meshrl.trainer.model.base_model import BaseModel
@@ -62,8 +62,6 @@ log = logging.getLogger(__name__)
 
 HfModel: TypeAlias = Any
 """A transformers `PreTrainedModel`: the library has no types."""
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-"""`layer_types` whose attention `meshrl_packed` computes."""
 Model = TypeVar("Model", bound=nn.Module)
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm")
 
