@@ -26,7 +26,7 @@ LINES: Mapping[str, int] = {
     "meshrl.rewardd": 6860,
     "meshrl.sandbox": 1870,
     "meshrl.images": 598,
-    "meshrl.weights": 7630,
+    "meshrl.weights": 7689,
     "meshrl.contract": 7304,
     "meshrl.simulation": 6272,
     "meshrl.rpc": 6121,

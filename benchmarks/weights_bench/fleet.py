@@ -47,6 +47,8 @@ class Update:
 
     version: str
     carrier: str
+    began: float
+    """By the clock of all processes: when its gather began."""
     prepare_s: float
     """From publishing until every engine that served it held it."""
     sync_s: float
@@ -145,6 +147,7 @@ class Fleet:
         return Update(
             version,
             "+".join(sorted(carriers)),
+            began,
             max(member.staged[version] for member in members) - began,
             max(member.served[version] for member in members) - began,
             max(member.pause_s[version] for member in members),

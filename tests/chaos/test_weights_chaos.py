@@ -25,8 +25,8 @@ async def mesh(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
 
 
 def at_bucket(mesh: Mesh, index: int) -> dict[str, int]:
-    """A signal when bucket `index` is about to be sent; disk and shm have read it once before."""
-    return {"at": index, "call": 1 if mesh.config["carrier"] == "gloo" else 2}
+    """A signal when bucket `index` is about to be sent; disk has read it once before."""
+    return {"at": index, "call": 2 if mesh.config["carrier"] == "disk" else 1}
 
 
 @over_gloo

@@ -9,8 +9,13 @@ A carrier's module may assign these literals, which are read without importing i
     RELAYS = False                               whether a replica can be the sender of another one: its end of a
                                                  channel of rank 0 opens by the same endpoint. The trainer then sends
                                                  a version once, into a chain of replicas
-    STREAMS = False                              whether it sends from the source itself, also while that is being
-                                                 gathered; others stage a whole version first
+    STREAMS = False                              whether `send` takes each bucket as soon as it is gathered, and
+                                                 `stage` reads none
+    GATHERS = False                              whether `stage` waits for each bucket by itself (`gathering`), and
+                                                 writes it while the rest is gathered; of carriers that neither do
+                                                 nor stream, a version is gathered first
+    WRITES = False                               whether what `send` gives is where the replica reads it when `send`
+                                                 has ended, not before: it is told of a bucket then
     GROUPS = False                               whether a channel may have more than two ends: rank 0 sends each
                                                  bucket once, to all others
 """
@@ -116,8 +121,11 @@ class Carrier(Protocol):
         """Trainer's process: be ready for channels; returns the endpoint that is sent to the replicas."""
         ...
 
-    async def stage(self, source: WeightSource) -> None:
-        """Trainer's process: called once per version that some channel will send, before it does."""
+    async def stage(self, source: WeightSource) -> float | None:
+        """Trainer's process: called once per version that some channel will send, before it does.
+
+        Returns how many seconds it waited for buckets to be gathered, if it does.
+        """
         ...
 
     def channel(self, link: Link) -> Channel:
@@ -144,6 +152,8 @@ class CarrierFacts:
     relays: bool
     groups: bool
     streams: bool
+    gathers: bool
+    writes: bool
 
     @property
     def met(self) -> bool:
@@ -170,6 +180,8 @@ def carrier_facts(name: str) -> CarrierFacts:
         relays=bool(constant("RELAYS", False)),
         groups=bool(constant("GROUPS", False)),
         streams=bool(constant("STREAMS", False)),
+        gathers=bool(constant("GATHERS", False)),
+        writes=bool(constant("WRITES", False)),
     )
 
 

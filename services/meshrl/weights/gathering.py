@@ -25,6 +25,11 @@ async def gathered(source: WeightSource, index: int) -> tuple[str, Sequence[int]
         ) from error
 
 
+def is_whole(source: WeightSource) -> bool:
+    """Whether all buckets are there: then the manifest has their hashes."""
+    return bool(source.manifest.bucket_hashes)
+
+
 async def whole(source: WeightSource) -> None:
     """Return once all buckets are there. Raises SourceError."""
     for index in range(len(source.manifest.bucket_bytes)):

@@ -94,6 +94,8 @@ class Replica:
         """Of the last version that was prepared."""
         self._opening_s = 0.0
         """From PROPOSE to READY, of the last version."""
+        self._gathering_s = 0.0
+        """What it waited for buckets of the version in transfer to be gathered, with nothing else to do."""
 
     @property
     def view(self) -> ReplicaView:
@@ -309,7 +311,7 @@ class Replica:
         """TRANSFER … RECEIVED of the last bucket, with the right hash."""
         version, route = source.manifest.version, self._route
         assert route is not None
-        began = self._clock()
+        began, self._gathering_s = self._clock(), 0.0
         while (sender := self._sender) is not None:
             try:
                 await self._send_missing(sender, source)
@@ -322,7 +324,8 @@ class Replica:
                 break
         if self._sender is None:
             await self._send_missing(FromTrainer(self._channels[route.carrier]), source)
-        self._routes.observe(route, version, self._clock() - began, self._opening_s)
+        seconds = self._clock() - began - self._gathering_s
+        self._routes.observe(route, version, seconds, self._opening_s)
 
     async def _send_missing(
         self, sender: FromTrainer | FromReplica | FromGroup, source: WeightSource
@@ -375,8 +378,11 @@ class Replica:
         self, sender: FromTrainer | FromReplica | FromGroup, source: WeightSource
     ) -> None:
         """Send the missing buckets; then those are missing that arrived corrupted."""
-        manifest, wanted = source.manifest, self._missing
+        manifest, wanted, route = source.manifest, self._missing, self._route
         version, planned = manifest.version, self._planned
+        assert route is not None
+        writes = isinstance(sender, FromTrainer) and self._routes.writes(route)
+        one_by_one = sender.hop or planned or writes
         lacking = set(wanted)
         if isinstance(sender, FromGroup):
             wanted = await sender.plan(wanted)
@@ -386,18 +392,21 @@ class Replica:
             for index in wanted:
                 await sender.until_held(version, index)
                 digest, tensors = await gathered(source, index)
-                if sender.hop or planned:
+                if writes:
+                    await sender.send(source, index)
+                if one_by_one:
                     transfer = pb.PlaneTransfer(buckets=[index])
                     if planned:
                         transfer.hashes.append(digest)
                         transfer.tensor_hashes.extend(tensors)
                     await self._send(version, transfer=transfer)
-                await sender.send(source, index)
+                if not writes:
+                    await sender.send(source, index)
 
         async def acknowledge() -> None:
             for place, index in enumerate(wanted):
+                expected = await self._gathered(source, index, sender)
                 await sender.until_held(version, index)
-                expected, _ = await gathered(source, index)  # no deadline counts the gather
                 received = await self._received(manifest.bucket_bytes[index], sender)
                 if received.bucket != index:
                     raise InfraError(
@@ -410,13 +419,24 @@ class Replica:
                     corrupted.append(index)
                 self._missing = [*corrupted, *(i for i in wanted[place + 1 :] if i in lacking)]
 
-        if not (sender.hop or planned) or not wanted:
+        if not one_by_one or not wanted:
             await self._send(version, transfer=pb.PlaneTransfer(buckets=wanted))
         await together(send(), acknowledge())
         if isinstance(sender, FromGroup) and wanted and not corrupted:
             await self._send(version, transfer=pb.PlaneTransfer())  # that was all
         for index in corrupted if not isinstance(sender, FromReplica) else ():
             _check_source(index, source, *await gathered(source, index))
+
+    async def _gathered(
+        self, source: WeightSource, index: int, sender: FromTrainer | FromReplica | FromGroup
+    ) -> str:
+        """The hash of a bucket, once it is there: no deadline counts that. Raises RelayError."""
+        began = self._clock()
+        coming = gathered(source, index)
+        alone = isinstance(sender, FromTrainer)
+        expected, _ = await (coming if alone else sender.while_in(coming))  # type: ignore[union-attr]
+        self._gathering_s += self._clock() - began
+        return expected
 
     async def _received(
         self, nbytes: int, sender: FromTrainer | FromReplica | FromGroup

@@ -77,7 +77,10 @@ class Routes:
         """The carriers that have been chosen, with their endpoints."""
         self._staged = {name: deque[Version](maxlen=config.keep) for name in self._facts}
         self._staging_s: dict[tuple[str, Version], float] = {}
+        self._changed: float | None = None
+        """Share of the elements that the version that was committed last changed; None: it is not known."""
         self._locks = {name: asyncio.Lock() for name in self._facts}
+        self._starting = {name: asyncio.Lock() for name in self._facts}
         self._chosen: dict[str, tuple[Version, Route]] = {}
         """By class: replicas of one class get a version by the same route."""
         self._committed: WeightSource | None = None
@@ -117,13 +120,11 @@ class Routes:
         chosen = self._chosen.get(receivers)
         if chosen is not None and chosen[0] == version:
             return chosen[1]
-        if self._choosing:  # what is measured is the way of the bytes
-            await whole(source)
         last = chosen[1].carrier if chosen else ""
         options = {
             f"{name} from a base" if self._has_base(name, last) else name: name for name in reaching
         }
-        work = self._work(options, source)
+        work = await self._work(options, source)
         rates = {option: self._facts[name].rate for option, name in options.items()}
         while True:
             option = (
@@ -172,8 +173,15 @@ class Routes:
         """This end of a channel."""
         return self._carriers[route.carrier].channel(link)
 
+    def writes(self, route: Route) -> bool:
+        """Whether what was sent is there for the replica once it is sent, and it must not look before."""
+        return self._facts[route.carrier].writes
+
     def observe(self, route: Route, version: Version, seconds: float, opening_s: float) -> None:
-        """A version has arrived: `opening_s` until the replica was ready for it, `seconds` from then on."""
+        """A version has arrived: `opening_s` until the replica was ready for it, `seconds` from then on.
+
+        What is measured is the way of the bytes: neither counts what they waited for the gather.
+        """
         if not self._choosing:
             return
         seconds += self._staging_s.get((route.carrier, version), 0.0)
@@ -187,6 +195,9 @@ class Routes:
 
     def committed(self, source: WeightSource) -> None:
         """The changes of the next version are counted from this one."""
+        if self._choosing and any(each.sparse for each in self._facts.values()):
+            before = self._committed
+            self._changed = None if before is None else density(before, source)
         self._committed = source
         version = source.manifest.version
         self._staging_s = {k: s for k, s in self._staging_s.items() if k[1] >= version}
@@ -213,33 +224,39 @@ class Routes:
         """Whether the carrier can send changes only: a version that came by another carrier is no base."""
         return self._facts[name].sparse and name == last and self._committed is not None
 
-    def _work(self, options: Mapping[str, str], source: WeightSource) -> dict[str, float]:
+    async def _work(self, options: Mapping[str, str], source: WeightSource) -> dict[str, float]:
         total = float(source.manifest.total_bytes)
         work = dict.fromkeys(options, total)
         sparse = [option for option, name in options.items() if option != name]
         if len(work) > 1 and sparse and self._committed is not None:
             # Scanning and applying cost 0.3 of the bytes; about 1.5 bytes are sent for each that changed.
-            changed = density(self._committed, source)
+            # As much as the version before changed: this one may not have been gathered yet.
+            changed = self._changed
+            if changed is None:
+                await whole(source)
+                changed = density(self._committed, source)
             work |= dict.fromkeys(sparse, total * min(1.0, 0.3 + 1.5 * changed))
         return work
 
     async def _prepare(self, name: str, source: WeightSource) -> str:
         """Have the carrier listen and stage the version; returns its endpoint."""
         carrier, endpoint = await self._listen(name)
-        if not self._facts[name].streams:
+        version, facts = source.manifest.version, self._facts[name]
+        if version in self._staged[name]:
+            return endpoint  # also while a newer one is gathered, and staged meanwhile
+        if not (facts.streams or facts.gathers):
             await whole(source)
         async with self._locks[name]:
-            version = source.manifest.version
             if version not in self._staged[name]:
                 clock = asyncio.get_running_loop().time
                 began = clock()
-                await carrier.stage(source)
-                self._staging_s[name, version] = clock() - began
+                waited_s = await carrier.stage(source)
+                self._staging_s[name, version] = clock() - began - (waited_s or 0.0)
                 self._staged[name].append(version)
         return endpoint
 
     async def _listen(self, name: str) -> tuple[Carrier, str]:
-        async with self._locks[name]:
+        async with self._starting[name]:
             if name not in self._listening:
                 carrier = self._carriers[name]
                 self._listening[name] = carrier, await carrier.listen()

@@ -33,14 +33,17 @@ class SharedMemory:
         self.folder = folder
 
     def create(self, name: str, nbytes: int) -> int:
-        """Make a file, locked until it is closed or this process dies; its descriptor. Raises OSError."""
+        """Make a file with all its room, locked until it is closed or this process dies; its descriptor.
+
+        Raises OSError.
+        """
         path = self.folder / name
         path.unlink(missing_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits only while another process sweeps
-            os.truncate(descriptor, nbytes)
+            os.posix_fallocate(descriptor, 0, nbytes)
         except OSError:
             self.delete(name)
             os.close(descriptor)

@@ -145,40 +145,55 @@ class VersionWriter:
         self._last: WeightSource | None = None
         self._chain: tuple[Version, ...] = ()
         """From the newest anchor to `_last`; empty: the next one is an anchor."""
+        self._repaired = False
+        """Since `begin`."""
 
     def write(self, source: WeightSource) -> None:
-        """Write a version, then remove what is no longer needed.
+        """Write a version that is whole, then remove what is no longer needed.
 
         Raises:
             CapacityError: the store refuses.
         """
-        manifest = source.manifest
-        if self._chain and manifest.version == self._chain[-1]:
+        if self._chain and source.manifest.version == self._chain[-1]:
             return  # published twice
-        patches = self._patches(source)
-        chain = (*(self._chain if patches is not None else ()), manifest.version)
-        self._chain = ()  # what fails half-way is no base: an anchor follows it
-        folder = self._store.folder(manifest.run, manifest.version)
-        draft = self._store.draft(folder)
-        if patches is None:
-            self._write_anchor(draft, source)
-        else:
-            for index, patch in enumerate(patches):
-                self._store.write(f"{draft}/{_patch_name(manifest, index)}", patch)
-        about = {"run": manifest.run, "chain": [str(version) for version in chain]}
-        self._store.write(f"{draft}/{_VERSION_FILE}", json.dumps(about).encode())
-        self._store.publish(folder)
-        self._chain, self._last = chain, source if self._anchor_every > 1 else None
+        draft = self.begin(source)
+        for index in range(len(source.manifest.bucket_bytes)):
+            draft.add(index)
+        self.finish(draft)
+
+    def begin(self, source: WeightSource) -> Draft:
+        """A version to which buckets are added as they come, in their order; writes nothing yet."""
+        manifest, last = source.manifest, self._last
+        if not 0 < len(self._chain) < self._anchor_every:
+            last = None
+        if last is not None and (
+            (manifest.run, manifest.tensors) != (last.manifest.run, last.manifest.tensors)
+        ):
+            last = None
+        chain, self._chain = self._chain, ()  # what fails half-way is no base: an anchor follows it
+        self._repaired = False
+        return Draft(self._store, source, last, chain, self._config.max_density)
+
+    def finish(self, draft: Draft) -> None:
+        """All buckets were added: let the version be seen, then remove what is no longer needed.
+
+        Raises:
+            CapacityError: the store refuses.
+        """
+        run = draft.source.manifest.run
+        chain = draft.publish(self._model_path)
+        self._chain = () if self._repaired else chain
+        self._last = draft.source if self._anchor_every > 1 else None
         try:
-            self.prune(manifest.run)
+            self.prune(run)
         except UnavailableError as error:  # the version is there; the next one prunes again
             logger.warning("%s", error)
 
     def repair(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
         """Write a bucket that was read corrupted into the version's folder, whole. Raises CapacityError."""
         folder = self._store.folder(manifest.run, manifest.version)
-        self._write_whole(folder, manifest, index, bucket)
-        self._chain = ()  # something in it is corrupted
+        _write_whole(self._store, folder, manifest, index, bucket)
+        self._chain, self._repaired = (), True  # something in it is corrupted
 
     def prune(self, run: str) -> None:
         """Remove what the newest `keep` versions do not need, and what a trainer that died has left unfinished.
@@ -212,38 +227,73 @@ class VersionWriter:
         for version in versions - needed:
             self._store.remove(self._store.folder(run, version))
 
-    def _patches(self, source: WeightSource) -> list[bytes] | None:
-        """One for each bucket; None when an anchor is due."""
-        manifest, last = source.manifest, self._last
-        if last is None or not 0 < len(self._chain) < self._anchor_every:
-            return None
-        if manifest.run != last.manifest.run or manifest.tensors != last.manifest.tensors:
-            return None
-        allowed = self._config.max_density * manifest.total_bytes
-        patches = []
-        for index in range(len(manifest.bucket_bytes)):
-            bucket, width = source.bucket(index), word_bytes(manifest, index)
-            patch = patch_between(last, manifest, index, bucket, self._config.max_density)
-            allowed -= bucket.nbytes if patch is None else width * head(patch).changed
-            if allowed < 0:
-                return None
-            patches.append(whole(bucket, word_bytes=width) if patch is None else patch)
-        return patches
 
-    def _write_anchor(self, folder: str, source: WeightSource) -> None:
-        manifest = source.manifest
-        for index in range(len(manifest.bucket_bytes)):
-            self._write_whole(folder, manifest, index, source.bucket(index))
-        self._store.write(f"{folder}/{INDEX}", index_text(manifest).encode())
-        for path in companions(self._model_path):
-            self._store.write(f"{folder}/{path.name}", path.read_bytes())
+class Draft:
+    """A version that is being written: as patches while they are small enough together, else as an anchor."""
 
-    def _write_whole(
-        self, folder: str, manifest: WeightManifest, index: int, bucket: Uint8
+    def __init__(
+        self,
+        store: VersionStore,
+        source: WeightSource,
+        base: WeightSource | None,
+        chain: tuple[Version, ...],
+        max_density: float,
     ) -> None:
-        content = io.BytesIO()
-        write_tensors(content, manifest, index, bucket)
-        self._store.write(f"{folder}/{file_name(manifest, index)}", content.getvalue())
+        """`base` is the version before, which `chain` ends with; None: an anchor is due."""
+        self.source = source
+        self._store = store
+        self._base = base
+        self._chain = chain
+        self._max_density = max_density
+        self._folder = store.folder(source.manifest.run, source.manifest.version)
+        self._draft = store.draft(self._folder)
+        self._allowed = max_density * source.manifest.total_bytes
+        """Bytes of words that may yet change before an anchor is written instead."""
+        self._patches: list[bytes] = []
+        self._next = 0
+        """The first bucket that is not written: of an anchor."""
+
+    def add(self, index: int) -> None:
+        """A bucket is there, as those before it are. Raises CapacityError."""
+        if self._base is not None and not self._add_patch(self._base, index):
+            self._base = None
+        if self._base is None:
+            self._write_up_to(index)
+
+    def publish(self, model_path: Path | None) -> tuple[Version, ...]:
+        """Let the version be seen; returns the chain that it ends.
+
+        Raises:
+            CapacityError: the store refuses.
+        """
+        manifest = self.source.manifest
+        for index, patch in enumerate(self._patches):
+            self._store.write(f"{self._draft}/{_patch_name(manifest, index)}", patch)
+        if self._base is None:
+            self._store.write(f"{self._draft}/{INDEX}", index_text(manifest).encode())
+            for path in companions(model_path):
+                self._store.write(f"{self._draft}/{path.name}", path.read_bytes())
+        chain = (*(self._chain if self._base is not None else ()), manifest.version)
+        about = {"run": manifest.run, "chain": [str(version) for version in chain]}
+        self._store.write(f"{self._draft}/{_VERSION_FILE}", json.dumps(about).encode())
+        self._store.publish(self._folder)
+        return chain
+
+    def _add_patch(self, base: WeightSource, index: int) -> bool:
+        """False when too much has changed, in all buckets so far."""
+        manifest, bucket = self.source.manifest, self.source.bucket(index)
+        width = word_bytes(manifest, index)
+        patch = patch_between(base, manifest, index, bucket, self._max_density)
+        self._allowed -= bucket.nbytes if patch is None else width * head(patch).changed
+        self._patches.append(whole(bucket, word_bytes=width) if patch is None else patch)
+        return self._allowed >= 0
+
+    def _write_up_to(self, last: int) -> None:
+        self._patches = []
+        manifest = self.source.manifest
+        for index in range(self._next, last + 1):
+            _write_whole(self._store, self._draft, manifest, index, self.source.bucket(index))
+        self._next = last + 1
 
 
 class VersionReader:
@@ -301,6 +351,14 @@ class VersionReader:
         content = self._store.read(path)
         read_tensors(io.BytesIO(content), len(content), path, manifest, index, into)
         return len(content)
+
+
+def _write_whole(
+    store: VersionStore, folder: str, manifest: WeightManifest, index: int, bucket: Uint8
+) -> None:
+    content = io.BytesIO()
+    write_tensors(content, manifest, index, bucket)
+    store.write(f"{folder}/{file_name(manifest, index)}", content.getvalue())
 
 
 def _patch_name(manifest: WeightManifest, index: int) -> str:

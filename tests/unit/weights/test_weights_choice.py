@@ -19,7 +19,7 @@ from meshrl.contract.errors import (
     CorruptError,
     UserError,
 )
-from meshrl.contract.types import Uint8, Version
+from meshrl.contract.types import Version
 from meshrl.testing.weights import StubSource
 from meshrl.weights.carrier import (
     Carriers,
@@ -30,10 +30,11 @@ from meshrl.weights.carrier import (
     load_carrier,
     offered,
 )
+from meshrl.weights.carriers import shm
 from meshrl.weights.carriers.auto import EXPLORE_EVERY, EXPLORE_SHARE, CostModel
 from meshrl.weights.fleet import ReplicaState, ReplicaView
 from meshrl.weights.routes import Peer, Routes, density
-from meshrl.weights.shared_memory import boot_id
+from meshrl.weights.shared_memory import SharedMemory, boot_id
 
 WORK = 1e6
 STATED = {"fast": 4e9, "slow": 1e9, "sparse": 1e9}
@@ -157,13 +158,14 @@ async def test_shared_memory_lends_each_bucket_uncopied_and_keeps_two_versions(
 ) -> None:
     carrier = load_carrier(WeightsConfig(carrier="shm"), RunPaths(directory=tmp_path))
     link = Link(run="a/b c", epoch=1, generation=1, endpoint=await carrier.listen(), rank=1)
-    channel = carrier.channel(link)
+    channel, writer = carrier.channel(link), carrier.channel(replace(link, rank=0))
     await channel.open(1.0)
     into = np.zeros(1 << 16, dtype=np.uint8)
     sources = [StubSource("a/b c", Version(1, step), buckets=3) for step in range(3)]
     lent = []
     for source in sources:
         await carrier.stage(source)
+        await writer.send(source.manifest, 2, source.bucket(2))
         lent.append(await channel.receive(source.manifest, 2, into))
     for source, bucket in zip(sources, lent, strict=True):
         assert bucket is not None
@@ -295,6 +297,7 @@ async def test_shared_memory_brings_a_version_that_is_older_than_the_kept_ones(
     for source in sources:
         await carrier.stage(source)
     oldest, *_, newest = sources
+    await writer.send(newest.manifest, 0, newest.bucket(0))
     into = np.zeros(1 << 16, dtype=np.uint8)
     for index in range(3):
         await writer.send(oldest.manifest, index, oldest.bucket(index))
@@ -311,19 +314,24 @@ async def test_shared_memory_brings_a_version_that_is_older_than_the_kept_ones(
 
 
 async def test_shared_memory_closes_no_file_while_it_is_written(tmp_path: Path) -> None:
-    carrier = load_carrier(WeightsConfig(carrier="shm"), RunPaths(directory=tmp_path))
-    await carrier.listen()
     writing, may_go_on = threading.Event(), threading.Event()
 
-    class Slow(StubSource):
-        def bucket(self, index: int) -> Uint8:
-            writing.set()
-            may_go_on.wait(60)
-            return super().bucket(index)
+    class Slow(SharedMemory):
+        def write(self, descriptor: int, at: int, content: memoryview) -> None:
+            if len(content) > 1:  # no probe
+                writing.set()
+                may_go_on.wait(60)
+            super().write(descriptor, at, content)
 
-    staging = asyncio.create_task(carrier.stage(Slow("slow", Version(1, 0))))
+    paths = RunPaths(directory=tmp_path)
+    carrier = shm.Carrier(WeightsConfig(carrier="shm"), paths, memory=Slow())
+    link = Link(run="slow", epoch=1, generation=1, endpoint=await carrier.listen(), rank=0)
+    source = StubSource("slow", Version(1, 0))
+    await carrier.stage(source)
+    send = carrier.channel(link).send(source.manifest, 0, source.bucket(0))
+    sending = asyncio.create_task(send)
     await asyncio.to_thread(writing.wait, 60)
     await carrier.close()
     may_go_on.set()
-    await staging
+    await sending
     assert list(Path("/dev/shm").glob("*-slow-1.0.weights")) == []  # noqa: ASYNC240

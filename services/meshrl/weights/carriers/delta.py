@@ -53,6 +53,7 @@ REACH = "network"
 NEEDS: tuple[str, ...] = ()
 RATE = 1e9
 SPARSE = True
+STREAMS = True
 
 PART_BYTES: Final = 4 << 20
 """Bytes per message: the fastest of 256 KiB to 16 MiB over Python's gRPC."""

@@ -9,7 +9,9 @@ for what lies where. The receiver checks the bytes against the manifest. No torc
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from typing import TypeVar
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, ConfigError, UnavailableError
@@ -17,12 +19,15 @@ from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.carrier import Channel, Link, RunPaths
 from meshrl.weights.delta.held_versions import Held
+from meshrl.weights.gathering import gathered, is_whole
 from meshrl.weights.version_store import MARK, VersionReader, VersionStore, VersionWriter
 from meshrl.weights.waiting import WorkerThread, within
 
 REACH = "directory"
 RATE = 0.5e9
+GATHERS = True
 
+_T = TypeVar("_T")
 FOLDER = "weights"
 """In the run's directory."""
 
@@ -60,16 +65,33 @@ class Carrier:
             raise ConfigError(f"weights.directory: {error}") from error
         return self._store.url
 
-    async def stage(self, source: WeightSource) -> None:
-        """Write the version, once for all replicas.
+    async def stage(self, source: WeightSource) -> float:
+        """Write the version, once for all replicas: each bucket while the next one is gathered.
+
+        Returns how many seconds it waited for buckets.
 
         Raises:
             CapacityError: the store refuses it.
+            SourceError: it was not gathered.
             UnavailableError: the store cannot be reached.
             WaitTimeoutError: it takes longer than `min_bytes_per_s` allows.
         """
-        nbytes = source.manifest.total_bytes
-        write = self.thread.run(self.writer.write, source)
+        nbytes, waited_s = source.manifest.total_bytes, 0.0
+        if is_whole(source):
+            await self._writing(self.writer.write, source, nbytes=nbytes)
+            return waited_s
+        clock = asyncio.get_running_loop().time
+        draft = self.writer.begin(source)
+        for index, size in enumerate(source.manifest.bucket_bytes):
+            began = clock()
+            await gathered(source, index)
+            waited_s += clock() - began
+            await self._writing(draft.add, index, nbytes=size)
+        await self._writing(self.writer.finish, draft, nbytes=nbytes)
+        return waited_s
+
+    async def _writing(self, call: Callable[[_T], None], what: _T, *, nbytes: int) -> None:
+        write = self.thread.run(call, what)
         await within(write, self._config.deadline_s(nbytes), f"writing to {self._store.url}")
 
     def channel(self, link: Link) -> Channel:

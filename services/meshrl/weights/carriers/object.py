@@ -7,3 +7,4 @@ __all__ = ["Carrier"]
 REACH = "directory"
 RATE = 0.2e9
 SPARSE = True
+GATHERS = True

@@ -1,8 +1,9 @@
 """Weights through shared memory of one host: written once per version, mapped by every replica, copied by none.
 
-    trainer    stage ─▶ /dev/shm/meshrl-<nonce>-<run>-<epoch>.<step>.weights ◀─mmap─ replica, replica, …
+    trainer     send ─▶ /dev/shm/meshrl-<nonce>-<run>-<epoch>.<step>.weights ◀─mmap─ replica, replica, …
 
-A version is one file, a bucket a page-aligned part of it. Every generation reads the same file. A replica maps its
+A version is one file, a bucket a page-aligned part of it, written when it has been gathered; its room is taken
+before. Every generation reads the same file. A replica maps its
 pages (private, copy on write), so the engine gets the same memory that was hashed, and a deleted file stays readable
 for those that have mapped it.
 
@@ -37,6 +38,8 @@ from meshrl.weights.waiting import WorkerThread
 REACH = "host"
 NEEDS: tuple[str, ...] = ()
 RATE = 4e9
+STREAMS = True
+WRITES = True
 
 PATTERN = "meshrl-*.weights"
 _NONCE = re.compile(r"[0-9a-f]{16}")
@@ -72,8 +75,8 @@ class Carrier:
         return json.dumps({"boot": offer.boot_id, "probe": offer.name, "nonce": self._nonce})
 
     async def stage(self, source: WeightSource) -> None:
-        """Write the version, once for all replicas. Raises CapacityError when it does not fit."""
-        await self._thread.run(self._stage, source)
+        """Make the file of the version, once for all replicas. Raises CapacityError when it does not fit."""
+        await self._thread.run(self._segment, source.manifest)
 
     def channel(self, link: Link) -> Channel:
         """One end of a channel."""
@@ -88,23 +91,17 @@ class Carrier:
         if self._probe is not None:
             self._probe.close()
 
-    async def write(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
-        """Write one bucket of a version that is deleted by now, or that was read corrupted."""
-        await self._thread.run(lambda: self._segment(manifest).write(index, bucket))
+    async def write(
+        self, manifest: WeightManifest, index: int, bucket: Uint8, *, again: bool
+    ) -> None:
+        """Write one bucket that is not there, also of a version that was deleted; `again`: it was read corrupted."""
 
-    def holds(self, version: Version, index: int) -> bool:
-        """Whether the bucket of the version is in memory."""
-        segment = self._segments.get(version)
-        return segment is not None and index in segment.written
+        def write() -> None:
+            segment = self._segment(manifest)
+            if again or index not in segment.written:
+                segment.write(index, bucket)
 
-    def _stage(self, source: WeightSource) -> None:
-        segment = self._segment(source.manifest)
-        try:
-            for index in range(len(source.manifest.bucket_bytes)):
-                segment.write(index, source.bucket(index))
-        except CapacityError:
-            self._segments.pop(source.manifest.version).close()
-            raise
+        await self._thread.run(write)
 
     def _close_segments(self) -> None:
         while self._segments:
@@ -112,14 +109,14 @@ class Carrier:
 
     def _segment(self, manifest: WeightManifest) -> Segment:
         """The file to write the version to: one beside those that are kept where it is older than they are."""
-        segment = self._segments.get(manifest.version)
-        if segment is None:
-            segment = Segment(self.memory, segment_name(self._nonce, manifest), manifest)
-            self._segments[manifest.version] = segment
-            for old in sorted(self._segments)[: -self._keep]:
-                if old != manifest.version:
+        version = manifest.version
+        if version not in self._segments:
+            for old in sorted({*self._segments, version})[: -self._keep]:
+                if old != version:
                     self._segments.pop(old).close()
-        return segment
+            segment = Segment(self.memory, segment_name(self._nonce, manifest), manifest)
+            self._segments[version] = segment
+        return self._segments[version]
 
 
 class Segment:
@@ -163,7 +160,7 @@ class Segment:
 
 
 class ShmWriter:
-    """The trainer's end: only repairs buckets."""
+    """The trainer's end. The first of a version's writes each bucket, the others find it there."""
 
     def __init__(self, carrier: Carrier, link: Link) -> None:
         self._carrier = carrier
@@ -173,13 +170,12 @@ class ShmWriter:
         """Does nothing: the memory is there or is not."""
 
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
-        """Does nothing the first time, because the version is staged; a second time, writes the bucket again."""
+        """Write the bucket if it is not there; a second time in any case. Raises UnavailableError."""
         key = (manifest.version, index)
-        if key in self._sent or not self._carrier.holds(*key):
-            try:
-                await self._carrier.write(manifest, index, bucket)
-            except CapacityError as error:
-                raise UnavailableError(str(error)) from error
+        try:
+            await self._carrier.write(manifest, index, bucket, again=key in self._sent)
+        except CapacityError as error:
+            raise UnavailableError(str(error)) from error
         self._sent.add(key)
 
     def committed(self, version: Version) -> None:

@@ -1,0 +1,97 @@
+"""Each bucket is taken as soon as it is gathered, by every carrier: sent, or written where the replicas read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshrl.contract.types import Version
+from meshrl.testing.weights import GatheredStub, StubSource
+from meshrl.weights.gathering import SourceError
+
+from ..waiting import until
+from .weights_fleet import RUN, Fleet, opened
+
+CARRIERS = pytest.mark.parametrize("carrier", ["shm", "disk", "object", "delta", "gloo", "auto"])
+SPARSE = 0.02
+
+
+class Watched(GatheredStub):
+    """Knows which of its buckets were read."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(RUN, Version(1, step), density=SPARSE)
+        self.read: set[int] = set()
+
+    def bucket(self, index: int) -> np.ndarray:
+        self.read.add(index)
+        return super().bucket(index)
+
+
+async def served(fleet: Fleet, source: StubSource) -> None:
+    await until(lambda: fleet.published[-1:] == [source.manifest.version])
+
+
+@CARRIERS
+async def test_a_bucket_is_taken_before_the_next_one_is_gathered(
+    carrier: str, tmp_path: Path
+) -> None:
+    async with opened(carrier, tmp_path) as fleet:
+        engines = await fleet.joined("one", "two")
+        for step in range(3):  # with auto, the third needs no look at what changed
+            await fleet.carry(StubSource(RUN, Version(1, step), density=SPARSE))
+        source = Watched(3)
+        await fleet.coordinator.publish(source)
+        for index in range(4):
+            assert index not in source.read
+            source.come(index)
+            await until(lambda index=index: index in source.read)
+        await served(fleet, source)
+        for engine in (*engines, await fleet.joined_late("late")):
+            assert engine.version == Version(1, 3)
+            assert engine.hashes == source.manifest.bucket_hashes
+        await fleet.carry(StubSource(RUN, Version(1, 4), density=SPARSE))
+        assert engines[0].version == Version(1, 4)
+
+
+@CARRIERS
+async def test_a_version_whose_gather_fails_is_nowhere_and_the_next_one_goes_through(
+    carrier: str, tmp_path: Path
+) -> None:
+    async with opened(carrier, tmp_path) as fleet:
+        engines = await fleet.joined("one", "two")
+        for step in range(3):
+            await fleet.carry(StubSource(RUN, Version(1, step), density=SPARSE))
+        hashes = engines[0].hashes
+        source = Watched(3)
+        await fleet.coordinator.publish(source)
+        source.come(0)
+        await until(lambda: 0 in source.read)
+        source.fail(RuntimeError("rank 1 has died"))
+        with pytest.raises(SourceError, match=r"1\.3 were not gathered: rank 1 has died"):
+            await fleet.coordinator.drained()
+        late = await fleet.joined_late("late")
+        assert [engine.hashes for engine in (*engines, late)] == [hashes] * 3
+        after = StubSource(RUN, Version(1, 4), density=SPARSE)
+        await fleet.carry(after)
+        assert {engine.hashes for engine in engines} == {after.manifest.bucket_hashes}
+        assert fleet.published == [Version(1, step) for step in (0, 1, 2, 4)]
+    assert not list(tmp_path.rglob("*1.3*"))  # noqa: ASYNC240
+
+
+async def test_a_late_joiner_is_served_while_a_version_is_gathered(tmp_path: Path) -> None:
+    async with opened("disk", tmp_path) as fleet:
+        await fleet.joined("one")
+        await fleet.carry(fleet.source(0))
+        source = Watched(1)
+        await fleet.coordinator.publish(source)
+        source.come(0)
+        await until(lambda: 0 in source.read)
+        late = await fleet.joined_late("late")
+        assert late.version == Version(1, 0)
+        for index in range(1, 4):
+            source.come(index)
+        await served(fleet, source)
+        await until(lambda: late.hashes == source.manifest.bucket_hashes)
