@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from meshrl.contract.errors import ConfigError
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
@@ -58,6 +61,34 @@ class DeviceShare:
             bus_order=environment.get(ORDER) == "PCI_BUS_ID",
             in_turns=environment.get(IN_TURNS) == "1",
         )
+
+
+def chosen_device(
+    key: str, asked: str, torch: Any, environment: Mapping[str, str] = os.environ
+) -> str:
+    """`cpu` or `cuda`: where a service computes.
+
+    Args:
+        key: Of the recipe, which `asked` stands at: auto, cpu or cuda.
+        asked: Its value.
+        torch: The module.
+        environment: Of the process.
+
+    Raises:
+        ConfigError: CUDA was asked for, or GPUs were given to this service, and torch sees none.
+    """
+    if asked != "cpu" and torch.cuda.is_available():
+        return "cuda"
+    if asked == "cuda":
+        raise ConfigError(f"{key}: cuda, but torch sees no CUDA device; use cpu or auto")
+    share = DeviceShare.of(environment)
+    if asked == "auto" and share is not None and share.devices:
+        build = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "has no CUDA"
+        raise ConfigError(
+            f"{key}: auto, GPU {','.join(share.devices)} is this service's, and torch {torch.__version__}, which"
+            f" {build}, sees none; install a torch that fits the driver, or set it to cpu"
+        )
+    return "cpu"
 
 
 def logits_at_once(memory: int) -> int:

@@ -523,7 +523,7 @@ def _providers(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
             yield ("model",), f"model: this needs {module}: pip install 'meshrl[torch]'"
     trainer = recipe.trainer
     if trainer.device == "cuda" and trainer.nproc > machine.gpus:
-        has = f"{machine.gpus} GPUs" if machine.gpus else "no GPU"
+        has = f"{machine.gpus} GPUs" if machine.gpus else machine.no_gpu
         yield (
             ("trainer", "device"),
             f"trainer.device: cuda, {trainer.nproc} ranks (trainer.nproc), and this machine has {has}",

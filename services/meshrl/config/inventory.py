@@ -13,6 +13,9 @@ from typing import Any
 LIBRARY = "libnvidia-ml.so.1"
 NAME_BYTES = 96
 GIB = 1 << 30
+NO_GPU = "no GPU"
+_NVIDIA, _DISPLAYS = "0x10de", ("0x0300", "0x0302")
+"""As PCI numbers the maker, and the classes of its GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,18 @@ def _asked(library: Any, index: int) -> tuple[Gpu, str]:
         library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
     shown = name.value.decode(errors="replace")
     return Gpu(id=str(index), name=shown, memory=memory.total), uuid.value.decode()
+
+
+def on_the_bus(devices: Path = Path("/sys/bus/pci/devices")) -> int:
+    """How many GPUs of NVIDIA the kernel has found, with a driver or without one."""
+    found = 0
+    for device in devices.glob("*"):
+        try:
+            maker, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+        except OSError:
+            continue
+        found += maker == _NVIDIA and kind.startswith(_DISPLAYS)
+    return found
 
 
 def this_machines_gpus() -> tuple[Gpu, ...]:

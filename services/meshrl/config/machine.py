@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
-from meshrl.config.inventory import GIB, Gpu, this_machines_gpus
+from meshrl.config.inventory import GIB, NO_GPU, Gpu, on_the_bus, this_machines_gpus
 from meshrl.contract.config import Config
 from meshrl.contract.errors import UserError
 from meshrl.rollout.server_engine.checkpoint import read_header
@@ -42,6 +42,12 @@ class ThisMachine:
     def devices(self) -> tuple[Gpu, ...]:
         """The GPUs that CUDA would see."""
         return this_machines_gpus()
+
+    @property
+    def no_gpu(self) -> str:
+        """What it has where it has none that services can use."""
+        found = on_the_bus() if "CUDA_VISIBLE_DEVICES" not in os.environ else 0
+        return f"no driver for {found} NVIDIA GPUs on its bus" if found else NO_GPU
 
     @property
     def bus_order(self) -> bool:
@@ -174,6 +180,11 @@ class AssumedMachine(ThisMachine):
             return super().devices
         memory = int((assumed.gpu_memory_gib or 0) * GIB)
         return tuple(Gpu(id=str(index), memory=memory) for index in range(assumed.gpus))
+
+    @property
+    def no_gpu(self) -> str:
+        """See ThisMachine."""
+        return super().no_gpu if self._assumed.gpus is None else NO_GPU
 
     @property
     def bus_order(self) -> bool:

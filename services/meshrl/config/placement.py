@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshrl.config import memory
-from meshrl.config.inventory import GIB, Gpu, Host
+from meshrl.config.inventory import GIB, NO_GPU, Gpu, Host
 from meshrl.config.machine import ThisMachine
 from meshrl.config.memory import Architecture, Need
 from meshrl.config.recipe import Recipe, names, needs_reference
@@ -58,6 +58,8 @@ class Placement:
     places: Mapping[str, Place] = field(default_factory=dict)
     hosts: tuple[Host, ...] = ()
     worker_gpus: int = 0
+    no_gpu: str = NO_GPU
+    """What the machine has where there are no hosts with GPUs."""
 
     def share(self, service: str) -> DeviceShare | None:
         """What a service gets; None for one that needs no GPU, or where there are none."""
@@ -131,7 +133,7 @@ class Placement:
         named = {"trainer": asked.trainer, "reference": asked.reference, "colocate": asked.colocate}
         if not self.hosts:
             named["rollout"] = asked.rollout
-            why = "this machine has no GPU; want auto (`--assume` checks a recipe for another machine)"
+            why = f"this machine has {self.no_gpu}; want auto (`--assume` checks a recipe for another machine)"
         elif self.recipe.trainer.device == "cpu":
             why = "trainer.device is cpu; want auto for one of the two"
         elif asked.trainer == 0:
@@ -190,6 +192,8 @@ class Placement:
     def lines(self) -> Iterator[str]:
         """The table."""
         if not self.places:
+            if self.no_gpu != NO_GPU and self.recipe.trainer.device != "cpu":
+                yield f"this machine has {self.no_gpu}: everything computes on the CPU"
             return
         rows = [("service", "host", "GPUs", "memory", "estimate", "ports")]
         for place in self.places.values():
@@ -241,7 +245,7 @@ def place(recipe: Recipe, machine: ThisMachine) -> Placement:
     """
     hosts = hosts_of(recipe, machine)
     if not hosts:
-        return Placement(recipe=recipe)
+        return Placement(recipe=recipe, no_gpu=machine.no_gpu)
     config = machine.json(recipe.model.path / "config.json")
     reference_config = machine.json(recipe.reference_model.path / "config.json")
     models = (Architecture.of(config), Architecture.of(reference_config))

@@ -187,7 +187,8 @@ def _carrier(recipe: Recipe, machine: ThisMachine, unknown: set[Loc]) -> Iterato
     if not required and plugins.constant(package, library, "REQUIRES", ()) and not machine.gpus:
         yield (
             at,
-            f"weights.carrier: {weights.carrier} moves weights between GPUs, and this machine has none",
+            f"weights.carrier: {weights.carrier} moves weights between GPUs, and this machine has"
+            f" {machine.no_gpu}",
         )
 
 

@@ -9,17 +9,18 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from meshrl.cli.commands.serve import take_share
 from meshrl.config import Recipe, load_recipe
-from meshrl.config.inventory import GIB, gpus_of
-from meshrl.config.machine import AssumedMachine, Assumptions
+from meshrl.config.inventory import GIB, gpus_of, on_the_bus
+from meshrl.config.machine import AssumedMachine, Assumptions, ThisMachine
 from meshrl.config.memory import Architecture
 from meshrl.config.placement import Placement, place
-from meshrl.contract.device_share import DeviceShare
+from meshrl.contract.device_share import DeviceShare, chosen_device
 from meshrl.contract.errors import CapacityError, ConfigError, UserError
 from meshrl.rollout.engines import sglang, vllm
 
@@ -441,3 +442,101 @@ def test_machines_of_a_trainer_that_are_not_named_are_like_this_one(tmp_path: Pa
         ConfigError, match=r"trainer.nnodes: 2 machines, and placement.machines has 1"
     ):
         place(recipe(tmp_path, "trainer.nnodes=2", "placement.machines={a: 8}"), machine(8))
+
+
+def test_gpus_without_a_driver_are_counted_on_the_bus(tmp_path: Path) -> None:
+    for name, maker, kind in (
+        ("a", "0x10de", "0x030200"),
+        ("b", "0x10de", "0x030000"),
+        ("its sound", "0x10de", "0x040300"),
+        ("another maker's", "0x1af4", "0x030000"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vendor").write_text(f"{maker}\n")
+        (tmp_path / name / "class").write_text(f"{kind}\n")
+    (tmp_path / "gone").mkdir()
+    assert on_the_bus(tmp_path) == 2
+    assert on_the_bus(tmp_path / "no bus") == 0
+
+
+def test_a_missing_driver_is_one_line_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(ThisMachine, "devices", ())
+    monkeypatch.setattr("meshrl.config.machine.on_the_bus", lambda: 2)
+    here = ThisMachine()
+    (line,) = place(recipe(tmp_path), here).lines()
+    assert line == (
+        "this machine has no driver for 2 NVIDIA GPUs on its bus: everything computes on the CPU"
+    )
+    assert not list(place(recipe(tmp_path, "trainer.device=cpu"), here).lines())
+    (problem,) = place(recipe(tmp_path, "placement.trainer=2"), here).problems()
+    assert problem.startswith(
+        "placement.trainer: 2 GPUs, and this machine has no driver for 2 NVIDIA GPUs on its bus;"
+    )
+
+
+class Torch:
+    """A build, and whether it sees a device."""
+
+    def __init__(self, version: str, cuda: str | None, sees: bool) -> None:
+        self.__version__ = version
+        self.version = SimpleNamespace(cuda=cuda)
+        self.cuda = SimpleNamespace(is_available=lambda: sees)
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "sees", "wanted"),
+    [
+        ("auto", None, False, "cpu"),
+        ("auto", None, True, "cuda"),
+        ("auto", ("0",), True, "cuda"),
+        ("auto", (), False, "cpu"),
+        ("cpu", ("0",), True, "cpu"),
+        ("cpu", ("0",), False, "cpu"),
+    ],
+)
+def test_a_service_computes_where_it_has_a_place(
+    asked: str, given: tuple[str, ...] | None, sees: bool, wanted: str
+) -> None:
+    there = {} if given is None else DeviceShare(devices=given).environment
+    torch = Torch("2.11.0", "13.0", sees)
+    assert chosen_device("trainer.device", asked, torch, there) == wanted
+
+
+@pytest.mark.parametrize(
+    ("build", "cuda", "said"),
+    [
+        ("2.11.0+cpu", None, r"torch 2\.11\.0\+cpu, which has no CUDA, sees none"),
+        ("2.11.0", "13.0", r"torch 2\.11\.0, which is built for CUDA 13\.0, sees none"),
+    ],
+)
+def test_gpus_that_torch_does_not_see_are_one_line_with_both(
+    build: str, cuda: str | None, said: str
+) -> None:
+    given = DeviceShare(devices=("0", "1")).environment
+    with pytest.raises(ConfigError, match=rf"trainer.device: auto, GPU 0,1 is .*{said}") as raised:
+        chosen_device("trainer.device", "auto", Torch(build, cuda, False), given)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(ConfigError, match=r"engine\.device: cuda, but torch sees no"):
+        chosen_device("rollout.engine.device", "cuda", Torch(build, cuda, False), {})
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.device=cuda", "trainer.device: cuda, 1 ranks (trainer.nproc), and"),
+        ("weights.carrier=nccl", "weights.carrier: nccl moves weights between GPUs, and"),
+        ("weights.carrier=cuda_ipc", "weights.carrier: cuda_ipc moves weights between GPUs, and"),
+        ("rollout.engine.device=cuda", "rollout.engine.device: cuda, and"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_on_a_machine_without_one(
+    tmp_path: Path, override: str, said: str
+) -> None:
+    recipe(tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        load_recipe(tmp_path / "my.yaml", [override], machine=machine(0))
+    found = [line for line in str(raised.value).splitlines() if said in line]
+    assert [line.endswith("this machine has no GPU") for line in found] == [True]

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshrl.contract.device_share import DeviceShare
+from meshrl.contract.device_share import DeviceShare, chosen_device
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.sockets import interface_towards, is_loopback, listen_fd, loopback_interface
 from meshrl.trainer import peers
@@ -95,11 +95,7 @@ class World:
             InfraError: not all ranks came.
         """
         parallel = parallel or ParallelConfig()
-        kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(
-                "trainer.device: cuda, but torch sees no CUDA device; use cpu or auto"
-            )
+        kind = chosen_device("trainer.device", device, torch)
         if kind == "cuda":
             prepare_cuda()
         owns_group, others = not dist.is_initialized(), None

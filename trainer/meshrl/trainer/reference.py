@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from meshrl.contract.device_share import chosen_device
 from meshrl.contract.errors import (
     CorruptError,
     InfraError,
@@ -76,7 +77,7 @@ class ReferenceModel:
         world: World | None = None,
     ) -> None:
         """Load it; with a `world` of several ranks each loads its share, and the others `follow` rank 0."""
-        kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        kind = chosen_device("trainer.device", device, torch)
         if kind == "cuda":
             prepare_cuda()
         self._device = torch.device(kind)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from meshrl.contract.config import read_options
-from meshrl.contract.device_share import DeviceShare
+from meshrl.contract.device_share import DeviceShare, chosen_device
 from meshrl.contract.errors import EngineGoneError, InfraError, MeshError, NotFoundError, UserError
 from meshrl.contract.shared_buffers import Pin, page_lock
 from meshrl.contract.types import (
@@ -269,10 +269,7 @@ class TorchEngine:
         config = self._config
         architecture = read_architecture(self._model)
         check_checkpoint(self._model, architecture)
-        cuda = torch.cuda.is_available()
-        if config.device == "cuda" and not cuda:
-            raise UserError("rollout.engine.device is cuda, but torch sees no CUDA device")
-        device = torch.device("cuda" if cuda and config.device != "cpu" else "cpu")
+        device = torch.device(chosen_device("rollout.engine.device", config.device, torch))
         name = (
             ("bfloat16" if device.type == "cuda" else "float32")
             if config.dtype == "auto"
