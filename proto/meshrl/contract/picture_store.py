@@ -147,6 +147,7 @@ class PictureStore:
         self._reading: dict[tuple[str, str, str], asyncio.Task[Media]] = {}
         """The rows of a group ask for the same pictures at once."""
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="pictures")
+        self._free = asyncio.Semaphore(THREADS)
 
     def close(self) -> None:
         """Wait for nothing that is under way; idempotent."""
@@ -187,15 +188,17 @@ class PictureStore:
 
     async def admitted(self, tasks: Sequence[Task]) -> Sequence[Task]:
         """Tasks as they are admitted to the queue. Raises as `put` does."""
-        sent = []
-        for task in tasks:
-            media = await self.put(task.run, task.task_id, task.media)
-            sent.append(task if media == task.media else replace(task, media=media))
-        return sent
+        puts = (self.put(task.run, task.task_id, task.media) for task in tasks)
+        return [
+            task if media == task.media else replace(task, media=media)
+            for task, media in zip(tasks, await asyncio.gather(*puts), strict=True)
+        ]
 
     async def filled(self, uids: Sequence[Uid], rows: Sequence[Columns]) -> Sequence[Columns]:
         """Rows as the queue gave them, with the data of all their pictures. Raises as `get` does."""
-        return [await self._filled(uid, row) for uid, row in zip(uids, rows, strict=True)]
+        return await asyncio.gather(
+            *(self._filled(uid, row) for uid, row in zip(uids, rows, strict=True))
+        )
 
     async def _filled(self, uid: Uid, columns: Columns) -> Columns:
         for name in (MEDIA, ROW_MEDIA):
@@ -242,22 +245,25 @@ class PictureStore:
 
     async def _insist(self, ask: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """What `ask` returns in a thread, asked again while the store fails."""
-        loop = asyncio.get_running_loop()
-        give_up_at, pause = loop.time() + self._give_up_s, 0.1
-        while True:
-            try:
-                async with asyncio.timeout_at(give_up_at):
-                    return await loop.run_in_executor(self._threads, lambda: ask(*args, **kwargs))
-            except TimeoutError:
-                raise UnavailableError(
-                    f"{self._folders.url} has not answered for {self._give_up_s:g} s"
-                ) from None
-            except (UnavailableError, CapacityError) as error:
-                if loop.time() + pause > give_up_at:
-                    raise UnavailableError(error.message) from error
-                log.warning("pictures: %s; asking again", error)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 5.0)
+        loop, pause = asyncio.get_running_loop(), 0.1
+        async with self._free:  # who waits for a thread has not asked the store yet
+            give_up_at = loop.time() + self._give_up_s
+            while True:
+                try:
+                    async with asyncio.timeout_at(give_up_at):
+                        return await loop.run_in_executor(
+                            self._threads, lambda: ask(*args, **kwargs)
+                        )
+                except TimeoutError:
+                    raise UnavailableError(
+                        f"{self._folders.url} has not answered for {self._give_up_s:g} s"
+                    ) from None
+                except (UnavailableError, CapacityError) as error:
+                    if loop.time() + pause > give_up_at:
+                        raise UnavailableError(error.message) from error
+                    log.warning("pictures: %s; asking again", error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 5.0)
 
 
 def path_of(run: str, task: str, name: str) -> str:

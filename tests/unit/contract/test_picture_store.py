@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -140,6 +141,50 @@ async def test_a_store_that_fails_is_asked_again_and_one_that_hangs_is_given_up(
         with pytest.raises(UnavailableError, match=r"store is away|has not answered for"):
             await late.get("run", "t", sent)
         late.close()
+    store.close()
+
+
+class Meeting(PictureFolders):
+    """Each read and write waits for another one."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.both = threading.Barrier(2, timeout=30)
+
+    def read(self, run: str, task: str, media: Media) -> Media:
+        self.both.wait()
+        return super().read(run, task, media)
+
+    def write(self, run: str, task: str, media: Media) -> None:
+        self.both.wait()
+        super().write(run, task, media)
+
+
+async def test_tasks_and_rows_are_sent_and_filled_together(url: str) -> None:
+    store = PictureStore(Meeting(url), inline_bytes=10)
+    ids = np.zeros(3, np.int32)
+    tasks = [
+        Task(run="run", task_id=t, prompt_ids=ids, media=(m,))
+        for t, m in zip("st", (A, B), strict=True)
+    ]
+    sent = await store.admitted(tasks)
+    assert [task.media[0].stored_bytes for task in sent] == [100, 60]
+    rows = [{MEDIA: codec.pack_media(task.media)} for task in sent]
+    filled = await store.filled([Uid("run", name, 0) for name in "st"], rows)
+    assert [codec.unpack_media(row[MEDIA]) for row in filled] == [(A,), (B,)]
+    store.close()
+
+
+async def test_who_waits_for_a_thread_does_not_wait_for_the_store(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshrl.contract.picture_store.THREADS", 1)
+    folders = Counting(url)
+    many = [Media.of(bytes([number]) * 100) for number in range(6)]
+    sent = await store_of(folders).put("run", "t", many)
+    folders.hangs = True  # for half a second each
+    store = store_of(folders, give_up_s=2.0)
+    assert await store.get("run", "t", sent) == tuple(many)
     store.close()
 
 

@@ -336,12 +336,11 @@ class ReferenceStage:
         found: list[Columns] = []
         for run, part in itertools.groupby([row.uid for row in rows], key=lambda uid: uid.run):
             found += await self._queue.fetch(run, list(part), ("loss_mask", ROW_MEDIA))
-        seen = []
-        for row, columns in zip(rows, found, strict=True):
-            media = row.task.media
-            if self._stored is not None:
-                media = await self._stored.get(row.uid.run, row.uid.task, media)
-            seen.append(
-                Seen(columns["loss_mask"], media_of_row(row.uid, row_media(columns), media))
-            )
-        return seen
+        media = [row.task.media for row in rows]
+        if (stored := self._stored) is not None:
+            gets = (stored.get(row.uid.run, row.uid.task, row.task.media) for row in rows)
+            media = await asyncio.gather(*gets)
+        return [
+            Seen(columns["loss_mask"], media_of_row(row.uid, row_media(columns), of_task))
+            for row, columns, of_task in zip(rows, found, media, strict=True)
+        ]
