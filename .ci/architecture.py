@@ -22,7 +22,7 @@ CRUMB_LINES = 60
 LINES: Mapping[str, int] = {
     "meshrl.trainer": 21549,
     "meshrl.rollout": 14080,
-    "meshrl.transferqueue": 11235,
+    "meshrl.transferqueue": 11271,
     "meshrl.rewardd": 6860,
     "meshrl.sandbox": 1870,
     "meshrl.images": 598,

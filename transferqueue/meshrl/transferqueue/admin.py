@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, nullcontext
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import TYPE_CHECKING
 
 from meshrl.contract.types import Ledger
@@ -28,8 +28,7 @@ class QueueAdmin:
 
     async def export(self) -> AsyncGenerator[Sequence[Operation], None]:
         """Every record as of one commit, see Store, and the pictures of its tasks that are not in the store."""
-        # Tasks that leave after the commit take no picture along.
-        with self._pictures.held() if self._pictures else nullcontext():
+        with self._all_pictures():
             async with aclosing(exported(self._store, self._folders)) as pieces:
                 async for piece in pieces:
                     yield piece
@@ -38,10 +37,14 @@ class QueueAdmin:
     def _folders(self) -> PictureFolders | None:
         return self._pictures.folders if self._pictures else None
 
+    def _all_pictures(self) -> AbstractContextManager[None]:
+        """Tasks that leave after a commit take no picture of it along."""
+        return self._pictures.held() if self._pictures else nullcontext()
+
     async def verify(self) -> Audit:
         """Audit the store; compare the ledgers of runs that did not change meanwhile with those of the queue."""
         before = await self._ledgers()
-        with self._pictures.held() if self._pictures else nullcontext():
+        with self._all_pictures():
             async with aclosing(self._store.export()) as pieces:
                 result = await audit(pieces, self._folders)
         after = await self._ledgers()

@@ -10,22 +10,22 @@ log (each transition with its task; see model/records.py).
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.frames import Frame, strip_checksum
-from meshrl.contract.types import ROW_MEDIA, Ledger, RunSpec
+from meshrl.contract.frames import strip_checksum
+from meshrl.contract.types import Ledger, RunSpec
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.model.group import bits, task_key
 from meshrl.transferqueue.model.records import ADMITTED
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.waiting import Expiry
+from meshrl.transferqueue.operations.picture_audit import PictureAudit
 from meshrl.transferqueue.operations.recovery import restore
-from meshrl.transferqueue.store import PICTURE, CommitLog, Operation, Store, Table
+from meshrl.transferqueue.store import CommitLog, Operation, Store, Table
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 if TYPE_CHECKING:
@@ -78,8 +78,7 @@ async def audit(
     meta: list[tuple[bytes, bytes]] = []
     payload: set[bytes] = set()
     broken: list[str] = []
-    named: dict[bytes, Mapping[str, int]] = {}
-    copies: dict[str, int] = {}
+    pictures = PictureAudit(folders)
     async for piece in pieces:
         for table, key, value in piece:
             assert value is not None
@@ -93,21 +92,14 @@ async def audit(
                 meta.append((key, value))
                 continue
             try:
-                if key.startswith(PICTURE):
-                    from meshrl.transferqueue.operations.pictures import read_back
-
-                    path, data = read_back(value)
-                    copies[path] = len(data)
-                    result.values += 1
+                if pictures.is_copy(key, value):
                     continue
-                if found := _stored_pictures(key, value):
-                    named[key] = found
             except CorruptError as error:
                 broken.append(str(error))
             payload.add(key)
         # A large store takes a while, and the queue that serves it lives in this loop.
         await asyncio.sleep(0)
-    result.records, result.values = len(meta), len(payload) + result.values
+    result.records, result.values = len(meta), len(payload) + pictures.copies
     result.add_problems(broken)
     try:
         runs = _restored(meta)
@@ -123,10 +115,9 @@ async def audit(
             f"{what}: not stored" for key, what in needed.items() if key not in payload
         )
         unclaimed -= needed.keys()
-        if named:
-            result.add_problems(
-                [each async for each in _lost_pictures(result, run, named, copies, folders)]
-            )
+        result.add_problems([each async for each in pictures.lost(run)])
+    result.values += pictures.beside
+    result.nbytes += pictures.beside_bytes
     result.add_problems(f"payload {key.hex()} belongs to no row" for key in sorted(unclaimed))
     return result
 
@@ -201,56 +192,6 @@ def _audit_log_problems(run: Run) -> Iterator[str]:
         for task in sorted(wanted.keys() | resident.keys()):
             if wanted[task] != resident[task]:
                 yield f"run {run.name}: task {task} has {resident[task]} rows, {wanted[task]} in the audit log"
-
-
-def _stored_pictures(key: bytes, value: bytes) -> dict[str, int]:
-    """Pictures of a picture store, and their bytes, that a value of PAYLOAD names. Raises CorruptError."""
-    what = f"payload {key.hex()}"
-    if key.startswith(b"t"):
-        return codec.stored_in_task(bytes(strip_checksum(value, what)))
-    if not key.startswith(b"c"):
-        return {}
-    frame = Frame(value, what)
-    if ROW_MEDIA not in frame.columns:
-        return {}
-    found: dict[str, int] = {}
-    for column in frame.split(ROW_MEDIA):
-        found |= codec.stored_in_column(column)
-    return found
-
-
-async def _lost_pictures(
-    result: Audit,
-    run: Run,
-    named: Mapping[bytes, Mapping[str, int]],
-    copies: Mapping[str, int],
-    folders: PictureFolders | None,
-) -> AsyncIterator[str]:
-    """Pictures that the run's tasks name and nobody has; counts the others that are not exported."""
-    wanted: defaultdict[str, dict[str, int]] = defaultdict(dict)
-    for group in run.groups.values():
-        for key in (group.task_key, *(group.frame_key(frame.number) for frame in group.frames)):
-            wanted[group.task_id] |= named.get(key, {})
-    for dead in run.dead_letters.values():
-        wanted[dead.letter.uid.task] |= named.get(task_key(run.number, dead.group), {})
-    for task, sizes in wanted.items():
-        if not sizes:
-            continue
-        from meshrl.contract.picture_store import path_of
-
-        if folders is None:
-            paths = {name: path_of(run.name, task, name) for name in sizes}
-            found = {name: copies[path] for name, path in paths.items() if path in copies}
-            where = "here (data.media_store)"
-        else:
-            found = {**await asyncio.to_thread(folders.pictures, run.name, task)}
-            where = f"in {folders.url}"
-            held = [size for name in sizes if (size := found.get(name)) is not None]
-            result.values += len(held)
-            result.nbytes += sum(held)
-        for name, size in sizes.items():
-            if found.get(name) != size:
-                yield f"task {run.name}/{task}: picture {name[:12]} of {size} bytes is not {where}"
 
 
 def _needed(run: Run) -> dict[bytes, str]:
