@@ -21,11 +21,11 @@ CRUMB_LINES = 60
 
 LINES: Mapping[str, int] = {
     "meshrl.trainer": 21549,
-    "meshrl.rollout": 14080,
+    "meshrl.rollout": 14115,
     "meshrl.transferqueue": 11271,
     "meshrl.rewardd": 6860,
     "meshrl.sandbox": 1870,
-    "meshrl.images": 598,
+    "meshrl.images": 618,
     "meshrl.weights": 7689,
     "meshrl.contract": 7335,
     "meshrl.simulation": 6272,

@@ -41,6 +41,9 @@ class Seeing:
     def __getattr__(self, name: str) -> Any:
         return getattr(TOKENIZER, name)
 
+    def look_at(self, media: Any) -> None:
+        raise NotImplementedError
+
     def with_places(self, ids: Any, media: Any) -> Any:
         raise NotImplementedError
 

@@ -8,6 +8,7 @@ that the trainer learns on. Needs the extra `vision` (Pillow, transformers), no 
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import re
@@ -153,6 +154,7 @@ class ImageProcessor:
         self._cached: OrderedDict[str, ImageFeatures] = OrderedDict()
         self._cached_bytes = 0
         self._blocks: OrderedDict[str, Int32] = OrderedDict()
+        self._read: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
         """Held by the thread that makes pixels: the rows of a group ask for the same ones at once."""
 
@@ -173,6 +175,17 @@ class ImageProcessor:
             self._blocks.popitem(last=False)
         return block
 
+    def check(self, media: Media, where: str) -> None:
+        """Read a picture, unless that was done before. Raises UserError, which names `where`, for a damaged one."""
+        if media.sha256 not in self._read:
+            self._seen(media, read_image(media.data, where))
+
+    def _seen(self, media: Media, image: Image) -> Image:
+        self._read[media.sha256] = None
+        while len(self._read) > MOST_BLOCKS:
+            self._read.popitem(last=False)
+        return image
+
     def features(self, media: Media, where: str) -> ImageFeatures:
         """Pixels of a picture, in any thread; read-only, and kept for the next row.
 
@@ -187,7 +200,8 @@ class ImageProcessor:
             self._cached.move_to_end(media.sha256)
             return known
         block = self._block(media, where)
-        pixels, grid = self.layout.pixels(read_image(media.data, where))
+        image = self._seen(media, read_image(media.data, where))
+        pixels, grid = self.layout.pixels(image)
         pixels.flags.writeable = False
         found = ImageFeatures(
             pixels=pixels,
@@ -260,6 +274,12 @@ class ImageProcessor:
             found.append((start, len(block)))
             left = left[len(embeds) :]
         return found
+
+
+@functools.lru_cache(maxsize=2)
+def shared_processor(checkpoint: Path) -> ImageProcessor:
+    """The processor of all parts of a process, so that a picture is read once for them. Raises UserError."""
+    return ImageProcessor(checkpoint)
 
 
 def processor_class(preprocessor: Mapping[str, Any]) -> str:

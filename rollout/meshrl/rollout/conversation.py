@@ -40,13 +40,14 @@ from meshrl.contract.types import (
     VersionSpan,
 )
 from meshrl.contract.types.rows import MOST_STORED
-from meshrl.images.messages import MORE_MEDIA, marked, taken_out
+from meshrl.images.messages import MORE_MEDIA, has_pictures, marked, taken_out
 from meshrl.rollout import chat
 from meshrl.rollout.ports import Generator, Replaying, Rollout
 from meshrl.rollout.streams import Response, sample
 from meshrl.rollout.tokenizer import (
     ChatTokenizer,
     Tokenizer,
+    look_at,
     picture_tokenizer,
     reads_pictures,
 )
@@ -188,6 +189,11 @@ class Conversation:
         sampled = bool(self._mask[-1].any())
         last = int(self._tokens[-1][-1]) if sampled else None
         return chat.appended(self._chat_tokenizer, messages, last=last)
+
+    async def look_at(self, messages: Sequence[chat.ChatMessage]) -> None:
+        """Have pictures of messages read beside the event loop, before `observe`. Raises as that does."""
+        if has_pictures(messages):
+            await look_at(self._tokenizer, taken_out(messages)[1])
 
     def observe(self, messages: Sequence[chat.ChatMessage]) -> bool:
         """Append messages of the environment, which may have pictures (`meshrl.images.messages`).

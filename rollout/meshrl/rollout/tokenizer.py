@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
@@ -12,7 +14,7 @@ import numpy as np
 from meshrl.contract.chat_templates import rendered
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32, Json, Media
-from meshrl.images import ImageProcessor, read_image
+from meshrl.images import ImageProcessor
 from meshrl.images.messages import MOST_OF_ROW
 
 NO_PICTURES = "there are pictures, and the model reads text only"
@@ -71,6 +73,10 @@ class PictureTokenizer(ChatTokenizer, Protocol):
         """Of all pictures that a row observes."""
         ...
 
+    def look_at(self, media: Sequence[Media]) -> None:
+        """Read pictures, in a thread, so that `with_places` and the engine need not; says nothing of damaged ones."""
+        ...
+
     def with_places(
         self, ids: Sequence[int], media: tuple[Media, ...]
     ) -> tuple[Int32, tuple[int, ...]]:
@@ -92,6 +98,12 @@ def picture_tokenizer(tokenizer: Tokenizer) -> PictureTokenizer:
     if isinstance(tokenizer, PictureTokenizer) and tokenizer.reads_pictures:
         return tokenizer
     raise UserError(NO_PICTURES)
+
+
+async def look_at(tokenizer: Tokenizer, media: Sequence[Media]) -> None:
+    """Have pictures read beside the event loop before they become part of a conversation."""
+    if media and reads_pictures(tokenizer):
+        await asyncio.to_thread(picture_tokenizer(tokenizer).look_at, media)
 
 
 class HuggingFaceTokenizer:
@@ -165,6 +177,13 @@ class HuggingFaceTokenizer:
         """See `PictureTokenizer`."""
         return self._most_media_bytes
 
+    def look_at(self, media: Sequence[Media]) -> None:
+        """See `PictureTokenizer`."""
+        for each in media:
+            with suppress(UserError):
+                if self._images is not None:
+                    self._images.features(each, "a picture")
+
     def with_places(
         self, ids: Sequence[int], media: tuple[Media, ...]
     ) -> tuple[Int32, tuple[int, ...]]:
@@ -172,9 +191,7 @@ class HuggingFaceTokenizer:
         if self._images is None:
             raise UserError(NO_PICTURES)
         for number, each in enumerate(media, 1):
-            read_image(
-                each.data, f"picture {number}"
-            )  # nothing that cannot be read becomes part of a row
+            self._images.check(each, f"picture {number}")  # what is damaged is no part of a row
         expanded = self._images.expanded(np.array(ids, dtype=np.int32), media, "a message")
         places = self._images.places(expanded, media, "a message")
         return expanded, tuple(start for start, _ in places)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshrl.config.recipe import Recipe
 from meshrl.config.stages import eval_spec
 from meshrl.contract.types import Task
-from meshrl.images import ImageProcessor, reads_images
+from meshrl.images import ImageProcessor, reads_images, shared_processor
 from meshrl.launcher.prompt_tokenizer import load_prompt_tokenizer
 from meshrl.trainer.data.prompts import PromptSet, load_prompts, task_maker
 from meshrl.trainer.data.reasoning_gym import gym_rows
@@ -26,7 +26,7 @@ def read_prompts(recipe: Recipe, *, held_out: bool = False) -> PromptSet:
 
 def image_processor(recipe: Recipe) -> ImageProcessor | None:
     """What reads the pictures of prompts; None for a model of text. Raises UserError."""
-    return ImageProcessor(recipe.model.path) if reads_images(recipe.model.path) else None
+    return shared_processor(recipe.model.path) if reads_images(recipe.model.path) else None
 
 
 def eval_tasks(recipe: Recipe) -> list[Task]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +32,7 @@ from meshrl.contract.types import (
     Version,
 )
 from meshrl.http.gateway.models import ChatBody
-from meshrl.images import MOST_BYTES, MOST_PIXELS, ImageProcessor
+from meshrl.images import MOST_BYTES, MOST_PIXELS, ImageProcessor, read_image
 from meshrl.images.messages import MARK, MOST_OF_ROW, as_openai, content_with, taken_out
 from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.generation_checkpoint import ResumableGenerator
@@ -152,6 +154,36 @@ async def test_an_environment_answers_with_pictures_that_the_next_request_has(
     assert [bool(each.data) for each in row.row_media or ()] == [False, True, True, False]
     there = codec.encode_generate_request(third)
     assert codec.decode_generate_request(there).media_starts == third.media_starts
+
+
+async def test_a_picture_is_read_once_for_conversation_and_engine_and_not_on_the_event_loop(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[bytes, int]] = []
+
+    def recorded(data: bytes, where: str) -> Image.Image:
+        read.append((data, threading.get_ident()))
+        return read_image(data, where)
+
+    monkeypatch.setattr("meshrl.images.read_image", recorded)
+    images = ImageProcessor(checkpoint)
+    tokenizer = HuggingFaceTokenizer(make_tokenizer(), images=images)
+
+    async def play(session: Session) -> None:
+        await session.reply()
+        await session.say("which colour ?", images=[A.data])
+        await session.say("which colour ?", images=[B.data, A.data])
+
+    policy = Policy(tokenizer, *["red <|im_end|>"] * 3)
+    await SessionProgram(play, Config(function="x.y"))(task(tokenizer), UID, policy, tokenizer)
+    session = agents.Session(task(tokenizer), UID, Policy(tokenizer, "red <|im_end|>"), tokenizer)
+    messages = as_openai((Message(role="user", content=f"{MARK}{MARK} which colour ?"),), (A, C))
+    request = SessionRequest(messages=tuple(messages))
+    await session.look_at(request)
+    await session.ask(request).whole()
+    await asyncio.to_thread(images.features, A, "as an engine asks for it")
+    assert sorted(data for data, _ in read) == sorted([A.data, B.data, C.data])
+    assert threading.get_ident() not in {thread for _, thread in read}
 
 
 @pytest.mark.parametrize(

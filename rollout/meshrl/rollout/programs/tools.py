@@ -23,7 +23,7 @@ from meshrl.rollout import chat
 from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.ports import Generator, Rollout
 from meshrl.rollout.sessions.gateway import Gateway
-from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer, picture_tokenizer
+from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer, look_at, picture_tokenizer
 from meshrl.rollout.tools.building import ToolBuilder, named_tools
 from meshrl.rollout.tools.config import ToolsConfig as Config
 from meshrl.rollout.tools.ports import Caller, ToolCall
@@ -93,6 +93,7 @@ class ToolProgram:
     ) -> Rollout:
         config, caller = self._config, Caller(task=task, uid=uid)
         budget = Budget.of(task, turn_tokens=config.max_turn_tokens, turns=config.max_turns)
+        await look_at(tokenizer, task.media)
         prompt = self._prompt(task, tokenizer, tools)
         conversation = Conversation(uid, tokenizer, prompt, budget=budget, media=task.media)
         sampling = replace(task.sampling, stop=(*task.sampling.stop, *self._stop))
@@ -109,12 +110,15 @@ class ToolProgram:
             if not tools.stateful and conversation.replay(engine):
                 continue  # an earlier worker of the row has called them
             results = await self._results(calls, tools, caller, tokenizer)
-            if not self._observe(conversation, results):
+            if not await self._observe(conversation, results):
                 return conversation.rollout("length")
 
-    def _observe(self, conversation: Conversation, results: Sequence[chat.ChatMessage]) -> bool:
+    async def _observe(
+        self, conversation: Conversation, results: Sequence[chat.ChatMessage]
+    ) -> bool:
         """Append the results: messages, or text where the format has its own; False: they do not fit."""
         if not self._observation:
+            await conversation.look_at(results)
             return conversation.observe(results)
         if has_pictures(results):
             raise UserError(

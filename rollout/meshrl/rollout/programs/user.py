@@ -127,6 +127,7 @@ class Session:
         if not self._conversation.turns:
             raise UserError("the policy must answer the prompt first: `await session.reply()`")
         self._check_not_full()
+        await self._conversation.look_at(messages)
         if not self._conversation.observe(messages):
             raise self._end("length")
         return await self.reply()

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Uint8, WeightManifest
-from meshrl.images import ImageProcessor, reads_images
+from meshrl.images import ImageProcessor, reads_images, shared_processor
 
 SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
@@ -84,7 +84,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 int(text.get("num_hidden_layers") or 0),
                 int(text.get("num_experts_per_tok") or 0),
             ),
-            images=ImageProcessor(path) if reads_images(path) else None,
+            images=shared_processor(path) if reads_images(path) else None,
         )
     except KeyError as error:
         raise UserError(f"{path / 'config.json'} has no {error.args[0]!r}") from error

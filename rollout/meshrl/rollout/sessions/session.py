@@ -36,7 +36,7 @@ from meshrl.contract.types import (
     Task,
     Uid,
 )
-from meshrl.images.messages import marked, taken_out
+from meshrl.images.messages import has_pictures, marked, taken_out
 from meshrl.rollout import chat
 from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.ports import Generator, Rollout
@@ -51,7 +51,7 @@ from meshrl.rollout.sessions.requests import (
 )
 from meshrl.rollout.sessions.visible_text import VisibleText
 from meshrl.rollout.streams import Response
-from meshrl.rollout.tokenizer import ChatTokenizer, picture_tokenizer, reads_pictures
+from meshrl.rollout.tokenizer import ChatTokenizer, look_at, picture_tokenizer, reads_pictures
 
 TOKEN_PREFIX: Final = "mrs_"
 Ended: TypeAlias = Callable[[Turn, Answer], None]
@@ -146,6 +146,13 @@ class Session:
     @property
     def _running(self) -> list[AnswerStream]:
         return [stream for stream in self._streams if not stream.task.done()]
+
+    async def look_at(self, request: SessionRequest) -> None:
+        """Have the pictures of a request read beside the event loop, before `ask`. Raises as that does."""
+        self._admit()
+        if request.prompt is None and has_pictures(request.messages):
+            known = self.history.find_chat(request.messages, request.tools).known
+            await look_at(self._tokenizer, taken_out(request.messages[known:])[1])
 
     def ask(self, request: SessionRequest) -> AnswerStream:
         """Start an answer.

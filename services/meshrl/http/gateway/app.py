@@ -146,7 +146,9 @@ def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRout
             logprobs=logprobs,
             usage=body.usage_in_stream,
         )
-        asking = find(request, token).ask(body.ask())
+        session, asked = find(request, token), body.ask()
+        await session.look_at(asked)
+        asking = session.ask(asked)
         return await _answered(asking, format, request, stream=bool(body.stream))
 
     @router.post("/chat/completions", tags=["openai"])
