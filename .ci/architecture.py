@@ -29,7 +29,7 @@ LINES: Mapping[str, int] = {
     "meshrl.weights": 7689,
     "meshrl.contract": 7335,
     "meshrl.simulation": 6272,
-    "meshrl.rpc": 6121,
+    "meshrl.rpc": 6725,
     "meshrl.launcher": 4775,
     "meshrl.testing": 4385,
     "meshrl.cli": 6235,

@@ -24,12 +24,15 @@ from meshrl.transferqueue.sharding import ShardQueue
 
 
 async def main(path: Path, section: str) -> None:
+    config = QueueConfig(**json.loads(section))
     collect_garbage_rarely()
     limit_malloc_arenas()
-    queue = await ShardQueue.open(stores.build(QueueConfig(**json.loads(section)), path))
+    queue = await ShardQueue.open(stores.build(config, path))
     servicers = [QueueServicer(queue), ShardServicer(queue)]
     try:
-        async with GrpcServer(ServerSettings(drain_grace_s=1), servicers) as server:
+        async with GrpcServer(
+            ServerSettings(drain_grace_s=1, local_socket=config.local_socket), servicers
+        ) as server:
             await server.ready()
             print(json.dumps({"address": server.address, "server": [os.getpid()]}), flush=True)
             await asyncio.to_thread(sys.stdin.read)

@@ -1,4 +1,4 @@
-"""The queue contract through a servicer and a client, over a real gRPC server on loopback."""
+"""The queue contract through a servicer and a client: over gRPC on loopback, and with payload on a local socket."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .queue_repeat_suite import QueueRepeatSuite
 from .queue_suite import QueueSuite
 
 OPTIONS: dict[str, ClientOptions] = {
-    "plain": {"compression": "off"},
-    "compressed": {"compression": "zstd"},
+    "grpc": {"compression": "off"},
+    "local socket, compressed": {"compression": "zstd"},
 }
 
 
@@ -33,10 +33,13 @@ async def queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     config = QueueConfig(store="memory")
     opened = await TransferQueue.open(stores.build(config, tmp_path / "queue"))
     servicer = QueueServicer(opened)
+    local = request.param != "grpc"
+    settings = ServerSettings(metrics_port=None, drain_grace_s=1, local_socket=local)
     async with (
-        GrpcServer(ServerSettings(metrics_port=None, drain_grace_s=1), [servicer]) as server,
+        GrpcServer(settings, [servicer]) as server,
         QueueClient(server.address, retry_s=1, **OPTIONS[request.param]) as client,
     ):
+        client.local_socket.named(servicer.local_socket)
         with suppress(NotFoundError):
             # The first call connects; some tests measure milliseconds.
             await client.fetch("none", [], [])

@@ -481,12 +481,15 @@ class LeaseHeader(_message.Message):
     WORKER_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
     NUM_GROUPS_FIELD_NUMBER: _builtins.int
+    LOCAL_SOCKET_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
     worker: _builtins.str
     ttl_s: _builtins.float
     """Seconds from the grant."""
     num_groups: _builtins.int
     """Groups in the stream."""
+    local_socket: _builtins.str
+    """Where processes of the same machine may make calls with payload; see local_socket.proto. Empty: nowhere."""
     def __init__(
         self,
         *,
@@ -494,10 +497,11 @@ class LeaseHeader(_message.Message):
         worker: _builtins.str = ...,
         ttl_s: _builtins.float = ...,
         num_groups: _builtins.int = ...,
+        local_socket: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_groups", b"num_groups", "stage", b"stage", "ttl_s", b"ttl_s", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["local_socket", b"local_socket", "num_groups", b"num_groups", "stage", b"stage", "ttl_s", b"ttl_s", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1075,9 +1079,12 @@ class FetchRowsResponse(_message.Message):
     NUM_GROUPS_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    LOCAL_SOCKET_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
     num_groups: _builtins.int
     """Groups in the stream; in the first message only."""
+    local_socket: _builtins.str
+    """As in LeaseHeader; in the first message only."""
     @_builtins.property
     def rows(self) -> Global___GroupRows:
         """In the order asked for; groups of one message together have about 1 MiB."""
@@ -1094,11 +1101,12 @@ class FetchRowsResponse(_message.Message):
         num_groups: _builtins.int = ...,
         rows: Global___GroupRows | None = ...,
         parts: Global___Parts | None = ...,
+        local_socket: _builtins.str = ...,
         frames: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "num_groups", b"num_groups", "parts", b"parts", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "local_socket", b"local_socket", "num_groups", b"num_groups", "parts", b"parts", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,6 +53,7 @@ from meshrl.rpc.interceptors import (
     as_status,
     traced,
 )
+from meshrl.rpc.local_socket.server import LocalSocketServer
 from meshrl.rpc.metrics_endpoint import MetricsEndpoint
 from meshrl.rpc.parent_death import DRAIN_AT_EOF
 from meshrl.rpc.process_memory import reuse_freed_memory
@@ -78,6 +79,8 @@ class ServerSettings(Config):
     """Port of Prometheus' /metrics; 0 picks a free one, null serves no metrics."""
     drain_grace_s: NonNegativeFloat = 10.0
     """Seconds that running calls get to finish when the service ends."""
+    local_socket: bool = True
+    """Also take calls with payload at a unix socket, from processes of the same user on this machine."""
     allow_insecure_bind: bool = False
     """Accept unencrypted calls from any host. Use it only inside a network that you trust."""
     tls: Certificates = Certificates()
@@ -162,6 +165,7 @@ class GrpcServer:
         self._stopping = asyncio.Event()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined] # unknown to its stubs
         self._grpc: grpc.aio.Server | None = None
+        self._local: LocalSocketServer | None = None
         self._metrics: MetricsEndpoint | None = None
         self._closing = ExitStack()
 
@@ -219,6 +223,7 @@ class GrpcServer:
                 undo.push_async_callback(self._metrics.stop)
                 self.metrics_port = self._metrics.port
             await self._grpc.start()
+            self._open_local_socket(handlers)
             undo.pop_all()
         log.info("serving %s on %s", ", ".join(names[:-1]), self.address)
         return self
@@ -247,6 +252,27 @@ class GrpcServer:
         )
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflector, server)
         return names
+
+    def _open_local_socket(self, handlers: InterceptedHandlers) -> None:
+        """For calls with payload. Not where certificates say who calls: a socket has none."""
+        methods = {
+            f"/{servicer.service}/{name}"
+            for servicer in self._servicers
+            for name in getattr(servicer, "with_payload", ())
+        }
+        wanted = self.settings.local_socket and not self.settings.tls.mutual
+        if not (methods and wanted and sys.platform == "linux"):
+            return
+        local = LocalSocketServer(handlers, methods)
+        try:
+            local.start()
+        except OSError as error:
+            log.warning("no socket for payload on this machine, which goes over gRPC: %s", error)
+            return
+        self._local = local
+        for servicer in self._servicers:
+            if hasattr(servicer, "local_socket"):
+                servicer.local_socket = local.name
 
     async def ready(self) -> None:
         """Set health to SERVING."""
@@ -277,7 +303,11 @@ class GrpcServer:
             return
         await self._health.enter_graceful_shutdown()
         self._long_polls.end()
-        await self._grpc.stop(self.settings.drain_grace_s)
+        grace_s = self.settings.drain_grace_s
+        ending = [self._grpc.stop(grace_s)]
+        if self._local is not None:
+            ending.append(self._local.close(grace_s))
+        await asyncio.gather(*ending)
 
     def _on_input(self) -> None:
         if not os.read(sys.stdin.fileno(), 4096):

@@ -87,6 +87,9 @@ class QueueConfig(Config):
     compression: Literal["auto", "off", "zstd"] = "auto"
     """Compression of payload over gRPC: `auto` compresses between hosts, not on loopback. Lossless, about 2.5 times
     fewer bytes."""
+    local_socket: bool = True
+    """Payload of services on the queue's own machine goes past gRPC, by a unix socket for processes of the same user.
+    Linux; without effect with `tls.client_ca`."""
     logprob_precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """The precision to which rollout and reference round log-probs: bf16 and fp16 halve their bytes between hosts,
     with an error of up to 0.03 (bf16) or 0.008 (fp16)."""

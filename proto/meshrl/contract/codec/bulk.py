@@ -66,7 +66,7 @@ class Bulk(Generic[M]):
     def ByteSize(self) -> int:
         """Bytes of the serialised message, as protobuf's method of that name says."""
         if self._size is None:
-            self._size = sum(map(len, self._sent()))
+            self._size = sum(map(len, self.parts()))
         return self._size
 
     def compressed(self) -> Bulk[M]:
@@ -75,10 +75,13 @@ class Bulk(Generic[M]):
 
     def SerializeToString(self) -> bytes:
         """The bytes that protobuf would write."""
-        return b"".join(self._sent())
+        return b"".join(self.parts())
 
-    def _sent(self) -> list[Frame]:
-        """Protobuf serialises a message to tell its size, so that is done once for both."""
+    def parts(self) -> Sequence[Frame]:
+        """The bytes that protobuf would write, in pieces: no frame is copied.
+
+        Protobuf serialises a message to tell its size, so that is done once for both.
+        """
         if not self._parts:
             self._parts = [self.message.SerializeToString()]
             for frame in self.frames:
@@ -86,13 +89,13 @@ class Bulk(Generic[M]):
         return self._parts
 
 
-def parser(kind: type[M]) -> Callable[[bytes], Bulk[M]]:
+def parser(kind: type[M]) -> Callable[[Frame], Bulk[M]]:
     """For gRPC: what a generated stub would be given `kind.FromString` for. Raises DecodeError.
 
     Its counterpart for sending is `Bulk.SerializeToString`.
     """
 
-    def parse(data: bytes) -> Bulk[M]:
+    def parse(data: Frame) -> Bulk[M]:
         rest, frames = _apart(memoryview(data))
         size = len(data)
         for number, frame in enumerate(frames):

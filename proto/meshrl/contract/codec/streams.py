@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 from meshrl.contract.codec.bulk import Bulk, pages
 from meshrl.contract.codec.rows import (
@@ -196,17 +196,19 @@ def decode_write(messages: Sequence[Bulk[pb.WriteRequest]]) -> WriteCall:
         facts: list[tuple[RowFacts, ...]] = [()] * len(frames)
         if message.HasField("facts"):
             facts = decode_facts(message.facts, rows.counts)
+        # A message's only frame stays where it came in, as read-only bytes that are not copied once more.
+        whole = cast("list[bytes]", frames) if len(frames) == 1 else [bytes(f) for f in frames]
         groups = [
             PackedGroup(
                 task=task,
                 indices=indices,
                 attempts=attempts,
                 token=token,
-                frame=bytes(frame),
+                frame=frame,
                 facts=of_rows,
             )
             for task, indices, attempts, token, frame, of_rows in zip(
-                *(rows.tasks, rows.indices, rows.attempts, message.tokens, frames, facts),
+                *(rows.tasks, rows.indices, rows.attempts, message.tokens, whole, facts),
                 strict=True,
             )
         ]

@@ -51,7 +51,9 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             ShardServicer(queue),
             QueueAdminServicer(QueueAdmin(queue, store, pictures)),
         ]
-        async with GrpcServer(context.settings, servicers) as server, _owning(queue, server):
+        update = {"local_socket": recipe.queue.local_socket}
+        settings = context.settings.model_copy(update=update)
+        async with GrpcServer(settings, servicers) as server, _owning(queue, server):
             server.registry.register(QueueCollector(queue, store))
             await server.ready()
             await server.until_stopped()

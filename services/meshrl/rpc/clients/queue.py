@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, Unpack
+
+from google.protobuf.message import Message
 
 from meshrl.contract import codec
 from meshrl.contract.codec.compression import TAKES_COMPRESSED, Mode, wanted
@@ -31,6 +33,7 @@ from meshrl.rpc.clients.base import SERVICE_RETRY_S, Connect, GrpcClient, connec
 from meshrl.rpc.clients.lease_renewer import LeaseRenewer, Metadata
 from meshrl.rpc.clients.patience import Patience
 from meshrl.rpc.credentials import Credential
+from meshrl.rpc.local_socket.client import LocalMethod, LocalSocket
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
 from meshrl.v1.trajectory_pb2 import Ack
@@ -89,27 +92,31 @@ class QueueClient(GrpcClient, RowMethods):
         self._stub = rpc.QueueStub(self._connection.channel)
         renewer = options.get("renewer", partial(LeaseRenewer, credential=credential))
         self._renewer = renewer(self._connection.name, address, self._connection.metadata)
-        channel = self._connection.channel
-        self._lease = channel.unary_stream(
-            "/meshrl.v1.Queue/Lease",
-            pb.LeaseRequest.SerializeToString,
-            codec.parser(pb.LeaseResponse),
+        self.local_socket = LocalSocket(credential)
+        """By which calls with payload go once the queue has named it."""
+        self._lease = self._streamed("Lease", pb.LeaseRequest, pb.LeaseResponse)
+        self._fetch = self._streamed("Fetch", pb.FetchRowsRequest, pb.FetchRowsResponse)
+        self._write = self._streaming("Write")
+        self._append = self._streaming("Append")
+
+    def _streamed(self, name: str, request: type[Message], answer: type[Message]) -> Any:
+        """A method that answers with payload."""
+        method, parse = f"/meshrl.v1.Queue/{name}", codec.parser(answer)
+        by_grpc = self._connection.channel.unary_stream(method, request.SerializeToString, parse)
+        return LocalMethod(self.local_socket, method, by_grpc, parse).unary_stream
+
+    def _streaming(self, name: str) -> Any:
+        """A method that is given payload."""
+        method = f"/meshrl.v1.Queue/{name}"
+        by_grpc = self._connection.channel.stream_unary(
+            method, codec.Bulk.SerializeToString, Ack.FromString
         )
-        self._write = channel.stream_unary(
-            "/meshrl.v1.Queue/Write", codec.Bulk.SerializeToString, Ack.FromString
-        )
-        self._append = channel.stream_unary(
-            "/meshrl.v1.Queue/Append", codec.Bulk.SerializeToString, Ack.FromString
-        )
-        self._fetch = channel.unary_stream(
-            "/meshrl.v1.Queue/Fetch",
-            pb.FetchRowsRequest.SerializeToString,
-            codec.parser(pb.FetchRowsResponse),
-        )
+        return LocalMethod(self.local_socket, method, by_grpc, Ack.FromString).stream_unary
 
     async def close(self) -> None:
         """See GrpcClient."""
         await self._renewer.close()
+        self.local_socket.close()
         await super().close()
 
     async def open_run(self, spec: RunSpec) -> RunState:
@@ -165,9 +172,7 @@ class QueueClient(GrpcClient, RowMethods):
             at_least=at_least,
             version=codec.encode_version(version) if version else None,
         )
-        attempt = partial(
-            self._connection.call_for_stream, self._lease, request, codec.decode_lease
-        )
+        attempt = partial(self._connection.call_for_stream, self._lease, request, self._leased)
         return await self._connection.poll(request, attempt, wait_s)
 
     async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
@@ -239,8 +244,21 @@ class QueueClient(GrpcClient, RowMethods):
         """See Queue."""
         request = pb.FetchRowsRequest(run=run, rows=codec.encode_rows(groups), columns=columns)
         return await self._connection.call_for_stream(
-            self._fetch, request, lambda answer: codec.decode_fetched(answer, groups)
+            self._fetch, request, partial(self._fetched, groups)
         )
+
+    def _leased(self, answer: Sequence[codec.Bulk[pb.LeaseResponse]]) -> Lease:
+        lease = codec.decode_lease(answer)
+        self.local_socket.named(answer[0].message.header.local_socket)
+        return lease
+
+    def _fetched(
+        self, groups: Sequence[GroupRows], answer: Sequence[codec.Bulk[pb.FetchRowsResponse]]
+    ) -> Sequence[PayloadGroup]:
+        found = codec.decode_fetched(answer, groups)
+        if answer:
+            self.local_socket.named(answer[0].message.local_socket)
+        return found
 
     async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:
         """See Queue."""

@@ -30,8 +30,12 @@ class QueueServicer(rpc.QueueServicer):
     waits: Final = frozenset({"Admit", "Attend", "Lease", "Take"})
     serializers: Final = dict.fromkeys(("Lease", "Fetch"), codec.Bulk.SerializeToString)
 
+    with_payload: Final = frozenset({"Lease", "Write", "Append", "Fetch"})
+
     def __init__(self, queue: HeartbeatQueue) -> None:
         self._queue = queue
+        self.local_socket = ""
+        """Where processes of this machine may make the calls `with_payload`; the server says it."""
         parse = codec.parser(pb.WriteRequest)
         self.parsers = dict.fromkeys(("Write", "Append"), parse)
 
@@ -73,7 +77,9 @@ class QueueServicer(rpc.QueueServicer):
             version=codec.decode_version(request.version) if request.HasField("version") else None,
             wait_s=bounded(request.wait_s),
         )
-        for message in self._bulk(codec.encode_lease(lease), context):
+        messages = codec.encode_lease(lease)
+        messages[0].message.header.local_socket = self.local_socket
+        for message in self._bulk(messages, context):
             yield message
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
@@ -134,7 +140,9 @@ class QueueServicer(rpc.QueueServicer):
     ) -> AsyncIterator[codec.Bulk[pb.FetchRowsResponse]]:
         asked = codec.decode_rows(request.rows)
         groups = await self._queue.fetch_packed(request.run, asked, list(request.columns))
+        socket = self.local_socket
         for message in self._bulk(codec.encode_fetched(groups), context):
+            message.message.local_socket, socket = socket, ""
             yield message
 
     async def Filter(self, request: pb.FilterRowsRequest, context: Context) -> Ack:

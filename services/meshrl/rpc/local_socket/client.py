@@ -1,0 +1,182 @@
+"""The caller's end: methods that go by the socket that their service named, and by gRPC where that is not reached."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from meshrl.contract.codec import Bulk
+from meshrl.rpc import credentials
+from meshrl.rpc.credentials import Credential
+from meshrl.rpc.errors import DETAIL_KEY
+from meshrl.rpc.local_socket.wire import Kind, Wire, WireError, is_own
+from meshrl.v1.local_socket_pb2 import CallEnd, CallHead
+
+Metadata: TypeAlias = Sequence[tuple[str, str]]
+_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class LocalSocket:
+    """The connections of one client to the socket of its service, each for one call at a time."""
+
+    def __init__(self, credential: Credential | None = None) -> None:
+        """Calls carry the credential, or the process's."""
+        source = credential if credential is not None else credentials.in_use()
+        self._credentials: Callable[[], Metadata] = source.metadata if source is not None else tuple
+        self.name = ""
+        """Empty: calls go by gRPC."""
+        self._unreachable = ""
+        self._wires: set[Wire] = set()
+        self._idle: list[Wire] = []
+
+    def named(self, name: str) -> None:
+        """What an answer says of the service's socket."""
+        if name not in (self.name, self._unreachable):
+            self.close()
+            self.name = name
+
+    def close(self) -> None:
+        """End the calls that run, and go on by gRPC. Idempotent."""
+        self.name = ""
+        for wire in list(self._wires):
+            wire.close()
+
+    async def free_wire(self) -> Wire | None:
+        """A connection that nobody uses; None where there is no socket, or none that this process can reach."""
+        while self._idle:
+            wire = self._idle.pop()
+            if not wire.lost:
+                return wire
+        if not self.name:
+            return None
+        name = self.name
+        try:
+            return await self._connect(name)
+        except OSError:
+            if self.name == name:
+                self.name, self._unreachable = "", name
+            return None
+
+    async def _connect(self, name: str) -> Wire:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.sock_connect(connection, f"\0{name}")
+            if not is_own(connection):
+                raise PermissionError(name)
+            _, wire = await loop.create_unix_connection(Wire, sock=connection)
+        except BaseException:
+            connection.close()
+            raise
+        self._wires.add(wire)
+        wire.on_lost = partial(self._wires.discard, wire)
+        return wire
+
+    @asynccontextmanager
+    async def call(self, wire: Wire, method: str, metadata: Metadata) -> AsyncIterator[None]:
+        """Around the messages of one call. Afterwards the connection is free, or closed if the call was cut off.
+
+        Raises:
+            AioRpcError: UNAVAILABLE, the connection broke.
+        """
+        head = CallHead(method=method, metadata=dict((*self._credentials(), *metadata)))
+        whole = False
+        try:
+            await wire.send(Kind.HEAD, [head.SerializeToString()])
+            yield
+            whole = True
+        except grpc.aio.AioRpcError:
+            whole = True
+            raise
+        except (WireError, DecodeError) as error:
+            raise _failure(grpc.StatusCode.UNAVAILABLE, str(error)) from error
+        finally:
+            if whole:
+                self._idle.append(wire)
+            else:
+                wire.close()
+
+
+class LocalMethod:
+    """A method of a stub: by gRPC until its service has named a socket, then by that."""
+
+    def __init__(
+        self, local: LocalSocket, name: str, by_grpc: Any, parse: Callable[[Any], Any]
+    ) -> None:
+        """`by_grpc`: the method as gRPC's channel has it. `parse`: of a message of the answer."""
+        self._local = local
+        self._name = name
+        self._by_grpc = by_grpc
+        self._parse = parse
+
+    async def stream_unary(
+        self, requests: Iterable[Bulk[Any]], *, timeout: float, metadata: Metadata
+    ) -> Any:
+        """As gRPC's method, and it raises the same; TimeoutError after `timeout` seconds."""
+        async with asyncio.timeout(timeout):
+            wire = await self._local.free_wire()
+            if wire is None:
+                return await self._by_grpc(requests, timeout=timeout, metadata=metadata)
+            async with self._local.call(wire, self._name, metadata):
+                for request in requests:
+                    await wire.send(Kind.MESSAGE, request.parts())
+                await wire.send(Kind.END)
+                messages = [bytes(message) async for message in _answer(wire)]
+                return self._parse(b"".join(messages))
+
+    def unary_stream(self, request: Message, *, metadata: Metadata) -> Any:
+        """As gRPC's method: what it returns is iterated over, raises the same, and has `cancel`."""
+        if not self._local.name:
+            return self._by_grpc(request, metadata=metadata)
+        return _Stream(self._streamed(request, metadata))
+
+    async def _streamed(self, request: Message, metadata: Metadata) -> AsyncIterator[Any]:
+        wire = await self._local.free_wire()
+        if wire is None:
+            async for answer in self._by_grpc(request, metadata=metadata):
+                yield answer
+            return
+        async with self._local.call(wire, self._name, metadata):
+            await wire.send(Kind.MESSAGE, [request.SerializeToString()])
+            await wire.send(Kind.END)
+            async for message in _answer(wire):
+                yield self._parse(message)
+
+
+class _Stream:
+    """The messages of a call."""
+
+    def __init__(self, messages: AsyncIterator[Any]) -> None:
+        self._messages = messages
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._messages
+
+    def cancel(self) -> None:
+        """Nothing: a wait that is cancelled has closed the connection already."""
+
+
+async def _answer(wire: Wire) -> AsyncIterator[memoryview]:
+    """The messages of an answer. Raises AioRpcError if it ends with an error, WireError."""
+    while True:
+        kind, data = await wire.receive()
+        if kind is Kind.HEAD:
+            raise WireError("an answer begins with a call")
+        if kind is Kind.END:
+            break
+        yield data
+    end = CallEnd.FromString(bytes(data))
+    if end.code:
+        raise _failure(_CODES.get(end.code, grpc.StatusCode.UNKNOWN), end.message, end.detail)
+
+
+def _failure(code: grpc.StatusCode, message: str, detail: bytes = b"") -> grpc.aio.AioRpcError:
+    trailing = grpc.aio.Metadata(*(((DETAIL_KEY, detail),) if detail else ()))
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, message, None)
