@@ -7,7 +7,7 @@ The same work for both: 4,096 samples in groups of 8, prompts of about 256 token
 and at most 4,096; int32 ids, fp32 log-probs, uint8 mask. The same processes: the queue's own, two producers, one
 annotator that reads the tokens and adds reward and reference log-probs, one consumer of 256 samples at a time.
 `--tokens` makes responses longer, one size after the other, and `--experts` adds the 384 bytes of a token's experts
-(48 layers, 8 each): batches and calls have fewer samples then, so that a batch is 64 MiB and a call of ours 4.
+(48 layers, 8 each): batches and calls have fewer samples then, so that a batch is 64 MiB and a call of ours 16.
 
 Each round starts every system anew, ours and theirs in turn; a first small pass warms it up. The clock runs from the
 first row offered to the last one consumed (ours: settled, published and committed as well). CPU is that of all

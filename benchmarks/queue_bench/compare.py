@@ -18,8 +18,8 @@ from system import ChildFailed, Pass, System, run
 from work import BATCH, EXPERTS, GROUP, SAMPLED_BYTES, SAMPLES, TOKENS, group, payload_bytes, verify
 
 SEED = 0
-CALL_GROUPS = max(1, min(64, (4 << 20) // (GROUP * TOKENS * SAMPLED_BYTES)))
-"""Groups of one call of ours, unless said: 4 MiB, at most 64."""
+CALL_GROUPS = max(1, min(64, (16 << 20) // (GROUP * TOKENS * SAMPLED_BYTES)))
+"""Groups of one call of ours, unless said: 16 MiB, at most 64."""
 WARM_UP = 2 * BATCH // GROUP
 """Groups of the pass that is not counted."""
 PEER = "peer"
