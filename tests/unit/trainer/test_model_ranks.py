@@ -66,8 +66,10 @@ def test_two_ranks_give_the_loss_and_the_gradient_of_one(
     for name in weights[0]:
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=1e-6)
     # The two layers and the rest, once: not for each of the micro-batches.
-    assert (tmp_path / "two" / "reductions").read_text() == "3"
+    reductions, passes = map(int, (tmp_path / "two" / "reductions").read_text().split())
+    assert reductions == 3
     if rows > 1:
+        assert passes > 1
         assert max((weights[0][n] - start[n]).abs().max() for n in start) > 1e-2
 
     one_rank_loads(tmp_path / "two" / "checkpoints", tiny_path, world, weights[1])
