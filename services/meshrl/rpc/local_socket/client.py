@@ -128,7 +128,7 @@ class LocalMethod:
                 for request in requests:
                     await wire.send(Kind.MESSAGE, request.parts())
                 await wire.send(Kind.END)
-                messages = [bytes(message) async for message in _answer(wire)]
+                messages = [bytes(message) async for message in answer_of(wire)]
                 return self._parse(b"".join(messages))
 
     def unary_stream(self, request: Message, *, metadata: Metadata) -> Any:
@@ -146,7 +146,7 @@ class LocalMethod:
         async with self._local.call(wire, self._name, metadata):
             await wire.send(Kind.MESSAGE, [request.SerializeToString()])
             await wire.send(Kind.END)
-            async for message in _answer(wire):
+            async for message in answer_of(wire):
                 yield self._parse(message)
 
 
@@ -163,7 +163,7 @@ class _Stream:
         """Nothing: a wait that is cancelled has closed the connection already."""
 
 
-async def _answer(wire: Wire) -> AsyncIterator[memoryview]:
+async def answer_of(wire: Wire) -> AsyncIterator[memoryview]:
     """The messages of an answer. Raises AioRpcError if it ends with an error, WireError."""
     while True:
         kind, data = await wire.receive()
