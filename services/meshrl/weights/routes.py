@@ -30,7 +30,7 @@ from meshrl.weights.carrier import (
     host_id,
 )
 from meshrl.weights.carriers.auto import CostModel
-from meshrl.weights.gathering import whole
+from meshrl.weights.gathering import SourceError, whole
 
 logger = logging.getLogger(__name__)
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
@@ -135,6 +135,8 @@ class Routes:
             name = options[option]
             try:
                 endpoint = await self._prepare(name, source)
+            except SourceError:
+                raise  # no carrier's fault
             except MeshError as error:
                 if self._choosing:
                     self._cost_model.failed(receivers, option)

@@ -20,7 +20,7 @@ from meshrl.contract.errors import (
     UserError,
 )
 from meshrl.contract.types import Version
-from meshrl.testing.weights import StubSource
+from meshrl.testing.weights import GatheredStub, StubSource
 from meshrl.weights.carrier import (
     Carriers,
     Link,
@@ -33,6 +33,7 @@ from meshrl.weights.carrier import (
 from meshrl.weights.carriers import shm
 from meshrl.weights.carriers.auto import EXPLORE_EVERY, EXPLORE_SHARE, CostModel
 from meshrl.weights.fleet import ReplicaState, ReplicaView
+from meshrl.weights.gathering import SourceError
 from meshrl.weights.routes import Peer, Routes, density
 from meshrl.weights.shared_memory import SharedMemory, boot_id
 
@@ -151,6 +152,28 @@ def test_a_replica_that_nothing_reaches_is_refused_with_the_reason(tmp_path: Pat
         routes.check(Peer(name="far", host="elsewhere", carriers=("shm",)))
     with pytest.raises(UserError, match="the trainer can shm, it can gloo"):
         routes.check(Peer(name="near", host=host_id(), carriers=("gloo",)))
+
+
+async def test_a_gather_that_fails_is_no_fault_of_the_carrier_that_waits_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    among = ("disk", "object")
+    config = WeightsConfig(carrier="auto", among=among, directory=str(tmp_path / "store"))
+    routes = Routes(config, RunPaths(directory=tmp_path))
+    await routes.start()
+    peer = Peer(name="far", host="elsewhere", carriers=among)
+    for step in range(3):
+        source = GatheredStub("r", Version(1, step))
+        choosing = asyncio.create_task(routes.choose(peer, source))
+        source.come(0)
+        await asyncio.sleep(0)
+        source.fail(RuntimeError("rank 1 has died"))
+        with pytest.raises(SourceError, match="rank 1 has died"):
+            await choosing
+    route = await routes.choose(peer, StubSource("r", Version(1, 3)))
+    assert route.carrier == "disk"
+    assert "cannot go by" not in caplog.text
+    await routes.close()
 
 
 async def test_shared_memory_lends_each_bucket_uncopied_and_keeps_two_versions(
