@@ -29,7 +29,7 @@ LINES: Mapping[str, int] = {
     "meshrl.weights": 7691,
     "meshrl.contract": 7346,
     "meshrl.simulation": 6272,
-    "meshrl.rpc": 6725,
+    "meshrl.rpc": 6735,
     "meshrl.launcher": 4775,
     "meshrl.testing": 4385,
     "meshrl.cli": 6235,

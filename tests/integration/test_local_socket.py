@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -29,6 +30,7 @@ from meshrl.rpc import credentials
 from meshrl.rpc.call_limits import CallLimits
 from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.credentials import Credential, MeshRole, ensure_credentials
+from meshrl.rpc.local_socket import server
 from meshrl.rpc.local_socket import wire as wires
 from meshrl.rpc.local_socket.client import LocalSocket
 from meshrl.rpc.local_socket.wire import Kind, Wire, WireError
@@ -323,6 +325,28 @@ async def test_a_call_whose_connection_breaks_is_made_again() -> None:
             await until(
                 lambda: not local._answering
             )  # the wait that was given up has ended there, too
+
+
+async def test_a_connection_that_cannot_be_accepted_is_not_the_last_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving() as (_, servicer, queue):
+        await start_run(queue)
+        asked = []
+
+        def fails_once(connection: socket.socket) -> bool:
+            asked.append(connection)
+            if len(asked) == 1:
+                connection.close()
+                raise OSError("too many open files")
+            return True
+
+        monkeypatch.setattr(server, "is_own", fails_once)
+        refused = await wire_to(servicer)
+        with pytest.raises(WireError):
+            await refused.receive()
+        wire = await wire_to(servicer)
+        assert (await call(wire, LEASE, WAITING.SerializeToString())).code == 0
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")

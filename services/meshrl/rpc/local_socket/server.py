@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 MAX_CALLERS: Final = 4_096
 """Connections of one socket. The one too many is closed, and whoever made it goes on over gRPC."""
+PAUSE_S: Final = 0.1
+"""After a connection that could not be accepted."""
 
 
 class LocalSocketServer:
@@ -64,18 +66,25 @@ class LocalSocketServer:
                 late.cancel()
 
     async def _listen(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         with listener:
             while True:
-                connection, _ = await loop.sock_accept(listener)
-                if len(self._callers) >= MAX_CALLERS or not is_own(connection):
-                    connection.close()
-                    continue
-                _, wire = await loop.connect_accepted_socket(Wire, connection)
-                caller = asyncio.create_task(self._serve(wire))
-                self._callers.add(caller)
-                caller.add_done_callback(self._callers.discard)
-                wire.on_lost = caller.cancel
+                try:
+                    await self._accept(listener)
+                except OSError as error:  # too many open files, or a caller that has left again
+                    log.warning("a connection to the local socket failed: %s", error)
+                    await asyncio.sleep(PAUSE_S)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        connection, _ = await loop.sock_accept(listener)
+        if len(self._callers) >= MAX_CALLERS or not is_own(connection):
+            connection.close()
+            return
+        _, wire = await loop.connect_accepted_socket(Wire, connection)
+        caller = asyncio.create_task(self._serve(wire))
+        self._callers.add(caller)
+        caller.add_done_callback(self._callers.discard)
+        wire.on_lost = caller.cancel
 
     async def _serve(self, wire: Wire) -> None:
         """One call after the other, until the caller goes away."""

@@ -17,7 +17,7 @@ from meshrl.rpc.transport import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
 Part: TypeAlias = bytes | memoryview
 _PREFIX: Final = struct.Struct("<II")
 _PEER: Final = struct.Struct("3i")
-AHEAD_BYTES: Final = 1 << 16
+AHEAD_BYTES: Final = 1 << 14
 """A read of small frames; bytes of a larger one that are there already are copied once."""
 SEND_BYTES: Final = 1 << 20
 """A page of payload; the kernel grants what its limit allows (net.core.wmem_max)."""
