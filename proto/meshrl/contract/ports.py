@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from meshrl.contract.held_rows import HeldLeases
@@ -242,6 +243,60 @@ class PinningSink(WeightSink, Protocol):
     @property
     def pin(self) -> Pin | None:
         """Locks the memory that versions arrive in; None where that gains nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LentBucket:
+    """Memory of a device, for one bucket, that another process may write."""
+
+    handle: str
+    """By which that process opens it, hexadecimal."""
+    nbytes: int
+    """Of the bucket."""
+
+
+class DeviceReceiver(Protocol):
+    """A replica's end of a channel whose bytes can arrive in memory of a device that another process has lent."""
+
+    memory: str
+    """Whose handles it opens: cuda, or stub."""
+    gpu: str
+    """The device, by its PCI address."""
+
+    async def settle(self) -> None:
+        """Return once no receiver that was killed can write any more. Raises UnavailableError."""
+        ...
+
+    async def reach(self, bucket: LentBucket) -> None:
+        """Open and close it. Raises UnavailableError where it cannot be opened."""
+        ...
+
+
+@runtime_checkable
+class LendingSink(WeightSink, Protocol):
+    """One that can lend a receiver the memory of its device, so that no byte passes the host's."""
+
+    async def lend(
+        self, manifest: WeightManifest, receiver: DeviceReceiver
+    ) -> Sequence[LentBucket]:
+        """Memory for each bucket of a version, the same when asked again; none: it is to arrive on the host.
+
+        It may be written until `stage_lent`, or until nobody receives. Nobody who was killed writes to what was lent
+        before: the caller has waited for that (`DeviceReceiver.settle`).
+
+        Raises:
+            CapacityError: the engine was told to stage on the device, and cannot.
+        """
+        ...
+
+    async def stage_lent(self, manifest: WeightManifest, digests: Sequence[str]) -> None:
+        """What `stage_weights` does, of a version that lies, verified, in the memory that was lent for it.
+
+        Args:
+            manifest: The version.
+            digests: Of each bucket, see `meshrl.contract.chunk_digest`.
+        """
         ...
 
 

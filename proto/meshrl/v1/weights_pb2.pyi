@@ -319,10 +319,13 @@ class ReplicaReady(_message.Message):
     HOP_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    CHUNK_DIGESTS_FIELD_NUMBER: _builtins.int
     hop: _builtins.int
     """Of the PROPOSE that this answers."""
     error: _builtins.str
     """Not ready: why its end of the channel from another replica did not open."""
+    chunk_digests: _builtins.bool
+    """It receives into memory of a device: TRANSFER has to say chunk digests, and RECEIVED answers with those."""
     @_builtins.property
     def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Buckets that it holds already, verified: they came before the sender changed."""
@@ -333,10 +336,11 @@ class ReplicaReady(_message.Message):
         hop: _builtins.int = ...,
         error: _builtins.str = ...,
         held: _abc.Iterable[_builtins.int] | None = ...,
+        chunk_digests: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "held", b"held", "hop", b"hop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_digests", b"chunk_digests", "error", b"error", "held", b"held", "hop", b"hop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -353,7 +357,7 @@ class ReplicaReceived(_message.Message):
     MOVED_BYTES_FIELD_NUMBER: _builtins.int
     bucket: _builtins.int
     hash: _builtins.str
-    """xxh3-128 of what arrived; empty when nothing readable did."""
+    """xxh3-128, or chunk digest, of what arrived; empty when nothing readable did."""
     hop: _builtins.int
     """Of the PROPOSE that named the sender."""
     error: _builtins.str
@@ -580,6 +584,7 @@ class PlaneTransfer(_message.Message):
     BUCKETS_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
     TENSOR_HASHES_FIELD_NUMBER: _builtins.int
+    CHUNK_DIGESTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -590,16 +595,21 @@ class PlaneTransfer(_message.Message):
 
     @_builtins.property
     def tensor_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def chunk_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of each bucket, for a replica whose READY asks; see meshrl.contract.chunk_digest."""
+
     def __init__(
         self,
         *,
         buckets: _abc.Iterable[_builtins.int] | None = ...,
         hashes: _abc.Iterable[_builtins.str] | None = ...,
         tensor_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        chunk_digests: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "hashes", b"hashes", "tensor_hashes", b"tensor_hashes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "chunk_digests", b"chunk_digests", "hashes", b"hashes", "tensor_hashes", b"tensor_hashes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

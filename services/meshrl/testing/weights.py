@@ -12,9 +12,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshrl.contract import shared_buffers
-from meshrl.contract.errors import NotFoundError, UserError
+from meshrl.contract import chunk_digest, shared_buffers
+from meshrl.contract.errors import CorruptError, NotFoundError, UserError
+from meshrl.contract.ports import DeviceReceiver, LentBucket
 from meshrl.contract.types import OnUpdate, TensorSpec, Uint8, Version, WeightManifest
+from meshrl.testing.devices.stub import StubDevice
 from meshrl.weights.messages import digest, hashes_of, tensor_digest
 
 _ITEM = {"float32": 4, "bfloat16": 2}
@@ -150,3 +152,42 @@ class HashSink:
     async def discard_weights(self, version: Version) -> None:
         """Forget it."""
         self._staged.pop(version, None)
+
+
+class LendingHashSink(HashSink):
+    """One on the stub of a device, whose memory it lends: versions arrive there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = StubDevice()
+        self.lent: dict[LentBucket, int] = {}
+        """Pointers."""
+        self.versions: list[Version] = []
+        """That arrived there."""
+
+    async def lend(
+        self, manifest: WeightManifest, receiver: DeviceReceiver
+    ) -> Sequence[LentBucket]:
+        """Of every version."""
+        if [bucket.nbytes for bucket in self.lent] != [*manifest.bucket_bytes]:
+            self.free()
+            for nbytes in manifest.bucket_bytes:
+                pointer = self.device.allocate(nbytes)
+                self.lent[LentBucket(self.device.export(pointer).hex(), nbytes)] = pointer
+        await receiver.reach(next(iter(self.lent)))
+        return [*self.lent]
+
+    async def stage_lent(self, manifest: WeightManifest, digests: Sequence[str]) -> None:
+        """Hash what lies there. Raises CorruptError where that has other digests."""
+        buckets = [np.empty(bucket.nbytes, np.uint8) for bucket in self.lent]
+        for pointer, bucket in zip(self.lent.values(), buckets, strict=True):
+            self.device.read(pointer, bucket)
+        if [*map(chunk_digest.digest, buckets)] != [*digests]:
+            raise CorruptError(f"weights {manifest.version}: other bytes lie on the device")
+        self.versions.append(manifest.version)
+        await self.stage_weights(manifest, buckets)
+
+    def free(self) -> None:
+        """All that is lent."""
+        while self.lent:
+            self.device.free(self.lent.popitem()[1])

@@ -27,12 +27,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from meshrl.config.weights import CARRIERS, WeightsConfig
 from meshrl.contract import plugins
 from meshrl.contract.errors import ConflictError, MeshError
-from meshrl.contract.ports import WeightSource
+from meshrl.contract.ports import DeviceReceiver, LentBucket, WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.shared_memory import FOLDER, boot_id
 
@@ -109,6 +109,20 @@ class Channel(Protocol):
 
     async def close(self) -> None:
         """End the channel in an orderly way; idempotent."""
+        ...
+
+
+@runtime_checkable
+class DeviceChannel(Channel, Protocol):
+    """One whose bytes can arrive in memory of a device that an engine lends."""
+
+    @property
+    def device(self) -> DeviceReceiver | None:
+        """Once it is open: this end, which opens that memory; None where it cannot."""
+        ...
+
+    async def receive_lent(self, bucket: LentBucket) -> str:
+        """`receive` into it; the chunk digest of what lies there then. Raises UnavailableError."""
         ...
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
+from meshrl.contract.chunk_digest import digest
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.ports import GatheredSource, WeightSource
 from meshrl.weights.messages import hashes_of
@@ -28,6 +31,17 @@ async def gathered(source: WeightSource, index: int) -> tuple[str, Sequence[int]
 def is_whole(source: WeightSource) -> bool:
     """Whether all buckets are there: then the manifest has their hashes."""
     return bool(source.manifest.bucket_hashes)
+
+
+_digests: WeakKeyDictionary[WeightSource, dict[int, asyncio.Future[str]]] = WeakKeyDictionary()
+
+
+async def chunk_digest(source: WeightSource, index: int) -> str:
+    """Of a bucket that is there; made once, when the first replica that receives on a device asks."""
+    made = _digests.setdefault(source, {})
+    if index not in made:
+        made[index] = asyncio.ensure_future(asyncio.to_thread(digest, source.bucket(index)))
+    return await asyncio.shield(made[index])
 
 
 async def whole(source: WeightSource) -> None:

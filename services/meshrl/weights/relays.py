@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshrl.contract.errors import MeshError
+from meshrl.contract.ports import LentBucket
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Carriers, Channel, Link
@@ -31,6 +32,10 @@ class Received:
     missing: set[int]
     hashes: dict[int, tuple[str, Sequence[int]]]
     """Of each bucket and its tensors, as far as the trainer has said them."""
+    lent: list[LentBucket] = field(default_factory=list)
+    """Where they arrive on a device, in place of `buckets`; none: on the host."""
+    digests: dict[int, str] = field(default_factory=dict)
+    """Chunk digests, for those that arrive on a device."""
 
     @property
     def version(self) -> Version:

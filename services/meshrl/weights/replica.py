@@ -23,7 +23,7 @@ from meshrl.contract.types import Version
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Channel, Link
 from meshrl.weights.fleet import ReplicaState, ReplicaView
-from meshrl.weights.gathering import SourceError, gathered
+from meshrl.weights.gathering import SourceError, chunk_digest, gathered
 from meshrl.weights.groups import Assembly, FromGroup
 from meshrl.weights.messages import ReplicaStream, digest, manifest_to_message, stamp, wrong_tensors
 from meshrl.weights.routes import Peer, Route, Routes
@@ -82,6 +82,8 @@ class Replica:
         """Generations of replicas that lived and did not send."""
         self._planned = False
         """Whether the version was proposed before it was gathered, so that each TRANSFER has to say the hashes."""
+        self._on_device = False
+        """Whether it receives on a device, so that each TRANSFER has to say the chunk digest."""
         self._missing: Sequence[int] = ()
         """Buckets of the version in transfer that it has not acknowledged."""
         self._route: Route | None = None
@@ -371,6 +373,7 @@ class Replica:
         ready = (await self._receive("ready")).ready
         if ready.error:
             raise RelayError(ready.error)
+        self._on_device = ready.chunk_digests
         every, held = range(len(source.manifest.bucket_bytes)), set(ready.held)
         self._missing = [index for index in every if index not in held]
 
@@ -379,10 +382,10 @@ class Replica:
     ) -> None:
         """Send the missing buckets; then those are missing that arrived corrupted."""
         manifest, wanted, route = source.manifest, self._missing, self._route
-        version, planned = manifest.version, self._planned
+        version, planned, on_device = manifest.version, self._planned, self._on_device
         assert route is not None
         writes = isinstance(sender, FromTrainer) and self._routes.writes(route)
-        one_by_one = sender.hop or planned or writes
+        one_by_one = sender.hop or planned or writes or on_device
         lacking = set(wanted)
         if isinstance(sender, FromGroup):
             wanted = await sender.plan(wanted)
@@ -396,6 +399,8 @@ class Replica:
                     await sender.send(source, index)
                 if one_by_one:
                     transfer = pb.PlaneTransfer(buckets=[index])
+                    if on_device:
+                        transfer.chunk_digests.append(await chunk_digest(source, index))
                     if planned:
                         transfer.hashes.append(digest)
                         transfer.tensor_hashes.extend(tensors)
@@ -407,6 +412,8 @@ class Replica:
             for place, index in enumerate(wanted):
                 expected = await self._gathered(source, index, sender)
                 await sender.until_held(version, index)
+                if on_device:
+                    expected = await chunk_digest(source, index)
                 received = await self._received(manifest.bucket_bytes[index], sender)
                 if received.bucket != index:
                     raise InfraError(

@@ -23,10 +23,16 @@ from meshrl.contract.errors import (
     UserError,
     from_detail,
 )
-from meshrl.contract.ports import AdapterSink, PinningSink, WeightSink
+from meshrl.contract.ports import (
+    AdapterSink,
+    LendingSink,
+    LentBucket,
+    PinningSink,
+    WeightSink,
+)
 from meshrl.contract.types import Version, WeightManifest
 from meshrl.v1 import weights_pb2 as pb
-from meshrl.weights.carrier import Carriers, Channel, Link
+from meshrl.weights.carrier import Carriers, Channel, DeviceChannel, Link
 from meshrl.weights.lora_merging import Merger
 from meshrl.weights.messages import (
     CoordinatorStream,
@@ -172,9 +178,31 @@ class Session:
             empty = [np.empty(0, np.uint8) for _ in every]
             self._incoming = Received(manifest, empty, set(every), {})
         self._incoming.hashes.update(hashes_of(manifest))
-        # Fresh memory for each version: an engine may keep these very arrays until, and after, the commit. And for
-        # each sender: the one before may still write into what it has not finished.
-        incoming = self._received = self._incoming
+        incoming, ready = self._incoming, pb.ReplicaReady(hop=message.propose.hop)
+        try:
+            self._channel = await self._open_channel(message.propose)
+        except UnavailableError as error:
+            if not message.propose.hop:
+                raise
+            ready.error = str(error)
+        else:
+            await self._make_room(incoming, self._channel)
+            ready.held.extend(sorted(set(range(len(incoming.buckets))) - incoming.missing))
+            ready.chunk_digests = bool(incoming.lent)
+        self._received = None if incoming.lent else incoming
+        await self._send(manifest.version, ready=ready)
+
+    async def _make_room(self, incoming: Received, channel: Channel) -> None:
+        """Memory for what is missing: of the engine's device where that lends to this channel, or of the host."""
+        manifest = incoming.manifest
+        lent = await self._lent(manifest, channel)
+        if lent != incoming.lent:  # what it holds lies elsewhere
+            incoming.missing.update(range(len(incoming.buckets)))
+            incoming.lent[:] = lent
+        if lent:
+            return
+        # Fresh for each version: an engine may keep these very arrays until, and after, the commit. And for each
+        # sender: the one before may still write into what it has not finished.
         indices = sorted(incoming.missing)
         sizes = [manifest.bucket_bytes[index] for index in indices]
         pin = self._engine.pin if isinstance(self._engine, PinningSink) else None
@@ -184,15 +212,16 @@ class Session:
             raise CapacityError(f"no memory for weights {manifest.version}: {error}") from error
         for index, bucket in zip(indices, memory, strict=True):
             incoming.buckets[index] = bucket
-        held = set(range(len(incoming.buckets))) - incoming.missing
-        ready = pb.ReplicaReady(hop=message.propose.hop, held=sorted(held))
-        try:
-            self._channel = await self._open_channel(message.propose)
-        except UnavailableError as error:
-            if not message.propose.hop:
-                raise
-            ready.error = str(error)
-        await self._send(manifest.version, ready=ready)
+
+    async def _lent(self, manifest: WeightManifest, channel: Channel) -> list[LentBucket]:
+        """What the engine lends; an adapter that is merged here has to be on the host."""
+        if not isinstance(channel, DeviceChannel) or not isinstance(self._engine, LendingSink):
+            return []
+        receiver = channel.device
+        if receiver is None or manifest.adapter is not None:
+            return []
+        await receiver.settle()
+        return [*await self._engine.lend(manifest, receiver)]
 
     async def _open_channel(self, proposed: pb.PlanePropose) -> Channel:
         """This end of the channel, open, by the carrier and from the sender that the coordinator chose."""
@@ -239,6 +268,7 @@ class Session:
             raise ConflictError(f"buckets of version {version}, which was not proposed")
         for index, expected in zip(indices, transfer.hashes, strict=False):  # one at a time
             incoming.hashes[index] = expected, transfer.tensor_hashes
+        incoming.digests.update(zip(indices, transfer.chunk_digests, strict=False))
         for index in indices:
             await self._receive(incoming, index, self._channel)
         # A group is sent what others lack, too; nothing is what it is told when that was all.
@@ -247,6 +277,9 @@ class Session:
 
     async def _receive(self, incoming: Received, index: int, channel: Channel) -> None:
         """One bucket; RECEIVED says what came."""
+        if incoming.lent and index in incoming.missing:
+            await self._receive_lent(incoming, index, channel)
+            return
         manifest, buckets = incoming.manifest, incoming.buckets
         if index not in incoming.missing:  # in a group: another one lacks it
             buckets = [*buckets]
@@ -274,6 +307,25 @@ class Session:
             logger.warning("weights %s arrived wrong: %s", manifest.version, wrong)
         await self._send(manifest.version, received=received)
 
+    async def _receive_lent(self, incoming: Received, index: int, channel: Channel) -> None:
+        """One bucket into memory of the device, by a channel that can; RECEIVED says what lies there."""
+        assert isinstance(channel, DeviceChannel)
+        bucket, received = incoming.lent[index], pb.ReplicaReceived(bucket=index, hop=self._hop)
+        try:
+            received.hash = await self._from_sender(channel.receive_lent(bucket))
+            received.moved_bytes = bucket.nbytes
+        except UnavailableError as error:
+            if not self._hop:
+                raise
+            received.error = str(error)
+        if received.hash and received.hash == incoming.digests.get(index):
+            incoming.missing.discard(index)
+        elif received.hash:
+            logger.warning(
+                "weights %s arrived wrong: bucket %d, on the device", incoming.version, index
+            )
+        await self._send(incoming.version, received=received)
+
     async def _stage(self, incoming: Received) -> None:
         buckets = incoming.buckets
         manifest = replace(
@@ -289,7 +341,12 @@ class Session:
             else:
                 buckets = await asyncio.to_thread(self._merger.merge, manifest, buckets)
         try:
-            await self._engine.stage_weights(served, buckets)
+            if incoming.lent:
+                assert isinstance(self._engine, LendingSink)
+                digests = [incoming.digests[index] for index in range(len(buckets))]
+                await self._engine.stage_lent(served, digests)
+            else:
+                await self._engine.stage_weights(served, buckets)
         except MeshError:
             raise
         except Exception as error:  # an engine's library may raise anything

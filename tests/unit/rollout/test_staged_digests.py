@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from meshrl.contract.chunk_digest import CHUNK_WORDS, digest
 from meshrl.contract.types import TensorSpec, Version, WeightManifest
 from meshrl.rollout.engines.vllm import PLUGIN_DIR
-from meshrl.rollout.server_engine.checkpoint import CHUNK_WORDS, digest, write_version
+from meshrl.rollout.server_engine.checkpoint import write_version
 
 CHUNK = 8 * CHUNK_WORDS
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from meshrl.contract.errors import CapacityError, EngineGoneError, UserError
-from meshrl.contract.types import OnUpdate, TensorSpec, Version, WeightManifest
+from meshrl.contract.chunk_digest import digest
+from meshrl.contract.errors import CapacityError, EngineGoneError, NotFoundError, UserError
+from meshrl.contract.ports import LentBucket
+from meshrl.contract.types import OnUpdate, TensorSpec, Uint8, Version, WeightManifest
 from meshrl.rollout.engines import torch as torch_engine
 from meshrl.rollout.streams import sample
 from meshrl.rollout.torch_engine import staging
 from meshrl.rollout.torch_engine.architecture import read_architecture
 from meshrl.rollout.torch_engine.staging import HEADROOM, choose, free_of, needed_bytes, stage
 from meshrl.rollout.torch_engine.weights import Weights
+from meshrl.testing.devices.stub import GPU, opened
 
 from .checkpoints import Checkpoint, greedy, make_model, pack, request
 from .conftest import EngineMaker
@@ -192,3 +197,93 @@ async def test_an_engine_whose_served_version_was_half_written_over_answers_noth
         await engine.commit_weights(NEXT, OnUpdate.IN_FLIGHT)
     with pytest.raises(EngineGoneError, match="illegal memory access"):
         await sample(engine, request("a", PROMPT, max_tokens=8))
+
+
+class Receiver:
+    """What writes into memory that the engine lends."""
+
+    memory = "stub"
+
+    def __init__(self, gpu: str = GPU) -> None:
+        self.gpu = gpu
+
+    async def settle(self) -> None:
+        pass
+
+    async def reach(self, bucket: LentBucket) -> None:
+        write(bucket, np.zeros(bucket.nbytes, np.uint8))
+
+
+def write(lent: LentBucket, bucket: Uint8) -> None:
+    with opened(bytes.fromhex(lent.handle), lent.nbytes) as memory:
+        memory[:] = bucket.tobytes()
+
+
+async def test_a_version_in_lent_memory_is_served_from_its_commit_on_and_the_memory_is_lent_again(
+    qwen3: Checkpoint, other: Any, make_engine: EngineMaker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=torch_engine.log.name)
+    engine = await make_engine(qwen3.path, eos_token_ids=[])
+    for model in (other, qwen3.model):
+        model.generation_config.eos_token_id = None
+
+    async def answers() -> Any:
+        answer = await sample(engine, request("a", PROMPT, temperature=0.0, max_tokens=8))
+        return answer.tokens.tolist()
+
+    seen: list[Sequence[LentBucket]] = []
+    for step, model in ((1, other), (2, qwen3.model)):
+        manifest, buckets = pack(model, Version(1, step))
+        served = await answers()
+        lent = await engine.lend(manifest, Receiver())
+        for memory, bucket in zip(lent, buckets, strict=True):
+            write(memory, bucket)
+        await engine.stage_lent(manifest, [digest(bucket) for bucket in buckets])
+        assert await answers() == served  # not before the commit
+        await engine.commit_weights(Version(1, step), OnUpdate.IN_FLIGHT)
+        for memory, bucket in zip(lent, buckets, strict=True):
+            write(memory, np.zeros_like(bucket))  # nor after it
+        assert await answers() == greedy(model, PROMPT, 8) != served
+        seen.append(lent)
+    assert seen[0] == seen[1] and engine.stats().staging == "device"
+    (said,) = [each.getMessage() for each in caplog.records if "arriving" in each.getMessage()]
+    assert "from weights 1.1 on: arriving in memory of GPU 0000:00:00.0" in said
+    await engine.close()
+    with pytest.raises(RuntimeError, match="invalid handle"):
+        write(seen[0][0], buckets[0])
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpu", "free", "why"),
+    [
+        ("host", GPU, 40 * GIB, "rollout.engine.weight_staging says so"),
+        ("auto", GPU, GIB, "1.0 GiB are free"),
+        ("auto", "0000:01:00.0", 40 * GIB, "the receiver is on GPU 0000:01:00.0"),
+        ("device", GPU, GIB, None),
+    ],
+)
+async def test_nothing_is_lent_without_room_or_to_another_gpu(
+    asked: str,
+    gpu: str,
+    free: int,
+    why: str | None,
+    qwen3: Checkpoint,
+    other: Any,
+    make_engine: EngineMaker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger=torch_engine.log.name)
+    engine = await make_engine(qwen3.path, eos_token_ids=[], weight_staging=asked)
+    await engine.stage_weights(*pack(other, NEXT))
+    await engine.commit_weights(NEXT, OnUpdate.DRAIN)
+    monkeypatch.setattr(torch_engine, "free_bytes", lambda device, promised: free)
+    manifest, _ = pack(other, Version(1, 2))
+    if why is None:
+        with pytest.raises(CapacityError, match="weight_staging is device"):
+            await engine.lend(manifest, Receiver(gpu))
+    else:
+        assert await engine.lend(manifest, Receiver(gpu)) == []
+        assert why in caplog.text
+    with pytest.raises(NotFoundError, match="no memory is lent"):
+        await engine.stage_lent(manifest, [])

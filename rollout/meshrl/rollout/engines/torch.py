@@ -19,9 +19,18 @@ from typing import Any
 
 import torch
 
+from meshrl.contract import device_lease
 from meshrl.contract.config import read_options
 from meshrl.contract.device_share import DeviceShare, chosen_device
-from meshrl.contract.errors import EngineGoneError, InfraError, MeshError, NotFoundError, UserError
+from meshrl.contract.errors import (
+    EngineGoneError,
+    InfraError,
+    MeshError,
+    NotFoundError,
+    UnavailableError,
+    UserError,
+)
+from meshrl.contract.ports import DeviceReceiver, LentBucket
 from meshrl.contract.shared_buffers import Pin, page_lock
 from meshrl.contract.types import (
     EngineStats,
@@ -33,6 +42,7 @@ from meshrl.contract.types import (
     WeightManifest,
 )
 from meshrl.rollout.config import TorchEngineConfig as Config
+from meshrl.rollout.engines._plugins.meshrl_lent import Lent
 from meshrl.rollout.ports import UNSERVED
 from meshrl.rollout.streams import TokenStream, check_request, response_before
 from meshrl.rollout.tokenizer import Tokenizer
@@ -97,6 +107,10 @@ class TorchEngine:
         self._staged: dict[Version, StagedVersion] = {}
         self._staging = ""
         """Where the last version was staged that had one to wait for."""
+        self._lent: Lent | None = None
+        """Of the device, where versions arrive."""
+        self._arrives = ""
+        """Where the last version was to arrive."""
         self._token_texts: dict[int, str] = {}
         self._closed = False
 
@@ -136,6 +150,7 @@ class TorchEngine:
             return  # it has ended already
         if not await asyncio.to_thread(self._thread.join, CLOSE_S):
             raise InfraError(f"the engine's thread did not end within {CLOSE_S:.0f} s")
+        self._take_back()
 
     def generate(self, request: GenerateRequest) -> TokenStream:
         """Sample one response. Raises UserError, when iterated, for a request that cannot be run."""
@@ -179,6 +194,7 @@ class TorchEngine:
         """Keep a version in addition to the serving one: built on the device, or as it came; see staging.py."""
         decoder, cache = self._loaded_decoder(), self._cache
         assert cache is not None
+        self._take_back()
         device = torch.device("cpu") if self.asleep else decoder.device
         where: Staging = "device"
         if self.version != UNSERVED and not self.asleep:
@@ -192,6 +208,60 @@ class TorchEngine:
         self._staged[manifest.version] = await asyncio.to_thread(
             stage, where, manifest, buckets, decoder.architecture, decoder.dtype, device
         )
+
+    async def lend(
+        self, manifest: WeightManifest, receiver: DeviceReceiver
+    ) -> Sequence[LentBucket]:
+        """See `LendingSink`. The first version comes by the host, from which it is built."""
+        if self.version == UNSERVED or self.asleep or device_lease.inherited():
+            return ()
+        try:
+            lent = await self._room_to_lend(manifest, receiver)
+            arrives, why = f"in memory of GPU {lent.gpu}", f"{receiver.memory} handles are opened"
+        except (OSError, UnavailableError) as error:
+            lent, arrives, why = None, "on the host", str(error)
+            self._take_back()
+        if arrives != self._arrives:
+            log.info("from weights %s on: arriving %s, as %s", manifest.version, arrives, why)
+        self._arrives = arrives
+        pairs = zip(lent.handles, lent.sizes, strict=True) if lent is not None else ()
+        return [LentBucket(handle, nbytes) for handle, nbytes in pairs]
+
+    async def _room_to_lend(self, manifest: WeightManifest, receiver: DeviceReceiver) -> Lent:
+        """Raises UnavailableError or OSError, with the reason, where there is none that the receiver can open."""
+        decoder, cache, lent = self._loaded_decoder(), self._cache, self._lent
+        assert cache is not None
+        if lent is not None and lent.sizes == manifest.bucket_bytes and lent.gpu == receiver.gpu:
+            return lent
+        self._take_back()
+        free = free_bytes(decoder.device, cache.may_grow_by)
+        where, why = choose(self._config.weight_staging, manifest, None, free)
+        if where == "host":
+            raise UnavailableError(why)
+        sizes, device = manifest.bucket_bytes, decoder.device
+        lent = self._lent = await asyncio.to_thread(Lent, receiver.memory, sizes, device)
+        if lent.gpu != receiver.gpu:
+            raise UnavailableError(
+                f"the receiver is on GPU {receiver.gpu} (weights.nccl.device), the engine on {lent.gpu}"
+            )
+        await receiver.reach(LentBucket(lent.handles[0], sizes[0]))
+        return lent
+
+    async def stage_lent(self, manifest: WeightManifest, digests: Sequence[str]) -> None:
+        """See `LendingSink`: it stays as it arrived, and the commit writes it over what is served."""
+        decoder, lent = self._loaded_decoder(), self._lent
+        if lent is None:
+            raise NotFoundError(f"no memory is lent for weights {manifest.version}")
+        self._staging = "device"
+        model = (decoder.architecture, decoder.dtype, decoder.device)
+        self._staged[manifest.version] = await asyncio.to_thread(
+            stage, "host", manifest, lent.buckets, *model
+        )
+
+    def _take_back(self) -> None:
+        if self._lent is not None:
+            self._lent.free()
+            self._lent = None
 
     async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:
         """Serve the staged `version` from the next decode step on. Committing twice is committing once.

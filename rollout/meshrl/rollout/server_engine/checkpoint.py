@@ -6,18 +6,14 @@ written unchanged, without building a tensor.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from meshrl.contract.chunk_digest import digest
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Uint8, WeightManifest
 from meshrl.images import ImageProcessor, reads_images, shared_processor
@@ -33,8 +29,6 @@ ADAPTER_FILE = "adapter_config.json"
 """A directory with this file has an adapter, not whole weights."""
 DIGESTS = "meshrl.digests"
 """In a staged file's metadata: JSON, from a tensor's name to its digest."""
-CHUNK_WORDS = 32768
-"""64-bit words of a chunk of a digest."""
 NAMES_SHOWN = 4
 """Names listed in an error before it says how many more there are."""
 
@@ -216,30 +210,6 @@ def write_version(
         file.write(text)
         for spec in tensors:
             file.write(buckets[spec.bucket][spec.offset : spec.offset + spec.nbytes].data)
-
-
-def digest(data: Uint8) -> str:
-    """What `meshrl_staged.digest`, which runs in the server, makes of the same bytes."""
-    found = hashlib.blake2b(len(data).to_bytes(8, "little"), digest_size=8)
-    mixed, shift = np.empty(CHUNK_WORDS, dtype=np.uint64), np.uint64(32)
-    for at in range(0, len(data), CHUNK_WORDS * 8):  # in place, in the processor's cache
-        part = data[at : at + CHUNK_WORDS * 8]
-        rest = CHUNK_WORDS * 8 - len(part)
-        words = (np.pad(part, (0, rest)) if rest else part).view(np.uint64)
-        np.right_shift(words, shift, out=mixed)
-        np.bitwise_xor(mixed, words, out=mixed)
-        np.multiply(mixed, _factors(), out=mixed)
-        found.update(mixed.sum(dtype=np.uint64).tobytes())
-    return found.hexdigest()
-
-
-@cache
-def _factors() -> npt.NDArray[np.uint64]:
-    """uint64[CHUNK_WORDS]: the odd neighbours of SplitMix64's sequence."""
-    z = np.arange(1, CHUNK_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (z ^ (z >> np.uint64(31))) | np.uint64(1)
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int]:

@@ -1,6 +1,7 @@
 """Where a version waits for its commit, beside the one that is served.
 
     device   built on the device, a second version of the weights there: the commit swaps two references
+             or as it arrived there, in memory that was lent to the receiver: then the commit writes it over
     host     as it arrived, in host memory: the commit writes it over the served version between two decode steps,
              layer by layer, so that the device never holds two
 
@@ -75,22 +76,24 @@ class Arrived:
         if live is None:
             return build(self.read, self.names, self.architecture, self.dtype, device)
         overwrite(live, self.read, self.architecture)
+        if device.type == "cuda":  # who lent the memory may be sent the next version now
+            torch.cuda.synchronize(device)
         return live.to(device)
 
     def to(self, device: torch.device) -> Arrived:
-        """Itself: it is in host memory."""
+        """Itself: an engine that sleeps lends nothing, so it is in host memory."""
         return self
 
 
 def stage(
     where: Staging,
     manifest: WeightManifest,
-    buckets: Sequence[Uint8],
+    buckets: Sequence[Uint8 | torch.Tensor],
     architecture: Architecture,
     dtype: torch.dtype,
     device: torch.device,
 ) -> StagedVersion:
-    """A version, checked. On the host it needs the buckets for as long as it waits; built it is a copy.
+    """A version, checked. As it arrived it needs the buckets for as long as it waits; built it is a copy.
 
     Raises:
         UserError: it does not fit the model.
@@ -101,21 +104,29 @@ def stage(
     return Built(build(read, names, architecture, dtype, device))
 
 
-def needed_bytes(manifest: WeightManifest, dtype: torch.dtype) -> int:
-    """What a second version takes of a device, with two buckets of what is fused and the headroom."""
-    version = sum(math.prod(spec.shape) for spec in manifest.tensors) * dtype.itemsize
+def needed_bytes(manifest: WeightManifest, dtype: torch.dtype | None) -> int:
+    """What a second version takes of a device, with two buckets of what is fused and the headroom.
+
+    `dtype` is the engine's; None: it stays as it arrives.
+    """
+    version = manifest.total_bytes
+    if dtype is not None:
+        version = sum(math.prod(spec.shape) for spec in manifest.tensors) * dtype.itemsize
     return version + 2 * max(manifest.bucket_bytes, default=0) + HEADROOM
 
 
 def choose(
-    asked: Literal["auto"] | Staging, manifest: WeightManifest, dtype: torch.dtype, free: int | None
+    asked: Literal["auto"] | Staging,
+    manifest: WeightManifest,
+    dtype: torch.dtype | None,
+    free: int | None,
 ) -> tuple[Staging, str]:
     """Where a version is to be staged, and why.
 
     Args:
         asked: `rollout.engine.weight_staging`.
         manifest: The version, of which the plan suffices.
-        dtype: The engine's.
+        dtype: The engine's; None for a version that stays there as it arrives.
         free: Bytes of the device that a second version could take; None on a CPU, where no other memory is scarcer.
 
     Raises:

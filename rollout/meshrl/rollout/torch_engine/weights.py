@@ -125,7 +125,7 @@ def _checked_files(checkpoint: Path, architecture: Architecture) -> dict[str, An
 
 
 def bucket_reader(
-    manifest: WeightManifest, buckets: Sequence[Uint8], architecture: Architecture
+    manifest: WeightManifest, buckets: Sequence[Uint8 | torch.Tensor], architecture: Architecture
 ) -> tuple[Reader, Collection[str]]:
     """What reads a version from the wire layout, and the names that are in it.
 
@@ -141,9 +141,11 @@ def bucket_reader(
     def read(name: str) -> torch.Tensor:
         spec = specs[name]
         data = buckets[spec.bucket][spec.offset : spec.offset + spec.nbytes]
-        # torch refuses to promise not to write: a read-only view is copied.
-        writable = data if data.flags.writeable else np.array(data)
-        return torch.from_numpy(writable).view(DTYPES[spec.dtype]).reshape(spec.shape)
+        if isinstance(data, torch.Tensor):
+            data = data.clone() if spec.offset % DTYPES[spec.dtype].itemsize else data
+        else:  # torch refuses to promise not to write: a read-only view is copied
+            data = torch.from_numpy(data if data.flags.writeable else np.array(data))
+        return data.view(DTYPES[spec.dtype]).reshape(spec.shape)
 
     _check_tied(read, specs.keys(), architecture)
     return read, specs.keys()
@@ -297,7 +299,7 @@ def _mlp(prefix: str, own: Reader, mixture: Mixture | None, *, bias: bool) -> De
     )
 
 
-def _check_layout(spec: TensorSpec, buckets: Sequence[Uint8], where: str) -> None:
+def _check_layout(spec: TensorSpec, buckets: Sequence[Uint8 | torch.Tensor], where: str) -> None:
     if spec.dtype not in DTYPES:
         raise UserError(
             f"{where}: {spec.name} is {spec.dtype}, which is not supported ({', '.join(DTYPES)})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import re
 import secrets
@@ -59,12 +60,7 @@ class StubDevice:
 
     def open(self, handle: bytes) -> int:
         """By its name."""
-        if not _NAME.fullmatch(handle.decode("ascii", "replace")):
-            raise RuntimeError(f"{handle!r} is no handle")
-        try:
-            return os.open(FOLDER / handle.decode(), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
-            raise RuntimeError(f"invalid handle: {error.strerror}") from error
+        return _open(handle, os.O_RDONLY)
 
     def read(self, pointer: int, host: Uint8) -> None:
         """Preadv."""
@@ -74,3 +70,23 @@ class StubDevice:
     def close(self, pointer: int) -> None:
         """The descriptor."""
         os.close(pointer)
+
+
+def opened(handle: bytes, nbytes: int) -> mmap.mmap:
+    """Memory of another process, to write in. Raises RuntimeError."""
+    descriptor = _open(handle, os.O_RDWR)
+    try:
+        return mmap.mmap(descriptor, nbytes)
+    except ValueError as error:
+        raise RuntimeError(f"invalid handle: {error}") from error
+    finally:
+        os.close(descriptor)
+
+
+def _open(handle: bytes, how: int) -> int:
+    if not _NAME.fullmatch(handle.decode("ascii", "replace")):
+        raise RuntimeError(f"{handle!r} is no handle")
+    try:
+        return os.open(FOLDER / handle.decode(), how | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise RuntimeError(f"invalid handle: {error.strerror}") from error

@@ -36,9 +36,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
+from meshrl.contract.chunk_digest import digest
+from meshrl.testing.devices.stub import GPU, PATTERN, opened
 from meshrl.weights.nccl.library import UNIQUE_ID_BYTES
 from meshrl.weights.nccl.library import Buffer as AnyBuffer
 from meshrl.weights.nccl.library import Host as AnyHost
+from meshrl.weights.shared_memory import SharedMemory
 
 VARIABLE = "MESHRL_NCCL_STUB"
 _HELLO = struct.Struct("<16sIII")  # nonce, rank, its port, length of the version that follows
@@ -57,6 +62,8 @@ class StubError(RuntimeError):
 
 class Library:
     """Host memory in place of a device."""
+
+    memory = "stub"
 
     def __init__(self, device: int) -> None:
         settings = json.loads(os.environ.get(VARIABLE, "{}"))
@@ -93,6 +100,19 @@ class Library:
     def buffer(self, nbytes: int) -> Buffer:
         """Of this process's own memory."""
         return Buffer(nbytes, self._stream)
+
+    def gpu(self) -> str:
+        """The only one. Deletes what dead processes had lent."""
+        SharedMemory().sweep(PATTERN)
+        return GPU
+
+    def lent(self, handle: bytes, nbytes: int) -> Buffer:
+        """A file of another process. Raises RuntimeError."""
+        return Buffer(nbytes, self._stream, opened(handle, nbytes))
+
+    def digest(self, buffer: AnyBuffer, nbytes: int) -> str:
+        """Of the file."""
+        return digest(np.frombuffer(cast(Buffer, buffer).bytes[:nbytes], np.uint8))
 
     def mark(self) -> Callable[[], bool]:
         """An event in the stream's thread."""
@@ -136,9 +156,10 @@ class Host:
 class Buffer:
     """A device's memory, played by the host's."""
 
-    def __init__(self, nbytes: int, stream: Stream) -> None:
+    def __init__(self, nbytes: int, stream: Stream, file: mmap.mmap | None = None) -> None:
         self._stream = stream
-        self._device = (ctypes.c_uint8 * nbytes)()
+        kind = ctypes.c_uint8 * nbytes
+        self._device = kind() if file is None else kind.from_buffer(file)
         self.bytes = memoryview(self._device).cast("B")
 
     def load(self, host: AnyHost, at: int, nbytes: int) -> None:

@@ -8,7 +8,7 @@ NCCL blocks: only the end of the process ends a wait for the other ranks, and a 
 ever. So no engine and no trainer calls it. Every end of a channel starts a process, which imports torch
 and cupy and nothing of an engine; whatever goes wrong there, it is killed. Bytes go as uint8 from the snapshot's
 memory, which the process maps and pins, through device memory that is neither torch's nor the engine's, into the
-memory that engines are given.
+memory that engines are given. An engine that lends memory of the same device gets them there, with no copy on a host.
 
 The replicas that take a version together are one communicator, into which the trainer sends each bucket once (see
 `groups.py`). One that dies stops the broadcast to all: all processes are killed, the others are one communicator
@@ -24,7 +24,7 @@ import numpy as np
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract import shared_buffers
 from meshrl.contract.errors import MeshError, UnavailableError, UserError
-from meshrl.contract.ports import WeightSource
+from meshrl.contract.ports import LentBucket, WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.carrier import Link, RunPaths
 from meshrl.weights.nccl.process import Facts, NcclProcess, NcclProcesses
@@ -35,6 +35,9 @@ NEEDS = ("cupy", "cuda")
 RATE = 8e9
 GROUPS = True
 STREAMS = True
+
+_END_S = 10.0
+"""How long the kernel may take to end a process that it was told to kill."""
 
 
 class Carrier:
@@ -119,6 +122,21 @@ class NcclChannel:
         if shared is not into:
             await asyncio.to_thread(np.copyto, into, shared)
 
+    @property
+    def device(self) -> Lending | None:
+        """This end, as the receiver of what arrives in memory that is lent; None: where that cannot be."""
+        process = self._process
+        if process is None or not process.gpu:
+            return None
+        return Lending(process, self._processes)
+
+    async def receive_lent(self, bucket: LentBucket) -> str:
+        """Take part in the broadcast, into memory of the device; its digest, see `meshrl.contract.chunk_digest`."""
+        try:
+            return await self._opened().receive(bucket, self._config.deadline_s(bucket.nbytes))
+        except MeshError as error:
+            raise UnavailableError(f"{self._where}: {error}") from error
+
     def committed(self, version: Version) -> None:
         """Does nothing: nothing is kept from one version to the next."""
 
@@ -173,6 +191,23 @@ class NcclChannel:
         if self._process is None or self._aborted:
             raise UnavailableError("it is not open")
         return self._process
+
+
+class Lending:
+    """Satisfies `DeviceReceiver`: a process that an engine lends memory to."""
+
+    def __init__(self, process: NcclProcess, processes: NcclProcesses) -> None:
+        self.memory, self.gpu = process.memory, process.gpu
+        self._process = process
+        self._processes = processes
+
+    async def settle(self) -> None:
+        """Return once no process that was killed can write any more. Raises UnavailableError."""
+        await self._processes.settle(_END_S)
+
+    async def reach(self, bucket: LentBucket) -> None:
+        """Open and close it. Raises UnavailableError."""
+        await self._process.reach(bucket)
 
 
 def _shared(memory: Uint8) -> Uint8:

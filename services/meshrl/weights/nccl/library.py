@@ -70,6 +70,8 @@ class Library(Protocol):
 
     version: str
     """Of NCCL, such as 2.30.7."""
+    memory: str
+    """Whose handles `lent` opens: cuda, or stub."""
 
     def __init__(self, device: int) -> None: ...
 
@@ -87,6 +89,18 @@ class Library(Protocol):
 
     def buffer(self, nbytes: int) -> Buffer:
         """Device memory; after `join`."""
+        ...
+
+    def gpu(self) -> str:
+        """The device, by its PCI address; after `join`. Empty where it makes no digests: nothing is to be lent."""
+        ...
+
+    def lent(self, handle: bytes, nbytes: int) -> Buffer:
+        """Memory of this device that another process has lent; after `join`. `close` gives it back."""
+        ...
+
+    def digest(self, buffer: Buffer, nbytes: int) -> str:
+        """See `meshrl.contract.chunk_digest`, of what is there now; blocks."""
         ...
 
     def mark(self) -> Callable[[], bool]:

@@ -16,6 +16,7 @@ from typing import Any
 from meshrl.config.weights import NcclConfig
 from meshrl.contract import shared_buffers
 from meshrl.contract.errors import ConfigError, UnavailableError, from_detail
+from meshrl.contract.ports import LentBucket
 from meshrl.contract.types import Uint8
 from meshrl.rpc.parent_death import PARENT_VARIABLE
 from meshrl.weights.nccl import messages
@@ -74,11 +75,18 @@ class NcclProcess:
         """Of a broadcast that has not ended well: nobody else may have it while the process may write there."""
         self._facts: Facts | None = None
         self._killed = False
+        self.gpu = self.memory = ""
+        """The GPU whose memory may be lent to it, and by whose handles; empty: none."""
 
     @property
     def pid(self) -> int | None:
         """None before `start`."""
         return self._process.pid if self._process else None
+
+    @property
+    def killed(self) -> bool:
+        """`kill` was called."""
+        return self._killed
 
     @property
     def alive(self) -> bool:
@@ -134,7 +142,7 @@ class NcclProcess:
 
     async def join(self, size: int, unique_id: bytes, rank: int, deadline_s: float) -> None:
         """Join the other ranks and warm up. Kills the process past the deadline: nothing else ends NCCL's wait."""
-        await self._ask(
+        answer = await self._ask(
             deadline_s + _GRACE_S,
             f"joining as rank {rank} of {size}",
             do="join",
@@ -143,6 +151,28 @@ class NcclProcess:
             rank=rank,
             deadline_s=deadline_s,
         )
+        self.gpu, self.memory = str(answer.get("gpu", "")), str(answer.get("memory", ""))
+
+    async def reach(self, bucket: LentBucket) -> None:
+        """Have it open and close memory that another process has lent. Where it cannot, it goes on."""
+        what = "opening memory that was lent"
+        frame = {"handle": bucket.handle, "nbytes": bucket.nbytes}
+        answer = await self._ask(_ANSWER_S, what, do="reach", **frame)
+        if answer["error"]:
+            raise UnavailableError(f"NCCL: {what}: {answer['error']}")
+
+    async def receive(self, bucket: LentBucket, deadline_s: float) -> str:
+        """From rank 0's memory into what another process has lent; the digest of what lies there."""
+        answer = await self._ask(
+            deadline_s + _GRACE_S,
+            f"a broadcast of {bucket.nbytes} bytes",
+            do="receive",
+            handle=bucket.handle,
+            nbytes=bucket.nbytes,
+            root=0,
+            deadline_s=deadline_s,
+        )
+        return str(answer["digest"])
 
     async def broadcast(self, memory: Uint8, deadline_s: float) -> None:
         """From rank 0's `memory` into that of the other ranks, all of `meshrl.contract.shared_buffers`."""
@@ -260,6 +290,12 @@ class NcclProcesses:
     def put_back(self, process: NcclProcess) -> None:
         """A process that joined nothing becomes the spare one."""
         self._spare = process
+
+    async def settle(self, deadline_s: float) -> None:
+        """Return once nothing is left of any that was killed: until then it may write. Raises UnavailableError."""
+        for process in self._started:
+            if process.killed and not process.ended:
+                await within(process.kill_and_wait(), deadline_s, "the end of a killed process")
 
     def prepare(self) -> None:
         """Start the next spare one in the background."""

@@ -23,12 +23,16 @@ class Rank:
         self._communicator: Communicator | None = None
         self._rank = 0
 
-    def join(self, size: int, unique_id: bytes, rank: int, deadline_s: float) -> None:
-        """Join the other ranks and warm up. Only the warm-up has this deadline: joining itself cannot have one."""
+    def join(self, size: int, unique_id: bytes, rank: int, deadline_s: float) -> str:
+        """Join the other ranks and warm up; the GPU whose memory may be lent, see `Library.gpu`.
+
+        Only the warm-up has this deadline: joining itself cannot have one.
+        """
         self._rank = rank
         self._communicator = self._library.join(size, unique_id, rank)
         self._communicator.warm_up()
         self._finish(self._communicator, deadline_s, "the warm-up")
+        return self._library.gpu()
 
     def attach(self, number: int, descriptor: int, nbytes: int) -> None:
         """Map a file of the parent's that is `nbytes` long, and pin it."""
@@ -40,6 +44,28 @@ class Rank:
     def detach(self, number: int) -> None:
         """The parent has freed it."""
         self._hosts.pop(number).close()
+
+    def reach(self, handle: str, nbytes: int) -> str:
+        """Open memory that another process has lent, and close it; why that cannot be, or nothing."""
+        try:
+            self._library.lent(bytes.fromhex(handle), nbytes).close()
+        except RuntimeError as error:
+            return str(error) or repr(error)
+        return ""
+
+    def receive(self, handle: str, nbytes: int, root: int, deadline_s: float) -> str:
+        """Take part in a broadcast into memory that another process has lent; the digest of what lies there then.
+
+        It is open for that long only: afterwards its owner may do with it what it likes.
+        """
+        if self._communicator is None:
+            raise InfraError("a broadcast needs a communicator")
+        buffer = self._library.lent(bytes.fromhex(handle), nbytes)
+        self._communicator.broadcast(buffer, nbytes, root)
+        self._finish(self._communicator, deadline_s, f"a broadcast of {nbytes} bytes")
+        digest = self._library.digest(buffer, nbytes)
+        buffer.close()
+        return digest
 
     def broadcast(self, number: int, at: int, nbytes: int, root: int, deadline_s: float) -> None:
         """Shared memory to device at the root, device to all devices, device to shared memory at the others.

@@ -57,7 +57,13 @@ def _serve(
                 case "unique_id":
                     answer["unique_id"] = library.unique_id().hex()
                 case "join":
-                    rank.join(unique_id=bytes.fromhex(frame.pop("unique_id")), **frame)
+                    unique_id = bytes.fromhex(frame.pop("unique_id"))
+                    answer["gpu"] = rank.join(unique_id=unique_id, **frame)
+                    answer["memory"] = library.memory
+                case "reach":
+                    answer["error"] = rank.reach(**frame)
+                case "receive":
+                    answer["digest"] = rank.receive(**frame)
                 case "attach":
                     _, (descriptor, *_), _, _ = socket.recv_fds(files, 1, 1)
                     rank.attach(descriptor=descriptor, **frame)

@@ -1,18 +1,21 @@
 """The real NCCL, through cupy: `NcclCommunicator` on raw pointers, uint8 on the wire.
 
-torch is imported first, where there is one, so that both use its libnccl; two in one process are refused. Memory is
-cudaMalloc's, never torch's: `expandable_segments:True` does not touch it. API: cupy 14.2, NCCL 2.30.
+Memory that an engine has lent is opened by CUDA IPC, and NCCL writes there. torch is imported first, where there is
+one, so that both use its libnccl; two in one process are refused. Memory is cudaMalloc's, never torch's:
+`expandable_segments:True` does not touch it. API: cupy 14.2, NCCL 2.30.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
+import logging
 import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+from meshrl.contract.chunk_digest import CHUNK_WORDS, factors, of_chunks
 from meshrl.contract.errors import ConfigError
 from meshrl.weights.nccl.library import Buffer as AnyBuffer
 from meshrl.weights.nccl.library import Host as AnyHost
@@ -21,19 +24,25 @@ from meshrl.weights.nccl.library import dotted, loaded_nccl
 if importlib.util.find_spec("torch") is not None:
     import torch.cuda.nccl  # before cupy: the libnccl that is loaded first serves both
 
+import cupy
 import cupy.cuda.nccl
 from cupy.cuda import runtime
 
 REQUIRES = ("cupy",)
+logger = logging.getLogger(__name__)
 
 nccl: Any = cupy.cuda.nccl
 torch_nccl: Any = torch.cuda.nccl if "torch" in globals() else None
 _CUDA_NOT_READY = 600
 _FLOAT_BYTES = 4
+_SLAB_CHUNKS = 256
+"""Of a digest, at once: 64 MiB."""
 
 
 class Library:
     """One CUDA device and its stream."""
+
+    memory = "cuda"
 
     def __init__(self, device: int) -> None:
         _check_one_nccl()
@@ -65,6 +74,25 @@ class Library:
     def buffer(self, nbytes: int) -> Buffer:
         """Calls cudaMalloc."""
         return Buffer(nbytes, self._stream)
+
+    def gpu(self) -> str:
+        """Tries a digest first: cupy compiles its kernels, and may lack what that takes."""
+        try:
+            _digest(cupy.zeros(8, dtype=cupy.uint8))
+        except Exception as error:  # of cupy, CUDA or a compiler
+            logger.warning("versions are received on the host: cupy makes no digests: %s", error)
+            return ""
+        return str(runtime.deviceGetPCIBusId(self._device))
+
+    def lent(self, handle: bytes, nbytes: int) -> Lent:
+        """Calls cudaIpcOpenMemHandle."""
+        return Lent(handle, self._stream)
+
+    def digest(self, buffer: AnyBuffer, nbytes: int) -> str:
+        """By cupy, on its own stream: what was enqueued on ours is over."""
+        pointer = cast(Buffer | Lent, buffer).pointer
+        memory = cupy.cuda.UnownedMemory(pointer, nbytes, buffer, self._device)
+        return _digest(cupy.ndarray(nbytes, cupy.uint8, cupy.cuda.MemoryPointer(memory, 0)))
 
     def mark(self) -> Callable[[], bool]:
         """Asks cudaEventQuery behind the stream's last work; raises RuntimeError for a fault of the device."""
@@ -117,6 +145,18 @@ class Buffer:
         runtime.memcpyAsync(to, source, nbytes, kind, self._stream)
 
 
+class Lent(Buffer):
+    """Memory of another process. One piece of cudaMalloc's, so that the handle names its first byte."""
+
+    def __init__(self, handle: bytes, stream: int) -> None:
+        self._stream = stream
+        self.pointer = runtime.ipcOpenMemHandle(handle)
+
+    def close(self) -> None:
+        """Calls cudaIpcCloseMemHandle."""
+        runtime.ipcCloseMemHandle(self.pointer)
+
+
 class Communicator:
     """ncclComm_t. It is aborted or its process ends: cupy's destructor would call ncclCommDestroy."""
 
@@ -144,6 +184,20 @@ class Communicator:
     def abort(self) -> None:
         """Calls ncclCommAbort; the handle is null afterwards, and the destructor does nothing."""
         self._communicator.abort()
+
+
+def _digest(data: Any) -> str:
+    """Of a cupy.ndarray uint8[n]."""
+    slab = _SLAB_CHUNKS * CHUNK_WORDS * 8
+    return of_chunks(len(data), (_sums(data[at : at + slab]) for at in range(0, len(data), slab)))
+
+
+def _sums(data: Any) -> bytes:
+    """Of each chunk."""
+    padded = cupy.pad(data, (0, -len(data) % (CHUNK_WORDS * 8)))
+    words = padded.view(cupy.uint64).reshape(-1, CHUNK_WORDS)
+    mixed = (words ^ (words >> cupy.uint64(32))) * cupy.asarray(factors())
+    return bytes(mixed.sum(axis=1, dtype=cupy.uint64).get().tobytes())
 
 
 def _check_one_nccl() -> None:
