@@ -15,7 +15,8 @@ words move by one. Parts:
             from publishing to serving, from then on, beside those of the same fleet before
     root    bytes that the trainer's process sends for one version to 1, 2, 4 and 8 receivers, in versions
     copies  how often a processor copies a version between the gathered bucket and what an engine is given, at the
-            trainer and at each receiver; what NCCL, gloo and sockets do inside is left out
+            trainer and at each receiver; what NCCL, gloo and sockets do inside is left out. Over nccl also how
+            often it goes from the host to the device of the trainer's rank, and from a receiver's device to its host
     staging by the embedded engine's kind of staging: copies from what it is given to what it multiplies, before the
             commit and at it, and the pause; for `in_place`, which is not built, the pause is what the same bytes take
             over gloo, since an engine whose served weights are being received into has to stand still
@@ -54,6 +55,9 @@ from source import Drifting
 
 from fleet import Fleet, Update, opened
 from meshrl.contract.types import Version
+from meshrl.testing.devices.stub import PATTERN
+from meshrl.testing.libraries.stub import VARIABLE
+from meshrl.weights.shared_memory import SharedMemory
 
 PARTS = ("exact", "speed", "kill", "stop", "root", "copies", "staging", "hung", "plan", "auto")
 GATHER_S = 0.5
@@ -213,25 +217,37 @@ class Bench:
             print(f"root    {carrier:6} {self.results['root'][carrier]}", flush=True)
 
     async def copies(self) -> None:
-        """In host memory, in versions per version."""
+        """In host memory, and between it and a device, in versions per version."""
         self.results["copies"] = {}
         here = Copies()
         here.install()
-        for carrier in ("shm", "gloo", "nccl"):
-            config = self.config(carrier, nccl={"library": "stub"}, bucket_bytes=SMALL // 4)
+        for carrier, *flags in (("shm",), ("gloo",), ("nccl",), ("nccl", "--lends")):
+            place = self.place("copies")
+            crossings = place.with_suffix(".crossings")
+            env = {VARIABLE: json.dumps({"crossings": str(crossings)})}
+            nccl = {"library": "stub", "env": env}
+            config = self.config(carrier, nccl=nccl, bucket_bytes=SMALL // 4)
             weights = Drifting(SMALL, SMALL // 4)
-            async with opened(config, self.place("copies"), NAMES) as fleet:
+            async with opened(config, place, NAMES, *flags) as fleet:
                 for _ in range(WARM):
                     await fleet.update(weights)
                 here.take()
+                crossings.write_text("")
                 update = await fleet.update(weights)
                 receivers = [member.copied[update.version] for member in fleet.members.values()]
                 figures = {
                     "trainer": round(here.take() / SMALL, 3),
                     "each_receiver": round(max(receivers) / SMALL, 3),
                 }
-            self.results["copies"][carrier] = figures
-            print(f"copies  {carrier:6} {figures}", flush=True)
+                if carrier == "nccl":
+                    figures["to_the_trainers_device"] = _crossed(crossings, "load")
+                    figures["from_each_receivers_device"] = _crossed(crossings, "store") / len(
+                        NAMES
+                    )
+            SharedMemory().sweep(PATTERN)  # of replicas that were ended
+            kind = f"{carrier}, lent" if flags else carrier
+            self.results["copies"][kind] = figures
+            print(f"copies  {kind:10} {figures}", flush=True)
 
     async def staging(self) -> None:
         """At the engine."""
@@ -380,6 +396,12 @@ def plain_copy_s(nbytes: int) -> float:
 def _first_sent(carrier: str) -> int:
     """The how many-th time that a bucket is asked for sends it: staging asks once before, where it writes."""
     return 2 if carrier in ("disk", "object") else 1
+
+
+def _crossed(file: Path, how: str) -> float:
+    """Versions that the stub's device loaded or stored."""
+    lines = (line.split() for line in file.read_text().splitlines())
+    return round(sum(int(nbytes) for _, kind, nbytes in lines if kind == how) / SMALL, 3)
 
 
 def _ms(seconds: float) -> float:

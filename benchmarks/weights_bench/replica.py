@@ -19,7 +19,10 @@ from copies import Copies
 from source import RUN
 
 from meshrl.config.weights import WeightsConfig
+from meshrl.contract.ports import DeviceReceiver, LentBucket
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
+from meshrl.testing.devices.stub import opened
+from meshrl.testing.weights import LendingHashSink
 from meshrl.weights import replica_controller
 from meshrl.weights.carrier import RunPaths, host_id
 from meshrl.weights.messages import digest
@@ -59,6 +62,23 @@ class CopyingEngine:
             np.copyto(live, fresh)
 
 
+class LendingEngine(CopyingEngine):
+    """One on a stub of a device, whose memory versions arrive in; the commit reads from there."""
+
+    def __init__(self, hashes: bool) -> None:
+        super().__init__(hashes)
+        self._device = LendingHashSink()
+
+    async def lend(
+        self, manifest: WeightManifest, receiver: DeviceReceiver
+    ) -> Sequence[LentBucket]:
+        return await self._device.lend(manifest, receiver)
+
+    async def stage_lent(self, manifest: WeightManifest, digests: Sequence[str]) -> None:
+        memory = (opened(bytes.fromhex(b.handle), b.nbytes) for b in self._device.lent)
+        await self.stage_weights(manifest, [np.frombuffer(each, np.uint8) for each in memory])
+
+
 def report(**event: object) -> None:
     print(json.dumps(event | {"at": time.monotonic()}), flush=True)
 
@@ -71,12 +91,13 @@ async def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--hashes", action="store_true")
     parser.add_argument("--elsewhere", action="store_true", help="say that this is another host")
+    parser.add_argument("--lends", action="store_true", help="memory of a stub of a device")
     options = parser.parse_args()
     COPIES.install()
     if options.elsewhere:
         replica_controller.host_id = lambda: "elsewhere"
     assert host_id()
-    engine = CopyingEngine(options.hashes)
+    engine = (LendingEngine if options.lends else CopyingEngine)(options.hashes)
     replica = replica_controller.ReplicaController(
         WeightsConfig.model_validate_json(options.config),
         run=RUN,

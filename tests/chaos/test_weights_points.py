@@ -26,3 +26,11 @@ async def test_survivors_commit_and_the_killed_or_stopped_replica_comes_back(
     assert [outcome for outcome in outcomes if not outcome.ok] == []
     assert len(outcomes) == 2 * len(CHOSEN)
     assert {outcome.signal for outcome in outcomes} == {signal.SIGKILL.name, signal.SIGSTOP.name}
+
+
+async def test_a_receiver_into_lent_memory_that_is_killed_or_stopped_in_a_bucket_comes_back(
+    tmp_path: Path,
+) -> None:
+    points = [point for point in POINTS if point.name == "middle bucket arrived"]
+    outcomes = await run(tmp_path, "nccl", points, slowly=2.0, lends=True)
+    assert [outcome.fault for outcome in outcomes] == ["", ""]

@@ -1,7 +1,7 @@
 """Kills and stops one process of a weight plane at each of 20 points of the protocol, and checks the others.
 
     python -m tests.chaos.weights_points [--carrier shm] [--write docs/reference/weights-chaos.md] [--slowly 5]
-                                         [--part 1/3 --kept /tmp/outcomes.json]
+                                         [--lends] [--part 1/3 --kept /tmp/outcomes.json]
 
 Versions are published before they are gathered, as a trainer's are. A carrier that sends what is there while the rest
 is gathered has two points more. With `--part` the command runs one of so many parts and adds it to the file; the one
@@ -110,10 +110,11 @@ class Outcome:
 class Campaign:
     """A trainer, two survivors, and the process that is killed or stopped."""
 
-    def __init__(self, directory: Path, carrier: str, slowly: float) -> None:
+    def __init__(self, directory: Path, carrier: str, slowly: float, *, lends: bool) -> None:
         # NCCL over a network does not notice that a rank is lost.
         stub = {"library": "stub", "env": {VARIABLE: json.dumps({"deaf": True})}}
         self._times = slowly
+        self._engine = ("--lends",) if lends else ()
         deadlines = {name: slowly * seconds for name, seconds in QUICK.items()}
         self.mesh = Mesh(directory, carrier, nccl=stub, ipc={"library": "stub"}, **deadlines)
         self._epoch = 1
@@ -124,7 +125,11 @@ class Campaign:
 
     async def start(self) -> None:
         self.trainer = await self.mesh.trainer()
-        self.survivors = [await self.mesh.replica(name) for name in SURVIVORS]
+        one, two = SURVIVORS
+        self.survivors = [
+            await self.mesh.replica(one, *self._engine),
+            await self.mesh.replica(two),
+        ]
         await self.publish()
         await self.serving(SURVIVORS)
 
@@ -146,7 +151,7 @@ class Campaign:
         name = f"victim-{self._victims}"
         step = -1 if point.at == "before hello" else self._step + 1
         arm = f"--arm={point.at},{step},{number.value},{point.joining}"
-        victim = await self.mesh.replica(name, arm)
+        victim = await self.mesh.replica(name, arm, *self._engine)
         if not point.early:
             await self.serving([name])
         if point.joining == 2:  # out once, and on its way back
@@ -159,7 +164,7 @@ class Campaign:
         if number is signal.SIGKILL:
             assert await victim.child.wait() == -signal.SIGKILL
             began = time.monotonic()
-            back = await self.mesh.replica(name)
+            back = await self.mesh.replica(name, *self._engine)
         else:
             await victim.stopped()
             await self.publish()
@@ -252,9 +257,14 @@ async def run(
     points: Sequence[Point] = POINTS,
     signals: Sequence[signal.Signals] = (signal.SIGKILL, signal.SIGSTOP),
     slowly: float = 1.0,
+    *,
+    lends: bool = False,
 ) -> list[Outcome]:
-    """Send every signal at every point; trainers' points come last, as each ends an epoch."""
-    campaign = Campaign(directory, carrier, slowly)
+    """Send every signal at every point; trainers' points come last, as each ends an epoch.
+
+    With `lends` the engines of the first survivor and of all that are killed or stopped lend memory of a device.
+    """
+    campaign = Campaign(directory, carrier, slowly, lends=lends)
     try:
         await campaign.start()
         outcomes = []
@@ -285,17 +295,22 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def page(outcomes: Sequence[Outcome], carrier: str, slowly: float) -> str:
+def page(outcomes: Sequence[Outcome], carrier: str, slowly: float, *, lends: bool) -> str:
     """The reference page."""
     assert __doc__ is not None
     expected = __doc__.partition("as it must:\n\n")[2].rstrip()
     cases = len(outcomes)
+    where = (
+        "\nEngines lend memory of a stub of a device, but for the second survivor's."
+        if lends
+        else ""
+    )
     return f"""# SIGKILL and SIGSTOP at every point of the weights protocol
 
 <!-- Written by `python -m tests.chaos.weights_points --write FILE`: run it again, do not edit. -->
 
 One trainer, two survivors and the process that is killed or stopped, all real processes, stub engines that serve
-hashes, carrier `{carrier}`, deadlines of {slowly:g} to {2 * slowly:g} seconds.
+hashes, carrier `{carrier}`, deadlines of {slowly:g} to {2 * slowly:g} seconds.{where}
 {cases} of {cases} cases are right. A case is right when
 
 ```
@@ -316,6 +331,9 @@ def main() -> int:
         prog="python -m tests.chaos.weights_points", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--carrier", default="shm")
+    parser.add_argument(
+        "--lends", action="store_true", help="engines lend memory of a stub of a device"
+    )
     parser.add_argument("--write", type=Path, help="the reference page to write")
     parser.add_argument(
         "--slowly", type=float, default=1.0, help="times the deadlines, where others compute"
@@ -327,13 +345,17 @@ def main() -> int:
     every = points_of(options.carrier)
     chosen = every[len(every) * (part - 1) // parts : len(every) * part // parts]
     with tempfile.TemporaryDirectory(prefix="meshrl-points-") as scratch:
-        outcomes = asyncio.run(run(Path(scratch), options.carrier, chosen, slowly=options.slowly))
+        work = run(
+            *(Path(scratch), options.carrier, chosen), slowly=options.slowly, lends=options.lends
+        )
+        outcomes = asyncio.run(work)
     ok = len(outcomes) == 2 * len(chosen) and all(each.ok for each in outcomes)
     if options.kept is not None:
         outcomes = _merged(options.kept, outcomes, every)
     print(table(outcomes))
     if ok and options.write and len(outcomes) == 2 * len(every):
-        options.write.write_text(page(outcomes, options.carrier, options.slowly))
+        text = page(outcomes, options.carrier, options.slowly, lends=options.lends)
+        options.write.write_text(text)
     summary = {
         "ok": ok,
         "points": len({(each.role, each.point) for each in outcomes}),

@@ -21,7 +21,7 @@ import grpc
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
-from meshrl.testing.weights import GatheredStub, HashSink
+from meshrl.testing.weights import GatheredStub, HashSink, LendingHashSink
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.messages import MessageStream
@@ -114,6 +114,8 @@ signal_point = SignalPoint()
 
 
 class ReportingSink(HashSink):
+    """Reports what it serves."""
+
     poison = -1
     """The step whose commit breaks this engine."""
 
@@ -126,6 +128,10 @@ class ReportingSink(HashSink):
             raise RuntimeError("half a model")
         await super().commit_weights(version, on_update)
         report(commit=str(version), hashes=self.hashes)
+
+
+class ReportingLender(ReportingSink, LendingHashSink):
+    """One whose versions arrive in memory of a device that is its own."""
 
 
 async def watch(coordinator: WeightCoordinator) -> None:
@@ -178,7 +184,7 @@ async def replica(config: WeightsConfig, args: argparse.Namespace) -> None:
         config,
         run=RUN,
         replica=args.name,
-        engine=ReportingSink(),
+        engine=ReportingLender() if args.lends else ReportingSink(),
         on_update=OnUpdate.IN_FLIGHT,
         paths=RunPaths(directory=args.directory),
         connect=lambda: grpc.aio.insecure_channel(f"127.0.0.1:{args.port}"),
@@ -195,6 +201,7 @@ if __name__ == "__main__":
     parser.add_argument("--epoch", type=int, default=1)
     parser.add_argument("--name", default="")
     parser.add_argument("--poison", type=int, default=-1, help="break in the commit of this step")
+    parser.add_argument("--lends", action="store_true", help="memory of a stub of a device")
     parser.add_argument("--arm", default="", help="point,step,signal,joining")
     arguments = parser.parse_args()
     ReportingSink.poison = arguments.poison

@@ -30,6 +30,7 @@ from meshrl.contract.types import GenerateRequest, OnUpdate, Uint8, Version, Wei
 from meshrl.images import ImageProcessor
 from meshrl.rollout.engines import sglang, vllm
 from meshrl.rollout.engines import torch as torch_engine
+from meshrl.rollout.server_engine import lending
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.streams import Response, sample
 from meshrl.testing import vision
@@ -53,6 +54,8 @@ from ..unit.rollout.checkpoints import (
     prompts,
     request,
 )
+from ..waiting import until
+from . import weights_fleet
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests" / "fixtures" / "sglang_conversation.json"
@@ -480,6 +483,44 @@ async def test_tokens_of_weights_that_another_program_loaded_get_no_version(
     assert [span.version for span in answer.spans] == [Version(1, 0)]
     forced = forced_logprobs(tied(), [5, 6], answer.tokens.tolist())
     np.testing.assert_allclose(answer.logprobs, forced, atol=1e-4)
+
+
+async def test_versions_arrive_in_memory_of_the_server_and_are_served_from_there(
+    kind: Kind,
+    owner: ServerEngine,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Trainer, a chain of sockets in NCCL's place, the receiver's process, the real loader; a stub of a device."""
+    monkeypatch.setattr(lending, "HEADROOM", 0)
+    options = {**attached_to(kind, owner, checkpoint), "staging": str(tmp_path)}
+    engine = kind.build(options, model=checkpoint, slots=SLOTS, tokenizer=Words())
+    await engine.start()
+    prompt, seen = prompts(1)[0], []
+    patient = {"base_s": 60.0, "ready_s": 60.0, "silence_s": 60.0, "commit_s": 60.0}
+    try:
+        async with weights_fleet.opened("nccl", tmp_path, **patient) as fleet:
+            fleet.attach("server", engine)
+            for step in range(1, 4):
+                model, version = tied(seed=10 + step), Version(1, step)
+                await fleet.coordinator.publish(weights_fleet.PackedSource(*pack(model, version)))
+                await until(lambda version=version: engine.version == version)
+                answer = await sample(
+                    engine, request(f"d{step}", prompt, temperature=0.0, max_tokens=8)
+                )
+                expected = greedy(model, prompt, 8)
+                assert answer.tokens.tolist()[: len(expected)] == expected
+                seen.append(engine.stats().staging)
+        assert seen == ["host", "device", "device"]
+        last, buckets = pack(tied(), Version(1, 4))
+        engine._lending._wanted = None  # by another carrier: the memory is given back
+        held = engine._lending._lent[0].handle
+        await engine.stage_weights(last, buckets)
+        await engine.commit_weights(last.version, OnUpdate.DRAIN)
+        assert not os.access(f"/dev/shm/{bytes.fromhex(held).decode()}", os.R_OK)
+    finally:
+        await engine.close()
 
 
 async def lose_newest_file(staging: Path) -> None:

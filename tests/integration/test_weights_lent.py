@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 
 from meshrl.contract.errors import UnavailableError
+from meshrl.contract.ports import LentBucket
 from meshrl.contract.types import Version
 from meshrl.testing.libraries.stub import VARIABLE
 from meshrl.testing.weights import HashSink, LendingHashSink
 from meshrl.weights import replica
 from meshrl.weights.carriers.nccl import Lending
 
+from ..waiting import until
 from .weights_fleet import Fleet, opened
 
 
@@ -131,6 +133,33 @@ async def test_memory_that_the_receiver_cannot_open_is_left_for_the_host(
         await serves(fleet, 0, engine)
         await serves(fleet, 1, engine)
     assert engine.why.startswith("NCCL: opening memory that was lent: invalid handle")
+    assert engine.versions == []
+
+
+def vanish(bucket: LentBucket) -> None:
+    Path("/dev/shm", bytes.fromhex(bucket.handle).decode()).unlink()
+
+
+async def test_memory_that_nothing_can_be_received_into_is_not_used_for_ever(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Vanishing(LendingHashSink):
+        """Its memory can be opened when it is tried, and never afterwards."""
+
+        async def lend(self, manifest: Any, receiver: Any) -> Any:
+            self.free()
+            lent = await super().lend(manifest, receiver)
+            for bucket in lent:
+                vanish(bucket)
+            return lent
+
+    engine = Vanishing()
+    async with opened("nccl", tmp_path, base_s=60.0, ready_s=60.0, silence_s=60.0) as fleet:
+        fleet.join("engine", engine)
+        source = fleet.source(0)
+        await fleet.coordinator.publish(source)
+        await until(lambda: engine.hashes == source.manifest.bucket_hashes)
+    assert caplog.text.count("from now on versions arrive on the host") == 1
     assert engine.versions == []
 
 

@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 import grpc
 
 from meshrl.config.weights import WeightsConfig
-from meshrl.contract.types import OnUpdate, Version
+from meshrl.contract.ports import WeightSink
+from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.testing.weights import HashSink, StubSource
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.fleet import ReplicaState
+from meshrl.weights.messages import digest
 from meshrl.weights.replica_controller import ReplicaController
 from meshrl.weights.servicer import WeightsServicer
 
 from ..waiting import until
 
 RUN = "weights-test"
+
+
+class PackedSource:
+    """A version of given bytes."""
+
+    def __init__(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
+        self.manifest = replace(
+            manifest, run=RUN, bucket_hashes=tuple(digest(bucket) for bucket in buckets)
+        )
+        self._buckets = buckets
+
+    def bucket(self, index: int) -> Uint8:
+        return self._buckets[index]
 
 
 class Fleet:
@@ -73,6 +89,13 @@ class Fleet:
         directory: Path | None = None,
     ) -> HashSink:
         engine = engine or HashSink()
+        self.attach(name, engine, run, directory)
+        return engine
+
+    def attach(
+        self, name: str, engine: WeightSink, run: str = RUN, directory: Path | None = None
+    ) -> None:
+        """Join with any engine."""
         controller = ReplicaController(
             self.config,
             run=run,
@@ -83,7 +106,6 @@ class Fleet:
             connect=lambda: grpc.aio.insecure_channel(f"127.0.0.1:{self.port}"),
         )
         self.controllers[name] = asyncio.create_task(controller.run())
-        return engine
 
     async def joined(self, *names: str, **engines: HashSink) -> list[HashSink]:
         """Join them, those of `engines` with an engine of their own; the coordinator knows them all then."""

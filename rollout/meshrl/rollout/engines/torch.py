@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from meshrl.contract import device_lease
 from meshrl.contract.config import read_options
 from meshrl.contract.device_share import DeviceShare, chosen_device
 from meshrl.contract.errors import (
@@ -213,7 +212,7 @@ class TorchEngine:
         self, manifest: WeightManifest, receiver: DeviceReceiver
     ) -> Sequence[LentBucket]:
         """See `LendingSink`. The first version comes by the host, from which it is built."""
-        if self.version == UNSERVED or self.asleep or device_lease.inherited():
+        if self.version == UNSERVED or self.asleep:
             return ()
         try:
             lent = await self._room_to_lend(manifest, receiver)

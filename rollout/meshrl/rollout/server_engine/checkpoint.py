@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,9 +85,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def check_version(
-    manifest: WeightManifest, buckets: Sequence[Uint8], checkpoint: Checkpoint
+    manifest: WeightManifest, buckets: Sequence[Sized], checkpoint: Checkpoint
 ) -> None:
-    """Compare a version with the model: names, shapes, layout.
+    """Compare a version with the model: names, shapes, layout; of the buckets only how long they are.
 
     Raises:
         UserError: naming what is missing, unknown, misshapen or outside its bucket.

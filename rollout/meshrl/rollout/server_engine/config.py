@@ -46,6 +46,11 @@ class ServerConfig(BaseConfig):
     staging: Path | None = None
     """A directory for staged versions, on a file system that the server can read; None: shared memory if there is
     space, else the temporary directory."""
+    weight_staging: Literal["auto", "device", "host"] = "auto"
+    """Where a version waits for its commit: in memory of the server's device, which weights.carrier=nccl writes and
+    the server loads from, or in a file in the host's memory. auto: the device where it has room for a second version,
+    on a server of one GPU, from the second version on. A server that ends takes the device's with it: the rollout
+    process is started again then. See docs/explanation/weight-plane.md."""
     return_routed_experts: bool = False
     """A server that is started here tells the experts of tokens; `rollout.routing_replay` sets it."""
     max_lora_rank: NonNegativeInt = 0

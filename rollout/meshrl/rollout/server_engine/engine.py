@@ -1,7 +1,7 @@
 """The engine that drives a stock server over its own HTTP routes, token in and token out.
 
     generate ─▶ concurrency limit ─▶ the server's stream ─▶ ResponseReader ─▶ TokenStream
-    stage_weights ─▶ a safetensors file that the server can read
+    stage_weights ─▶ a safetensors file that the server can read; or they arrive in its device's memory (lending.py)
     commit_weights ─▶ the client pauses the server, makes it load the file, labels the version, resumes
     watchdog task ─▶ restarts a server that dies, with the served version; with none after a half-finished update
 
@@ -29,6 +29,7 @@ from meshrl.contract.errors import (
     NotFoundError,
     UserError,
 )
+from meshrl.contract.ports import DeviceReceiver, LentBucket
 from meshrl.contract.types import (
     EngineStats,
     GenerateDelta,
@@ -55,6 +56,7 @@ from meshrl.rollout.server_engine.checkpoint import (
 )
 from meshrl.rollout.server_engine.config import ServerConfig
 from meshrl.rollout.server_engine.kind import AnyServerKind, SleepingClient
+from meshrl.rollout.server_engine.lending import ServerLending
 from meshrl.rollout.server_engine.managed_server import ManagedServer
 from meshrl.rollout.server_engine.request import ServerRequest, ended_before, read_request
 from meshrl.rollout.server_engine.response import ResponseReader, end_delta
@@ -100,6 +102,7 @@ class ServerEngine:
         self._suspect = asyncio.Event()
         self._staged: dict[Version, VersionFiles] = {}
         self._served: VersionFiles | None = None
+        self._lending = ServerLending(config.weight_staging)
         self._version = UNSERVED
         self._up = False
         self.asleep = False
@@ -211,12 +214,42 @@ class ServerEngine:
             await asyncio.to_thread(write_adapter, files.path, manifest, buckets)
         else:
             check_version(manifest, buckets, checkpoint)
+            self._lending.check_host(manifest.version, first=self._version == UNSERVED)
             tied = checkpoint.tied
             await asyncio.to_thread(write_version, files.path, manifest, buckets, tied=tied)
-        replaced = self._staged.get(manifest.version)
-        self._staged[manifest.version] = files
+            self._lending.ask(files.path)
+        await self._keep(manifest.version, files)
+
+    async def lend(
+        self, manifest: WeightManifest, receiver: DeviceReceiver
+    ) -> Sequence[LentBucket]:
+        """See `LendingSink`."""
+        return () if self.serves_adapters else await self._lending.lend(manifest, receiver)
+
+    async def stage_lent(self, manifest: WeightManifest, digests: Sequence[str]) -> None:
+        """See `LendingSink`: the server's loader finds out what lies where."""
+        checkpoint, staging = self._loaded(), self._staging
+        if staging is None:
+            raise EngineGoneError("the engine is not started")
+        self._limit.check()
+        self._check_lends(manifest.version)
+        check_version(manifest, [range(nbytes) for nbytes in manifest.bucket_bytes], checkpoint)
+        files = staging.new(on_device=True)
+        self._lending.arrived(files.path, manifest, digests, tied=checkpoint.tied)
+        await self._keep(manifest.version, files)
+
+    async def _keep(self, version: Version, files: VersionFiles) -> None:
+        """It is staged."""
+        replaced = self._staged.get(version)
+        self._staged[version] = files
         if replaced is not None:
             await asyncio.to_thread(replaced.remove)
+
+    def _check_lends(self, version: Version) -> None:
+        if not self._lending.lends:
+            raise InfraError(
+                f"{self._server.name} has ended, and weights {version} lay in its device's memory"
+            )
 
     async def discard_weights(self, version: Version) -> None:
         """Remove a staged version."""
@@ -251,6 +284,8 @@ class ServerEngine:
                     began = time.perf_counter()
                 if not self._up or self._suspect.is_set():
                     await self._recover()
+                if self._staged[version].on_device:
+                    self._check_lends(version)
                 await self._load(self._staged[version], version, on_update)
         self._updates += 1
         self._update_pause_s = time.perf_counter() - began
@@ -314,7 +349,7 @@ class ServerEngine:
             tokens_per_s=self._rate.per_s if self._limit.running else 0.0,
             updates=self._updates,
             update_pause_s=self._update_pause_s,
-            staging="host",  # a file in memory that the server maps
+            staging=self._lending.staging,
         )
 
     # Requests
@@ -412,6 +447,7 @@ class ServerEngine:
                     f"loading weights {version} failed in {self._server.name}: {error}{last_words}"
                 ) from error
             raise
+        await asyncio.to_thread(self._lending.loaded, files.path)
         previous, self._served = self._served, files
         self._version, self.asleep = version, False
         if previous is not None and previous is not files:
@@ -479,8 +515,13 @@ class ServerEngine:
         log.warning(
             "%s failed (%s); restoring it at version %s", self._server.name, reason, self._version
         )
-        await self._server.start(self._loaded(), self.max_model_len)
         served = self._served
+        self._lending.forget()
+        if served is not None and served.on_device and not self._half_loaded:
+            raise EngineGoneError(
+                f"{self._server.name} failed ({reason}), and weights {self._version} lay in its device's memory only"
+            )
+        await self._server.start(self._loaded(), self.max_model_len)
         if self._half_loaded:
             self._served, self._half_loaded = None, False
             if served is not None:

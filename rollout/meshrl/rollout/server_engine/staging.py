@@ -25,6 +25,8 @@ class VersionFiles:
     path: Path
     temporary: bool
     """Made by `Staging`: `remove` deletes them."""
+    on_device: bool = False
+    """They say what lies in the server's memory; the weights are nowhere else."""
 
     def remove(self) -> None:
         """Free the space."""
@@ -56,9 +58,10 @@ class Staging:
         _lock(self._lock)
         self._names = itertools.count()
 
-    def new(self) -> VersionFiles:
+    def new(self, *, on_device: bool = False) -> VersionFiles:
         """A path for one version, not created yet."""
-        return VersionFiles(path=self._path / str(next(self._names)), temporary=True)
+        path = self._path / str(next(self._names))
+        return VersionFiles(path=path, temporary=True, on_device=on_device)
 
     def close(self) -> None:
         """Remove everything; idempotent."""

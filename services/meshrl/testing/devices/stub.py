@@ -7,11 +7,14 @@ import mmap
 import os
 import re
 import secrets
+from typing import TYPE_CHECKING
 
-from meshrl.config.weights import IpcConfig
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.types import Uint8
 from meshrl.weights.shared_memory import FOLDER, SharedMemory
+
+if TYPE_CHECKING:  # a process of a rank imports this file, and starts often
+    from meshrl.config.weights import IpcConfig
+    from meshrl.contract.types import Uint8
 
 GPU = "0000:00:00.0"
 PATTERN = "meshrl-*.device"

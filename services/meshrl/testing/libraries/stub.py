@@ -7,7 +7,8 @@ stream is a thread, collectives on it are asynchronous. Two ways of being strict
 differ fail with both named instead of hanging, and so does a communicator that was not warmed up.
 
 The environment variable MESHRL_NCCL_STUB holds JSON: `version` (a NCCL of that version), `deaf` (the loss of a rank
-is not noticed, which is what NCCL over a network does), and `faults`, a list of faults of a process:
+is not noticed, which is what NCCL over a network does), `crossings` (a file, to which each copy between host and
+device adds a line: the process, `load` or `store`, bytes), and `faults`, a list of faults of a process:
 
     {"at": "middle", "nth": 2, "do": "stop", "once": "/tmp/struck"}
 
@@ -36,9 +37,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-
-from meshrl.contract.chunk_digest import digest
 from meshrl.testing.devices.stub import GPU, PATTERN, opened
 from meshrl.weights.nccl.library import UNIQUE_ID_BYTES
 from meshrl.weights.nccl.library import Buffer as AnyBuffer
@@ -70,7 +68,7 @@ class Library:
         self.version: str = settings.get("version", "2.30.7")
         self._deaf: bool = settings.get("deaf", False)
         self._faults = Faults(settings.get("faults", []))
-        self._stream = Stream()
+        self._stream = Stream(settings.get("crossings"))
         self._listener: socket.socket | None = None
 
     def unique_id(self) -> bytes:
@@ -112,6 +110,10 @@ class Library:
 
     def digest(self, buffer: AnyBuffer, nbytes: int) -> str:
         """Of the file."""
+        import numpy as np  # as the next: a second of a process's start on a busy machine
+
+        from meshrl.contract.chunk_digest import digest
+
         return digest(np.frombuffer(cast(Buffer, buffer).bytes[:nbytes], np.uint8))
 
     def mark(self) -> Callable[[], bool]:
@@ -124,14 +126,21 @@ class Library:
 class Stream:
     """Runs what is enqueued, in order, in a thread of its own; after a failure it stops, as a device would."""
 
-    def __init__(self) -> None:
+    def __init__(self, crossings: str | None = None) -> None:
         self.failure: Exception | None = None
+        self._crossings = crossings
         self._work: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
     def put(self, work: Callable[[], object]) -> None:
         """Enqueue."""
         self._work.put(work)
+
+    def crosses(self, how: str, nbytes: int) -> None:
+        """Count a copy between host and device."""
+        if self._crossings is not None:
+            with Path(self._crossings).open("a") as file:
+                file.write(f"{os.getpid()} {how} {nbytes}\n")
 
     def _run(self) -> None:
         while self.failure is None:
@@ -165,11 +174,13 @@ class Buffer:
     def load(self, host: AnyHost, at: int, nbytes: int) -> None:
         """Host to device."""
         source = cast(Host, host).address + at
+        self._stream.crosses("load", nbytes)
         self._stream.put(lambda: ctypes.memmove(self._device, source, nbytes))
 
     def store(self, host: AnyHost, at: int, nbytes: int) -> None:
         """Device to host."""
         to = cast(Host, host).address + at
+        self._stream.crosses("store", nbytes)
         self._stream.put(lambda: ctypes.memmove(to, self._device, nbytes))
 
     def close(self) -> None:

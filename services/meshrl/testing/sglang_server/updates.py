@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshrl.testing.sglang_server.scheduler import Scheduler
-from meshrl.testing.sglang_server.weights import GARBAGE, read_mark
+from meshrl.testing.sglang_server.weights import GARBAGE, load_staged, read_mark
 
 OUTSIDE = "{route} must run between begin_weight_update() and end_weight_update()"
 PARTIAL = (
@@ -74,7 +74,7 @@ class Updates:
         if load_format not in self._loaders:
             raise Died(f"NotImplementedError: Unknown load_format={load_format}")
         try:
-            self._take(read_mark(directory))
+            self._take(load_staged(directory))
         except Exception as error:
             raise Died(f"{type(error).__name__}: {error}") from error
         return True, "Success"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
+
+from meshrl.rollout.engines.vllm import PLUGIN_DIR
+from meshrl.rollout.server_engine.lending import ARRIVED, ASKED
 
 WIDTH = {"F32": 4, "BF16": 2, "F16": 2}
 MARKS = 256
@@ -35,6 +40,21 @@ def read_mark(directory: Path) -> int:
         first = min(header.values(), key=lambda entry: entry["data_offsets"][0])
         file.seek(8 + length + first["data_offsets"][0])
         return mark_of(first["dtype"], file.read(WIDTH[first["dtype"]]))
+
+
+def load_staged(directory: Path) -> int:
+    """The mark that our loader finds, which is the real one where memory is asked for or weights arrived there."""
+    if not any((directory / name).is_file() for name in (ASKED, ARRIVED)):
+        return read_mark(directory)
+    import torch  # takes seconds, and few servers need it
+
+    if str(PLUGIN_DIR) not in sys.path:
+        sys.path.append(str(PLUGIN_DIR))
+    loader = importlib.import_module("meshrl_staged")
+    (_, first), *_ = list(loader.tensors(directory))
+    mark = int(abs(float(first.view(-1)[0]))) % MARKS
+    loader.lend(directory, torch.device("cpu"))
+    return mark
 
 
 def mark_of(dtype: str, raw: bytes) -> int:

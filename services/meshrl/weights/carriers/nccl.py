@@ -126,16 +126,19 @@ class NcclChannel:
     def device(self) -> Lending | None:
         """This end, as the receiver of what arrives in memory that is lent; None: where that cannot be."""
         process = self._process
-        if process is None or not process.gpu:
+        if process is None or not process.gpu or not self._processes.may_be_lent:
             return None
         return Lending(process, self._processes)
 
     async def receive_lent(self, bucket: LentBucket) -> str:
         """Take part in the broadcast, into memory of the device; its digest, see `meshrl.contract.chunk_digest`."""
         try:
-            return await self._opened().receive(bucket, self._config.deadline_s(bucket.nbytes))
+            made = await self._opened().receive(bucket, self._config.deadline_s(bucket.nbytes))
         except MeshError as error:
+            self._processes.received_lent(well=False)
             raise UnavailableError(f"{self._where}: {error}") from error
+        self._processes.received_lent(well=True)
+        return made
 
     def committed(self, version: Version) -> None:
         """Does nothing: nothing is kept from one version to the next."""

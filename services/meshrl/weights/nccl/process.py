@@ -30,6 +30,8 @@ _ANSWER_S = 10.0
 _GRACE_S = 2.0
 """Time for a process that missed its own deadline to abort and report it."""
 _LEAVE_S = 3.0
+_MOST_FAILED_LENT = 4
+"""More than the ways by which one version is tried: two groups, and one channel of two ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +278,22 @@ class NcclProcesses:
         self._spare: NcclProcess | None = None
         self._started: list[NcclProcess] = []
         self._starting: asyncio.Task[None] | None = None
+        self._failed_lent = 0
+
+    @property
+    def may_be_lent(self) -> bool:
+        """Not after several broadcasts into lent memory have failed in a row: the host's may work."""
+        return self._failed_lent < _MOST_FAILED_LENT
+
+    def received_lent(self, *, well: bool) -> None:
+        """A broadcast into lent memory has ended."""
+        self._failed_lent = 0 if well else self._failed_lent + 1
+        if not well and self._failed_lent == _MOST_FAILED_LENT:
+            logger.warning(
+                "%d broadcasts into memory that the engine lends have failed in a row: from now on versions arrive on"
+                " the host",
+                _MOST_FAILED_LENT,
+            )
 
     async def take(self) -> NcclProcess:
         """A started process: the spare one if it is still alive."""

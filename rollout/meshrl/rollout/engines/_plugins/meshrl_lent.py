@@ -29,7 +29,9 @@ class _Memory(Protocol):
     gpu: str
     """By its PCI address."""
 
-    def free(self) -> int: ...
+    def free(self) -> int:
+        """Bytes of the device that nobody has."""
+        ...
 
     def allocate(self, nbytes: int) -> tuple[torch.Tensor, str]:
         """uint8[nbytes], and its handle, hexadecimal. Raises OSError where there is none."""
@@ -81,10 +83,11 @@ class _Cuda:
     def __init__(self, device: torch.device) -> None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         maps = Path("/proc/self/maps").read_text().splitlines()
-        found = {line.split()[-1] for line in maps if "/libcudart.so" in line}
-        if len(found) != 1:
-            raise OSError(f"no single CUDA runtime is loaded here: {sorted(found) or 'none'}")
-        self._runtime = ctypes.CDLL(found.pop())
+        # Any of several: they share the device's primary context.
+        found = sorted({line.split()[-1] for line in maps if "/libcudart.so" in line})
+        if not found:
+            raise OSError("no CUDA runtime is loaded here")
+        self._runtime = ctypes.CDLL(found[0])
         self._runtime.cudaGetErrorString.restype = ctypes.c_char_p
         self._device = torch.cuda.current_device() if device.index is None else device.index
         self._pointers: list[ctypes.c_void_p] = []
@@ -98,6 +101,7 @@ class _Cuda:
     def allocate(self, nbytes: int) -> tuple[torch.Tensor, str]:
         pointer, handle = ctypes.c_void_p(), ctypes.create_string_buffer(64)
         with torch.cuda.device(self._device):
+            self._call("cudaSetDevice", self._device)
             self._call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(_whole(nbytes)))
             self._pointers.append(pointer)
             self._call("cudaIpcGetMemHandle", handle, pointer)
@@ -109,7 +113,10 @@ class _Cuda:
                 "version": 3,
             }
         )
-        return torch.as_tensor(view, device=f"cuda:{self._device}"), handle.raw.hex()
+        whole = torch.as_tensor(view, device=f"cuda:{self._device}")
+        if whole.data_ptr() != pointer.value:
+            raise OSError("torch copies memory that is not its own")
+        return whole, handle.raw.hex()
 
     def close(self) -> None:
         with torch.cuda.device(self._device):

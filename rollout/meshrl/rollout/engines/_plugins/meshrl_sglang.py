@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from meshrl_staged import tensors
+from meshrl_staged import lend, tensors
 
 
 def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -24,6 +24,7 @@ def load(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]]) 
     ((directory, _),) = named_tensors
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     model.load_weights(tensors(Path(directory), device))  # type: ignore[operator]
+    lend(Path(directory), device)
     _forget_pictures()
 
 

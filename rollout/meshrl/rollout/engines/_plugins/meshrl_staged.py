@@ -1,8 +1,9 @@
 """Reads a staged version inside an inference server, and verifies what the model is given.
 
-This file runs inside the server's own environment, where meshrl is not installed: it imports torch and safetensors
-only. The rollout process wrote a digest of each tensor into the file, made of bytes that it had verified; here it is
-computed again, by the same operations on a CPU and on a GPU, over the memory that the model's loader reads.
+This file runs inside the server's own environment, where meshrl is not installed: it imports torch, safetensors and
+its neighbour `meshrl_lent` only. The rollout process wrote a digest of each tensor into the file, made of bytes that
+it had verified; here it is computed again, by the same operations on a CPU and on a GPU, over the memory that the
+model's loader reads. A version that arrived in this process's own memory has a digest of each bucket.
 
 A digest is made of chunks of 32,768 64-bit words w: sum of (w ^ (w >> 32)) * K[i] modulo 2^64, K[i] odd and fixed.
 Any single word that differs changes it, and so do two that changed places. It finds errors; it is no signature.
@@ -10,6 +11,7 @@ Any single word that differs changes it, and so do two that changed places. It f
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
@@ -17,19 +19,25 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from meshrl_lent import Lent, memory
 from safetensors import safe_open
 
 CHUNK_WORDS = 32768
 SLAB_WORDS = {"cpu": 2 * CHUNK_WORDS}
 """Worked on at once: what fits into a processor's cache, and 64 MiB elsewhere."""
+ASKED, ANSWER, ARRIVED = "lend.json", "lent.json", "arrived.json"
+"""See `meshrl.rollout.server_engine.lending`."""
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 KEY = "meshrl.digests"
 """Of the file's metadata: JSON, from a tensor's name to its digest."""
+_lent: Lent | None = None
+"""Of this process's device, where versions arrive."""
 
 
 def tensors(
     directory: Path, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a version, of Hugging Face names: views into the page cache.
+    """All tensors of a version, of Hugging Face names: views into the page cache, or into memory of the device.
 
     Of several ranks each verifies its share, on `device`: what lies in the page cache is the same for all.
 
@@ -37,6 +45,9 @@ def tensors(
         FileNotFoundError: there is no file.
         ValueError: a tensor is not the one that was staged.
     """
+    if (directory / ARRIVED).is_file():
+        yield from _arrived(directory)
+        return
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"no *.safetensors in {directory}")
@@ -51,6 +62,51 @@ def tensors(
                     if digest(tensor) != staged[name]:
                         raise ValueError(f"{file}: {name} is not what was staged")
                 yield name, tensor
+
+
+def _arrived(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that lie in the memory that `lend` made, all of which is verified before the first is given."""
+    if _lent is None:
+        raise ValueError(f"{directory}: this server has lent no memory")
+    about = json.loads((directory / ARRIVED).read_text())
+    for index, (bucket, wanted) in enumerate(zip(_lent.buckets, about["digests"], strict=True)):
+        if digest(bucket) != wanted:
+            raise ValueError(f"{directory}: bucket {index} is not what arrived")
+    for name, dtype, shape, index, offset, nbytes in about["tensors"]:
+        tensor = _lent.buckets[index][offset : offset + nbytes]
+        tensor = tensor.clone() if offset % DTYPES[dtype].itemsize else tensor
+        yield name, tensor.view(DTYPES[dtype]).view(shape)
+
+
+def lend(directory: Path, device: torch.device) -> None:
+    """After a version has been loaded from a file: have memory for the next one, if ASKED there says so.
+
+    ANSWER there has the handles, or why there is none.
+    """
+    global _lent
+    if device.type != "cpu":  # who writes into the memory waits for no stream of ours
+        torch.accelerator.synchronize()
+    rank, ranks = _rank()
+    if rank or not (directory / ASKED).is_file():
+        return
+    asked = json.loads((directory / ASKED).read_text())
+    try:
+        if _lent is not None:
+            _lent.free()
+            _lent = None
+        if ranks > 1:
+            raise OSError(f"a receiver writes to one GPU, and the engine has {ranks}")
+        if asked["sizes"]:
+            free = memory(asked["memory"], device).free()
+            if free < asked["needs"]:
+                needs = f"a second version takes {asked['needs'] / 2**30:.1f} GiB"
+                raise OSError(f"{needs}, {free / 2**30:.1f} GiB are free")
+            _lent = Lent(asked["memory"], asked["sizes"], device)
+        answer = {"gpu": _lent.gpu, "handles": _lent.handles} if _lent is not None else {}
+    except OSError as error:
+        answer = {"error": str(error)}
+    with contextlib.suppress(OSError):  # of another user: then nothing is lent
+        (directory / ANSWER).write_text(json.dumps(answer))
 
 
 def digest(tensor: torch.Tensor) -> str:

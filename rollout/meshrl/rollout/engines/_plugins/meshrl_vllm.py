@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from meshrl_staged import tensors
+from meshrl_staged import lend, tensors
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -60,6 +60,7 @@ class MeshTransfer(WeightTransferEngine[MeshInit, MeshUpdate]):  # type: ignore[
     def receive_weights(self, update_info: MeshUpdate) -> None:
         """Hand every tensor to the model's own loader, which fuses and shards."""
         self.model.load_weights(tensors(Path(update_info.path), self.device))
+        lend(Path(update_info.path), self.device)
 
     def finish_weight_update(self) -> None:
         """Put the loaded layers into service."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from meshrl.contract.chunk_digest import CHUNK_WORDS, factors, of_chunks
+from meshrl.contract.chunk_digest import CHUNK_WORDS, digest, factors, of_chunks
 from meshrl.contract.errors import ConfigError
 from meshrl.weights.nccl.library import Buffer as AnyBuffer
 from meshrl.weights.nccl.library import Host as AnyHost
@@ -26,6 +26,7 @@ if importlib.util.find_spec("torch") is not None:
 
 import cupy
 import cupy.cuda.nccl
+import numpy as np
 from cupy.cuda import runtime
 
 REQUIRES = ("cupy",)
@@ -77,8 +78,10 @@ class Library:
 
     def gpu(self) -> str:
         """Tries a digest first: cupy compiles its kernels, and may lack what that takes."""
+        sample = np.arange(3 * CHUNK_WORDS * 8 + 5, dtype=np.uint32).astype(np.uint8)
         try:
-            _digest(cupy.zeros(8, dtype=cupy.uint8))
+            if _digest(cupy.asarray(sample)) != digest(sample):
+                raise RuntimeError("they differ from a processor's")
         except Exception as error:  # of cupy, CUDA or a compiler
             logger.warning("versions are received on the host: cupy makes no digests: %s", error)
             return ""
