@@ -60,6 +60,29 @@ class _Methods:
     Every method raises the MeshError that the service names (UserError, NotFoundError, ConflictError …).
     """
 
+    _kind: Any
+    """Of httpx."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        verify: Any = True,
+        allow_plain_http: bool = False,
+    ) -> None:
+        """Connect to `url`; `verify` as httpx takes it (an SSLContext for a private authority).
+
+        Raises:
+            UserError: the token would travel unencrypted beyond this machine, and `allow_plain_http` is not set.
+        """
+        self._http = self._kind(
+            base_url=url,
+            headers=_headers(url, token, allow_plain_http),
+            timeout=TIMEOUT_S,
+            verify=verify,
+        )
+
     def _send(self, verb: str, path: str, **arguments: Any) -> Any:
         raise NotImplementedError
 
@@ -133,25 +156,8 @@ class _Methods:
 class RewardClient(_Methods):
     """Each method blocks until the service has answered."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        token: str | None = None,
-        verify: Any = True,
-        allow_plain_http: bool = False,
-    ) -> None:
-        """Connect to `url`; `verify` as httpx takes it (an SSLContext for a private authority).
-
-        Raises:
-            UserError: the token would travel unencrypted beyond this machine, and `allow_plain_http` is not set.
-        """
-        self._http = httpx.Client(
-            base_url=url,
-            headers=_headers(url, token, allow_plain_http),
-            timeout=TIMEOUT_S,
-            verify=verify,
-        )
+    _http: httpx.Client
+    _kind = httpx.Client
 
     def __enter__(self) -> Self:
         return self
@@ -174,25 +180,8 @@ class RewardClient(_Methods):
 class AsyncRewardClient(_Methods):
     """The same methods, awaitable."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        token: str | None = None,
-        verify: Any = True,
-        allow_plain_http: bool = False,
-    ) -> None:
-        """Connect to `url`; `verify` as httpx takes it (an SSLContext for a private authority).
-
-        Raises:
-            UserError: the token would travel unencrypted beyond this machine, and `allow_plain_http` is not set.
-        """
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            headers=_headers(url, token, allow_plain_http),
-            timeout=TIMEOUT_S,
-            verify=verify,
-        )
+    _http: httpx.AsyncClient
+    _kind = httpx.AsyncClient
 
     async def __aenter__(self) -> Self:
         return self

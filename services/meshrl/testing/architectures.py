@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -339,16 +339,24 @@ def replace_section(page: Path, heading: str, text: str) -> None:
     page.write_text(f"{before.rstrip()}\n\n{text}{kept}")
 
 
+def parser_of(doc: str | None, known: Iterable[str]) -> argparse.ArgumentParser:
+    """What the commands of a table of models share: names of models, and the page that has the table."""
+    names = list(known)
+
+    def one(name: str) -> str:
+        if name not in names:
+            raise argparse.ArgumentTypeError(f"no model {name!r} (known: {', '.join(names)})")
+        return name
+
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", type=one, help=f"of {', '.join(names)}; default: all")
+    parser.add_argument("--write", type=Path, help="the page that has the table")
+    return parser
+
+
 def main() -> int:
     """The exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(KINDS)}; default: all")
-    parser.add_argument("--write", type=Path, help="the page to write")
-    options = parser.parse_args()
-    unknown = [name for name in options.names if name not in KINDS]
-    if unknown:
-        print(f"no architecture {unknown[0]!r} (known: {', '.join(KINDS)})", file=sys.stderr)
-        return 2
+    options = parser_of(__doc__, KINDS).parse_args()
     world = World.start("cpu")
     found = []
     for name in options.names or KINDS:

@@ -7,7 +7,6 @@ random weights ─▶ checkpoint ─▶ three steps of the learner by one proces
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import sys
@@ -41,6 +40,7 @@ from meshrl.testing.architectures import (
     VOCABULARY,
     apart,
     is_mixture,
+    parser_of,
     random_checkpoint,
     replace_section,
 )
@@ -284,19 +284,12 @@ def compare(works: Sequence[Work], ranks: Sequence[int]) -> Iterator[str]:
 
 def main() -> int:
     """The exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", help="models; default: what each training has")
+    parser = parser_of(__doc__, [*KINDS, *vision.KINDS])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], choices=[2, 4])
     parser.add_argument(
         "--training", nargs="+", default=list(TRAININGS), choices=TRAININGS, help="default: all"
     )
-    parser.add_argument("--write", type=Path, help="the page that has the table")
     options = parser.parse_args()
-    known = [*KINDS, *vision.KINDS]
-    unknown = [name for name in options.names if name not in known]
-    if unknown:
-        print(f"no architecture {unknown[0]!r} (known: {', '.join(known)})", file=sys.stderr)
-        return 2
     works = [
         (training, name)
         for training in options.training

@@ -7,7 +7,6 @@ random weights ─▶ checkpoint ─▶ log-probs and gradients of a pack, besid
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import io
 import json
@@ -37,7 +36,7 @@ from meshrl.contract.types import (
 )
 from meshrl.images import ImageProcessor
 from meshrl.rollout.streams import sample
-from meshrl.testing.architectures import figure, gradients_apart, replace_section
+from meshrl.testing.architectures import figure, gradients_apart, parser_of, replace_section
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model.packing import Pack, cut, pack
@@ -361,14 +360,7 @@ def attempt(name: str, directory: Path, world: World) -> tuple[str, str, str]:
 
 def main() -> int:
     """The exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(KINDS)}; default: all")
-    parser.add_argument("--write", type=Path, help="the page that has the table")
-    options = parser.parse_args()
-    unknown = [name for name in options.names if name not in KINDS]
-    if unknown:
-        print(f"no model {unknown[0]!r} (known: {', '.join(KINDS)})", file=sys.stderr)
-        return 2
+    options = parser_of(__doc__, KINDS).parse_args()
     world, lines = World.start("cpu"), []
     for name in options.names or KINDS:
         with tempfile.TemporaryDirectory() as directory:
