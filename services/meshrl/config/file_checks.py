@@ -16,8 +16,8 @@ from meshrl.rewardd.config import RewardFunctionConfig
 from meshrl.rewardd.pool.rule import REWARDS, SIGNATURE, check_call, find_function
 from meshrl.rewardd.pool.signatures import Kind
 from meshrl.sandbox.sandbox import Isolation
-from meshrl.trainer.config import ReasoningGymConfig
 from meshrl.trainer.data.files import FileRow, has_reader, readable_files
+from meshrl.trainer.data.gym_config import ReasoningGymConfig
 from meshrl.trainer.data.mixture import source_of
 from meshrl.trainer.data.prompts import PromptRow, own_answer, read_prompt_row
 from meshrl.trainer.data.reasoning_gym import PACKAGE

@@ -22,8 +22,8 @@ from meshrl.contract.config import Config
 from meshrl.contract.errors import UserError
 from meshrl.rollout.server_engine.checkpoint import read_header
 from meshrl.sandbox.sandbox import no_bubblewrap
-from meshrl.trainer.config import ReasoningGymConfig
 from meshrl.trainer.data.files import FileRow, file_rows
+from meshrl.trainer.data.gym_config import ReasoningGymConfig
 from meshrl.trainer.data.reasoning_gym import PACKAGE, check
 
 FIRST_ROWS = 8

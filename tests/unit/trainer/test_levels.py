@@ -11,8 +11,8 @@ import pytest
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import RunSpec, SamplingParams, Task, Version
-from meshrl.trainer.config import ReasoningGymConfig, ReasoningGymCurriculumConfig
 from meshrl.trainer.data.feeder import Feeder
+from meshrl.trainer.data.gym_config import ReasoningGymConfig, ReasoningGymCurriculumConfig
 from meshrl.trainer.data.levels import LevelHistory, LevelStream, level_scores
 from meshrl.trainer.data.prompts import Prompt, PromptSet, task_maker
 from meshrl.trainer.evaluator import Evaluator

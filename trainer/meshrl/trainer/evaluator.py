@@ -27,7 +27,7 @@ from meshrl.contract.types import (
     Trajectory,
     Version,
 )
-from meshrl.trainer.config import ReasoningGymConfig
+from meshrl.trainer.data.gym_config import ReasoningGymConfig
 from meshrl.trainer.data.levels import LevelHistory, level_scores
 from meshrl.trainer.learner.batch_metrics import component_means, source_means
 from meshrl.trainer.trajectories.log import TrajectoryLog

@@ -22,7 +22,7 @@ import numpy as np
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
-from meshrl.trainer.config import ReasoningGymConfig, ReasoningGymCurriculumConfig
+from meshrl.trainer.data.gym_config import ReasoningGymConfig, ReasoningGymCurriculumConfig
 from meshrl.trainer.data.mixture import interleaved
 from meshrl.trainer.data.prompts import Prompt
 from meshrl.trainer.data.reasoning_gym import shares

@@ -20,8 +20,8 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 from meshrl.contract.errors import ConfigError
-from meshrl.trainer.config import ReasoningGymConfig
 from meshrl.trainer.data.files import FileRow
+from meshrl.trainer.data.gym_config import ReasoningGymConfig
 
 PACKAGE: Final = "reasoning_gym"
 NO_TASK: Final = frozenset({"composite"})
