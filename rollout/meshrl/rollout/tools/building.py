@@ -104,7 +104,8 @@ class ToolBuilder:
         ends = [server.close() for _, server in self._servers]
         ends += [sandbox.close() for sandbox in self._sandboxes]
         ends += [retriever.close() for retriever in self._retrievers]
-        await asyncio.gather(*ends)
+        if ends:  # a gather of nothing wants a loop, which a coroutine that is thrown away has not
+            await asyncio.gather(*ends)
 
 
 def named_tools(config: ToolsConfig) -> list[tuple[str, ToolConfig]]:
