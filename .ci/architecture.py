@@ -21,7 +21,7 @@ CRUMB_LINES = 60
 
 LINES: Mapping[str, int] = {
     "meshrl.trainer": 21560,
-    "meshrl.rollout": 14621,
+    "meshrl.rollout": 14622,
     "meshrl.transferqueue": 11276,
     "meshrl.rewardd": 6860,
     "meshrl.sandbox": 1870,
