@@ -37,7 +37,7 @@ class Watched(Mesh):
 
 
 def silent(service: str) -> list[Fault]:
-    return [Fault(at_s=2.0, kind=Kind.CUT, target=service, seconds=FOR_EVER_S)]
+    return [Fault(at_s=3.0, kind=Kind.CUT, target=service, seconds=FOR_EVER_S)]
 
 
 @pytest.mark.parametrize(

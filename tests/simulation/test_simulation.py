@@ -127,14 +127,22 @@ def test_a_trainer_that_counts_as_dead_and_comes_back_is_refused() -> None:
 
 def test_a_trainer_that_takes_the_run_over_after_its_end_trains_on_nothing_more() -> None:
     """The queue's end keeps the successor from the run until the predecessor is back and done."""
-    faults = [
-        Fault(at_s=9.6, kind=Kind.ZOMBIE, target="trainer", seconds=2.0),
-        Fault(at_s=9.65, kind=Kind.STOP, target="queue"),
-    ]
     shape = Shape(prompts=4, workers=1, checkpoint_s=0.5)
-    report = simulate(1, shape=shape, faults=faults)
-    assert sum("trained to the end" in line for line in report.log) == 2
-    assert report.problems == []
+    both_ended = 0
+    for at_s in (
+        8.8,
+        9.6,
+        10.8,
+        11.2,
+    ):  # which of them is between the two ends moves with what a step takes
+        faults = [
+            Fault(at_s=at_s, kind=Kind.ZOMBIE, target="trainer", seconds=2.0),
+            Fault(at_s=at_s + 0.05, kind=Kind.STOP, target="queue"),
+        ]
+        report = simulate(1, shape=shape, faults=faults)
+        both_ended += sum("trained to the end" in line for line in report.log) == 2
+        assert report.problems == []
+    assert both_ended
 
 
 def test_a_version_that_is_replaced_before_anybody_has_it_keeps_no_replica() -> None:
@@ -168,13 +176,16 @@ def test_a_fenced_trainer_cannot_put_its_checkpoint_in_place() -> None:
         response_s=0.5,
         max_staleness=2,
     )
-    faults = [
-        Fault(at_s=7.0, kind=Kind.ZOMBIE, target="trainer", seconds=1.0),
-        Fault(at_s=10.5, kind=Kind.KILL, target="trainer"),
-    ]
-    assert simulate(0, shape=shape, faults=faults).problems == []
-    planted = simulate(0, shape=shape, faults=faults, parts=MUTANTS["no_sweep"].parts)
-    assert "row 0 of task 0-7 is in the weights 2 times" in planted.problems
+    found = set()
+    for fenced_s, killed_s in ((7.0, 10.5), (4.5, 9.0), (8.75, 11.75)):
+        faults = [
+            Fault(at_s=fenced_s, kind=Kind.ZOMBIE, target="trainer", seconds=1.0),
+            Fault(at_s=killed_s, kind=Kind.KILL, target="trainer"),
+        ]
+        assert simulate(0, shape=shape, faults=faults).problems == []
+        planted = simulate(0, shape=shape, faults=faults, parts=MUTANTS["no_sweep"].parts)
+        found |= {problem.partition(" is ")[2] for problem in planted.problems}
+    assert "in the weights 2 times" in found
 
 
 def test_a_version_for_which_there_is_no_room_does_not_leave_the_trainer_waiting_for_its_rows() -> (
