@@ -29,7 +29,7 @@ LINES: Mapping[str, int] = {
     "meshrl.weights": 7983,
     "meshrl.contract": 7465,
     "meshrl.simulation": 6272,
-    "meshrl.rpc": 6735,
+    "meshrl.rpc": 6765,
     "meshrl.launcher": 4775,
     "meshrl.testing": 4497,
     "meshrl.cli": 6235,

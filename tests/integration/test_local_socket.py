@@ -33,7 +33,7 @@ from meshrl.rpc.credentials import Credential, MeshRole, ensure_credentials
 from meshrl.rpc.local_socket import server
 from meshrl.rpc.local_socket import wire as wires
 from meshrl.rpc.local_socket.client import LocalSocket
-from meshrl.rpc.local_socket.wire import Kind, Wire, WireError
+from meshrl.rpc.local_socket.wire import Kind, Wire, WireError, may_call
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.config import QueueConfig
@@ -332,21 +332,41 @@ async def test_a_connection_that_cannot_be_accepted_is_not_the_last_one(
 ) -> None:
     async with serving() as (_, servicer, queue):
         await start_run(queue)
-        asked = []
+        asked: list[socket.socket] = []
 
-        def fails_once(connection: socket.socket) -> bool:
+        def fails_once(connection: socket.socket) -> int:
             asked.append(connection)
             if len(asked) == 1:
                 connection.close()
                 raise OSError("too many open files")
-            return True
+            return os.getuid()
 
-        monkeypatch.setattr(server, "is_own", fails_once)
+        monkeypatch.setattr(server, "user_of", fails_once)
         refused = await wire_to(servicer)
         with pytest.raises(WireError):
             await refused.receive()
         wire = await wire_to(servicer)
         assert (await call(wire, LEASE, WAITING.SerializeToString())).code == 0
+
+
+async def test_a_client_that_is_one_too_many_goes_by_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_CALLERS", 1)
+    async with serving() as (serves, servicer, queue):
+        await start_run(queue, tasks=2)
+        first = await wire_to(servicer)
+        assert (await call(first, LEASE, WAITING.SerializeToString())).code == 0
+        async with QueueClient(serves.address, retry_s=10) as client:
+            client.local_socket.named(servicer.local_socket)
+            await write(client, await leased(client))
+            assert client.local_socket.name == ""
+
+
+def test_a_user_calls_its_own_services_and_root_calls_all() -> None:
+    assert [may_call(caller, serves) for caller in (0, 7, 8) for serves in (0, 7)] == [
+        *(True, True),  # root
+        *(False, True),
+        *(False, False),
+    ]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -16,8 +18,10 @@ from meshrl.contract.codec import Bulk
 from meshrl.rpc import credentials
 from meshrl.rpc.credentials import Credential
 from meshrl.rpc.errors import DETAIL_KEY
-from meshrl.rpc.local_socket.wire import Kind, Wire, WireError, is_own
+from meshrl.rpc.local_socket.wire import Kind, Wire, WireError, may_call, user_of
 from meshrl.v1.local_socket_pb2 import CallEnd, CallHead
+
+log = logging.getLogger(__name__)
 
 Metadata: TypeAlias = Sequence[tuple[str, str]]
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
@@ -59,19 +63,25 @@ class LocalSocket:
         name = self.name
         try:
             return await self._connect(name)
-        except OSError:
-            if self.name == name:
-                self.name, self._unreachable = "", name
+        except OSError as error:
+            self._give_up(name, error)
             return None
+
+    def _give_up(self, name: str, why: OSError) -> None:
+        """Another process, as of the next start of the service, names another socket."""
+        log.info("payload goes over gRPC, not by the service's local socket: %s", why)
+        self._unreachable = name
+        if self.name == name:
+            self.name = ""
 
     async def _connect(self, name: str) -> Wire:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         loop = asyncio.get_running_loop()
         try:
             await loop.sock_connect(connection, f"\0{name}")
-            if not is_own(connection):
-                raise PermissionError(name)
-            _, wire = await loop.create_unix_connection(Wire, sock=connection)
+            if not may_call(os.getuid(), user_of(connection)):
+                raise PermissionError("it is another user's")
+            _, wire = await loop.create_unix_connection(partial(Wire, name), sock=connection)
         except BaseException:
             connection.close()
             raise
@@ -91,11 +101,13 @@ class LocalSocket:
         try:
             await wire.send(Kind.HEAD, [head.SerializeToString()])
             yield
-            whole = True
+            whole = wire.has_served = True
         except grpc.aio.AioRpcError:
-            whole = True
+            whole = wire.has_served = True
             raise
         except (WireError, DecodeError) as error:
+            if not wire.has_served:  # it takes no more callers, or is cut off
+                self._give_up(wire.name, ConnectionError(str(error)))
             raise _failure(grpc.StatusCode.UNAVAILABLE, str(error)) from error
         finally:
             if whole:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
@@ -16,7 +17,7 @@ from google.protobuf.message import DecodeError
 from meshrl.contract.codec import Bulk
 from meshrl.rpc.errors import DETAIL_KEY
 from meshrl.rpc.interceptors import Context, Handler, InterceptedHandlers, Parse, Serialize
-from meshrl.rpc.local_socket.wire import Kind, Wire, WireError, is_own
+from meshrl.rpc.local_socket.wire import Kind, Wire, WireError, may_call, user_of
 from meshrl.v1.local_socket_pb2 import CallEnd, CallHead
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ class LocalSocketServer:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         connection, _ = await loop.sock_accept(listener)
-        if len(self._callers) >= MAX_CALLERS or not is_own(connection):
+        allowed = may_call(user_of(connection), os.getuid())
+        if len(self._callers) >= MAX_CALLERS or not allowed:
             connection.close()
             return
         _, wire = await loop.connect_accepted_socket(Wire, connection)

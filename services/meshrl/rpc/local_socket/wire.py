@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Sequence
@@ -52,7 +51,11 @@ class Wire(asyncio.BufferedProtocol):
 
     _transport: asyncio.Transport
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        """Of the socket."""
+        self.has_served = False
+        """A call has come to its end."""
         self.on_lost: Callable[[], object] = lambda: None
         """Called when the connection has ended, whoever ended it."""
         self.lost = False
@@ -167,8 +170,13 @@ def _wake(waiting: asyncio.Future[None] | None) -> None:
         waiting.set_result(None)
 
 
-def is_own(connection: socket.socket) -> bool:
-    """True if the process at the other end is of this user, or of root."""
+def user_of(connection: socket.socket) -> int:
+    """The user of the process at the other end."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    _, user, _ = _PEER.unpack(peer)
-    return user in (0, os.getuid())
+    user: int = _PEER.unpack(peer)[1]
+    return user
+
+
+def may_call(caller: int, server: int) -> bool:
+    """A user calls its own services, and root calls everybody's. Both ends ask."""
+    return caller in (0, server)
