@@ -47,11 +47,12 @@ def runs(mesh: Mesh, service: str) -> bool:
 
 def preloaders_of(up: int) -> list[int]:
     """Process ids of the preloaders of `meshrl up`."""
-    return [
-        pid
-        for pid in map(int, Path(f"/proc/{up}/task/{up}/children").read_text().split())
-        if "meshrl.launcher.preloader" in Path(f"/proc/{pid}/cmdline").read_text()
-    ]
+    found = []
+    for pid in Path(f"/proc/{up}/task/{up}/children").read_text().split():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            if "meshrl.launcher.preloader" in Path(f"/proc/{pid}/cmdline").read_text():
+                found.append(int(pid))
+    return found
 
 
 def ended(pid: int) -> bool:

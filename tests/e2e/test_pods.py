@@ -6,6 +6,7 @@ pytest ──▶ unshare --net --mount python -m tests.e2e.test_pods FOLDER     
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import itertools
 import json
 import os
@@ -115,6 +116,9 @@ class Story:
         stored = Mesh(directory=self.mesh.directory / "stored", recipe=self.mesh.recipe)
         stored.directory.mkdir()
         stored.run_dir.symlink_to(self.mesh.directory / "claim-tiny-queue-0/tiny")
+        lock = stored.run_dir / "queue" / "owner.lock"
+        with lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # the killed container's process has it for a moment
         ledger = asyncio.run(stored.ledger())
         assert ledger.balanced, ledger
         forbidden = [

@@ -56,7 +56,7 @@ async def test_a_coordinator_whose_epoch_is_over_is_refused(tmp_path: Path) -> N
         await fleet.open_coordinator()
         await fleet.carry(fleet.source(9))
         async with grpc.aio.insecure_channel(f"127.0.0.1:{fleet.port}") as channel:
-            call = weights_pb2_grpc.WeightsStub(channel).Join()
+            call = weights_pb2_grpc.WeightsStub(channel).Join(wait_for_ready=True)
             hello = pb.ReplicaHello(replica="two", highest_epoch=4)
             await call.write(pb.ReplicaMessage(stamp=pb.WeightStamp(run=RUN), hello=hello))
             answer = await call.read()

@@ -10,6 +10,7 @@ import pytest
 from meshrl.contract.types import Version
 from meshrl.testing.weights import GatheredStub, StubSource
 from meshrl.weights.gathering import SourceError
+from meshrl.weights.session import Session
 
 from ..waiting import until
 from .weights_fleet import RUN, Fleet, opened
@@ -79,6 +80,34 @@ async def test_a_version_whose_gather_fails_is_nowhere_and_the_next_one_goes_thr
         assert {engine.hashes for engine in engines} == {after.manifest.bucket_hashes}
         assert fleet.published == [Version(1, step) for step in (0, 1, 2, 4)]
     assert not list(tmp_path.rglob("*1.3*"))  # noqa: ASYNC240
+
+
+@pytest.mark.parametrize("carrier", ["delta", "gloo"])
+async def test_what_a_replica_says_late_of_a_withdrawn_version_is_no_answer_of_the_next_one(
+    carrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says = Session._send
+
+    async def slowly(self: Session, version: Version, **body: object) -> None:
+        if "received" in body and version == Version(1, 1):
+            await until(lambda: withdrawn)
+        await says(self, version, **body)
+
+    monkeypatch.setattr(Session, "_send", slowly)
+    withdrawn: list[bool] = []
+    async with opened(carrier, tmp_path) as fleet:
+        engines = await fleet.joined("one", "two")
+        await fleet.carry(fleet.source(0))
+        source = Watched(1)
+        await fleet.coordinator.publish(source)
+        source.come(0)
+        await until(lambda: 0 in source.read)
+        source.fail(RuntimeError("rank 1 has died"))
+        with pytest.raises(SourceError):
+            await fleet.coordinator.drained()
+        withdrawn.append(True)
+        await fleet.carry(fleet.source(2))
+        assert [engine.version for engine in engines] == [Version(1, 2)] * 2
 
 
 async def test_a_late_joiner_is_served_while_a_version_is_gathered(tmp_path: Path) -> None:

@@ -25,7 +25,14 @@ from meshrl.weights.carrier import Channel, Link
 from meshrl.weights.fleet import ReplicaState, ReplicaView
 from meshrl.weights.gathering import SourceError, chunk_digest, gathered
 from meshrl.weights.groups import Assembly, FromGroup
-from meshrl.weights.messages import ReplicaStream, digest, manifest_to_message, stamp, wrong_tensors
+from meshrl.weights.messages import (
+    ReplicaStream,
+    digest,
+    manifest_to_message,
+    stamp,
+    stamped_version,
+    wrong_tensors,
+)
 from meshrl.weights.routes import Peer, Route, Routes
 from meshrl.weights.senders import FromReplica, FromTrainer, Progress, RelayError
 from meshrl.weights.waiting import together, within
@@ -78,6 +85,7 @@ class Replica:
         """Of which version it is a member that can be in a group."""
         self._hop = 0
         """Of the channel that is used."""
+        self._proposed: Version | None = None
         self._shunned: set[int] = set()
         """Generations of replicas that lived and did not send."""
         self._planned = False
@@ -354,6 +362,7 @@ class Replica:
             hop=sender.hop if sender else 0,
         )
         self._hop, self._planned = message.hop, not manifest.bucket_hashes
+        self._proposed = manifest.version
         if isinstance(sender, FromGroup):
             group = sender.group
             message.group, message.size = group.number, group.size
@@ -491,8 +500,11 @@ class Replica:
         while True:
             message = await self.stream.receive()
             body = message.WhichOneof("body")
-            late = body in ("ready", "received") and getattr(message, body).hop != self._hop
-            if not late:  # of a sender that was left
+            if body not in ("ready", "received", "prepared"):
+                break
+            # Neither of a version that was withdrawn, nor of a sender that was left.
+            of_version = stamped_version(message.stamp) == self._proposed
+            if of_version and getattr(getattr(message, body), "hop", self._hop) == self._hop:
                 break
         if body != kind:
             raise InfraError(f"{self.name}: sent {body}, not {kind}")
