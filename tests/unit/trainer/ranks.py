@@ -70,6 +70,7 @@ def start(job: dict[str, Any], rank: int) -> int:
     try:
         output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(output, 1)
+        sys.stdout = os.fdopen(1, "w", buffering=1)  # a line at once: ranks write into one file
         if job["ranks"] > 1:
             os.environ.update(
                 RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["ranks"]),
