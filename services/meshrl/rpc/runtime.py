@@ -160,14 +160,21 @@ class GrpcServer:
         self.registry = CollectorRegistry()
         """The Prometheus registry. Services register their own metrics here."""
         self._servicers = tuple(servicers)
-        waits = {f"/{servicer.service}/{name}" for servicer in servicers for name in servicer.waits}
-        self._long_polls = LongPolls(waits | {HEALTH_WATCH})
+        self._long_polls = LongPolls(self._names("waits") | {HEALTH_WATCH})
         self._stopping = asyncio.Event()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined] # unknown to its stubs
         self._grpc: grpc.aio.Server | None = None
         self._local: LocalSocketServer | None = None
         self._metrics: MetricsEndpoint | None = None
         self._closing = ExitStack()
+
+    def _names(self, names: str) -> set[str]:
+        """The methods that the servicers list as `waits` or `with_payload`, by full name."""
+        return {
+            f"/{servicer.service}/{name}"
+            for servicer in self._servicers
+            for name in getattr(servicer, names, ())
+        }
 
     def _methods(self, table: str) -> dict[str, Callable[[Any], Any]]:
         """The servicers' tables `parsers` or `serializers`, by full method name."""
@@ -255,11 +262,7 @@ class GrpcServer:
 
     def _open_local_socket(self, handlers: InterceptedHandlers) -> None:
         """For calls with payload. Not where certificates say who calls: a socket has none."""
-        methods = {
-            f"/{servicer.service}/{name}"
-            for servicer in self._servicers
-            for name in getattr(servicer, "with_payload", ())
-        }
+        methods = self._names("with_payload")
         wanted = self.settings.local_socket and not self.settings.tls.mutual
         if not (methods and wanted and sys.platform == "linux"):
             return
