@@ -16,6 +16,7 @@ import grpc
 import numpy as np
 import pytest
 import uvloop
+from prometheus_client import generate_latest
 
 from meshrl.contract import codec
 from meshrl.contract.errors import (
@@ -30,10 +31,11 @@ from meshrl.rpc import credentials
 from meshrl.rpc.call_limits import CallLimits
 from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.credentials import Credential, MeshRole, ensure_credentials
+from meshrl.rpc.local_socket import client as client_end
 from meshrl.rpc.local_socket import server
 from meshrl.rpc.local_socket import wire as wires
 from meshrl.rpc.local_socket.client import LocalSocket
-from meshrl.rpc.local_socket.wire import Kind, Wire, WireError, may_call
+from meshrl.rpc.local_socket.wire import Kind, Wire, WireError
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.config import QueueConfig
@@ -248,11 +250,11 @@ async def test_a_lease_whose_caller_goes_away_takes_no_rows() -> None:
         assert len((await leased(queue)).rows) == 2
 
 
-async def test_a_caller_that_stops_in_the_middle_of_a_request_is_cut_off(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_caller_that_stops_in_the_middle_is_cut_off_and_no_call_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(wires, "STALLED_S", 0.2)
-    async with serving() as (server, servicer, _):
+    async with serving() as (server, servicer, queue):
         between, within = await wire_to(servicer), await wire_to(servicer)
         for wire in (between, within):
             await wire.send(Kind.HEAD, [CallHead(method=WRITE).SerializeToString()])
@@ -260,8 +262,22 @@ async def test_a_caller_that_stops_in_the_middle_of_a_request_is_cut_off(
         for wire in (between, within):
             with pytest.raises(WireError):
                 await wire.receive()
+        await start_run(queue, tasks=0)
+        prompt = np.zeros(4 << 20, np.int32)
+        task = Task(run="run", task_id="0", prompt_ids=prompt, group_size=2)
+        await queue.admit("run", [task], cursor="", wait_s=1)
+        deaf = await wire_to(servicer)
+        await deaf.send(Kind.HEAD, [CallHead(method=LEASE).SerializeToString()])
+        await deaf.send(Kind.MESSAGE, [WAITING.SerializeToString()])
+        await deaf.send(Kind.END)
         local: Any = server._local
+        await until(lambda: local._answering)
         await until(lambda: not local._callers)
+        deaf.close()
+        ended = generate_latest(server.registry).decode()
+        for method, calls in ((WRITE, 2), (LEASE, 1)):
+            assert f'meshrl_rpc_total{{method="{method}",status="CANCELLED"}} {calls}.0' in ended
+        assert not [line for line in caplog.records if line.levelname == "ERROR"]
 
 
 async def test_a_server_that_drains_ends_waiting_calls_and_lets_others_finish() -> None:
@@ -334,14 +350,14 @@ async def test_a_connection_that_cannot_be_accepted_is_not_the_last_one(
         await start_run(queue)
         asked: list[socket.socket] = []
 
-        def fails_once(connection: socket.socket) -> int:
+        def fails_once(connection: socket.socket) -> bool:
             asked.append(connection)
             if len(asked) == 1:
                 connection.close()
                 raise OSError("too many open files")
-            return os.getuid()
+            return True
 
-        monkeypatch.setattr(server, "user_of", fails_once)
+        monkeypatch.setattr(server, "is_own", fails_once)
         refused = await wire_to(servicer)
         with pytest.raises(WireError):
             await refused.receive()
@@ -361,14 +377,6 @@ async def test_a_client_that_is_one_too_many_goes_by_grpc(monkeypatch: pytest.Mo
             assert client.local_socket.name == ""
 
 
-def test_a_user_calls_its_own_services_and_root_calls_all() -> None:
-    assert [may_call(caller, serves) for caller in (0, 7, 8) for serves in (0, 7)] == [
-        *(True, True),  # root
-        *(False, True),
-        *(False, False),
-    ]
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
 async def test_another_user_of_the_machine_is_not_let_in() -> None:
     async with serving() as (_, servicer, _):
@@ -380,6 +388,65 @@ async def test_another_user_of_the_machine_is_not_let_in() -> None:
             sys.executable, "-c", asks, stderr=subprocess.DEVNULL
         )
         assert await asyncio.wait_for(process.wait(), 20) == 0
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+async def test_a_client_of_root_shows_no_credential_to_a_service_of_another_user() -> None:
+    name = f"meshrl-test-{os.getpid()}"
+    listens = (
+        "import os, socket; os.setuid(65534); s = socket.socket(socket.AF_UNIX);"
+        f"s.bind('\\0{name}'); s.listen(); print(flush=True); s.accept()"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", listens, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    await process.stdout.readline()
+    local = LocalSocket()
+    local.named(name)
+    assert await local.free_wire() is None
+    assert local.name == ""
+    assert await asyncio.wait_for(process.wait(), 20) == 0
+
+
+async def test_a_client_keeps_few_connections_and_makes_further_calls_by_grpc(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_end, "MAX_WIRES", 3)
+    async with serving() as (server, servicer, queue), QueueClient(server.address) as client:
+        await start_run(queue)
+        client.local_socket.named(servicer.local_socket)
+        calls = [client.fetch("none", [], []) for _ in range(20)]
+        for error in await asyncio.gather(*calls, return_exceptions=True):
+            assert isinstance(error, NotFoundError)
+        assert len(client.local_socket._wires) == 3
+        assert client.local_socket.name == servicer.local_socket
+
+
+async def test_a_client_that_is_not_let_in_yet_goes_by_grpc_this_time() -> None:
+    name = f"meshrl-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen(0)
+        local = LocalSocket()
+        local.named(name)
+        wires = [await local.free_wire() for _ in range(3)]
+        assert wires[0] is not None
+        assert wires[-1] is None
+        assert local.name == name
+        local.close()
+
+
+async def test_what_is_called_right_after_a_service_named_a_new_socket_goes_there() -> None:
+    async with serving() as (server, servicer, queue), QueueClient(server.address) as client:
+        await start_run(queue)
+        client.local_socket.named(servicer.local_socket)
+        with pytest.raises(NotFoundError):
+            await client.fetch("none", [], [])
+        old = client.local_socket._idle.copy()
+        client.local_socket.named("meshrl-of-the-next-service")
+        client.local_socket.named(servicer.local_socket)
+        assert await client.local_socket.free_wire() not in [*old, None]
 
 
 def test_a_message_that_is_received_is_the_memory_it_was_received_into() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -18,12 +17,14 @@ from meshrl.contract.codec import Bulk
 from meshrl.rpc import credentials
 from meshrl.rpc.credentials import Credential
 from meshrl.rpc.errors import DETAIL_KEY
-from meshrl.rpc.local_socket.wire import Kind, Wire, WireError, may_call, user_of
+from meshrl.rpc.local_socket.wire import Kind, Wire, WireError, is_own
 from meshrl.v1.local_socket_pb2 import CallEnd, CallHead
 
 log = logging.getLogger(__name__)
 
 Metadata: TypeAlias = Sequence[tuple[str, str]]
+MAX_WIRES: Final = 256
+"""Connections of one client, which keeps them. Calls beyond go by gRPC: a process often may open 1,024 files."""
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -49,20 +50,23 @@ class LocalSocket:
     def close(self) -> None:
         """End the calls that run, and go on by gRPC. Idempotent."""
         self.name = ""
+        self._idle.clear()
         for wire in list(self._wires):
             wire.close()
 
     async def free_wire(self) -> Wire | None:
-        """A connection that nobody uses; None where there is no socket, or none that this process can reach."""
+        """A connection that nobody uses; None where there is no socket, or none that this process can reach now."""
         while self._idle:
             wire = self._idle.pop()
             if not wire.lost:
                 return wire
-        if not self.name:
+        if not self.name or len(self._wires) >= MAX_WIRES:
             return None
         name = self.name
         try:
             return await self._connect(name)
+        except BlockingIOError:  # more callers come than it lets in at the moment
+            return None
         except OSError as error:
             self._give_up(name, error)
             return None
@@ -76,17 +80,20 @@ class LocalSocket:
 
     async def _connect(self, name: str) -> Wire:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        loop = asyncio.get_running_loop()
+        wire = Wire(name)
+        wire.on_lost = partial(self._wires.discard, wire)
+        self._wires.add(wire)
         try:
-            await loop.sock_connect(connection, f"\0{name}")
-            if not may_call(os.getuid(), user_of(connection)):
+            connection.connect(f"\0{name}")
+            # Another user may take the name of a service that ended; root, too, shows it no credential.
+            if not is_own(connection):
                 raise PermissionError("it is another user's")
-            _, wire = await loop.create_unix_connection(partial(Wire, name), sock=connection)
+            loop = asyncio.get_running_loop()
+            await loop.create_unix_connection(lambda: wire, sock=connection)
         except BaseException:
+            self._wires.discard(wire)
             connection.close()
             raise
-        self._wires.add(wire)
-        wire.on_lost = partial(self._wires.discard, wire)
         return wire
 
     @asynccontextmanager

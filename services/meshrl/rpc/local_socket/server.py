@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
@@ -17,7 +16,7 @@ from google.protobuf.message import DecodeError
 from meshrl.contract.codec import Bulk
 from meshrl.rpc.errors import DETAIL_KEY
 from meshrl.rpc.interceptors import Context, Handler, InterceptedHandlers, Parse, Serialize
-from meshrl.rpc.local_socket.wire import Kind, Wire, WireError, may_call, user_of
+from meshrl.rpc.local_socket.wire import Kind, Wire, WireError, is_own
 from meshrl.v1.local_socket_pb2 import CallEnd, CallHead
 
 log = logging.getLogger(__name__)
@@ -78,8 +77,7 @@ class LocalSocketServer:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         connection, _ = await loop.sock_accept(listener)
-        allowed = may_call(user_of(connection), os.getuid())
-        if len(self._callers) >= MAX_CALLERS or not allowed:
+        if not is_own(connection) or len(self._callers) >= MAX_CALLERS:
             connection.close()
             return
         _, wire = await loop.connect_accepted_socket(Wire, connection)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Sequence
 from enum import IntEnum
 from typing import Final, TypeAlias, cast
 
+import grpc
 import numpy as np
 
 from meshrl.rpc.transport import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
@@ -42,8 +44,8 @@ _MOST_BYTES: Final = {
 }
 
 
-class WireError(ConnectionError):
-    """The other side went away, stood still in the middle of a frame, or sent what is no frame."""
+class WireError(grpc.aio.BaseError):
+    """The other side went away, stood still in the middle of a frame, or sent what is no frame: no handler failed."""
 
 
 class Wire(asyncio.BufferedProtocol):
@@ -58,7 +60,8 @@ class Wire(asyncio.BufferedProtocol):
         """A call has come to its end."""
         self.on_lost: Callable[[], object] = lambda: None
         """Called when the connection has ended, whoever ended it."""
-        self.lost = False
+        self.lost = True
+        """Until it is made, and from its end on."""
         self._ahead = memoryview(bytearray(AHEAD_BYTES))
         """What was read before somebody asked for it: a connection is always read, so that its end is noticed."""
         self._start = self._end = 0
@@ -124,6 +127,7 @@ class Wire(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio.BaseProtocol."""
         self._transport = cast(asyncio.Transport, transport)
+        self.lost = False
         sending = transport.get_extra_info("socket")
         sending.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
 
@@ -170,13 +174,8 @@ def _wake(waiting: asyncio.Future[None] | None) -> None:
         waiting.set_result(None)
 
 
-def user_of(connection: socket.socket) -> int:
-    """The user of the process at the other end."""
+def is_own(connection: socket.socket) -> bool:
+    """True if the process at the other end is of the same user. Both ends ask."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     user: int = _PEER.unpack(peer)[1]
-    return user
-
-
-def may_call(caller: int, server: int) -> bool:
-    """A user calls its own services, and root calls everybody's. Both ends ask."""
-    return caller in (0, server)
+    return user == os.getuid()
