@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from work import SAMPLED, Array, Group, annotate
 
-from meshrl.contract.frames import Flat, pack_flat
+from meshrl.contract.frames import Flat, pack, pack_flat
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import (
     GroupRows,
@@ -68,31 +68,34 @@ async def write_rollouts(
     packed = []
     for leased in lease.groups:
         given = groups[int(leased.task) % len(groups)]
-        rows = {name: pick(getattr(given, name), leased.indices) for name in ROLLOUT.writes}
-        lengths = np.fromiter(map(len, rows["tokens"]), np.uint32, len(leased))
-        columns = {name: Flat(np.concatenate(arrays), lengths) for name, arrays in rows.items()}
+        rows = [
+            {name: getattr(given, name)[index] for name in ROLLOUT.writes}
+            for index in leased.indices
+        ]
         facts = tuple(
-            RowFacts(outcome=Outcome.OK, num_tokens=length, oldest=version, newest=version)
-            for length in lengths.tolist()
+            [
+                RowFacts(
+                    outcome=Outcome.OK,
+                    num_tokens=len(row["tokens"]),
+                    oldest=version,
+                    newest=version,
+                )
+                for row in rows
+            ]
         )
-        packed.append(packed_group(leased, columns, facts))
+        packed.append(packed_group(leased, pack(rows), facts))
     await queue.write_packed(run, ROLLOUT.name, packed)
 
 
-def pick(rows: Sequence[Array], indices: Sequence[int]) -> Sequence[Array]:
-    """The leased rows of a group."""
-    return rows if len(indices) == len(rows) else [rows[index] for index in indices]
-
-
 def packed_group(
-    leased: LeasedGroup, columns: Mapping[str, Flat], facts: tuple[RowFacts, ...] = ()
+    leased: LeasedGroup, frame: bytes, facts: tuple[RowFacts, ...] = ()
 ) -> PackedGroup:
     return PackedGroup(
         task=leased.task,
         indices=leased.indices,
         attempts=leased.attempts,
         token=leased.token,
-        frame=pack_flat(len(leased), columns),
+        frame=frame,
         facts=facts,
     )
 
@@ -111,7 +114,7 @@ async def write_annotations(queue: Queue, run: str, lease: Lease) -> None:
             "reward": Flat(rewards[row:to_row], np.ones(len(leased), np.uint32)),
             "ref_logprobs": Flat(reference[token:to_token], tokens.lengths[row:to_row]),
         }
-        packed.append(packed_group(leased, columns))
+        packed.append(packed_group(leased, pack_flat(len(leased), columns)))
         row, token = to_row, to_token
     await queue.write_packed(run, ANNOTATE.name, packed)
 

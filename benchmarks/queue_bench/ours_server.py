@@ -27,7 +27,7 @@ async def main(path: Path, section: str) -> None:
     config = QueueConfig(**json.loads(section))
     collect_garbage_rarely()
     limit_malloc_arenas()
-    queue = await ShardQueue.open(stores.build(config, path))
+    queue = await ShardQueue.open(stores.build(config, path), cache_bytes=config.cache_bytes)
     servicers = [QueueServicer(queue), ShardServicer(queue)]
     try:
         async with GrpcServer(

@@ -177,7 +177,7 @@ def test_a_fenced_trainer_cannot_put_its_checkpoint_in_place() -> None:
         max_staleness=2,
     )
     found = set()
-    for fenced_s, killed_s in ((7.0, 10.5), (4.5, 9.0), (8.75, 11.75)):
+    for fenced_s, killed_s in ((4.25, 8.25), (4.5, 8.5), (6.25, 8.75)):
         faults = [
             Fault(at_s=fenced_s, kind=Kind.ZOMBIE, target="trainer", seconds=1.0),
             Fault(at_s=killed_s, kind=Kind.KILL, target="trainer"),
@@ -245,6 +245,7 @@ class _DamagesWhatIsTaken(ShardQueue):
             assert value is not None
             damaged = bytes(len(value))
             await self._store.apply([Operation(Table.PAYLOAD, key, damaged)])
+            self._payload.forget()
         return await super().fetch_packed(run, groups, columns)
 
 

@@ -36,6 +36,8 @@ FRAME_BYTES: Final = 16 << 20
 """Rows beyond it start another frame, so that no frame but a single row's is larger than a message may be."""
 _CODES: Final = {name: code for code, name in enumerate(DTYPES)}
 _DTYPES: Final = tuple(np.dtype(name) for name in DTYPES)
+_LONG_BYTES: Final = 4096
+"""Arrays that are longer are not put together first, which would copy them once more."""
 _SUM: Final = struct.Struct("<Q")
 _HEAD: Final = struct.Struct("<IHH")
 _LENGTHS: Final = np.dtype("<u4")
@@ -163,19 +165,50 @@ def _entries(head: bytes, count: int) -> tuple[tuple[Entry, ...], int]:
 
 def pack_flat(rows: int, columns: Mapping[str, Flat]) -> bytes:
     """Columns that lie on end already as one frame: the quick way for a writer of many rows."""
+    arrays = {name: [column.values] for name, column in columns.items()}
+    return _pack(rows, arrays, {name: column.lengths for name, column in columns.items()})
+
+
+def pack(rows: Sequence[Columns]) -> bytes:
+    """Rows whose arrays have the same `signature` as one frame."""
+    columns: dict[str, Sequence[Array]] = {}
+    lengths: dict[str, npt.NDArray[np.uint32] | None] = {}
+    for name in rows[0]:
+        arrays = [row[name] for row in rows]
+        lengths[name] = None
+        if not arrays[0].ndim:
+            arrays = [np.stack(arrays)]
+        else:
+            lengths[name] = np.fromiter(map(len, arrays), np.uint32, len(arrays))
+            if len(arrays) > 1 and arrays[0].nbytes < _LONG_BYTES:
+                arrays = [np.concatenate(arrays)]
+        columns[name] = arrays
+    return _pack(len(rows), columns, lengths)
+
+
+def _pack(
+    rows: int,
+    columns: Mapping[str, Sequence[Array]],
+    lengths: Mapping[str, npt.NDArray[np.uint32] | None],
+) -> bytes:
+    """A frame of columns, each in pieces that follow each other; their bytes are copied once."""
     entries: list[bytes] = []
-    lengths: list[bytes] = []
+    sizes: list[bytes] = []
     bodies: list[bytes | memoryview] = []
-    for name, column in columns.items():
-        values = column.values
-        if values.dtype.str not in _CODES or not values.flags.c_contiguous:
-            values = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
-        rank = 0 if column.lengths is None else values.ndim
-        entries.append(_encoded_entry(name, values.dtype.str, rank, values.shape[1:]))
-        if column.lengths is not None:
-            lengths.append(np.ascontiguousarray(column.lengths, "<u4").tobytes())
-        bodies += (values.reshape(-1).view(np.uint8).data, _PADDING[values.nbytes % 8])
-    return _frame(rows, entries, lengths, bodies)
+    for name, pieces in columns.items():
+        first, own = pieces[0], lengths[name]
+        dtype = first.dtype.newbyteorder("<")
+        entries.append(
+            _encoded_entry(name, dtype.str, 0 if own is None else first.ndim, first.shape[1:])
+        )
+        if own is not None:
+            sizes.append(np.ascontiguousarray(own, "<u4").tobytes())
+        nbytes = 0
+        for piece in pieces:
+            bodies.append(np.ascontiguousarray(piece, dtype).reshape(-1).view(np.uint8).data)
+            nbytes += piece.nbytes
+        bodies.append(_PADDING[nbytes % 8])
+    return _frame(rows, entries, sizes, bodies)
 
 
 def _frame(
@@ -189,20 +222,6 @@ def _frame(
     head += _PADDING[len(head) % 8]
     start = _HEAD.pack(rows, len(entries), len(head)) + head + sizes
     return with_checksum(start + _PADDING[len(sizes) % 8], *bodies)
-
-
-def pack(rows: Sequence[Columns]) -> bytes:
-    """Rows whose arrays have the same `signature` as one frame."""
-    flat: dict[str, Flat] = {}
-    for name in rows[0]:
-        arrays = [row[name] for row in rows]
-        if arrays[0].ndim:
-            lengths = np.fromiter(map(len, arrays), np.uint32, len(arrays))
-            values = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-            flat[name] = Flat(values, lengths)
-        else:
-            flat[name] = Flat(np.stack(arrays), None)
-    return pack_flat(len(rows), flat)
 
 
 def signature(columns: Columns) -> tuple[tuple[str, str, int, tuple[int, ...]], ...]:

@@ -38,7 +38,7 @@ def answers_to(task: str) -> bytes:
 
 
 async def opened(store: MemoryStore, **changes: object) -> Actors:
-    actors = Actors(await TransferQueue.open(store))
+    actors = Actors(await TransferQueue.open(store, cache_bytes=0))
     await actors.start(spec(**{"max_staleness": 3.0, **changes}))
     return actors
 
@@ -123,7 +123,7 @@ async def test_what_is_damaged_after_a_trainer_saw_it_leaves_when_it_is_taken_ag
         await actors.settle(0)
     await actors.queue.close()
     await damage(store, answers_to("t0"))
-    actors.queue = await TransferQueue.open(store)
+    actors.queue = await TransferQueue.open(store, cache_bytes=0)
     if not settled:
         assert batch_uids(await actors.take(0)) == batch_uids(batch)
         with pytest.raises(CorruptError, match="do not match their checksum"):
@@ -186,7 +186,7 @@ async def test_a_damaged_row_is_replaced_where_the_run_replaces_dead_siblings(
     await actors.settle(0)
     await actors.publish(1)
     await actors.queue.close()
-    actors.queue = await TransferQueue.open(store)
+    actors.queue = await TransferQueue.open(store, cache_bytes=0)
     with pytest.raises(WaitTimeoutError):
         await actors.take(1, groups=1)
     await actors.work()
@@ -214,7 +214,7 @@ async def test_what_was_appended_is_checked_before_the_next_worker_gets_it(
 
 async def test_a_share_of_which_all_is_damaged_keeps_no_other_share_from_the_trainer() -> None:
     stores = [MemoryStore(), MemoryStore()]
-    shards = [await ShardQueue.open(store) for store in stores]
+    shards = [await ShardQueue.open(store, cache_bytes=0) for store in stores]
     actors = Actors(ShardedQueue(shards))
     await actors.start(spec(batch_groups=4, max_staleness=3.0))
     await actors.feed(tasks(4))

@@ -15,7 +15,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Final, Self, TypedDict, Unpack
 
 from meshrl.contract.errors import (
     CapacityError,
@@ -72,6 +72,7 @@ from meshrl.transferqueue.store import (
     CommitLog,
     Durations,
     OwnerLostError,
+    RecentFrames,
     SpaceCheck,
     Store,
     Table,
@@ -83,6 +84,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CACHE_BYTES: Final = 512 << 20
+"""Unless said otherwise."""
+
 
 class QueueOptions(TypedDict, total=False):
     """What a queue may be opened with."""
@@ -91,6 +95,8 @@ class QueueOptions(TypedDict, total=False):
     """Dotted paths that a run may name besides the known samplers."""
     quota: Quota
     """The most that a run may ask for."""
+    cache_bytes: int
+    """Frames that are kept in RAM as well; see RecentFrames."""
     recovery_pause_s: float
     """Between two attempts to read back a store that cannot be read."""
     pictures: PictureRemover | None
@@ -105,11 +111,14 @@ class TransferQueue(RowMethods):
         self._samplers = options.get("samplers", ())
         self._quota = options.get("quota", Quota())
         self._runs: dict[str, Run] = {}
-        self._payload = PayloadReader(store)
+        frames = RecentFrames(options.get("cache_bytes", CACHE_BYTES))
+        self._payload = PayloadReader(store, frames)
         self._pictures = options.get("pictures")
         recovery_pause_s = options.get("recovery_pause_s", RECOVERY_PAUSE_S)
         on_left = self._pictures.left if self._pictures else None
-        self._commit_log = CommitLog(store, self._recover, recovery_pause_s, on_left)
+        self._commit_log = CommitLog(
+            store, self._recover, recovery_pause_s, on_left=on_left, on_committed=frames.committed
+        )
         self._expiry = Expiry(self._expired)
         self._waits = Waits()
         self._space = SpaceCheck(store, asyncio.get_running_loop().time)

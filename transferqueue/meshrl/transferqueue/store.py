@@ -1,4 +1,4 @@
-"""The store port: two tables of bytes that change atomically; the check for space; the commit log, which writes.
+"""The store port: two tables of bytes that change atomically; the check for space; frames in RAM; the commit log.
 
     transition (synchronous) ──touch / put / delete──▶ staged ──cut──▶ in flight ──apply──▶ durable
                                                          ▲                                   │
@@ -37,6 +37,8 @@ FORMAT: Final = 4
 """The version of the stored format. Raise it with any change of keys, records or frames."""
 
 
+FRAME: Final = b"c"
+"""How the keys of frames begin."""
 PICTURE: Final = b"p"
 """How the keys of pictures begin, which are values of a backup only."""
 
@@ -150,6 +152,41 @@ class SpaceCheck:
         return ""
 
 
+class RecentFrames:
+    """The frames that the store took last, in RAM as well: most are read again within seconds of their write.
+
+    A frame in RAM is the very object that was checked when it was written, so it is neither read nor checked again.
+    When there is no more room, new frames are only in the store until older ones are deleted: the older ones are read
+    first. Belongs to the event loop of its queue.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """At most `limit` bytes."""
+        self._limit = limit
+        self._frames: dict[bytes, bytes] = {}
+        self._nbytes = 0
+
+    def recall(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Those that are in RAM."""
+        frames = self._frames
+        return {key: frames[key] for key in keys if key in frames}
+
+    def committed(self, operations: Sequence[Operation]) -> None:
+        """The store has done `operations`."""
+        for table, key, value in operations:
+            if table is not Table.PAYLOAD or not key.startswith(FRAME):
+                continue
+            self._nbytes -= len(self._frames.pop(key, b""))
+            if value is not None and self._nbytes + len(value) <= self._limit:
+                self._frames[key] = value
+                self._nbytes += len(value)
+
+    def forget(self) -> None:
+        """What is stored is read again, as after a commit that failed."""
+        self._frames.clear()
+        self._nbytes = 0
+
+
 BOUNDS_S: Final = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Upper bounds of the buckets; one more bucket holds longer durations."""
 
@@ -236,11 +273,14 @@ class CommitLog:
         store: Store,
         recover: Callable[[], Awaitable[None]],
         recovery_pause_s: float = RECOVERY_PAUSE_S,
+        *,
         on_left: Callable[[Sequence[tuple[str, str]]], None] | None = None,
+        on_committed: Callable[[Sequence[Operation]], None] = lambda operations: None,
     ) -> None:
         """A store that cannot be read back is tried again every `recovery_pause_s`.
 
-        `on_left` is told of the tasks, by run and id, that a durable commit has let go for good.
+        `on_committed` is told of each commit that is durable, and `on_left` of the tasks, by run and id, that it has
+        let go for good.
         """
         self._recovery_pause_s = recovery_pause_s
         self._store = store
@@ -260,6 +300,7 @@ class CommitLog:
         self.left: list[tuple[str, str]] = []
         """Run and id of the tasks that leave for good with what is staged."""
         self._on_left = on_left
+        self._on_committed = on_committed
 
     def touch(self, record: Record) -> None:
         """Stage the record of `record`, encoded when the commit starts."""
@@ -330,6 +371,7 @@ class CommitLog:
             await self._fail(commit, _as_mesh_error(error))
         else:
             self.commit_s.add(time.perf_counter() - start)
+            self._on_committed(operations)
             commit.done.set_result(None)
             if left and self._on_left is not None:
                 self._on_left(left)

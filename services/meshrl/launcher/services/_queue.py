@@ -41,6 +41,8 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             store,
             samplers=[recipe.queue.sampler],
             quota=recipe.queue.quota.bounds,
+            # What the memory store moves to its file is not to stay in RAM all the same.
+            cache_bytes=0 if recipe.queue.memory_bytes else recipe.queue.cache_bytes,
             pictures=pictures,
         )
     except CorruptError as error:

@@ -19,7 +19,7 @@ from meshrl.contract.frames import checksum_of
 from meshrl.contract.types import GroupRows, Json, Outcome, RowFacts, Uid, Version
 from meshrl.transferqueue.model.fair_share import Holder
 from meshrl.transferqueue.model.records import TakenBatch, TaskMetadata
-from meshrl.transferqueue.store import encode_record, to_json
+from meshrl.transferqueue.store import FRAME, encode_record, to_json
 
 _GROUP = struct.Struct(">IQ")
 _FRAME = struct.Struct(">I")
@@ -201,7 +201,7 @@ class Group:
 
     def frame_key(self, number: int) -> bytes:
         """The key of a frame of columns."""
-        return b"c" + self.suffix + _FRAME.pack(number)
+        return FRAME + self.suffix + _FRAME.pack(number)
 
     def uid(self, index: int) -> Uid:
         """The name of the row at `index`."""

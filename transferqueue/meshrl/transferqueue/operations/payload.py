@@ -34,7 +34,7 @@ from meshrl.contract.types import (
 from meshrl.transferqueue.model.group import Group, StoredFrame, bits
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.stages import Stage
-from meshrl.transferqueue.store import Store
+from meshrl.transferqueue.store import RecentFrames, Store
 
 _I4, _I8, _U1, _F4, _F8 = map(np.dtype, ("<i4", "<i8", "u1", "<f4", "<f8"))
 TYPES: Mapping[str, tuple[np.dtype[Any], int]] = {
@@ -200,6 +200,14 @@ class NeededFrame(NamedTuple):
     """The checksum that the frame must have: it detects a store that returns the frame of another row."""
 
 
+class Stored(NamedTuple):
+    """What was read under a key."""
+
+    value: bytes | None
+    checked: bool
+    """It has been in RAM since it was compared with its checksum."""
+
+
 class Extract(NamedTuple):
     """What to read for some rows of one group; it stays valid whatever happens to the group meanwhile."""
 
@@ -279,13 +287,15 @@ def _overlap(
 class PayloadReader:
     """Reads durable payload, and caches packed tasks."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, frames: RecentFrames) -> None:
         self._store = store
+        self._frames = frames
         self._tasks: OrderedDict[bytes, PackedTask] = OrderedDict()
         self._task_bytes = 0
 
     def forget(self) -> None:
-        """Empty the cache: after a failed commit it may hold tasks that were never stored."""
+        """Empty the caches: after a failed commit they may hold what was never stored."""
+        self._frames.forget()
         self._tasks.clear()
         self._task_bytes = 0
 
@@ -306,8 +316,7 @@ class PayloadReader:
         Raises:
             NotFoundError: rows left while they were read.
         """
-        keys = [frame.key for each in extracts for frame in each.frames]
-        stored = dict(zip(keys, await self._store.read(keys) if keys else [], strict=True))
+        stored = await self._read([frame.key for each in extracts for frame in each.frames])
         wanted = frozenset(names)
         groups: list[PayloadGroup] = []
         for each in extracts:
@@ -334,10 +343,10 @@ class PayloadReader:
             NotFoundError: rows left while they were read.
         """
         missing = [each.task_key for each in extracts if each.task_key not in self._tasks]
-        stored = dict(zip(missing, await self._store.read(missing) if missing else [], strict=True))
+        stored = await self._read(missing)
         found: list[PayloadGroup] = []
         for each, group in zip(extracts, groups, strict=True):
-            task = self._task(each, stored.get(each.task_key))
+            task = self._task(each, stored)
             if task is None:
                 raise NotFoundError(f"task {each.task} left while it was read", task=each.task)
             if media := task.task.media:
@@ -358,14 +367,14 @@ class PayloadReader:
         A damaged group keeps no other from its worker: the second result says by task what is wrong with it.
         """
         missing = [each.task_key for each in extracts if each.task_key not in self._tasks]
-        keys = [*missing, *[f.key for each in extracts for f in (*each.frames, *each.progress)]]
-        stored = dict(zip(keys, await self._store.read(keys) if keys else [], strict=True))
+        frames = [f.key for each in extracts for f in (*each.frames, *each.progress)]
+        stored = await self._read([*missing, *frames])
         wanted = frozenset(names)
         groups: list[LeasedGroup] = []
         damaged: dict[str, str] = {}
         for each, (token, deliveries) in zip(extracts, held, strict=True):
             try:
-                task = self._task(each, stored.get(each.task_key))
+                task = self._task(each, stored)
                 parts = _parts(each.frames, stored, wanted, writes)
                 progress = _parts(each.progress, stored, None, writes)
             except CorruptError as error:
@@ -404,9 +413,9 @@ class PayloadReader:
                 nbytes += frames[count][1].nbytes
                 count += 1
             part, frames = frames[:count], frames[count:]
-            values = await self._store.read([key for _, _, key in part])
-            for (group, frame, key), value in zip(part, values, strict=True):
-                if fault := _fault(key, value, frame.checksum):
+            stored = await self._read([key for _, _, key in part])
+            for group, frame, key in part:
+                if fault := _fault(key, stored[key], frame.checksum):
                     fault = f"task {group.task_id}, {fault}"
                     found.setdefault(
                         group.number, Damage(frame.live, run.stages.ordered[frame.stage], fault)
@@ -416,17 +425,24 @@ class PayloadReader:
     async def prompts(self, task_keys: Sequence[bytes]) -> dict[bytes, str]:
         """The beginnings of what tasks ask; none of a task that left, is damaged or has tokens only."""
         found: dict[bytes, str] = {}
-        values = await self._store.read(task_keys) if task_keys else []
-        for key, value in zip(task_keys, values, strict=True):
+        for key, (value, _) in (await self._read(task_keys)).items():
             with suppress(CorruptError):
                 if value is not None:
                     task = codec.unpack_task(bytes(strip_checksum(value, "a task")))
                     found[key] = "".join(m.content for m in task.conversation[-1:])[:PROMPT_SHOWN]
         return found
 
-    def _task(self, each: Extract, value: bytes | None) -> PackedTask | None:
+    async def _read(self, keys: Sequence[bytes]) -> dict[bytes, Stored]:
+        found = {key: Stored(value, True) for key, value in self._frames.recall(keys).items()}
+        missing = [key for key in keys if key not in found]
+        if missing:
+            values = await self._store.read(missing)
+            found |= {key: Stored(value, False) for key, value in zip(missing, values, strict=True)}
+        return found
+
+    def _task(self, each: Extract, stored: Mapping[bytes, Stored]) -> PackedTask | None:
         task = self._tasks.get(each.task_key)
-        if task is None and value is not None:
+        if task is None and (read := stored.get(each.task_key)) and (value := read.value):
             what = f"task {each.task}"
             task = PackedTask(bytes(strip_checksum(value, what)), codec.unpack_task)
             if task.task.task_id != each.task:
@@ -435,14 +451,16 @@ class PayloadReader:
         return task
 
 
-def _fault(key: bytes, value: bytes | None, checksum: int) -> str:
+def _fault(key: bytes, stored: Stored, checksum: int) -> str:
     """What is wrong with a frame that the store returns; empty if nothing is."""
+    value = stored.value
     if value is None:
         return f"frame {key.hex()}: the store has lost it"
     try:
         if checksum_of(value) != checksum:
             return f"frame {key.hex()}: the store returns another one"
-        strip_checksum(value, f"frame {key.hex()}")
+        if not stored.checked:
+            strip_checksum(value, f"frame {key.hex()}")
     except CorruptError as error:
         return error.message
     return ""
@@ -450,7 +468,7 @@ def _fault(key: bytes, value: bytes | None, checksum: int) -> str:
 
 def _parts(
     frames: Sequence[NeededFrame],
-    stored: Mapping[bytes, bytes | None],
+    stored: Mapping[bytes, Stored],
     names: frozenset[str] | None,
     writes: Sequence[Sequence[str]],
 ) -> tuple[Part, ...] | None:
@@ -463,10 +481,10 @@ def _parts(
     """
     parts: list[Part] = []
     for frame in frames:
-        value = stored[frame.key]
+        value = stored[frame.key].value
         if value is None:
             return None
-        if fault := _fault(frame.key, value, frame.checksum):
+        if fault := _fault(frame.key, stored[frame.key], frame.checksum):
             raise CorruptError(fault)
         whole = names is None or names.issuperset(writes[frame.stage])
         if frame.positions is not None or not whole:
