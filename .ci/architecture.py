@@ -20,7 +20,7 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 LINES: Mapping[str, int] = {
-    "meshrl.trainer": 21560,
+    "meshrl.trainer": 21574,
     "meshrl.rollout": 14622,
     "meshrl.transferqueue": 11360,
     "meshrl.rewardd": 6860,
@@ -35,9 +35,9 @@ LINES: Mapping[str, int] = {
     "meshrl.cli": 6235,
     "meshrl.deploy": 930,
     "meshrl.http": 3350,
-    "meshrl.verl": 3916,
+    "meshrl.verl": 3924,
     "meshrl.client": 1800,
-    "meshrl.config": 3851,
+    "meshrl.config": 3853,
     "meshrl.api": 500,
 }
 """The most lines of each package, generated code left out."""

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch.distributed.tensor.debug import CommDebugMode
 
 from meshrl.contract.types import Version
@@ -32,11 +33,12 @@ def main() -> None:
             bucket_bytes=bucket_bytes,
         )
     if sent is not None:
-        wrong = 0
+        wrong, stored = 0, load_file(path / "model.safetensors")
         for spec in sent.manifest.tensors:
             held = sent.bucket(spec.bucket)[spec.offset : spec.offset + spec.nbytes].copy()
             found = torch.from_numpy(held).view(torch.bfloat16).view(spec.shape)
             wrong += not torch.equal(found, alone[spec.name])
+            wrong += not torch.equal(found, stored.get(spec.name, found).to(found.dtype))
         buckets, counts = len(sent.manifest.bucket_bytes), (together, one_by_one)
         print(buckets, *(each.get_total_counts() for each in counts), wrong, len(alone))
     world.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from meshrl.contract.types import Version
 from meshrl.trainer.config import ModelConfig
@@ -104,6 +105,8 @@ def test_an_adapter_is_proposed_with_the_hashes_of_what_it_is_merged_into(
         ("untied", 2, {"tensor": 2}, 1),
         ("untied", 4, {"tensor": 2}, 2),
         ("mixture", 4, {"expert": 2}, 3),
+        ("two experts", 4, {}, 1),  # more ranks than experts: some have none
+        ("two experts", 4, {"expert": 2}, 3),
     ],
     ids=str,
 )
@@ -121,6 +124,10 @@ def test_ranks_gather_a_bucket_in_one_collective_a_group_that_shares_it(
     if model == "untied":  # a vocabulary that ranks share
         path = tmp_path / "untied"
         random_hf(tiny.config(vocab_size=38, tie_word_embeddings=False), 0).save_pretrained(path)
+    if model == "two experts":
+        path = tmp_path / "two"
+        config = AutoConfig.from_pretrained(mixture_path, num_experts=2)
+        random_hf(config, 0).save_pretrained(path)
     arguments = [path, json.dumps(parallel), 1 << 13]
     ranks.run("snapshot_ranks.py", arguments, tmp_path / "output", ranks=size)
     output = (tmp_path / "output").read_text()

@@ -84,9 +84,14 @@ def fill(hf: Any, model: nn.Module, config: ModelConfig, device: torch.device) -
         )
     lora.place_magnitudes(hf, config, lambda empty, whole: placed(empty, whole.to(device)))
     hf.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
+    for name, empty in [(n, p) for n, p in model.named_parameters() if p.is_meta]:
+        if not isinstance(empty, DTensor) or empty.to_local().numel():
             raise UserError(f"model.path: {path} has no weights for {name} of its architecture")
+        # Of more ranks than experts this one has none: transformers, which merges experts, leaves it out.
+        parameter = nn.Parameter(torch.empty_like(empty, device=device), empty.requires_grad)
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        owner, _, own = name.rpartition(".")
+        setattr(model.get_submodule(owner), own, parameter)
     hf._move_missing_keys_from_meta_to_device(set(), place, None, None)
     hf.initialize_weights()  # of what no checkpoint has, such as tables of positions
 
