@@ -28,11 +28,16 @@ def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file; a reader sees the old one or this one, never a part, whoever is killed. Not synced.
 
     Raises:
-        OSError: the folder is not there, or the disk refuses.
+        OSError: the folder is not there, or the disk refuses; it names the file, beside which nothing is left.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    draft.write_bytes(content if isinstance(content, bytes) else content.encode())
-    draft.replace(path)
+    try:
+        draft.write_bytes(content if isinstance(content, bytes) else content.encode())
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        error.filename, error.filename2 = str(path), None  # a write names none
+        raise
 
 
 def check_private_file(path: Path, what: str) -> None:

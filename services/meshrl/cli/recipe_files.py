@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from meshrl.contract.errors import UserError
+from meshrl.contract.files import replace_file
 
 FOLDER = Path("recipes")
 """Beside the other portions of the package `meshrl` in a wheel; in a checkout, at its root."""
@@ -44,5 +44,5 @@ def copy_template(name: str, target: Path) -> list[Path]:
             raise UserError(f"{copy} is there already")
     target.mkdir(parents=True, exist_ok=True)
     for source, copy in zip(sources, copies, strict=True):
-        shutil.copyfile(source, copy)
+        replace_file(copy, source.read_bytes())
     return copies

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,25 @@ def test_a_file_is_replaced_whole_or_not_at_all(
     with pytest.raises(KeyboardInterrupt):
         replace_file(path, "new")
     assert path.read_bytes() == b"bytes\n"
+
+
+def test_a_disk_that_is_full_is_said_of_the_file_and_nothing_is_left_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "book.json"
+    path.write_bytes(b"old")
+    write = Path.write_bytes
+
+    def full(self: Path, data: bytes) -> int:
+        write(self, data[:2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        replace_file(path, "new")
+    assert raised.value.filename == str(path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == b"old"
 
 
 @pytest.mark.parametrize("mode", [0o400, 0o600, 0o440, 0o660])

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
-from meshrl.contract.errors import UserError
+from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import Version
-from meshrl.trainer.checkpoint import checkpoint
+from meshrl.trainer.checkpoint import checkpoint, export
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.export import export_checkpoint, export_policy
 from meshrl.trainer.config import ModelConfig
@@ -207,6 +208,29 @@ def test_another_adapter_or_none_is_refused_in_one_line(
     whole, _ = fresh(tiny_path, world, lora_rank=0)
     with pytest.raises(UserError, match="and the recipe trains all weights"):
         checkpoint.load(path, whole)
+
+
+@pytest.mark.parametrize("adapter_only", [False, True])
+def test_an_export_to_a_full_disk_is_one_line_and_leaves_nothing(
+    tmp_path: Path,
+    tiny_path: Path,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    adapter_only: bool,
+) -> None:
+    policy, optimizers = fresh(tiny_path, world)
+    checkpoint.save(tmp_path / "ckpt", policy, optimizers, state(1), world, keep=2)
+
+    def full(tensors: object, path: Path, *_: object) -> None:
+        path.write_text("half of it")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(export, "save_file", full)
+    with pytest.raises(InfraError, match=r"cannot export.*No space left on device"):
+        export_checkpoint(
+            tmp_path / "ckpt", tmp_path / "out", model=tiny_path, adapter_only=adapter_only
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
 def test_an_adapter_of_another_base_model_is_refused_on_resume_and_on_export(

@@ -10,6 +10,7 @@ import click
 
 from meshrl.cli.options import PATH, json_option
 from meshrl.contract.errors import ConfigError, UserError
+from meshrl.contract.files import replace_file
 from meshrl.contract.words import counted
 from meshrl.rpc.exit_codes import Exit
 
@@ -80,7 +81,7 @@ def from_verl(
     if output is None:
         click.echo(written.recipe_text(migration), nl=False)
         return
-    output.write_text(written.recipe_text(migration), encoding="utf-8")
+    replace_file(output, written.recipe_text(migration))
     if not as_json:
         check = f"check it with `meshrl config check {output}`, run it with `meshrl up {output}`"
         tune = f"run it with `meshrl sft {output}`"

@@ -19,6 +19,7 @@ from meshrl.config.machine import ThisMachine
 from meshrl.config.recipe import Recipe
 from meshrl.contract import plugins
 from meshrl.contract.errors import MeshError, UserError
+from meshrl.contract.files import replace_file
 from meshrl.rewardd.pool.rule import REWARDS
 
 SKELETON = '''"""How good a response is."""
@@ -96,7 +97,7 @@ def init(
     texts = _texts(to, model, train, val, reward, words)
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        replace_file(path, text)
     try:
         if check:
             load_recipe(to)

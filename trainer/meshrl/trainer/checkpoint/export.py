@@ -92,6 +92,8 @@ def export_policy(
                 under_way = writer.submit(save_file, own, writing / file, {"format": "pt"})
     problem = problem or _problem(under_way)
     if problem := next(filter(None, world.all_gather_text(problem)), ""):
+        if world.is_main:
+            shutil.rmtree(writing, ignore_errors=True)  # a full disk has no room for half of one
         raise InfraError(problem)
     if world.is_main:
         _describe(policy, writing, dtype, files)
@@ -194,6 +196,7 @@ def export_checkpoint(
         UserError: there is no checkpoint in `path`, or it holds an adapter of another model than `model`;
             or none, where it is asked for.
         CorruptError: the checkpoint is damaged.
+        InfraError: the directory cannot be written; nothing of it is left.
     """
     if not (path / "state.json").is_file():
         good = checkpoint.newest(path)
@@ -217,5 +220,10 @@ def export_checkpoint(
         return export_policy(
             policy, world, target, tokenizer=beside, dtype=dtype, max_shard_size=max_shard_size
         )
+    except BaseException as error:
+        shutil.rmtree(target.with_name(f".writing-{target.name}"), ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise InfraError(f"cannot export: {error}") from error
+        raise
     finally:
         world.close()
