@@ -264,8 +264,10 @@ def _directory(at: Loc, path: Path, what: str, machine: ThisMachine) -> Iterator
 
 def missing_file(at: Loc, path: Path, machine: ThisMachine) -> Iterator[Problem]:
     """Says that there is no such file, and which one may be meant."""
-    if not machine.is_file(path):
+    if not machine.exists(path):
         yield at, f"{_key(at)}: no such file: {path}{_near(path, machine)}"
+    elif not machine.is_file(path):
+        yield at, f"{_key(at)}: {path} is a directory; want a file"
 
 
 def _near(path: Path, machine: ThisMachine) -> str:

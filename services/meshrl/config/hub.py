@@ -106,7 +106,7 @@ def with_local_paths(
         try:
             if words:
                 holder[last] = _data(holder[last], words, machine)
-            elif repository := _named(holder[last], False, machine):
+            elif repository := repository_of(holder[last], False, machine):
                 holder[last] = str(_model(repository, weights=last != "tokenizer_path"))
         except UserError as error:
             wrong.append(f"{origin_of(dict(origins), at)}: {'.'.join(map(str, at))}: {error}")
@@ -119,12 +119,12 @@ def _data(value: Any, words: Sequence[str], machine: ThisMachine) -> Any:
     """A key's value with local paths of the split that `words` name. Raises UserError."""
     found: list[Any] = []
     for one in value if isinstance(value, list) else [value]:
-        repository = _named(one, True, machine)
+        repository = repository_of(one, True, machine)
         found += [one] if repository is None else map(str, _files(repository, words))
     return found
 
 
-def _named(value: Any, dataset: bool, machine: ThisMachine) -> Repository | None:
+def repository_of(value: Any, dataset: bool, machine: ThisMachine) -> Repository | None:
     """The repository that a value names; None for a local path. Raises UserError for a name that is none."""
     if not isinstance(value, str):
         return None

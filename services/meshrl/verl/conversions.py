@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from meshrl.config.hub import repository_of
+from meshrl.config.machine import ThisMachine
 from meshrl.contract.plugins import known
 from meshrl.verl.rules import (
     KEYWORD,
@@ -42,14 +44,10 @@ def path_to(ours: str) -> Convert:
 
 
 def model_path(value: Any, given: Given) -> Answer:
-    """A checkpoint directory; a name of a hub has to be downloaded first."""
+    """A checkpoint directory, or a name of the hub."""
     path = expanded(value)
-    hub = not path.startswith(("/", ".")) and path.count("/") == 1
-    note = (
-        f"a name of the Hugging Face hub: download it (hf download {path}) and give its directory"
-        if hub
-        else ""
-    )
+    hub = repository_of(path, dataset=False, machine=ThisMachine())
+    note = "a model of the Hugging Face hub, downloaded where it is not in the cache" if hub else ""
     return Answer(settings={"model.path": path}, note=note)
 
 

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import yaml
 
 from meshrl.config.checks import cross_checks
 from meshrl.config.explain import Key, Loc, value_text, walk
+from meshrl.config.hub import MODELS, repository_of
 from meshrl.config.loading import Written, read_yaml
+from meshrl.config.machine import ThisMachine
 from meshrl.config.problems import origin_of
 from meshrl.config.recipe import Recipe
 from meshrl.contract.config import Config
@@ -109,8 +112,9 @@ def migrate(
     if program.sft:
         _check_offline(written)
     else:
-        found = cross_checks(written.with_algorithm().as_config(Recipe))
-        to_do = [f"{origin_of(written.origins, at)}: {said}" for at, said in found]
+        for at, said in cross_checks(written.with_algorithm().as_config(Recipe)):
+            if not _of_hub(made.tree, at):
+                to_do.append(f"{origin_of(written.origins, at)}: {said}")
     return Migration(
         tree=made.tree,
         comments=made.comments,
@@ -118,6 +122,12 @@ def migrate(
         to_do=tuple(to_do),
         config=kind,
     )
+
+
+def _of_hub(tree: Any, at: Loc) -> bool:
+    """Whether a key names a model that is downloaded once the recipe is read, and is no directory yet."""
+    value = reduce(lambda part, key: part.get(key, {}), at, tree) if at in MODELS else None
+    return repository_of(value, dataset=False, machine=ThisMachine()) is not None
 
 
 class _Making:

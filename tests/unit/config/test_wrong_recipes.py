@@ -147,6 +147,7 @@ WRONG: list[tuple[str, str]] = [
         "data.train_files=[trian.jsonl]",
         "data.train_files.0: no such file: trian.jsonl (did you mean train.jsonl?)",
     ),
+    ("data.train_files=[model]", "data.train_files.0: model is a directory; want a file"),
     (
         "data.train_files=[]",
         "data.train_files is empty; want parquet or jsonl files, or data.reasoning_gym",

@@ -105,6 +105,7 @@ def user(content: object, **more: object) -> list[object]:
 MISTAKES = {
     "no prompt": ({"question": "?"}, "no 'prompt' (data.prompt_key); the row has question"),
     "empty": (options(prompt=""), "the prompt is empty"),
+    "no messages": (options(prompt=[]), "'prompt' is empty, want text or a list"),
     "number": (options(prompt=3), "'prompt' is int, want text or a list of messages"),
     "message": (options(prompt=[{"role": "user"}]), "want an object with role and content"),
     "null": (options(prompt=user(None)), "'prompt.content' is null, want text"),

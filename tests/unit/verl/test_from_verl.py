@@ -417,6 +417,14 @@ def test_a_teacher_may_have_any_name_and_verls_own_entry_is_dropped_beside_it(
     assert "no such key of a teacher" in refused.note
 
 
+def test_a_model_of_the_hub_is_no_directory_that_is_missing() -> None:
+    made = migrate([f"{M}.path=Qwen/Qwen2.5-0.5B"])
+    (found,) = [each for each in made.findings if each.key == f"{M}.path"]
+    assert "of the Hugging Face hub, downloaded" in found.note
+    assert not [said for said in made.to_do if "model.path" in said]
+    assert [said for said in migrate([f"{M}.path=/none/there"]).to_do if "model.path" in said]
+
+
 def test_a_type_of_the_weights_is_the_type_of_the_products(tmp_path: Path) -> None:
     at = "actor_rollout_ref.actor.fsdp_config"
     for written, compute in (
