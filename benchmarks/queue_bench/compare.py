@@ -40,7 +40,7 @@ def parse(description: str) -> argparse.Namespace:
     )
     parser.add_argument("--store", default="memory,disk,redis", help="stores of ours (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--passes", type=int, default=2, help="counted passes of ours a round")
+    parser.add_argument("--passes", type=int, default=2, help="counted passes of a system a round")
     parser.add_argument("--samples", type=int, default=SAMPLES, help="of a pass (%(default)s)")
     parser.add_argument("--tokens", default="512", help="mean of an answer; several: one by one")
     parser.add_argument("--experts", action="store_true", help="384 bytes more for each token")
@@ -152,7 +152,6 @@ async def measured(
     The floor carries bytes, not rows.
     """
     done: list[Pass] = []
-    times = 1 if name.startswith(PEER) else times
     for number in range(times + 1):
         groups = count if number else WARM_UP
         done.append(await system.run(f"{name}-{number}", groups=groups, **order))

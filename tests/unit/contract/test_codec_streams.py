@@ -118,6 +118,23 @@ def test_writes_come_back(several: list[Any], fact: RowFacts) -> None:
     assert same(call, codec.decode_write(over_the_network(codec.encode_write(call))))
 
 
+def test_a_written_frame_keeps_no_message_in_memory_that_is_more_than_four_times_as_large() -> None:
+    sizes = (400_000, 300_000, 1_000, 0)
+    groups = tuple(
+        PackedGroup(
+            task=f"t{at}", indices=(0,), attempts=(0,), token=1, frame=bytes(size), facts=()
+        )
+        for at, size in enumerate(sizes)
+    )
+    messages = over_the_network(
+        codec.encode_write(codec.WriteCall(run="r", stage="reward", groups=groups))
+    )
+    assert len(messages) == 1
+    written = codec.decode_write(messages).groups
+    assert [type(group.frame) for group in written] == [memoryview, memoryview, bytes, bytes]
+    assert same(groups, written)
+
+
 @given(st.lists(payloads().map(lambda fields: PayloadGroup(**fields)), max_size=3))
 def test_fetched_payload_comes_back(fetched: list[PayloadGroup]) -> None:
     messages = over_the_network(list(codec.encode_fetched(fetched)))

@@ -196,8 +196,9 @@ def decode_write(messages: Sequence[Bulk[pb.WriteRequest]]) -> WriteCall:
         facts: list[tuple[RowFacts, ...]] = [()] * len(frames)
         if message.HasField("facts"):
             facts = decode_facts(message.facts, rows.counts)
-        # A message's only frame stays where it came in, as read-only bytes that are not copied once more.
-        whole = cast("list[bytes]", frames) if len(frames) == 1 else [bytes(f) for f in frames]
+        # A frame that is much of its message stays where it came in, as read-only bytes, and is not copied again.
+        least = sum(map(len, frames)) // 4
+        whole = [cast(bytes, frame) if len(frame) >= least else bytes(frame) for frame in frames]
         groups = [
             PackedGroup(
                 task=task,
