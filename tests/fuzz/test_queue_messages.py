@@ -35,13 +35,11 @@ from .messages import Recorder, Request, corruptions_of
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 CALLS = int(os.environ.get("FUZZ_CALLS", "60"))
 """Corrupted calls of each method."""
-WAIT_S = 0.5
-"""Seconds of a corrupted call, because some wait for what never comes."""
-ATTEND_S = 0.05
-"""Seconds of an Attend call, which lasts until its caller ends it if it is valid."""
 METHODS: dict[str, MethodDescriptor] = dict(
     queue_pb2.DESCRIPTOR.services_by_name["Queue"].methods_by_name
 )
+WAIT_S = {name: 0.5 if name in QueueServicer.waits else 60.0 for name in METHODS}
+"""Seconds of a corrupted call: some wait for what never comes, and a busy machine may take its time for others."""
 PROPER = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -69,7 +67,7 @@ class Scene:
         wire = await self.local.free_wire()
         assert wire is not None
         try:
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(WAIT_S[method]):
                 name = f"/meshrl.v1.Queue/{method}"
                 async with self.local.call(wire, name, ()):
                     for message in request:
@@ -85,13 +83,14 @@ class Scene:
 
     async def send(self, method: str, request: Request, wait_s: float = 0.0) -> grpc.StatusCode:
         """The status of a call made of bytes."""
-        wait_s = wait_s or (ATTEND_S if method == "Attend" else WAIT_S)
         call = self.channel.stream_stream(f"/meshrl.v1.Queue/{method}")(
-            iter(request), timeout=wait_s
+            iter(request), timeout=wait_s or WAIT_S[method]
         )
         try:
             async for _ in call:
-                pass
+                if method == "Attend":  # it is valid, and lasts until its caller ends it
+                    call.cancel()
+                    break
         except grpc.aio.AioRpcError as error:
             return error.code()
         return grpc.StatusCode.OK
