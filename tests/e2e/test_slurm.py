@@ -56,11 +56,15 @@ def told(*command: str) -> str:
     return done.stdout
 
 
-def submit(mesh: Mesh, *arguments: str) -> str:
-    """Write and submit the script for three nodes; the job's number."""
-    words = ["slurm", str(mesh.recipe), *arguments, "--nodes", "3"]
+def submit(mesh: Mesh, *, program: str = "") -> str:
+    """Write and submit the script for three nodes; the job's number. `program`: instead of `meshrl up`."""
+    words = ["slurm", str(mesh.recipe), "trainer.total_training_steps=1000", "--nodes", "3"]
+    text = told(sys.executable, "-m", "meshrl.cli", *words)
+    if program:
+        text, found = re.subn(r"\n\S*meshrl up ", f"\n{program} ", text)
+        assert found == 1, text
     script = mesh.directory / "job.sbatch"
-    script.write_text(told(sys.executable, "-m", "meshrl.cli", *words))
+    script.write_text(text)
     output = f"--output={mesh.directory / 'up.log'}"
     (job,) = re.findall(r"\d+", told("sbatch", f"--chdir={mesh.directory}", output, str(script)))
     return job
@@ -86,21 +90,23 @@ def interrupt(mesh: Mesh, number: int, *command: str) -> None:
     wait_until(mesh, lambda: mesh.output.count("stopped by SIGTERM") == number)
 
 
+@pytest.mark.parametrize(("program", "ends"), [("true", "COMPLETED"), ("false", "FAILED")])
+def test_a_job_ends_as_its_up_does(tmp_path: Path, cluster: None, program: str, ends: str) -> None:
+    job = submit(make_mesh(tmp_path), program=program)
+    while state(job) in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+        time.sleep(0.1)
+    assert state(job) == ends
+
+
 async def test_a_job_is_requeued_goes_on_and_drains(tmp_path: Path, cluster: None) -> None:
     trainer = {"save_freq": 1000, "nnodes": 2}
     mesh = make_mesh(tmp_path, {"rollout": {"workers": 2}, "trainer": trainer})
-    job = submit(mesh, "trainer.total_training_steps=14")
+    job = submit(mesh)
     # What the script asks for before its time limit.
     interrupt(mesh, 1, "scancel", "--batch", "--signal=USR1", job)
-    assert len(mesh.steps()) < 14
-    wait_until(mesh, lambda: state(job) in ("COMPLETED", "FAILED"))
-    assert state(job) == "COMPLETED", mesh.output[-6000:]
-    # No step was trained twice: the stop saved, and the next start went on from there.
-    assert [line["step"] for line in mesh.steps()] == list(range(14))
-    assert (await mesh.ledger()).balanced
-
-    job = submit(mesh, "trainer.total_training_steps=1000")
     interrupt(mesh, 2, "scancel", job)
     wait_until(mesh, lambda: state(job) == "CANCELLED")
     assert "did not drain" not in mesh.output and "killing it" not in mesh.output
+    # No step was trained twice: the stop saved, and the next start went on from there.
+    assert [line["step"] for line in mesh.steps()] == list(range(len(mesh.steps())))
     assert (await mesh.ledger()).balanced
