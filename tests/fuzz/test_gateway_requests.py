@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
@@ -52,6 +51,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 async def test_no_request_breaks_the_gateway(model: Path) -> None:
+    import schemathesis  # a second, in each process that collects tests
+
     options = {"external": True, "max_requests": 1 << 30}
     async with (
         agents_mesh(model, options, sampling={"max_tokens": 40}, deadline_s=300) as mesh,

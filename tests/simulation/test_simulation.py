@@ -26,11 +26,11 @@ SEEDS = 200
 """In so many seeds from its first one each planted bug is found."""
 FIRST_SEEDS = {
     "early_acknowledgement": 46,
-    "expired_rows_forgotten": 18,
+    "expired_rows_forgotten": 2,
     "no_rewind": 9,
     "commit_off_by_one": 4,
     "token_repeats": 5,
-    "stale_counted_twice": 1,
+    "stale_counted_twice": 7,
     "lost_wake_up": 2,
     "label_at_start": 2,
     "label_ahead": 1,

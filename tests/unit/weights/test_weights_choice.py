@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import resource
 import threading
@@ -264,12 +265,17 @@ class Drifting(StubSource):
         self._step = step
 
     def bucket(self, index: int) -> np.ndarray:
-        words = (
-            StubSource("r", Version(1, 0), dtype="bfloat16").bucket(index).copy().view(np.uint16)
-        )
-        for step in range(1, self._step + 1):
-            words[step % 50 :: 50] ^= step
-        return words.view(np.uint8)
+        return _drifted(index, self._step).view(np.uint8)
+
+
+@functools.lru_cache(maxsize=16)
+def _drifted(index: int, step: int) -> np.ndarray:
+    """The words of a bucket after so many steps."""
+    if step == 0:
+        return StubSource("r", Version(1, 0), dtype="bfloat16").bucket(index).view(np.uint16)
+    words = _drifted(index, step - 1).copy()
+    words[step % 50 :: 50] ^= step
+    return words
 
 
 CODING = 1e9
