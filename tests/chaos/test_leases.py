@@ -24,6 +24,7 @@ from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ..contract.queue_actors import WAIT_S, Actors, spec, tasks
+from ..waiting import until
 
 GROUPS = 2
 ROWS = 4
@@ -213,3 +214,23 @@ async def test_a_worker_that_was_idle_for_long_does_not_count_as_hanging(
         held_leases.add(lease.rows, lease.ttl_s)
         await no_other_worker_gets_a_row(actors, 2 * TTL_S)
         renewing.cancel()
+
+
+async def test_a_queue_that_ends_says_nothing_of_a_worker_that_holds_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hung_s = 0.2
+    async with running(HOST, tmp_path) as host:
+        address = await host.read()
+        async with QueueClient(address, renewer=partial(LeaseRenewer, hung_s=hung_s)) as queue:
+            renewing = asyncio.ensure_future(
+                queue.renew_held(HeldLeases("rollout", "w", lambda lost: None))
+            )
+            renewer: Any = queue._renewer
+            await until(lambda: renewer._streams)
+            await asyncio.sleep(2 * hung_s)  # the test needs real time without a row
+            await host.kill()
+            await until(lambda: not renewer._streams)
+            await until(lambda: renewer._streams)  # opened again: what was due then is done
+            renewing.cancel()
+    assert not [line for line in caplog.messages if "hangs" in line]

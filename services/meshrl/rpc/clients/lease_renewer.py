@@ -235,15 +235,15 @@ class LeaseRenewer:
         for owner in due:
             with self._changed:
                 owner.due = owner.next_due()
-            if not owner.alive():
+            held = owner.held_leases.by_run()
+            if held and not owner.alive():  # nobody asked while it held nothing
                 log.warning(
                     "the event loop of %s hangs: its leases are not renewed",
                     owner.held_leases.worker,
                 )
                 continue
             renewals += [
-                (owner, rows, self._start_renewal(owner, run, rows))
-                for run, rows in owner.held_leases.by_run().items()
+                (owner, rows, self._start_renewal(owner, run, rows)) for run, rows in held.items()
             ]
         for owner, rows, answer in renewals:
             try:
