@@ -116,6 +116,8 @@ def checkpoint_checks(at: Loc, path: Path, machine: ThisMachine) -> Iterator[Pro
 def file_checks(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     """The data files and the files of rewards."""
     yield from _data(recipe, machine)
+    if (tokens := recipe.reward.registry.tokens) is not None:
+        yield from missing_file(("reward", "registry", "tokens"), tokens, machine)
     for index, function in enumerate(recipe.reward.functions):
         if function.path is not None:
             yield from _reward(("reward", "functions", index), function.path, function, machine)

@@ -63,6 +63,7 @@ def plugin_checks(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
         )
         yield from _cuts(recipe)
         yield from _served_adapters(recipe)
+        yield from _lent_memory(recipe)
     for index, judge in enumerate(recipe.reward.judges):
         at = ("reward", "judges", index)
         if (*at, "kind") not in unknown:
@@ -131,6 +132,19 @@ def _served_adapters(recipe: Recipe) -> Iterator[Problem]:
         return
     at: Loc = ("rollout", "engine", "max_lora_rank")
     yield at, f"rollout.engine.max_lora_rank: {most}, and the trainer sends {says}"
+
+
+def _lent_memory(recipe: Recipe) -> Iterator[Problem]:
+    """A server has memory of its device for what NCCL brings alone."""
+    rollout, weights = recipe.rollout, recipe.weights
+    used = weights.among if weights.carrier == "auto" else (weights.carrier,)
+    asked = rollout.engine.get("weight_staging") == "device"
+    if asked and rollout.name in ("vllm", "sglang") and "nccl" not in used:
+        yield (
+            ("rollout", "engine", "weight_staging"),
+            f"rollout.engine.weight_staging: device, and weights.carrier {weights.carrier} brings weights"
+            " to the host: want nccl there, or auto or host here",
+        )
 
 
 def _required(at: Loc, package: str, name: str, machine: ThisMachine) -> Iterator[Problem]:

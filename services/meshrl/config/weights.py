@@ -110,7 +110,11 @@ class WeightsConfig(Config):
         return self.carrier == "gloo" or (self.carrier == "auto" and "gloo" in self.among)
 
     @model_validator(mode="after")
-    def _object_needs_a_directory(self) -> Self:
+    def _fits_together(self) -> Self:
+        if self.silence_s <= self.beat_s:
+            raise ValueError(f"silence_s {self.silence_s} must exceed beat_s {self.beat_s}")
+        if self.carrier == "auto" and not self.among:
+            raise ValueError("carrier 'auto' needs carriers in weights.among")
         if self.carrier == "object" and not self.directory:
             raise ValueError("carrier 'object' needs weights.directory, a path or a URL")
         return self

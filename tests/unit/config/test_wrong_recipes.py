@@ -300,6 +300,16 @@ WRONG: list[tuple[str, str]] = [
         " accept that, or one of the two alone",
     ),
     (
+        "rollout={name: vllm, engine: {url: 'http://a:1', weight_staging: device}}",
+        "rollout.engine.weight_staging: device, and weights.carrier gloo brings weights to the host: want nccl",
+    ),
+    (
+        "weights={carrier: auto, among: []}",
+        "weights: carrier 'auto' needs carriers in weights.among",
+    ),
+    ("weights.silence_s=2", "weights: silence_s 2.0 must exceed beat_s 2.0"),
+    ("reward.registry.tokens=none.yaml", "reward.registry.tokens: no such file: none.yaml"),
+    (
         "rollout={name: vllm, engine: {url: 'http://a:1', max_lora_rank: 8}}",
         "rollout.engine.max_lora_rank: 8, and the trainer sends whole weights: want model.lora_rank and",
     ),
