@@ -107,7 +107,6 @@ async def test_half_open_connections_leave_room_for_others(serve: Serve) -> None
 def test_the_event_loop_of_the_services_keeps_the_same_limits(serve: Serve) -> None:
     async def main() -> None:
         async with serve(ConnectionLimits(8, header_s=0.05)) as port:
-            assert (await answer_to(port, WHOLE)).startswith(b"HTTP/1.1 200 OK")
             assert await answer_to(port, HALF) == b""
         async with serve(ConnectionLimits(8, header_s=OPEN_FOR_EVER)) as port:
             writers = [(await say(port, HALF))[1] for _ in range(100)]

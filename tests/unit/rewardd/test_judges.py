@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,7 +15,7 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Message, Outcome, Sample, Score, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
-from meshrl.rewardd.judges import _remote, generative
+from meshrl.rewardd.judges import _remote, _retrying, generative
 
 Answer = tuple[int, Any]
 Handler = Callable[[str, Any], Answer]
@@ -155,9 +156,13 @@ async def test_a_judge_that_does_not_answer_is_a_timeout(server: Server) -> None
     assert score.outcome is Outcome.TIMEOUT
 
 
-async def test_an_open_circuit_sends_nothing_until_one_probe_succeeds(server: Server) -> None:
+async def test_an_open_circuit_sends_nothing_until_one_probe_succeeds(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.handler = lambda path, body: (500, "down")
-    guard = {"retries": 0, "failures": 3, "cooldown_s": 0.3}
+    clock = Mock(monotonic=lambda: clock.now, now=100.0)
+    monkeypatch.setattr(_retrying, "time", clock)
+    guard = {"retries": 0, "failures": 3, "cooldown_s": 10}
     judge = build_judge(config("http", server.url, guard, concurrency=1))
     try:
         down = await judge.score([sample("x", n) for n in range(10)])
@@ -165,7 +170,7 @@ async def test_an_open_circuit_sends_nothing_until_one_probe_succeeds(server: Se
         assert {s.outcome for s in down} == {Outcome.INFRA_FAULT}
         assert "failed 3 times in a row: it is not called for" in down[9].reason
         server.handler = lambda path, body: (200, 1)
-        await asyncio.sleep(0.35)
+        clock.now += 11
         up = await judge.score([sample("x", n) for n in range(4)])
         assert [s.outcome for s in up] == [Outcome.OK] * 4
     finally:

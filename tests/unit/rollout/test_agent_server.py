@@ -26,7 +26,7 @@ ADDRESS = Address(base_url="http://127.0.0.1:1/v1", api_key="k")
 
 @pytest.fixture
 async def server() -> AsyncIterator[AgentServer]:
-    made = AgentServer(COMMAND, env={}, cancel_timeout_s=0.3)
+    made = AgentServer(COMMAND, env={}, cancel_timeout_s=60)
     yield made
     await made.aclose()
 
@@ -74,7 +74,7 @@ async def test_the_end_of_the_process_fails_all_that_wait(server: AgentServer) -
 async def cancelled(server: AgentServer, do: str) -> None:
     """A conversation whose row's deadline passes."""
     call = asyncio.create_task(lead(server, do))
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.2)  # it is there by then, or is told of its end as soon as it comes
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
@@ -89,13 +89,15 @@ async def test_a_conversation_that_hangs_ends_with_its_row_and_the_process_stays
     assert before and after and before.components == after.components
 
 
-async def test_a_process_that_hangs_is_replaced(server: AgentServer) -> None:
+async def test_a_process_that_hangs_is_replaced() -> None:
+    server = AgentServer(COMMAND, env={}, cancel_timeout_s=0.3)
     before = await lead(server, 1.0)
     await cancelled(server, "block")
     with pytest.raises(AgentError, match="ended with 137"):  # it had not been replaced yet
         await lead(server, 1.0)
     after = await lead(server, 1.0)
     assert before and after and before.components != after.components
+    await server.aclose()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 
 import pytest
 
@@ -15,27 +15,21 @@ from meshrl.transferqueue.sharding.renewals import ShardedHeldLeases
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ...contract.queue_actors import WAIT_S, Actors, spec, tasks
+from ...simulation.virtual_time import in_virtual_time
 
 
-@pytest.fixture
-async def queue() -> AsyncIterator[TransferQueue]:
-    opened = await TransferQueue.open(MemoryStore())
-    yield opened
-    await opened.close()
-
-
-async def started(queue: TransferQueue, **changes: float) -> Actors:
-    """A run with a group of two rows."""
+async def started(**changes: float) -> tuple[TransferQueue, Actors]:
+    """A queue and a run with a group of two rows."""
+    queue = await TransferQueue.open(MemoryStore())
     actors = Actors(queue)
     await actors.start(spec(**changes))
     await actors.feed(tasks(1))
-    return actors
+    return queue, actors
 
 
-async def test_rows_that_never_reached_a_worker_that_is_there_were_no_attempt(
-    queue: TransferQueue,
-) -> None:
-    actors = await started(queue, lease_ttl_s=0.05, max_attempts=1)
+@in_virtual_time
+async def test_rows_that_never_reached_a_worker_that_is_there_were_no_attempt() -> None:
+    queue, actors = await started(lease_ttl_s=0.05, max_attempts=1)
     with queue.heartbeat("w"):
         for _ in range(3):
             lease = await actors.lease(worker="w", wait_s=WAIT_S)
@@ -43,19 +37,20 @@ async def test_rows_that_never_reached_a_worker_that_is_there_were_no_attempt(
     assert not await queue.dead_letters("run")
 
 
-async def test_rows_of_a_life_that_ended_were_an_attempt_though_another_has_begun(
-    queue: TransferQueue,
-) -> None:
-    actors = await started(queue, lease_ttl_s=0.5, max_attempts=2)
+@in_virtual_time
+async def test_rows_of_a_life_that_ended_were_an_attempt_though_another_has_begun() -> None:
+    queue, actors = await started(lease_ttl_s=0.5, max_attempts=2)
     with queue.heartbeat("w"):
         await actors.lease(worker="w")
+        await asyncio.sleep(0.01)  # two moments
     with queue.heartbeat("w"):
         again = await actors.lease(worker="w", wait_s=WAIT_S)
     assert [row.delivery for row in again.rows] == [2, 2]
 
 
-async def test_silence_after_a_renewal_is_an_attempt(queue: TransferQueue) -> None:
-    actors = await started(queue, lease_ttl_s=0.05, max_attempts=2)
+@in_virtual_time
+async def test_silence_after_a_renewal_is_an_attempt() -> None:
+    queue, actors = await started(lease_ttl_s=0.05, max_attempts=2)
     with queue.heartbeat("w"):
         lease = await actors.lease(worker="w")
         await queue.renew("run", "rollout", "w", [row.uid for row in lease.rows])
@@ -63,8 +58,9 @@ async def test_silence_after_a_renewal_is_an_attempt(queue: TransferQueue) -> No
     assert [row.delivery for row in again.rows] == [2, 2]
 
 
-async def test_a_worker_that_comes_back_soon_keeps_its_rows(queue: TransferQueue) -> None:
-    actors = await started(queue, lease_ttl_s=3600)
+@in_virtual_time
+async def test_a_worker_that_comes_back_soon_keeps_its_rows() -> None:
+    queue, actors = await started(lease_ttl_s=3600)
     with queue.heartbeat("w"):
         back, gone = (await actors.lease(worker="w")).rows
     with queue.heartbeat("w"):
@@ -74,8 +70,9 @@ async def test_a_worker_that_comes_back_soon_keeps_its_rows(queue: TransferQueue
         assert await queue.renew("run", "rollout", "w", [back.uid]) == []
 
 
-async def test_the_end_of_a_predecessor_costs_its_successor_nothing(queue: TransferQueue) -> None:
-    actors = await started(queue, lease_ttl_s=3600)
+@in_virtual_time
+async def test_the_end_of_a_predecessor_costs_its_successor_nothing() -> None:
+    queue, actors = await started(lease_ttl_s=3600)
     old = queue.heartbeat("w")
     old.__enter__()
     (before,) = (await actors.lease(worker="w", limit=1)).rows
@@ -89,8 +86,9 @@ async def test_the_end_of_a_predecessor_costs_its_successor_nothing(queue: Trans
         assert await queue.renew("run", "rollout", "w", [after.uid]) == []
 
 
-async def test_a_queue_that_ends_ends_no_lease(queue: TransferQueue) -> None:
-    actors = await started(queue, lease_ttl_s=0.05)
+@in_virtual_time
+async def test_a_queue_that_ends_ends_no_lease() -> None:
+    queue, actors = await started(lease_ttl_s=0.05)
     lease = await actors.lease(worker="w")
     queue.end_no_lease()
     with pytest.raises(WaitTimeoutError):
