@@ -20,6 +20,7 @@ from prometheus_client import generate_latest
 
 from meshrl.contract import codec
 from meshrl.contract.errors import (
+    CapacityError,
     FencedError,
     ForbiddenError,
     NotFoundError,
@@ -363,6 +364,21 @@ async def test_a_connection_that_cannot_be_accepted_is_not_the_last_one(
             await refused.receive()
         wire = await wire_to(servicer)
         assert (await call(wire, LEASE, WAITING.SerializeToString())).code == 0
+
+
+async def test_an_answer_that_is_too_large_is_said_once_and_the_connection_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "MAX_MESSAGE_BYTES", 1_000)
+    async with serving() as (serves, servicer, queue), QueueClient(serves.address) as client:
+        client.local_socket.named(servicer.local_socket)
+        await start_run(queue, tasks=0)
+        prompt = np.zeros(1_000, np.int32)
+        task = Task(run="run", task_id="0", prompt_ids=prompt, group_size=2)
+        await queue.admit("run", [task], cursor="", wait_s=1)
+        with pytest.raises(CapacityError, match=r"message of \d+ bytes .* larger than 1000"):
+            await leased(client)
+        assert len(client.local_socket._idle) == 1
 
 
 async def test_a_client_that_is_one_too_many_goes_by_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
