@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,14 @@ from meshrl.contract import shared_buffers
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    gc.collect()  # what tests before this one left
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Without what tests before this one have left, none of which dies meanwhile."""
+    gc.collect()
+    gc.disable()
     monkeypatch.setattr(shared_buffers, "_free", [])
+    monkeypatch.setattr(shared_buffers, "_live", {})
+    yield
+    gc.enable()
 
 
 def test_whoever_maps_the_file_sees_what_the_arrays_hold() -> None:
