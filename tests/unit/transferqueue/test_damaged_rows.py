@@ -236,3 +236,19 @@ async def test_a_share_of_which_all_is_damaged_keeps_no_other_share_from_the_tra
     assert await actors.resident() == {}
     for shard in shards:
         await shard.close()
+
+
+async def test_a_task_of_which_nothing_is_left_is_damaged_and_has_not_left(
+    store: MemoryStore,
+) -> None:
+    actors = await opened(store)
+    await actors.feed(tasks(1))
+    await actors.queue.close()
+    [key] = [key for key in store._tables[Table.PAYLOAD] if key.startswith(b"t")]
+    await store.apply([Operation(Table.PAYLOAD, key, b"")])
+    actors.queue = await TransferQueue.open(store, cache_bytes=0)
+    with pytest.raises(WaitTimeoutError):
+        await actors.lease()
+    assert {
+        "0 bytes do not match their checksum" in why for why in (await reasons(actors)).values()
+    } == {True}

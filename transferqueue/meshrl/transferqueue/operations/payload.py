@@ -442,9 +442,10 @@ class PayloadReader:
 
     def _task(self, each: Extract, stored: Mapping[bytes, Stored]) -> PackedTask | None:
         task = self._tasks.get(each.task_key)
-        if task is None and (read := stored.get(each.task_key)) and (value := read.value):
+        read = stored.get(each.task_key)
+        if task is None and read is not None and read.value is not None:
             what = f"task {each.task}"
-            task = PackedTask(bytes(strip_checksum(value, what)), codec.unpack_task)
+            task = PackedTask(bytes(strip_checksum(read.value, what)), codec.unpack_task)
             if task.task.task_id != each.task:
                 raise CorruptError(f"{what}: the store returns {task.task.task_id}")
             self.remember(each.task_key, task)
@@ -481,10 +482,11 @@ def _parts(
     """
     parts: list[Part] = []
     for frame in frames:
-        value = stored[frame.key].value
+        found = stored[frame.key]
+        value = found.value
         if value is None:
             return None
-        if fault := _fault(frame.key, stored[frame.key], frame.checksum):
+        if fault := _fault(frame.key, found, frame.checksum):
             raise CorruptError(fault)
         whole = names is None or names.issuperset(writes[frame.stage])
         if frame.positions is not None or not whole:
