@@ -18,6 +18,7 @@ from meshrl.contract.types import (
     StalePolicy,
 )
 from meshrl.transferqueue.model.specs import Quota
+from meshrl.transferqueue.store import CACHE_BYTES
 
 
 def _spell_infinity(value: object) -> object:
@@ -78,9 +79,9 @@ class QueueConfig(Config):
     """Free disk space (redis: part of maxmemory) that new rows may not use, so that rows can still leave."""
     memory_bytes: NonNegativeInt = 0
     """Payload that the memory store keeps in RAM; the oldest beyond it goes to a file. 0: no bound, no file."""
-    cache_bytes: NonNegativeInt = 512 << 20
+    cache_bytes: NonNegativeInt = CACHE_BYTES
     """RAM for frames that were just written, so that the stages after need not read them back from the store; in the
-    memory store, whose frames are in RAM anyway, those that need not be checked again."""
+    memory store, whose frames are in RAM anyway, those that need not be checked again. None with `memory_bytes`."""
     redis_url: str = "redis://127.0.0.1:6379/0"
     """redis://, rediss:// (TLS) or unix://. Of several, separated by commas, the master's is used."""
     redis_prefix: str = ""

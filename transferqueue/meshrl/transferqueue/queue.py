@@ -15,7 +15,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Self, TypedDict, Unpack
 
 from meshrl.contract.errors import (
     CapacityError,
@@ -68,6 +68,7 @@ from meshrl.transferqueue.operations import (
 from meshrl.transferqueue.operations.payload import PayloadReader
 from meshrl.transferqueue.operations.recovery import restore
 from meshrl.transferqueue.store import (
+    CACHE_BYTES,
     RECOVERY_PAUSE_S,
     CommitLog,
     Durations,
@@ -83,9 +84,6 @@ if TYPE_CHECKING:
     from meshrl.transferqueue.operations.pictures import PictureRemover
 
 log = logging.getLogger(__name__)
-
-CACHE_BYTES: Final = 512 << 20
-"""Unless said otherwise."""
 
 
 class QueueOptions(TypedDict, total=False):

@@ -152,6 +152,10 @@ class SpaceCheck:
         return ""
 
 
+CACHE_BYTES: Final = 512 << 20
+"""Of frames that stay in RAM, unless said otherwise."""
+
+
 class RecentFrames:
     """The frames that the store took last, in RAM as well: most are read again within seconds of their write.
 
