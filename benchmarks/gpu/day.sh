@@ -7,7 +7,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
 python=${PYTHON:-.venv/bin/python} out=${OUT:-build/gpu-day} rehearse='' wanted=''
-all='machine unit parity mfu matrix nccl mesh_shm mesh_cuda_ipc mesh_nccl ranks engine'
+all='machine unit marked parity mfu matrix nccl mesh_shm mesh_cuda_ipc mesh_nccl ranks engine'
 while [ $# -gt 0 ]; do
   case $1 in
     --rehearse) rehearse=1 ;;
@@ -23,6 +23,8 @@ for name in ${wanted//,/ }; do
 done
 mkdir -p "$out"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+# The kit's NCCL, in every process: torch and cupy then have one.
+[ -z "$rehearse" ] && [ -f ../libnccl.so.2 ] && export LD_PRELOAD=$PWD/../libnccl.so.2
 [ -n "$rehearse" ] && export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
 
 # part NAME SECONDS COMMAND...: the objects that it printed, or else its last line, are the result.
@@ -58,6 +60,8 @@ part machine 60 $python benchmarks/gpu/machine.py
 units='tests/unit/trainer/test_logprob.py tests/unit/trainer/test_model_options.py'
 [ -n "$rehearse" ] && units='tests/unit/trainer/test_logprob.py'
 part unit 240 $tests $units
+[ -n "$rehearse" ] || part marked 240 $python -m pytest -q -p no:cacheprovider -m gpu \
+  tests/unit/trainer tests/chaos/test_weights_cuda_ipc.py tests/integration/test_nccl_gpu.py
 part parity 120 $python benchmarks/gpu/parity.py
 if [ -n "$rehearse" ]; then
   part mfu 120 $mfu --pack 128
@@ -74,5 +78,10 @@ limit=150
 for carrier in shm cuda_ipc nccl; do
   part mesh_$carrier $limit $python benchmarks/gpu/mesh.py $carrier ${rehearse:+--rehearse}
 done
-part ranks 120 $tests tests/unit/trainer/test_model_ranks.py -k two_ranks_give
+pack=8192
+[ -n "$rehearse" ] && pack=128
+# One rank, then two that share the first GPU: the same norm of the gradient.
+shared="$mfu --pack $pack --steps 3 --packs 2"
+part ranks 180 bash -c "$shared || exit; export WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29517
+  export NCCL_MULTI_RANK_GPU_ENABLE=1; RANK=1 $shared & RANK=0 $shared; wait \$!"
 part engine 120 $python benchmarks/gpu/engine_rate.py ${rehearse:+--rehearse}

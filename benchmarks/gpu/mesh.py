@@ -53,7 +53,8 @@ def main() -> None:
 def read(name: str) -> dict[str, Any]:
     """What the run's files say."""
     directory = Path("runs", name)
-    lines = (directory / "metrics.jsonl").read_text().splitlines() if directory.is_dir() else []
+    metrics = directory / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.is_file() else []
     steps = [row for row in map(json.loads, lines) if "time/step_s" in row]
     finished = directory / "finished.json"
     balanced = json.loads(finished.read_text())["balanced"] if finished.is_file() else None

@@ -9,6 +9,8 @@ or of more ranks. The last line is one JSON object:
 
     open_s       both ends: processes in waiting, versions compared, id exchanged, NCCL joined, warm-up done
     gb_per_s     shared memory to shared memory, through both GPUs; `exact` compares every byte
+    lent_gb_per_s  shared memory to memory of the device that this process lends, digests compared
+    bare_gb_per_s  the same bytes from device memory to device memory, by ncclBroadcast alone, in two processes
     deadline_s   what was allowed, and when a broadcast that nobody answers was over
     killed       SIGKILL of rank 1 in a broadcast: when its own end knew, until rank 0 was given up and gone
     rebuilt_s    from there to the next generation, open and warm
@@ -20,6 +22,7 @@ import argparse
 import asyncio
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -33,7 +36,9 @@ from typing import Any
 import numpy as np
 
 from meshrl.config.weights import WeightsConfig
+from meshrl.contract.chunk_digest import digest
 from meshrl.contract.errors import MeshError
+from meshrl.contract.ports import LentBucket
 from meshrl.contract.types import Version
 from meshrl.testing.weights import StubSource
 from meshrl.weights.carrier import Link, RunPaths
@@ -55,6 +60,7 @@ class Bench:
     ) -> None:
         paths = RunPaths(directory=Path())
         self.deadline_s = deadline_s
+        self.env = env
         self._carriers = [
             Carrier(WeightsConfig.model_validate(self._config(library, device, env)), paths)
             for device in devices
@@ -124,6 +130,24 @@ async def carry(channels: Cells, source: StubSource) -> tuple[bool, float]:
     return all(np.array_equal(into[i], source.bucket(i)) for i in indices), seconds
 
 
+async def carry_lent(channels: Cells, source: StubSource, memory: int, handle: str) -> float:
+    """Seconds of one version into `memory` of the device, bucket after bucket."""
+    from cupy.cuda import runtime
+
+    begun = time.perf_counter()
+    for index, nbytes in enumerate(source.manifest.bucket_bytes):
+        _, made = await asyncio.gather(
+            channels[0].send(source.manifest, index, source.bucket(index)),
+            channels[1].receive_lent(LentBucket(handle, nbytes)),
+        )
+    seconds = time.perf_counter() - begun
+    arrived = np.empty(nbytes, dtype=np.uint8)
+    runtime.memcpy(arrived.ctypes.data, memory, nbytes, runtime.memcpyDeviceToHost)
+    assert np.array_equal(arrived, source.bucket(index)), "the last bucket arrived otherwise"
+    assert made == digest(arrived), "the device's digest is another"
+    return seconds
+
+
 async def unanswered(
     channel: NcclChannel, source: StubSource, deadline_s: float
 ) -> dict[str, float | str]:
@@ -155,6 +179,51 @@ async def killed(channels: Cells, source: StubSource) -> dict[str, float]:
     return {"known_s": known, "gone_s": time.perf_counter() - began}
 
 
+def bare_rank(rank: int, args: argparse.Namespace, pipe: Any, results: Any) -> None:
+    """One rank of two, in a process of its own: a version by ncclBroadcast alone, between memory of the devices."""
+    from cupy.cuda import nccl, runtime
+
+    runtime.setDevice(rank % runtime.getDeviceCount())
+    if rank == 0:
+        pipe.send(unique := nccl.get_unique_id())
+    else:
+        unique = pipe.recv()
+    communicator = nccl.NcclCommunicator(2, unique, rank)
+    nbytes = args.mib << 20
+    memory, stream = runtime.malloc(nbytes), runtime.streamCreate()
+    seconds = []
+    for _ in range(args.rounds + 1):
+        began = time.perf_counter()
+        for _ in range(args.buckets):
+            communicator.broadcast(memory, memory, nbytes, nccl.NCCL_UINT8, 0, stream)
+            runtime.streamSynchronize(stream)
+        seconds.append(time.perf_counter() - began)
+    if rank == 0:
+        results.send(statistics.median(seconds[1:]))
+
+
+def bare(args: argparse.Namespace, env: dict[str, str]) -> float:
+    """Seconds of a version by ncclBroadcast alone."""
+    context = multiprocessing.get_context("spawn")
+    os.environ.update(env)
+    mine, theirs = context.Pipe()
+    answer, results = context.Pipe(duplex=False)
+    ranks = [
+        context.Process(target=bare_rank, args=(rank, args, pipe, results), daemon=True)
+        for rank, pipe in enumerate((mine, theirs))
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        if not answer.poll(OPEN_S):
+            raise RuntimeError(f"ncclBroadcast alone was not through in {OPEN_S:.0f} s")
+        seconds: float = answer.recv()
+        return seconds
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
 async def measure(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
     nbytes = args.mib << 20
     source = StubSource("bench", Version(1, 0), buckets=args.buckets, bucket_bytes=nbytes)
@@ -163,6 +232,16 @@ async def measure(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
     await carry(channels, source)  # pins memory, sets up NCCL's channels
     rounds = [await carry(channels, source) for _ in range(args.rounds)]
     seconds = statistics.median(took for _, took in rounds)
+    beside: dict[str, float] = {}
+    if args.library == "cupy":
+        total = args.buckets * nbytes
+        beside["bare_gb_per_s"] = total / bare(args, bench.env) / 1e9
+        from cupy.cuda import runtime
+
+        memory = runtime.malloc(nbytes)
+        handle = bytes(runtime.ipcGetMemHandle(memory)).hex()
+        lent = [await carry_lent(channels, source, memory, handle) for _ in range(args.rounds + 1)]
+        beside["lent_gb_per_s"] = total / statistics.median(lent[1:]) / 1e9
     await bench.spares()
     deadline = await unanswered(channels[0], source, bench.deadline_s)
     await asyncio.gather(*(channel.close() for channel in channels))
@@ -177,6 +256,7 @@ async def measure(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
         "open_s": open_s,
         "exact": exact and all(same for same, _ in rounds),
         "gb_per_s": args.buckets * nbytes / seconds / 1e9,
+        **beside,
         "deadline_s": deadline,
         "killed": death,
         "rebuilt_s": rebuilt_s,

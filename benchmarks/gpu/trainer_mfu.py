@@ -9,6 +9,8 @@ GRPO step from fetched rows to metrics (`Learner.learn`) over `--packs` micro-ba
 MFU counts what the model needs, not what is recomputed (`meshrl.trainer.utilisation`), over the device's dense
 bfloat16 peak. Aims: 23,800 tokens/s and 35 % at 16,384 tokens; 40 % at 65,536.
 
+Under torchrun, or with RANK and WORLD_SIZE, ranks share the rows; the first one's figures are printed.
+
 Without a CUDA device it says so and ends with code 0. The last line is one JSON object.
 """
 
@@ -120,15 +122,18 @@ def measure(given: argparse.Namespace, pack: int, world: World) -> dict[str, Any
     cuda = world.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    seconds = []
+    seconds, norms = [], []
     for _ in range(given.steps):
         began = time.perf_counter()
         made = learner.schedule(batch)
-        found = learner.learn(made, [by_uid[uid] for uid in made.uids(0)], next(count))
+        found = learner.learn(
+            made, [by_uid[uid] for uid in made.uids(world.data_rank)], next(count)
+        )
         if cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-        assert np.isfinite(found["actor/grad_norm"])
+        norms.append(found["actor/grad_norm"])
+        assert np.isfinite(norms[-1])
     tokens = sum(len(row.tokens) for row in rows)
     step_s = statistics.median(seconds[2:])  # two to warm up
     done = found["batch/tflops"]
@@ -140,9 +145,11 @@ def measure(given: argparse.Namespace, pack: int, world: World) -> dict[str, Any
         "tokens_per_s": round(tokens / step_s),
         "tflops_per_s": round(done / step_s, 2),
         "mfu": round(done / step_s / peak, 4) if peak else None,
+        "grad_norm": norms[0],
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
     }
-    print(json.dumps(result), flush=True)
+    if world.rank == 0:
+        print(json.dumps(result), flush=True)
     return result
 
 
@@ -172,6 +179,7 @@ def main() -> None:
         print(json.dumps({"benchmark": "trainer_mfu", "skipped": reason}))
         return
     world = World.start(given.device)
+    first = world.rank == 0
     try:
         results = [measure(given, int(pack), world) for pack in given.pack.split(",")]
     finally:
@@ -182,7 +190,8 @@ def main() -> None:
         **{"checkpointing": not given.no_checkpointing, "compile": given.compile},
         **{"chunk": given.chunk, "rows": given.rows},
     }
-    print(json.dumps({**summary, "results": results}))
+    if first:
+        print(json.dumps({**summary, "results": results}))
 
 
 if __name__ == "__main__":
