@@ -61,7 +61,7 @@ units='tests/unit/trainer/test_logprob.py tests/unit/trainer/test_model_options.
 [ -n "$rehearse" ] && units='tests/unit/trainer/test_logprob.py'
 part unit 240 $tests $units
 [ -n "$rehearse" ] || part marked 240 $python -m pytest -q -p no:cacheprovider -m gpu \
-  tests/unit/trainer tests/chaos/test_weights_cuda_ipc.py tests/integration/test_nccl_gpu.py
+  tests/unit/trainer tests/unit/rollout tests/chaos/test_weights_cuda_ipc.py tests/integration/test_nccl_gpu.py
 part parity 120 $python benchmarks/gpu/parity.py
 if [ -n "$rehearse" ]; then
   part mfu 120 $mfu --pack 128
@@ -84,4 +84,4 @@ pack=8192
 shared="$mfu --pack $pack --steps 3 --packs 2"
 part ranks 180 bash -c "$shared || exit; export WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29517
   export NCCL_MULTI_RANK_GPU_ENABLE=1; RANK=1 $shared & RANK=0 $shared; wait \$!"
-part engine 120 $python benchmarks/gpu/engine_rate.py ${rehearse:+--rehearse}
+part engine 180 $python benchmarks/gpu/engine_rate.py ${rehearse:+--rehearse}
