@@ -21,7 +21,7 @@ CRUMB_LINES = 60
 
 LINES: Mapping[str, int] = {
     "meshrl.trainer": 21574,
-    "meshrl.rollout": 14622,
+    "meshrl.rollout": 14968,
     "meshrl.transferqueue": 11360,
     "meshrl.rewardd": 6860,
     "meshrl.sandbox": 1870,

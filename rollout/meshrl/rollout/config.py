@@ -216,6 +216,9 @@ class TorchEngineConfig(Config):
     weight_staging: Literal["auto", "device", "host"] = "auto"
     """Where a version of the weights waits for its commit: `device`, as a second one there; `host`, as it arrived,
     and written over the served one while that pauses. `auto`: on a GPU without room for two, `host`."""
+    enforce_eager: bool = False
+    """Launch each operation of a decode step by itself, where a GPU would repeat recorded steps (CUDA graphs). A CPU
+    and mixtures of experts do so always."""
     stream_interval: PositiveInt = Field(default=16)
     """Decode steps between two deltas of a request: waking a consumer costs more than a token."""
     eos_token_ids: tuple[int, ...] | None = None

@@ -42,8 +42,8 @@ def hints(recipe: Recipe, machine: ThisMachine) -> Iterator[str]:
     """What would be faster, where the recipe leaves it open."""
     if machine.gpus and not names(recipe.rollout, "name") and recipe.placement.rollout != 0:
         yield (
-            "rollout.name: torch, for want of vLLM here: it has neither CUDA graphs nor a paged cache; install vLLM"
-            " in an environment of its own and set rollout.name=vllm rollout.engine.python=ITS/bin/python"
+            "rollout.name: torch, for want of vLLM here: it has neither a paged cache nor tensor parallelism; install"
+            " vLLM in an environment of its own and set rollout.name=vllm rollout.engine.python=ITS/bin/python"
         )
 
 

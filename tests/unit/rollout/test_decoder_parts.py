@@ -13,7 +13,9 @@ HEADS, SIZE = 2, 4
 BYTES_PER_TOKEN = 2 * HEADS * SIZE * 4
 
 
-def cache_of(max_rows: int = 8, tokens: int = 8 * 256, heads: int = HEADS) -> KvCache:
+def cache_of(
+    max_rows: int = 8, tokens: int = 8 * 256, heads: int = HEADS, *, steady: bool = False
+) -> KvCache:
     return KvCache(
         num_layers=1,
         num_kv_heads=heads,
@@ -22,6 +24,7 @@ def cache_of(max_rows: int = 8, tokens: int = 8 * 256, heads: int = HEADS) -> Kv
         device=torch.device("cpu"),
         max_rows=max_rows,
         max_bytes=tokens * BYTES_PER_TOKEN,
+        steady=steady,
     )
 
 
@@ -96,3 +99,31 @@ def test_places_are_where_a_row_stores_its_next_keys_and_values(heads: int) -> N
         keys, values = cache.layers[0][:, row, :, position]
         assert keys.equal(stored[row, :heads])
         assert values.equal(stored[row, heads:])
+
+
+def test_a_steady_cache_moves_seldom_and_fits() -> None:
+    cache = cache_of(max_rows=8, tokens=8 * 512, steady=True)
+    moved = []
+    for length in range(1, 513):
+        cache.reserve(3, length, kept=0 if length == 1 else 3)
+        if cache.reshaped > len(moved):
+            moved.append((cache.rows, cache.length))
+    assert moved == [(4, 256), (4, 512)]
+    cache.reserve(2, 32, kept=0)  # idle: what ran before is held
+    assert (cache.rows, cache.length, cache.reshaped) == (4, 512, 2)
+    cache.reserve(5, 400, kept=2)
+    assert (cache.rows, cache.length) == (8, 512)
+    cache.reserve(3, 1300, kept=3)  # neither as many rows nor a power of two
+    assert (cache.rows, cache.length) == (3, 1312)
+    cache.reserve(8, 300, kept=1)
+    assert (cache.rows, cache.length) == (8, 320)
+
+
+def test_a_steady_cache_keeps_what_rows_hold() -> None:
+    cache = cache_of(steady=True)
+    cache.reserve(2, 30, kept=0)
+    held = torch.rand(2, 2, HEADS, 30, SIZE)
+    cache.layers[0][:, :2, :, :30] = held
+    for rows, length in ((3, 200), (3, 300), (8, 40)):
+        cache.reserve(rows, length, kept=2)
+        assert cache.layers[0][:, :2, :, :30].equal(held)

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.rollout.torch_engine.sampler import OFF, SamplingRows, row_key, uniforms
+from meshrl.rollout.torch_engine.sampler import (
+    OFF,
+    SamplingRows,
+    find,
+    find_by_blocks,
+    row_key,
+    uniforms,
+)
 
 VOCABULARY = 12
 ROWS = 40_000
@@ -77,3 +84,23 @@ def test_a_tiny_nucleus_still_keeps_the_likeliest_token() -> None:
     )
     assert (tokens == LOGITS.argmax()).all()
     assert (logprobs == 0).all()
+
+
+@pytest.mark.parametrize("size", [1, 100, 128, 1000])
+def test_a_token_found_by_blocks_is_the_one_found_at_once(size: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    probabilities = (torch.randn(500, size, generator=draw) * 4).softmax(-1)
+    probabilities[:, 1::3] = 0  # also at the ends of blocks
+    probabilities[:250, -200 if size > 200 else -1 :] = 0
+    probabilities[:, 0] += 1e-3
+    edges = torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64).repeat(50)
+    uniform = torch.cat([torch.rand(400, generator=draw, dtype=torch.float64), edges])[:, None]
+    found = find_by_blocks(probabilities, uniform)
+    assert found.equal(find(probabilities, uniform))
+    assert (probabilities.gather(1, found) > 0).all()
+
+
+def test_logits_that_are_not_finite_are_found_within_the_vocabulary() -> None:
+    probabilities = torch.full((2, 200), torch.nan)
+    found = find_by_blocks(probabilities, torch.full((2, 1), 0.5, dtype=torch.float64))
+    assert ((found >= 0) & (found < 256)).all()

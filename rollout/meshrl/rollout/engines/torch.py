@@ -50,6 +50,7 @@ from meshrl.rollout.torch_engine.batch import Batch, Row
 from meshrl.rollout.torch_engine.cache import KvCache
 from meshrl.rollout.torch_engine.decode_thread import Abort, DecodeThread, Sleep, Stop, Submit, Swap
 from meshrl.rollout.torch_engine.forward import Decoder
+from meshrl.rollout.torch_engine.graphs import CudaGraphs, StaticSteps
 from meshrl.rollout.torch_engine.staging import (
     Built,
     StagedVersion,
@@ -352,16 +353,23 @@ class TorchEngine:
             device=device,
             max_rows=self._slots,
             max_bytes=config.kv_cache_bytes or _default_cache_bytes(device),
+            steady=device.type == "cuda",
         )
         self._max_length = _max_length(config, architecture, cache)
         self._eos = (
             architecture.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
         )
-        self._decoder = Decoder(architecture, DTYPES[name], device, self._max_length)
+        decoder = self._decoder = Decoder(architecture, DTYPES[name], device, self._max_length)
+        steps = None
+        # How many tokens go to an expert is known on the device only: nothing to record.
+        if device.type == "cuda" and architecture.mixture is None:
+            recorder = None if config.enforce_eager else CudaGraphs()
+            steps = StaticSteps(decoder, cache, self._slots, recorder)
         return Batch(
-            self._decoder,
+            decoder,
             cache,
             slots=self._slots,
+            static_steps=steps,
             max_prefill_tokens=config.max_prefill_tokens or PREFILL_TOKENS[device.type],
         )
 

@@ -20,6 +20,7 @@ from meshrl.contract.routed_experts import Experts
 from meshrl.contract.types import GenerateDelta, GenerateRequest, Int32, Version
 from meshrl.rollout.torch_engine.cache import KvCache
 from meshrl.rollout.torch_engine.forward import Decoder
+from meshrl.rollout.torch_engine.graphs import StaticSteps
 from meshrl.rollout.torch_engine.sampler import OFF, SamplingRows, row_key
 from meshrl.rollout.torch_engine.stopping import StopStrings
 from meshrl.rollout.torch_engine.weights import Weights
@@ -110,9 +111,16 @@ class Batch:
     """Row `i` of the cache, of the sampling parameters and of `rows` belong together."""
 
     def __init__(
-        self, decoder: Decoder, cache: KvCache, *, slots: int, max_prefill_tokens: int
+        self,
+        decoder: Decoder,
+        cache: KvCache,
+        *,
+        slots: int,
+        max_prefill_tokens: int,
+        static_steps: StaticSteps | None = None,
     ) -> None:
         self.rows: list[Row] = []
+        self._static_steps = static_steps
         self._decoder = decoder
         self._cache = cache
         self._slots = slots
@@ -157,7 +165,14 @@ class Batch:
         count = len(self.rows)
         if not count:
             return []
-        self._reserve(kept=count)
+        width = self._reserve(kept=count)
+        if self._static_steps is not None:
+            fed = self._last[:count], self._stored[:count]
+            drawn = self._static_steps.step(
+                weights, width, *fed, self._sampling, self._sampled[:count]
+            )
+            self._stored[:count] += 1
+            return self._accept(slice(0, count), *drawn)
         device = self._decoder.device
         taken = self._decoder.no_experts(count) if self._tells(self.rows) else None
         logits = self._decoder.decode(
@@ -186,6 +201,8 @@ class Batch:
     def release_cache(self) -> None:
         """Free the memory of the cache; `recompute` fills it again, before the next step."""
         self._cache.release()
+        if self._static_steps is not None:
+            self._static_steps.forget()
 
     def remove(self, leaving: Sequence[Row]) -> None:
         """Free the rows of `leaving`; those that do not run are ignored."""
@@ -194,10 +211,18 @@ class Batch:
             if id(self.rows[index]) in gone:
                 self._leave(index)
 
-    def _reserve(self, *, kept: int) -> None:
-        """Make space for the next token of every row; the first `kept` rows are in the cache already."""
-        count = len(self.rows)
-        self._cache.reserve(count, int(self._stored[:count].max()) + 1, kept=kept)
+    def _reserve(self, *, kept: int) -> int:
+        """Make space for the next token of every row; the first `kept` rows are in the cache already.
+
+        Returns:
+            How many rows the next step computes.
+        """
+        width = len(self.rows)
+        length = int(self._stored[:width].max()) + 1
+        if self._static_steps is not None:
+            width = self._static_steps.width(width, length)
+        self._cache.reserve(width, length, kept=kept)
+        return width
 
     def _longest(self) -> int:
         return int(self._longest_of[: len(self.rows)].max(initial=0))
@@ -229,15 +254,18 @@ class Batch:
         self.rows.pop()
 
     def _sample(self, logits: torch.Tensor, first: int) -> list[Row]:
-        """Sample for the rows from `first` on; those that are done leave."""
+        """Sample for the rows from `first` on."""
         rows = slice(first, len(self.rows))
         tokens, logprobs = self._sampling.sample(logits, rows, self._sampled[rows])
-        picked = tokens.tolist()
-        self._last[rows] = picked
+        return self._accept(rows, tokens.tolist(), logprobs.tolist())
+
+    def _accept(self, rows: slice, tokens: list[int], logprobs: list[float]) -> list[Row]:
+        """Give each of the rows its token; those that are done leave."""
+        self._last[rows] = tokens
         self._sampled[rows] += 1
         done = [
             row
-            for row, token, logprob in zip(self.rows[rows], picked, logprobs.tolist(), strict=True)
+            for row, token, logprob in zip(self.rows[rows], tokens, logprobs, strict=True)
             if row.accept(token, logprob)
         ]
         if done:
@@ -260,7 +288,7 @@ class Batch:
         The rows that are `joining`, if they are, get to know the experts of their prompts.
 
         Returns:
-            float32[len(prompts), V]
+            [len(prompts), V]
         """
         self._reserve(kept=first)
         device = self._decoder.device

@@ -8,6 +8,8 @@ import torch
 
 LENGTH_STEP = 32
 """Lengths are multiples of this, so that shapes repeat."""
+STEADY_LENGTH = 256
+"""A steady cache is at least so long."""
 
 
 def rounded(length: int) -> int:
@@ -34,9 +36,14 @@ class KvCache:
         device: torch.device,
         max_rows: int,
         max_bytes: int,
+        steady: bool = False,
     ) -> None:
+        """`steady`: its shape changes as seldom as can be, for an attention that reads each row to its end only."""
         self.rows = 0
         self.length = 0
+        self.reshaped = 0
+        """How often its memory has moved."""
+        self._steady = steady
         self._num_kv_heads = num_kv_heads
         self._max_rows = max_rows
         self._max_bytes = max_bytes
@@ -73,7 +80,8 @@ class KvCache:
         """Make room for `rows` rows of `length` positions, which the caller has checked with `fits`.
 
         Rows grow in doublings where those fit. Length grows in LENGTH_STEPs, and shrinks when a quarter of it is not
-        needed, or, so that the shape of what begins does not depend on what was before, when nothing is kept.
+        needed, or, so that the shape of what begins does not depend on what was before, when nothing is kept. Of a
+        steady cache length grows in doublings, too, and both shrink only for the sake of the other.
 
         Args:
             rows: Rows that will run.
@@ -81,6 +89,10 @@ class KvCache:
             kept: The first so many rows keep what they hold.
         """
         length = rounded(length)
+        if self._steady:
+            if rows > self.rows or length > self.length:
+                self._grow(rows, length, kept)
+            return
         spare = self.length - length
         if rows <= self.rows and (spare == 0 or (kept and 0 < 4 * spare < self.length)):
             return
@@ -97,6 +109,7 @@ class KvCache:
         ]
         self._starts = self._starts[:0]
         self.rows = self.length = 0
+        self.reshaped += 1
 
     def places(self, positions: torch.Tensor) -> torch.Tensor:
         """Where rows `0 … n - 1` store their next keys and values.
@@ -119,6 +132,13 @@ class KvCache:
         for layer in self.layers:
             layer[:, row].zero_()
 
+    def _grow(self, rows: int, length: int, kept: int) -> None:
+        """Twice of what is wanted, as far as that fits; length first, which grows at each step."""
+        roomy = max(self.rows, min(self._max_rows, 1 << (rows - 1).bit_length()))
+        longer = max(self.length, STEADY_LENGTH, 1 << (length - 1).bit_length())
+        wanted = ((roomy, longer), (rows, longer), (roomy, length), (rows, length))
+        self._reshape(*next(each for each in wanted if self.fits(*each)), kept)
+
     def _reshape(self, rows: int, length: int, kept: int) -> None:
         shared = min(self.length, length)
         for index, old in enumerate(self.layers):
@@ -129,6 +149,7 @@ class KvCache:
             self.layers[index] = layer
             self._buffers[index], self._spare = buffer, self._buffers[index]
         self.rows, self.length = rows, length
+        self.reshaped += 1
         starts = torch.arange(2 * rows * self._num_kv_heads, device=self._starts.device) * length
         self._starts = starts.view(2, rows, -1).transpose(0, 1).reshape(rows, -1)
 

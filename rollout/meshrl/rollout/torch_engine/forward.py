@@ -6,6 +6,8 @@ Shapes: n rows, P padded prompt length, L attended positions, C hidden, H query 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +16,11 @@ from meshrl.contract.routed_experts import BYTE_EXPERTS
 from meshrl.rollout.torch_engine.architecture import Architecture
 from meshrl.rollout.torch_engine.cache import KvCache, rounded
 from meshrl.rollout.torch_engine.latent import LatentHeads
-from meshrl.rollout.torch_engine.operations import attend
+from meshrl.rollout.torch_engine.operations import attend, attend_up_to, row_ends
 from meshrl.rollout.torch_engine.weights import LayerWeights, Weights
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Queries [n, H, D], keys and values [n, K, L, D] to [n, H D]."""
 
 
 class Decoder:
@@ -59,7 +64,7 @@ class Decoder:
             taken: [m, P, layers, k], gets the experts of each token.
 
         Returns:
-            float32[m, V]: logits of the token after each prompt.
+            [m, V]: logits of the token after each prompt.
         """
         arch = self.architecture
         width = tokens.shape[1]
@@ -105,13 +110,13 @@ class Decoder:
             taken: [n, layers, k], gets the experts of each token.
 
         Returns:
-            float32[n, V]: logits of the next token.
+            [n, V]: logits of the next token.
         """
         arch = self.architecture
         count = len(tokens)
         cos, sin = self._rotation[positions].unbind(1)
         places = cache.places(positions)
-        mask = self._mask(positions.repeat_interleave(arch.num_kv_heads), cache.length)
+        attention = self._attention(positions, cache.length)
         hidden = weights.embedding[tokens]
         for index, layer in enumerate(weights.layers):
             heads = self._project(layer, hidden, cos, sin)
@@ -120,7 +125,7 @@ class Decoder:
             cached.view(-1, arch.head_dim).index_copy_(0, places, stored.reshape(-1, arch.head_dim))
             keys, values = cached[:, :count]
             of_layer = None if taken is None else taken[:, index]
-            hidden = self._finish(layer, hidden, attend(queries, keys, values, mask), of_layer)
+            hidden = self._finish(layer, hidden, attention(queries, keys, values), of_layer)
         return self._logits(weights, hidden)
 
     def no_experts(self, *tokens: int) -> torch.Tensor:
@@ -130,6 +135,13 @@ class Decoder:
         dtype = torch.uint8 if experts <= BYTE_EXPERTS else torch.int16
         shape = (*tokens, self.architecture.num_layers, chosen)
         return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def _attention(self, positions: torch.Tensor, length: int) -> Attention:
+        """That of rows up to their `positions`, in a cache of `length`."""
+        heads, key_heads = self.architecture.num_heads, self.architecture.num_kv_heads
+        if positions.is_cuda:
+            return partial(attend_up_to, ends=row_ends(positions + 1, heads, key_heads, length))
+        return partial(attend, mask=self._mask(positions.repeat_interleave(key_heads), length))
 
     def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor:
         """[len(positions), 1, length]: 0 up to each position, minus infinity after it."""
@@ -167,4 +179,4 @@ class Decoder:
 
     def _logits(self, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
         normed = weights.final_norm(hidden)
-        return F.linear(normed, weights.head).float()
+        return F.linear(normed, weights.head)

@@ -1,4 +1,4 @@
-"""Two operations that torch offers ready made, written out for float32 on a CPU, where that is faster.
+"""Two operations as they are fastest: written out for float32 on a CPU, and what torch offers for a GPU.
 
 Shapes: n rows, K key heads, G query heads to a key head, L attended positions, D head_dim.
 """
@@ -76,6 +76,39 @@ def attend(
             values,
             attn_mask=mask.view(count, heads, 1, length),
         )
+    return attended.reshape(count, -1)
+
+
+def row_ends(
+    lengths: torch.Tensor, heads: int, key_heads: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For `attend_up_to`, where rows with `lengths` [n] end in a cache of `length` positions.
+
+    Returns:
+        int32[n K + 1]: 0, G, 2G …; int32[n K + 1]: 0, L, 2L …; int32[n K]: how many of the L count.
+    """
+    borders = torch.arange(len(lengths) * key_heads + 1, dtype=torch.int32, device=lengths.device)
+    ends = lengths.to(torch.int32)[:, None].expand(-1, key_heads).reshape(-1)
+    return borders * (heads // key_heads), borders * length, ends
+
+
+def attend_up_to(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    ends: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """`attend` on a GPU, to the end of each row only: there a key head of a row is a sequence of its own.
+
+    The kernel is one of torch's `scaled_dot_product_attention`, called as xformers calls it for padded keys
+    (https://github.com/facebookresearch/xformers/blob/main/xformers/ops/fmha/cutlass.py).
+    """
+    count, heads, length, size = keys.shape
+    flat = [values.reshape(1, -1, 1, size) for values in (queries, keys, values)]
+    borders, key_borders, lengths = ends
+    attended: torch.Tensor = torch.ops.aten._efficient_attention_forward(
+        *flat, None, borders, key_borders, queries.shape[1] // heads, length, 0, 0, seqlen_k=lengths
+    )[0]
     return attended.reshape(count, -1)
 
 

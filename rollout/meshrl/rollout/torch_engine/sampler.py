@@ -7,9 +7,14 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 OFF = 2.0
 """A top_p that keeps everything, also where rounding brings the cumulated probability above 1."""
+GREEDY, PLAIN, CUT = range(3)
+"""Kinds of rows: temperature 0, temperature only, top_k or top_p besides."""
+BLOCK = 128
+"""Tokens of which a GPU knows only the sum at first."""
 
 
 def row_key(seed: int, request_id: str) -> int:
@@ -48,13 +53,18 @@ class SamplingRows:
         for column in (self.temperature, self.top_k, self.top_p, self.key):
             column[target] = column[source]
 
+    def kinds(self, rows: slice, vocabulary: int) -> npt.NDArray[np.int64]:
+        """GREEDY, PLAIN or CUT; of a row, never of a batch: other rows must not change how a row is drawn."""
+        cut = (self.top_k[rows] < vocabulary) | (self.top_p[rows] < OFF)
+        return np.where(self.temperature[rows] == 0, GREEDY, np.where(cut, CUT, PLAIN))
+
     def sample(
         self, logits: torch.Tensor, rows: slice, positions: npt.NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw one token per row.
 
         Args:
-            logits: float32[n, V]
+            logits: [n, V]
             rows: Which n rows they belong to.
             positions: int64[n], response tokens sampled before this one.
 
@@ -64,9 +74,7 @@ class SamplingRows:
         """
         temperature, top_k, top_p = self.temperature[rows], self.top_k[rows], self.top_p[rows]
         draws = uniforms(self.key[rows], positions)
-        cut = (top_k < logits.shape[-1]) | (top_p < OFF)
-        # A kind per row, never per batch: other rows must not change how a row is drawn.
-        kind = np.where(temperature == 0, 0, np.where(cut, 2, 1))
+        kind = self.kinds(rows, logits.shape[-1])
         if (kind == kind[0]).all():
             return _sample(int(kind[0]), logits, temperature, top_k, top_p, draws)
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -88,14 +96,13 @@ def _sample(
     top_p: npt.NDArray[np.float32],
     draws: npt.NDArray[np.float64],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if kind == 0:
-        best, tokens = logits.max(-1)
-        return tokens, best - logits.logsumexp(-1)
+    if kind == GREEDY:
+        return greedy(logits)
     device = logits.device
-    uniform = torch.from_numpy(draws).to(device)[:, None]
-    scaled = logits / torch.from_numpy(temperature).to(device)[:, None]
-    if kind == 1:
-        return _inverse_cdf(scaled, uniform)
+    uniform, warmth = (torch.from_numpy(column).to(device) for column in (draws, temperature))
+    if kind == PLAIN:
+        return plain(logits, warmth, uniform)
+    scaled = logits / warmth[:, None]
     width = int(top_k.max())
     ordered, order = (
         scaled.topk(width) if width < scaled.shape[-1] else scaled.sort(-1, descending=True)
@@ -108,15 +115,50 @@ def _sample(
     nucleus = torch.from_numpy(top_p).to(device)[:, None]
     # The first token always stays: nothing is before it.
     ordered = ordered.masked_fill((before >= nucleus) & (rank > 0), -torch.inf)
-    picked, logprobs = _inverse_cdf(ordered, uniform)
+    picked, logprobs = _inverse_cdf(ordered, uniform[:, None])
     return order.gather(-1, picked[:, None]).squeeze(-1), logprobs
+
+
+def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest token of each row, and its float32 log-prob."""
+    logits = logits.float()
+    best, tokens = logits.max(-1)
+    return tokens, best - logits.logsumexp(-1)
+
+
+def plain(
+    logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token of each row by its float32 `temperature` [n] and float64 `uniform` [n], and its float32 log-prob."""
+    return _inverse_cdf(logits / temperature[:, None], uniform[:, None])
 
 
 def _inverse_cdf(logits: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The token whose share of the cumulated probability holds `uniform`; float64, for large vocabularies."""
     probabilities = logits.softmax(-1)
-    cumulated = probabilities.cumsum(-1, dtype=torch.float64)
-    picked = torch.searchsorted(cumulated, uniform * cumulated[:, -1:], right=True)
+    picked = (find_by_blocks if logits.is_cuda else find)(probabilities, uniform)
     # Logits that are not finite find no place; the caller sees a log-prob that is not finite either.
     picked.clamp_(max=logits.shape[-1] - 1)
     return picked.squeeze(-1), probabilities.gather(-1, picked).squeeze(-1).log()
+
+
+def find(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """int64[n, 1]: the first column up to which [n, V] sums to more than the share `uniform` [n, 1] of all."""
+    cumulated = probabilities.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(cumulated, uniform * cumulated[:, -1:], right=True)
+
+
+def find_by_blocks(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """`find`, first the block and then the column in it: a GPU cumulates a long row by one of its many processors."""
+    if extra := -probabilities.shape[-1] % BLOCK:
+        probabilities = F.pad(probabilities, (0, extra))
+    blocks = probabilities.view(len(probabilities), -1, BLOCK)
+    sums = blocks.sum(-1, dtype=torch.float64)
+    ends = sums.cumsum(-1)
+    wanted = uniform * ends[:, -1:]
+    block = torch.searchsorted(ends, wanted, right=True).clamp_(max=sums.shape[-1] - 1)
+    ends, sums = ends.gather(1, block), sums.gather(1, block)
+    # Below 1 also where sums in another order round otherwise, so that a token of probability 0 is never found.
+    share = ((wanted - ends + sums) / sums).clamp_(0, 1 - 2.0**-52)
+    inside = blocks.gather(1, block[..., None].expand(-1, 1, BLOCK)).squeeze(1)
+    return find(inside, share).clamp_(max=BLOCK - 1) + block * BLOCK

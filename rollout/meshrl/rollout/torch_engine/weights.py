@@ -68,7 +68,7 @@ class Weights:
 
     def to(self, device: torch.device) -> Weights:
         """The same on `device`; a tied head stays tied."""
-        if self.embedding.device == device:
+        if self.embedding.device.type == device.type:
             return self
         embedding = self.embedding.to(device)
         return Weights(
@@ -77,6 +77,11 @@ class Weights:
             final_norm=self.final_norm.to(device),
             head=embedding if self.head is self.embedding else self.head.to(device),
         )
+
+    @torch.inference_mode()
+    def copy_(self, other: Weights) -> None:
+        """Take the numbers of another version, and stay where it is in memory."""
+        _copy(self, other)
 
 
 Reader = Callable[[str], torch.Tensor]
@@ -215,6 +220,9 @@ def _copy(live: Any, fresh: Any) -> None:
             into.copy_(value)
         elif dataclasses.is_dataclass(into):
             _copy(into, value)
+        elif isinstance(into, tuple):
+            for one, other in zip(into, value, strict=True):
+                _copy(one, other)
 
 
 def _owner(read: Reader, dtype: torch.dtype, device: torch.device) -> Reader:
