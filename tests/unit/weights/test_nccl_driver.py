@@ -32,7 +32,6 @@ def library(monkeypatch: pytest.MonkeyPatch, count: Any) -> Any:
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     found = importlib.import_module(MODULE)
     monkeypatch.delitem(sys.modules, MODULE)
-    monkeypatch.setattr(found, "torch_nccl", None)
     return found
 
 
@@ -50,11 +49,16 @@ def test_a_device_that_is_not_seen_is_named_beside_what_is(monkeypatch: pytest.M
         library(monkeypatch, lambda: 1).Library(2)
 
 
-def test_a_libnccl_that_differs_from_torchs_is_named_with_both(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("preloaded", [True, False])
+def test_torch_and_cupy_use_one_libnccl_which_ld_preload_can_name(
+    monkeypatch: pytest.MonkeyPatch, preloaded: bool
 ) -> None:
     found = library(monkeypatch, lambda: 1)
-    monkeypatch.setattr(found, "torch_nccl", SimpleNamespace(version=lambda: (2, 28, 9)))
-    monkeypatch.setattr(found.torch.distributed, "is_nccl_available", lambda: True)
-    with pytest.raises(ConfigError, match=r"torch has NCCL 2\.28\.9, cupy 2\.30\.7"):
+    monkeypatch.setattr(found, "loaded_nccl", lambda maps: {"/a/libnccl.so.2", "/b/libnccl.so.2"})
+    names = SimpleNamespace(ncclGetVersion=None) if preloaded else SimpleNamespace()
+    monkeypatch.setattr(found.ctypes, "CDLL", lambda name: names)
+    if preloaded:  # torch maps its own all the same, and uses the other
+        assert found.Library(0).version == "2.30.7"
+        return
+    with pytest.raises(ConfigError, match=r"different files of NCCL \(/a/\S+, /b/\S+\)"):
         found.Library(0)

@@ -1,7 +1,7 @@
 """The real NCCL, through cupy: `NcclCommunicator` on raw pointers, uint8 on the wire.
 
 Memory that an engine has lent is opened by CUDA IPC, and NCCL writes there. torch is imported first, where there is
-one, so that both use its libnccl; two in one process are refused. Memory is cudaMalloc's, never torch's:
+one, so that both use its libnccl; one each is refused. Memory is cudaMalloc's, never torch's:
 `expandable_segments:True` does not touch it. API: cupy 14.2, NCCL 2.30.
 """
 
@@ -33,7 +33,6 @@ REQUIRES = ("cupy",)
 logger = logging.getLogger(__name__)
 
 nccl: Any = cupy.cuda.nccl
-torch_nccl: Any = torch.cuda.nccl if "torch" in globals() else None
 _CUDA_NOT_READY = 600
 _FLOAT_BYTES = 4
 _SLAB_CHUNKS = 256
@@ -204,17 +203,13 @@ def _sums(data: Any) -> bytes:
 
 
 def _check_one_nccl() -> None:
-    """Raises ConfigError when torch and cupy brought different ones."""
+    """Raises ConfigError where torch and cupy use one each: neither stands before the other for everybody.
+
+    One that LD_PRELOAD names does, and torch's may then lie in memory unused.
+    """
     files = loaded_nccl(Path("/proc/self/maps").read_text())
-    if len(files) > 1:
+    if len(files) > 1 and not hasattr(ctypes.CDLL(None), "ncclGetVersion"):
         raise ConfigError(
             f"torch and cupy load different files of NCCL ({', '.join(sorted(files))}); "
             "name one in weights.nccl.env: LD_PRELOAD"
         )
-    if torch_nccl is not None and torch.distributed.is_nccl_available():
-        theirs = ".".join(map(str, torch_nccl.version()[:3]))
-        ours = dotted(nccl.get_version())
-        if theirs != ours:
-            raise ConfigError(
-                f"torch has NCCL {theirs}, cupy {ours}; name one in weights.nccl.env: LD_PRELOAD"
-            )
