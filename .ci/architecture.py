@@ -20,7 +20,7 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 LINES: Mapping[str, int] = {
-    "meshrl.trainer": 21574,
+    "meshrl.trainer": 21690,
     "meshrl.rollout": 14968,
     "meshrl.transferqueue": 11360,
     "meshrl.rewardd": 6860,
@@ -37,7 +37,7 @@ LINES: Mapping[str, int] = {
     "meshrl.http": 3350,
     "meshrl.verl": 3924,
     "meshrl.client": 1800,
-    "meshrl.config": 3873,
+    "meshrl.config": 3878,
     "meshrl.api": 500,
 }
 """The most lines of each package, generated code left out."""

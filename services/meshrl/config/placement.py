@@ -285,7 +285,7 @@ class _Division:
         beside = self._reference_gpus(colocate)
         ranks = self._trainer_gpus(per_worker, beside, colocate)
         blocks = list(self._blocks(per_worker, 0 if colocate else ranks, beside))
-        workers = self._workers(per_worker, blocks, ranks)
+        workers = self._workers(per_worker, blocks, ranks, colocate)
         decided = _decided(self.recipe, ranks if self.on_cuda else 0, workers)
         chosen: dict[str, tuple[Host, tuple[Gpu, ...]]] = {}
         first = self.hosts[0]
@@ -299,7 +299,7 @@ class _Division:
             count = max(1, beside) if on else 0
             chosen["reference"] = (first, first.gpus[index : index + count])
         if per_worker:
-            chosen |= {f"rollout-{i}": blocks[i] for i in range(workers)}
+            chosen |= {f"rollout-{i}": blocks[i % len(blocks)] for i in range(workers)}
         places = self._shared(decided, chosen, ranks, per_worker)
         return Placement(recipe=decided, places=places, hosts=self.hosts, worker_gpus=per_worker)
 
@@ -421,13 +421,18 @@ class _Division:
                 yield host, host.gpus[at : at + per_worker]
 
     def _workers(
-        self, per_worker: int, blocks: Sequence[tuple[Host, tuple[Gpu, ...]]], ranks: int
+        self,
+        per_worker: int,
+        blocks: Sequence[tuple[Host, tuple[Gpu, ...]]],
+        ranks: int,
+        colocate: bool,
     ) -> int:
+        """How many there are; on GPUs that are shared anyway, as many as the recipe says, if memory allows."""
         written = self.recipe.rollout.workers
         if not per_worker:
             return written
         wanted = written if names(self.recipe.rollout, "workers") else max(1, len(blocks))
-        if wanted > len(blocks):
+        if wanted > len(blocks) and not (colocate and blocks and not self.recipe.takes_turns):
             raise ConfigError(
                 f"rollout.workers: {wanted} with {_gpus(per_worker)} each, and {len(blocks)} find room"
                 f" in {_gpus(self.total)} beside the trainer's {ranks}; want fewer,"

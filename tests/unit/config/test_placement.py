@@ -138,6 +138,7 @@ def test_without_gpus_nothing_is_placed_and_the_recipe_stays_as_it_is(tmp_path: 
             *(8, ("rollout.name=vllm", "model.path=large", *HALF)),
             {"trainer": "0,1,2,3,4,5,6", "rollout-0": "7"},
         ),
+        (1, ("rollout.workers=2",), {"trainer": "0", "rollout-0": "0", "rollout-1": "0"}),
         (2, ("placement.colocate=true",), {"trainer": "0,1", "rollout-0": "0", "rollout-1": "1"}),
         (2, ("trainer.device=cpu",), {"trainer": "", "rollout-0": "0", "rollout-1": "1"}),
         (2, ("rollout.engine.device=cpu",), {"trainer": "0,1"}),
