@@ -239,8 +239,9 @@ def prepare_cuda() -> None:
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
     if settings := allocator_settings(os.environ):
-        set_allocator: Any = torch.cuda.memory._set_allocator_settings  # has no public name
-        set_allocator(settings)
+        of_torch: Any = torch._C  # there is no public name
+        set_allocator = getattr(of_torch, "_accelerator_setAllocatorSettings", None)  # torch 2.10
+        (set_allocator or torch.cuda.memory._set_allocator_settings)(settings)
     use_flash_attention_3(torch.cuda.get_device_capability()[0])
 
 
