@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshrl.trainer.model import attention, attention_kernels
+from meshrl.trainer.model import attention, attention_kernels, packing
 from meshrl.trainer.model.attention import Scores
 from meshrl.trainer.model.packing import pack
 
@@ -35,6 +36,14 @@ def flash_attn_varlen_func(  # type: ignore[no-untyped-def]  # the package's fir
     return torch.cat(rows)
 
 
+def flash_attention_2(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size):  # type: ignore[no-untyped-def]
+    """As torch's `varlen_attn` is called."""
+    return flash_attn_varlen_func(
+        *(q, k, v, cu_q, cu_k, max_q, max_k),
+        **{"softmax_scale": scale, "causal": True, "window_size": window_size},
+    )
+
+
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(name: str, **content: Any) -> None:
@@ -47,22 +56,58 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
+@pytest.mark.parametrize("shared", [4, 0], ids=["prefix", "nothing shared"])
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_package_of_flash_attention_2_takes_a_pack_as_rectangles_do(
-    installed: Any, window: int | None
+    installed: Any, window: int | None, shared: int
 ) -> None:
     installed("flash_attn", flash_attn_varlen_func=flash_attn_varlen_func)
     attend = attention_kernels.of_package()
     assert attend is not None
     torch.manual_seed(0)
-    beginning = np.arange(4, dtype=np.int32)  # shared, so that the pack is folded
-    rows = [np.concatenate([beginning, np.full(n, n, np.int32)]) for n in (2, 5, 5)]
+    beginning = np.arange(shared, dtype=np.int32)  # laid once; the pack has rows in another order
+    rows = [np.concatenate([beginning, np.full(n, n, np.int32)]) for n in (5, 2, 4)]
     layout = pack(rows, [4, 4, 4]).layout
     tokens = len(layout.order)
     query, (key, value) = torch.randn(1, 4, tokens, 8), torch.randn(2, 1, 2, tokens, 8)
     scores = Scores(scaling=0.3, window=window, softcap=None, sinks=None)
     found = attention._end_to_end(attend, query, key, value, layout, scores)
     torch.testing.assert_close(found, attention._attend(query, key, value, layout, scores))
+
+
+@pytest.mark.parametrize("folded", [True, False])
+def test_long_rows_are_taken_one_by_one_and_those_between_them_together(
+    monkeypatch: pytest.MonkeyPatch, folded: bool
+) -> None:
+    alone: list[int] = []
+
+    def attend_row(q: Any, k: Any, v: Any, scale: float | None) -> torch.Tensor:
+        alone.append(len(q))
+        return attention_kernels.attend_row(q, k, v, scale)
+
+    for module in (packing, attention):
+        monkeypatch.setattr(module, "LONG_ROW", 20)
+    monkeypatch.setattr(attention, "takes_long_rows", lambda query, key: True)
+    monkeypatch.setattr(attention, "attend_row", attend_row)
+    # On a CPU torch's own takes the place of cuDNN's.
+    monkeypatch.setattr(attention_kernels, "sdpa_kernel", lambda backend: nullcontext())
+    torch.manual_seed(0)
+    beginning = np.arange(4 if folded else 0, dtype=np.int32)
+    lengths = (5, 2, 33, 21, 7, 20)
+    rows = [np.concatenate([beginning, np.full(n, n, np.int32)]) for n in lengths]
+    layout = pack(rows, [1] * len(rows)).layout
+    tokens = len(layout.order)
+    query = torch.randn(1, 4, tokens, 8, requires_grad=True)
+    key, value = torch.randn(2, 1, 2, tokens, 8)
+    scores = Scores(scaling=0.3, window=None, softcap=None, sinks=None)
+    found = attention._end_to_end(flash_attention_2, query, key, value, layout, scores)
+    wanted = attention._attend(query, key, value, layout, scores)
+    assert alone == [n + len(beginning) for n in (33, 21, 20)]
+    torch.testing.assert_close(found, wanted)
+    weight = torch.randn_like(found)
+    gradients = [torch.autograd.grad((x * weight).sum(), query)[0] for x in (found, wanted)]
+    torch.testing.assert_close(*gradients)
+    assert not attention_kernels.takes_long_rows(query[..., :3], key)  # a size that cuDNN has not
 
 
 def test_a_package_that_is_not_there_or_was_built_for_another_torch_is_not_used(

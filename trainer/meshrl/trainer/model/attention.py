@@ -1,6 +1,6 @@
 """Block-diagonal causal attention over a pack, registered with transformers as `meshrl_packed`.
 
-No mask is built. On CUDA in half precision a kernel takes the pack as it is (`attention_kernels.py` says which).
+No mask is built. On CUDA in half precision kernels take rows as they lie (`attention_kernels.py` says which).
 Elsewhere sequences of similar length become one rectangular causal call: padding at the end cannot be seen by a real
 query under a causal mask, so the result is exact. No kernel of torch computes softcaps and sinks: there all scores
 are in memory.
@@ -18,8 +18,8 @@ from torch import nn
 from transformers import AttentionInterface
 
 from meshrl.contract.errors import UserError
-from meshrl.trainer.model.attention_kernels import attend_varlen
-from meshrl.trainer.model.packing import Bucket, Layout
+from meshrl.trainer.model.attention_kernels import attend_row, attend_varlen, takes_long_rows
+from meshrl.trainer.model.packing import LONG_ROW, Bucket, Layout, Run
 from meshrl.trainer.model.sequence_parallel import repeats
 
 NAME = "meshrl_packed"
@@ -128,15 +128,45 @@ def _end_to_end(
     scores: Scores,
 ) -> torch.Tensor:
     """[1, P, Hq, D] by a kernel that takes rows end to end."""
-    window = (-1 if scores.window is None else scores.window - 1, 0)
     unfolded, folded = packed_layout.unfolded, packed_layout.folded
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if unfolded is not None:
         q, k, v = (x.index_select(0, unfolded) for x in (q, k, v))
-    cu, longest = packed_layout.cu_seqlens, packed_layout.max_seqlen
-    out = attend(q, k, v, cu, cu, longest, longest, scale=scores.scaling, window_size=window)
-    assert isinstance(out, torch.Tensor)
+    long = packed_layout.max_seqlen >= LONG_ROW and scores.window is None and takes_long_rows(q, k)
+    if long:
+        parts = [_run(attend, q, k, v, run, scores) for run in packed_layout.runs]
+        out = torch.cat(parts) if len(parts) > 1 else parts[0]
+    else:
+        cu, longest = packed_layout.cu_seqlens, packed_layout.max_seqlen
+        out = _neighbours(attend, q, k, v, cu, longest, scores)
     return (out if folded is None else out.index_select(0, folded))[None]
+
+
+def _run(
+    attend: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: Run, scores: Scores
+) -> torch.Tensor:
+    """[t, Hq, D] of a run's tokens in [T, H, D]."""
+    q, k, v = (x[run.start : run.start + run.tokens] for x in (q, k, v))
+    if run.longest >= LONG_ROW:
+        return attend_row(q, k, v, scores.scaling)
+    return _neighbours(attend, q, k, v, run.cu_seqlens, run.longest, scores)
+
+
+def _neighbours(
+    attend: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    longest: int,
+    scores: Scores,
+) -> torch.Tensor:
+    """[t, Hq, D] of rows end to end, in one call."""
+    window = (-1 if scores.window is None else scores.window - 1, 0)
+    places = (cu_seqlens, cu_seqlens, longest, longest)
+    out = attend(q, k, v, *places, scale=scores.scaling, window_size=window)
+    assert isinstance(out, torch.Tensor)
+    return out
 
 
 def _rectangle(

@@ -9,8 +9,9 @@ rank runs the same number of micro-batches: empty ones fill up, because FSDP's c
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -26,6 +27,8 @@ from meshrl.trainer.model.vision import PackedImages, RowImages, packed_images
 BUCKET_STEPS = 8
 """Padded attention lengths per octave: at most 1/8 of a row's length is wasted."""
 BUCKET_MINIMUM = 16
+LONG_ROW = 2048
+"""Tokens from which on a row is worth a call of attention of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +126,18 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """A row of at least LONG_ROW tokens, or neighbours that are shorter, as attention takes them end to end."""
+
+    start: int
+    """Its first token, where all rows lie end to end."""
+    cu_seqlens: torch.Tensor
+    """int32[rows + 1], counted from `start`."""
+    tokens: int
+    longest: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """How the rows of one pack lie: what block-diagonal attention needs instead of a mask."""
 
@@ -130,10 +145,12 @@ class Layout:
     """int32[S+1]: where rows begin, laid end to end and each with its prefix; the last entry is the total."""
     max_seqlen: int
     buckets: tuple[Bucket, ...]
+    runs: tuple[Run, ...]
+    """All rows, in their order; a single one for a pack without long rows."""
     order: torch.Tensor
     """int64[P]: where in the buckets' `cells`, one bucket after the other, each token of the pack stands."""
     unfolded: torch.Tensor | None = None
-    """int64[cu_seqlens[-1]]: pack position of each token of the rows end to end; None where no prefix is shared."""
+    """int64[cu_seqlens[-1]]: pack position of each token of the rows end to end; None where the pack is just that."""
     folded: torch.Tensor | None = None
     """int64[P]: the way back, to one of the places at which a token of the pack stands."""
     share: Share | None = None
@@ -147,6 +164,7 @@ class Layout:
             buckets=tuple(
                 Bucket(_sent(b.gather, device), _sent(b.cells, device)) for b in self.buckets
             ),
+            runs=tuple(replace(r, cu_seqlens=_sent(r.cu_seqlens, device)) for r in self.runs),
             order=_sent(self.order, device),
             unfolded=None if self.unfolded is None else _sent(self.unfolded, device),
             folded=None if self.folded is None else _sent(self.folded, device),
@@ -309,7 +327,7 @@ def _layout(places: Positions, begins: Sequence[int]) -> Layout:
     members: dict[int, list[int]] = {}
     for index, size in enumerate(sizes):
         if begins[index] < size:  # else all of it is another row's
-            members.setdefault(_bucket_length(int(size)), []).append(index)
+            members.setdefault(bucket_length(int(size)), []).append(index)
     buckets, covered = [], []
     unfolded = np.concatenate(places)
     for indices in members.values():
@@ -321,20 +339,32 @@ def _layout(places: Positions, begins: Sequence[int]) -> Layout:
         covered.append(gather[real])
     order = np.argsort(np.concatenate(covered))
     folded = None
-    if any(begins):
+    if any(begins) or (np.diff(unfolded) != 1).any():
         folded = np.empty(len(order), dtype=np.int64)
         folded[unfolded] = np.arange(len(unfolded))
     return Layout(
         torch.from_numpy(starts.astype(np.int32)),
         int(sizes.max()),
         tuple(buckets),
+        tuple(_runs(starts)),
         torch.from_numpy(order),
         unfolded=None if folded is None else torch.from_numpy(unfolded),
         folded=None if folded is None else torch.from_numpy(folded),
     )
 
 
-def _bucket_length(length: int) -> int:
+def _runs(starts: npt.NDArray[np.int64]) -> Iterator[Run]:
+    """Of rows that begin at `starts`, with the end of the last one."""
+    lengths = np.diff(starts)
+    for long, rows in itertools.groupby(range(len(lengths)), lambda row: lengths[row] >= LONG_ROW):
+        together = list(rows)
+        for part in [[row] for row in together] if long else [together]:
+            ends = starts[part[0] : part[-1] + 2] - starts[part[0]]
+            where = torch.from_numpy(ends.astype(np.int32))
+            yield Run(int(starts[part[0]]), where, int(ends[-1]), int(lengths[part].max()))
+
+
+def bucket_length(length: int) -> int:
     """`length` rounded up to one of BUCKET_STEPS steps per octave."""
     if length <= BUCKET_MINIMUM:
         return BUCKET_MINIMUM
