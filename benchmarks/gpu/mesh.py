@@ -23,6 +23,7 @@ STUBS = {
     "cuda_ipc": ("weights.ipc.library=meshrl.testing.devices.stub",),
 }
 ONE_GPU = (
+    "rollout.workers=1",  # two ranks are as many as share a GPU
     "weights.nccl.env.NCCL_MULTI_RANK_GPU_ENABLE=1",
     "weights.nccl.env.NCCL_MAX_CTAS=8",
 )

@@ -67,6 +67,7 @@ def learner_of(config: Qwen3Config, world: World, given: argparse.Namespace, pac
         path=Path("random"),
         param_dtype="bfloat16",
         enable_gradient_checkpointing=not given.no_checkpointing,
+        keep_matmuls=given.keep_matmuls,
         use_torch_compile=given.compile,
     )
     actor = ActorConfig(
@@ -166,6 +167,9 @@ def main() -> None:
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal"
     )
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
+    parser.add_argument(
+        "--keep-matmuls", action="store_true", help="recompute all but products and attention"
+    )
     parser.add_argument("--compile", action="store_true", help="compile the layers")
     parser.add_argument("--chunk", type=int, help="logits at once, as a power of 2")
     given = parser.parse_args()
@@ -188,6 +192,7 @@ def main() -> None:
     summary = {
         **{"benchmark": "trainer_mfu", "shape": given.shape, "device": name},
         **{"checkpointing": not given.no_checkpointing, "compile": given.compile},
+        **{"keep_matmuls": given.keep_matmuls},
         **{"chunk": given.chunk, "rows": given.rows},
     }
     if first:
