@@ -22,7 +22,7 @@ from meshrl.weights.nccl.library import Host as AnyHost
 from meshrl.weights.nccl.library import dotted, loaded_nccl
 
 if importlib.util.find_spec("torch") is not None:
-    import torch.cuda.nccl  # before cupy: the libnccl that is loaded first serves both
+    importlib.import_module("torch")  # before cupy: the libnccl that is loaded first serves both
 
 import cupy
 import cupy.cuda.nccl
