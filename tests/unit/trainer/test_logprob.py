@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshrl.contract.device_share import LOGIT_BYTES, logits_at_once
+from meshrl.trainer.model import logprob
 from meshrl.trainer.model.logprob import linear_logprob
 
 
@@ -142,3 +145,137 @@ def test_a_frozen_embedding_gets_no_gradient_and_its_product_is_not_computed() -
 def test_more_logits_are_held_at_once_where_there_is_more_memory(gib: int, power: int) -> None:
     assert logits_at_once(gib << 30) == 1 << power
     assert gib < 8 or LOGIT_BYTES << power <= (gib << 30) // 20
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The functions that CUDA compiles, on this CPU as they stand."""
+    monkeypatch.setattr(logprob, "COMPILED_ON", {"cpu"})
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    logprob._compiled.cache_clear()
+    yield
+    logprob._compiled.cache_clear()
+
+
+def found(
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    size: tuple[int, int, int] = (19, 12, 53),
+    several: tuple[int, ...] = (),
+    used: str = "both",
+    frozen: bool = False,
+    **kwargs: Any,
+) -> list[torch.Tensor]:
+    """Log-probs, entropies and gradients of one pass; the same tensors at each call."""
+    torch.manual_seed(3)
+    n, width, vocabulary = size
+    hidden = torch.randn(n, width).to(device, dtype).requires_grad_()
+    weight = torch.randn(vocabulary, width).to(device, dtype).requires_grad_(not frozen)
+    targets = torch.randint(0, vocabulary, (n, *several)).to(device)
+    if several:
+        targets[0] = targets[0, 0]  # the same token several times
+    mix, of_entropies = torch.randn(n, *several).to(device), torch.randn(n).to(device)
+    logprobs, entropies = linear_logprob(hidden, weight, targets, **kwargs)
+    of_logprobs, of_both = (mix * logprobs).sum(), (of_entropies * entropies).sum()
+    loss = {"logprobs": of_logprobs, "entropies": of_both, "both": of_logprobs + of_both}[used]
+    wanted = (hidden,) if frozen else (hidden, weight)
+    return [logprobs.detach(), entropies.detach(), *torch.autograd.grad(loss, wanted)]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *({"temperature": temperature} for temperature in (1.0, 0.7, 1.6)),
+        {"softcap": 2.0, "temperature": 0.7},
+        *({"used": used} for used in ("logprobs", "entropies")),
+        *({"several": (3,), "used": used} for used in ("logprobs", "entropies", "both")),
+        {"several": (3,), "softcap": 2.0},
+        {"several": (1,)},
+        {"frozen": True},
+        {"dtype": torch.bfloat16, "temperature": 0.7},
+        {"dtype": torch.float16, "several": (3,), "softcap": 2.0},
+    ],
+)
+def test_what_cuda_compiles_equals_the_operations_one_by_one(
+    how: dict[str, Any], uncompiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused = found("cpu", chunk_elements=53 * 4, **how)
+    monkeypatch.setattr(logprob, "COMPILED_ON", set())
+    eager = found("cpu", chunk_elements=53 * 4, **how)
+    exact = how.get("dtype", torch.float32) == torch.float32
+    for mine, other in zip(fused, eager, strict=True):
+        tolerance = 1e-5 if exact or mine.dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
+
+
+def test_a_sure_token_keeps_its_small_gradient_in_half_precision(uncompiled: None) -> None:
+    """1 - p, not 1 in bfloat16 less p in bfloat16; the row sums to 0 because p sums to 1."""
+    logits = torch.tensor([[8.0, 0.0, 0.0, 0.0]], dtype=torch.bfloat16)
+    targets, ones = torch.tensor([[0]]), torch.ones(1, 1)
+    grad = logprob.gradient(logits, targets, ones, None, torch.zeros(1), 1.0, None).float()
+    probs = logits.double().softmax(-1)
+    torch.testing.assert_close(grad[0, 0].double(), 1 - probs[0, 0], rtol=1e-2, atol=0)
+    assert abs(grad.sum()) < 1e-2 * grad[0, 0]
+
+
+def test_where_nothing_can_be_compiled_one_line_says_so_and_the_numbers_come(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    eager = found("cpu", chunk_elements=53 * 4)
+
+    def failing(function: Any, dynamic: bool) -> Any:
+        def first_call(*_: Any) -> Any:
+            raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+        return first_call
+
+    monkeypatch.setattr(logprob, "COMPILED_ON", {"cpu"})
+    monkeypatch.setattr(torch, "compile", failing)
+    logprob._compiled.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        fallen = found("cpu", chunk_elements=53 * 4)
+    logprob._compiled.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "log-probs are computed slower: torch.compile failed: RuntimeError: Failed to find C compiler."
+    ]
+    assert all(map(torch.equal, fallen, eager))
+
+
+@pytest.mark.parametrize("name", ["statistics", "gradient"])
+def test_a_device_without_memory_is_no_failed_compilation(
+    name: str, uncompiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(logprob, name, full)
+    with pytest.raises(torch.OutOfMemoryError):
+        found("cpu")
+    assert "cpu" in logprob.COMPILED_ON
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="wants an NVIDIA GPU")
+@pytest.mark.filterwarnings("default")  # Triton and inductor warn of much
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"temperature": 0.7, "softcap": 20.0},
+        {"several": (5,)},
+        {"several": (5,), "used": "entropies"},
+        {"frozen": True, "used": "logprobs"},
+    ],
+)
+def test_compiled_on_a_gpu_equals_the_operations_one_by_one(
+    dtype: torch.dtype, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = {"dtype": dtype, "size": (300, 64, 5_003), "chunk_elements": 128 * 5_003, **how}
+    fused, again = found("cuda", **how), found("cuda", **how)
+    assert "cuda" in logprob.COMPILED_ON, "it was not compiled"
+    assert all(map(torch.equal, fused, again))
+    monkeypatch.setattr(logprob, "COMPILED_ON", set())
+    for mine, other in zip(fused, found("cuda", **how), strict=True):
+        tolerance = 1e-4 if mine.dtype == torch.float32 else 1e-2
+        assert (mine - other).float().norm() <= tolerance * other.float().norm()

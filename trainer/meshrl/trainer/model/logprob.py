@@ -8,23 +8,34 @@ With z = (h Wᵀ) / τ, log p = log_softmax(z), y the target:
 Forward keeps one float a token, the entropy; backward computes log p again, chunk by chunk. (Keeping the
 normaliser instead would save a reduction and lose a digit: p = exp(z - lse) then no longer sums to 1.)
 
-Ranks that share the vocabulary (`VocabularyShare`) exchange maxima and sums of a chunk's rows, never logits.
+On CUDA `statistics` and `gradient` are compiled, and nothing of a chunk's size is held in float32. Elsewhere, and
+where that fails, operations one by one work in two float32 buffers. So they do on ranks that share the vocabulary
+(`VocabularyShare`): these exchange maxima and sums of a chunk's rows, never logits.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from meshrl.contract.device_share import DeviceShare, logits_at_once
 
+log = logging.getLogger(__name__)
+
+COMPILED_ON = {"cuda"}
+"""Kinds of device; none any more when something could not be compiled: no Triton, no C compiler."""
+_WIDENS = hasattr(torch.ops.aten.addmm, "dtype_out")
+"""From torch 2.8 on CUDA adds products of half precision to a float32 without rounding them first."""
+
 CHUNK_ELEMENTS = {"cpu": 1 << 23}
 """Logits held at once, twice, by kind of device: 32 MiB each in float32, a CPU gains nothing from more. A GPU that is
-not named here has as many as its memory allows: each chunk goes through the gradient of the whole embedding once."""
+not named here has as many as its memory allows, uncompiled: each chunk goes through the embedding's gradient once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -48,6 +59,9 @@ class VocabularyShare:
         """The maximum over the ranks, in place."""
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return values
+
+
+_How: TypeAlias = tuple[float, float | None, VocabularyShare | None]
 
 
 def linear_logprob(
@@ -140,11 +154,11 @@ def linear_sum_pi_squared(
 ) -> torch.Tensor:
     """float32[N]: Σ_v π(v)² after each of `hidden` [N, H], chunked like `linear_logprob`."""
     chunk = _chunk(weight, chunk_elements)
-    buffers = _Buffers(hidden, weight, chunk, softcap, share)
+    buffers = _Buffers(hidden, weight, chunk, (temperature, softcap, share))
     squares = hidden.new_empty(len(hidden), dtype=torch.float32)
     for start in range(0, len(hidden), chunk):
         part = slice(start, start + chunk)
-        _, probs = buffers.softmax(hidden[part], weight, temperature)
+        _, probs = buffers.softmax(buffers.logits(hidden[part]))
         squares[part] = probs.square_().sum(-1)
     return squares if share is None else share.add_up(squares)
 
@@ -166,7 +180,7 @@ def _by_memory(device: torch.device) -> int:
 
 
 class _LinearLogprob(torch.autograd.Function):
-    """The pair of formulas above, in two buffers of a chunk that every step works in."""
+    """The pair of formulas above, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -186,24 +200,22 @@ class _LinearLogprob(torch.autograd.Function):
         if share is not None:
             targets, here = share.own(targets, weight.shape[0])
         several, found = _columns(targets), _columns(logprobs)
-        buffers = _Buffers(hidden, weight, chunk, softcap, share)
+        buffers = _Buffers(hidden, weight, chunk, (temperature, softcap, share))
         for start in range(0, n, chunk):
             part = slice(start, start + chunk)
-            log_p, probs = buffers.softmax(hidden[part], weight, temperature)
-            found[part] = log_p.gather(1, several[part])
-            entropies[part] = -probs.mul_(log_p).sum(-1)
+            found[part], entropies[part] = buffers.statistics(hidden[part], several[part])
         if share is not None and here is not None:
             logprobs = share.add_up(torch.where(here, logprobs, 0.0))
             share.add_up(entropies)
         ctx.save_for_backward(hidden, weight, targets, entropies, here)
-        ctx.temperature, ctx.softcap, ctx.chunk, ctx.share = temperature, softcap, chunk, share
+        ctx.chunk, ctx.share, ctx.how = chunk, share, (temperature, softcap, share)
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, entropies, here = ctx.saved_tensors
-        grad_targets, grad_entropy = None if grads[0] is None else _columns(grads[0]), grads[1]
+        grad_targets, grad_entropies = None if grads[0] is None else _columns(grads[0]), grads[1]
         grad_logprob = None if grad_targets is None else grad_targets.sum(-1)
         if grad_targets is not None and here is not None:
             grad_targets = grad_targets * _columns(here)
@@ -212,28 +224,22 @@ class _LinearLogprob(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         # Summed over chunks in float32: in bfloat16 a large vocabulary's small contributions would be lost.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        buffers = _Buffers(hidden, weight, ctx.chunk, ctx.softcap, ctx.share)
+        buffers = _Buffers(hidden, weight, ctx.chunk, ctx.how)
+        given = _columns(targets), grad_targets, grad_logprob, grad_entropies, entropies
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            log_p, probs = buffers.softmax(hidden[part], weight, ctx.temperature)
-            if grad_entropy is None:
-                grad = (
-                    probs.zero_() if grad_logprob is None else probs.mul_(-grad_logprob[part, None])
-                )
-            else:
-                grad = log_p.add_(entropies[part, None]).mul_(grad_entropy[part, None])
-                if grad_logprob is not None:
-                    grad.add_(grad_logprob[part, None])
-                grad.mul_(probs).neg_()
-            if grad_targets is not None:
-                grad.scatter_add_(1, _columns(targets[part]), grad_targets[part])
-            grad = buffers.uncapped(_divided(grad, ctx.temperature)).to(weight.dtype)
+            of_part: list[Any] = [None if values is None else values[part] for values in given]
+            grad = buffers.gradient(hidden[part], *of_part)
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ weight
             if grad_weight is not None and weight.dtype == torch.float32:
                 grad_weight.addmm_(grad.T, hidden[part])
+            elif grad_weight is not None and weight.is_cuda and _WIDENS:
+                into: dict[str, Any] = {"out_dtype": torch.float32, "out": grad_weight}
+                torch.addmm(grad_weight, grad.T, hidden[part], **into)
             elif grad_weight is not None:
                 grad_weight += grad.T @ hidden[part]
+            del grad  # or the next one would be made beside it
         if ctx.share is not None and grad_hidden is not None:
             ctx.share.add_up(grad_hidden)
         of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
@@ -246,38 +252,76 @@ def _columns(values: torch.Tensor) -> torch.Tensor:
 
 
 class _Buffers:
-    """Memory for the log-probs and the probabilities of one chunk, used again for the next."""
+    """Memory for one chunk, used again for the next: the logits and, uncompiled, the log-probs and probabilities."""
 
-    def __init__(
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, chunk: int, how: _How) -> None:
+        self._weight = weight
+        self._logits = weight.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
+        self._log_p: torch.Tensor | None = None
+        self._temperature, self._softcap, self._share = how
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, V] of `hidden` [n, H], n up to the chunk."""
+        n = len(hidden)
+        out = self._logits if n == len(self._logits) else self._logits[:n]
+        return torch.mm(hidden, self._weight.T, out=out)
+
+    def statistics(
+        self, hidden: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs float32[n, m] of `targets` int64[n, m] and entropies float32[n] at `hidden` [n, H]."""
+        logits = self.logits(hidden)
+        found: tuple[torch.Tensor, torch.Tensor] | None = self._fused(statistics, logits, targets)
+        if found is None:
+            log_p, probs = self.softmax(logits)
+            found = log_p.gather(1, targets), -probs.mul_(log_p).sum(-1)
+        return found
+
+    def gradient(
         self,
         hidden: torch.Tensor,
-        weight: torch.Tensor,
-        chunk: int,
-        softcap: float | None,
-        share: VocabularyShare | None = None,
-    ) -> None:
-        shape = min(chunk, hidden.shape[0]), weight.shape[0]
-        self._logits = weight.new_empty(shape)
-        single = weight.dtype == torch.float32
-        self._log_p = self._logits if single else weight.new_empty(shape, dtype=torch.float32)
-        self._probs = torch.empty_like(self._log_p)
-        self._share = share
-        self._softcap = softcap
-        self._tanh = None if softcap is None else torch.empty_like(self._log_p)
+        targets: torch.Tensor,
+        grad_targets: torch.Tensor | None,
+        grad_logprob: torch.Tensor | None,
+        grad_entropies: torch.Tensor | None,
+        entropies: torch.Tensor,
+    ) -> torch.Tensor:
+        """[n, V] by the logits, as `gradient`; `grad_logprob` [n] sums the `grad_targets` of all ranks."""
+        logits = self.logits(hidden)
+        given = targets, grad_targets, grad_entropies, entropies
+        found: torch.Tensor | None = self._fused(gradient, logits, *given)
+        if found is not None:
+            return found
+        log_p, probs = self.softmax(logits)
+        if grad_entropies is None:
+            grad = probs.zero_() if grad_logprob is None else probs.mul_(-grad_logprob[:, None])
+        else:
+            grad = log_p.add_(entropies[:, None]).mul_(grad_entropies[:, None])
+            if grad_logprob is not None:
+                grad.add_(grad_logprob[:, None])
+            grad.mul_(probs).neg_()
+        if grad_targets is not None:
+            grad.scatter_add_(1, targets, grad_targets)
+        _divided(grad, self._temperature)
+        if self._tanh is not None:
+            grad.mul_(self._tanh[: len(grad)].square_().neg_().add_(1.0))
+        return grad.to(logits.dtype)
 
-    def softmax(
-        self, hidden: torch.Tensor, weight: torch.Tensor, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32[n, V] log p and p of `hidden` [n, H], n up to the chunk; the caller may overwrite both."""
-        n = len(hidden)
+    def softmax(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32[n, V] log p and p of what `logits` returned; the caller may overwrite both."""
+        if self._log_p is None:
+            single, like = self._logits.dtype == torch.float32, self._logits
+            self._log_p = like if single else torch.empty_like(like, dtype=torch.float32)
+            self._probs = torch.empty_like(self._log_p)
+            self._tanh = None if self._softcap is None else torch.empty_like(self._log_p)
+        n = len(logits)
         log_p, probs = self._log_p[:n], self._probs[:n]
-        torch.mm(hidden, weight.T, out=self._logits[:n])
-        if log_p.dtype != weight.dtype:
-            log_p.copy_(self._logits[:n])
+        if log_p.dtype != logits.dtype:
+            log_p.copy_(logits)
         if self._softcap is not None and self._tanh is not None:
             torch.tanh(log_p.div_(self._softcap), out=self._tanh[:n])
             torch.mul(self._tanh[:n], self._softcap, out=log_p)
-        _divided(log_p, temperature)
+        _divided(log_p, self._temperature)
         share, top = self._share, log_p.amax(-1, keepdim=True)
         log_p.sub_(top if share is None else share.largest(top))
         torch.exp(log_p, out=probs)
@@ -286,12 +330,86 @@ class _Buffers:
             share.add_up(total)
         return log_p.sub_(total.log()), probs.div_(total)
 
-    def uncapped(self, grad: torch.Tensor) -> torch.Tensor:
-        """In place, of the last `softmax`: the gradient of what the logits were before the softcap."""
-        if self._tanh is None:
-            return grad
-        slope = self._tanh[: len(grad)]
-        return grad.mul_(slope.square_().neg_().add_(1.0))
+    def _fused(
+        self, function: Callable[..., Any], logits: torch.Tensor, *given: torch.Tensor | None
+    ) -> Any:
+        """What `function`, compiled, returns; None where nothing is to be compiled, or cannot be, said once."""
+        if self._share is not None or logits.device.type not in COMPILED_ON:
+            return None
+        # Views are compiled for again when the sizes of what they are cut from change, or how they are laid out.
+        own = [one if one is None else one.contiguous().clone() for one in given]
+        try:
+            # Of any length, but of this vocabulary: with its size known, rows are known to be aligned.
+            torch._dynamo.mark_static(logits, 1)
+            return _compiled(function)(logits, *own, self._temperature, self._softcap)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            COMPILED_ON.clear()
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            log.warning("log-probs are computed slower: torch.compile failed: %s", reason)
+            return None
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Any:
+    return torch.compile(function, dynamic=True)
+
+
+def statistics(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs float32[n, m] of `targets` int64[n, m], and entropies float32[n], under `logits` [n, V]."""
+    scores, _ = _scores(logits, temperature, softcap)
+    top = scores.amax(-1, keepdim=True)
+    scores = scores - top
+    weights = scores.exp()
+    total = weights.sum(-1, keepdim=True)
+    at_targets, _ = _scores(logits.gather(1, targets), temperature, softcap)
+    entropies = total.log() - (weights * scores).sum(-1, keepdim=True) / total
+    return at_targets - top - total.log(), entropies[:, 0]
+
+
+def gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    grad_targets: torch.Tensor | None,
+    grad_entropies: torch.Tensor | None,
+    entropies: torch.Tensor,
+    temperature: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """[n, V] in the type of `logits`, of what `statistics` returns: `grad_targets` [n, m], `grad_entropies` [n]."""
+    if grad_targets is None:
+        grad_targets = torch.zeros_like(targets, dtype=torch.float32)
+    scores, _ = _scores(logits, temperature, softcap)
+    top = scores.amax(-1, keepdim=True)
+    total = (scores - top).exp().sum(-1, keepdim=True)
+
+    def by(part: torch.Tensor, more: torch.Tensor | float) -> torch.Tensor:
+        """By `part` of each row's logits; `more` goes to these scores directly, not by the normaliser."""
+        scores, slope = _scores(part, temperature, softcap)
+        factor = grad_targets.sum(-1, keepdim=True)
+        if grad_entropies is not None:
+            log_p = scores - top - total.log()
+            factor = factor + grad_entropies[:, None] * (log_p + entropies[:, None])
+        found = more - (scores - top).exp() / total * factor
+        return (found * slope / temperature).to(logits.dtype)
+
+    # A target's own is put in whole: added to what is rounded already, 1 - p of a sure token would be lost.
+    same = targets[:, :, None] == targets[:, None, :]  # a row may have a token twice
+    own = torch.where(same, grad_targets[:, None, :], 0.0).sum(-1)
+    return by(logits, 0.0).scatter(1, targets, by(logits.gather(1, targets), own))
+
+
+def _scores(
+    logits: torch.Tensor, temperature: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """float32: what softmax is taken of, and its slope by the logits, times τ."""
+    if softcap is None:
+        return logits.float() / temperature, 1.0
+    tanh = torch.tanh(logits.float() / softcap)
+    return softcap * tanh / temperature, 1.0 - tanh.square()
 
 
 def _divided(values: torch.Tensor, temperature: float) -> torch.Tensor:
