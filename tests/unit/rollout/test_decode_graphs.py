@@ -136,10 +136,15 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 def assert_same(told: Story, plain: Story, tolerance: float = 1e-4) -> None:
     assert len(told.rows) == len(plain.rows)
+    others = 0
     for got, want in zip(told.rows, plain.rows, strict=True):
         assert got.error is None
-        assert got.tokens == want.tokens
-        np.testing.assert_allclose(got.fresh_logprobs, want.fresh_logprobs, atol=tolerance)
+        if got.tokens == want.tokens:
+            np.testing.assert_allclose(got.fresh_logprobs, want.fresh_logprobs, atol=tolerance)
+        else:
+            others += 1
+    # Between a GPU and a CPU a draw, and all after it, may depend on the last bits of logits.
+    assert others <= (1 if told.device != plain.device else 0)
 
 
 def on(device: torch.device) -> Callable[[KvCache], Recorder]:
