@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from meshrl.trainer.model import attention, attention_kernels, packing
 from meshrl.trainer.model.attention import Scores
@@ -108,6 +109,22 @@ def test_long_rows_are_taken_one_by_one_and_those_between_them_together(
     gradients = [torch.autograd.grad((x * weight).sum(), query)[0] for x in (found, wanted)]
     torch.testing.assert_close(*gradients)
     assert not attention_kernels.takes_long_rows(query[..., :3], key)  # a size that cuDNN has not
+
+
+def test_the_trial_of_cudnn_is_no_part_of_the_forward_that_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention_kernels, "sdpa_kernel", lambda backend: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    query = torch.ones(4, 2, 8, dtype=torch.float64, requires_grad=True)
+
+    def forward(query: torch.Tensor) -> torch.Tensor:
+        assert attention_kernels.takes_long_rows(query, query)
+        return attention_kernels.attend_row(query, query, query, None)
+
+    attention_kernels._cudnn_works.cache_clear()
+    checkpoint(forward, query, use_reentrant=False).sum().backward()
+    attention_kernels._cudnn_works.cache_clear()
 
 
 def test_a_package_that_is_not_there_or_was_built_for_another_torch_is_not_used(

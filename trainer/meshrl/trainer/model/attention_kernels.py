@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -112,17 +113,24 @@ def _cudnn_works(device: torch.device, dtype: torch.dtype, grouped: bool, size: 
     """Tried, forward and backward, for it depends on the GPU, cuDNN and torch."""
     if torch.cuda.get_device_capability(device)[0] < _HOPPER:
         return False
-    heads = (2, 1, 1) if grouped else (2, 2, 2)
-    with torch.enable_grad():
+
+    def tried() -> RuntimeError | None:
+        heads = (2, 1, 1) if grouped else (2, 2, 2)
         rows = [
             torch.ones(64, h, size, dtype=dtype, device=device, requires_grad=True) for h in heads
         ]
         try:
             torch.autograd.grad(attend_row(rows[0], rows[1], rows[2], None).sum(), rows)
         except RuntimeError as error:
-            logger.warning("attention: cuDNN's cannot be used for long rows: %s", error)
-            return False
-    return True
+            return error
+        return None
+
+    # In a thread of its own: activation checkpointing around this forward would count the tensors of the trial.
+    with ThreadPoolExecutor(1) as thread:
+        error = thread.submit(tried).result()
+    if error is not None:
+        logger.warning("attention: cuDNN's cannot be used for long rows: %s", error)
+    return error is None
 
 
 def attend_row(
