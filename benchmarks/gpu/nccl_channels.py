@@ -224,11 +224,16 @@ def bare(args: argparse.Namespace, env: dict[str, str]) -> float:
             rank.kill()
 
 
+def _say(done: str) -> None:
+    print(f"{time.strftime('%X')} {done}", file=sys.stderr)
+
+
 async def measure(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
     nbytes = args.mib << 20
     source = StubSource("bench", Version(1, 0), buckets=args.buckets, bucket_bytes=nbytes)
     await bench.start()
     channels, open_s = await bench.open()
+    _say("open")
     await carry(channels, source)  # pins memory, sets up NCCL's channels
     rounds = [await carry(channels, source) for _ in range(args.rounds)]
     seconds = statistics.median(took for _, took in rounds)
@@ -240,15 +245,19 @@ async def measure(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
 
         memory = runtime.malloc(nbytes)
         handle = bytes(runtime.ipcGetMemHandle(memory)).hex()
+        _say("alone")
         lent = [await carry_lent(channels, source, memory, handle) for _ in range(args.rounds + 1)]
         beside["lent_gb_per_s"] = total / statistics.median(lent[1:]) / 1e9
+    _say("carried")
     await bench.spares()
     deadline = await unanswered(channels[0], source, bench.deadline_s)
     await asyncio.gather(*(channel.close() for channel in channels))
+    _say("deadline")
     channels, _ = await bench.open()
     await carry(channels, source)
     await bench.spares()
     death = await killed(channels, source)
+    _say("killed")
     channels, rebuilt_s = await bench.open()
     exact, _ = await carry(channels, source)
     await asyncio.gather(*(channel.close() for channel in channels))
