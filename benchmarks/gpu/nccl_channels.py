@@ -36,10 +36,11 @@ from typing import Any
 import numpy as np
 
 from meshrl.config.weights import WeightsConfig
+from meshrl.contract import shared_buffers
 from meshrl.contract.chunk_digest import digest
 from meshrl.contract.errors import MeshError
 from meshrl.contract.ports import LentBucket
-from meshrl.contract.types import Version
+from meshrl.contract.types import Uint8, Version
 from meshrl.testing.weights import StubSource
 from meshrl.weights.carrier import Link, RunPaths
 from meshrl.weights.carriers.nccl import Carrier, NcclChannel
@@ -111,9 +112,10 @@ class Bench:
             await carrier.close()
 
 
-async def carry(channels: Cells, source: StubSource) -> tuple[bool, float]:
+async def carry(channels: Cells, source: StubSource, into: list[Uint8]) -> tuple[bool, float]:
     """One version: whether every byte arrived, and the seconds that it took."""
-    into = [np.empty(nbytes, dtype=np.uint8) for nbytes in source.manifest.bucket_bytes]
+    for memory in into:
+        memory[:] = 0
     indices = range(len(into))
 
     async def send() -> None:
@@ -231,11 +233,12 @@ def _say(done: str) -> None:
 async def measure(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
     nbytes = args.mib << 20
     source = StubSource("bench", Version(1, 0), buckets=args.buckets, bucket_bytes=nbytes)
+    into = shared_buffers.allocate(source.manifest.bucket_bytes)
     await bench.start()
     channels, open_s = await bench.open()
     _say("open")
-    await carry(channels, source)  # pins memory, sets up NCCL's channels
-    rounds = [await carry(channels, source) for _ in range(args.rounds)]
+    await carry(channels, source, into)  # pins memory, sets up NCCL's channels
+    rounds = [await carry(channels, source, into) for _ in range(args.rounds)]
     seconds = statistics.median(took for _, took in rounds)
     beside: dict[str, float] = {}
     if args.library == "cupy":
@@ -254,12 +257,12 @@ async def measure(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
     await asyncio.gather(*(channel.close() for channel in channels))
     _say("deadline")
     channels, _ = await bench.open()
-    await carry(channels, source)
+    await carry(channels, source, into)
     await bench.spares()
     death = await killed(channels, source)
     _say("killed")
     channels, rebuilt_s = await bench.open()
-    exact, _ = await carry(channels, source)
+    exact, _ = await carry(channels, source, into)
     await asyncio.gather(*(channel.close() for channel in channels))
     return {
         "open_s": open_s,

@@ -237,6 +237,11 @@ def test_graphs_are_few_as_rows_are_padded_to_few_widths(qwen3: Checkpoint) -> N
     assert all(width >= count for count, width in enumerate(widths, start=1))
 
 
+def test_where_a_single_row_ends_stands_side_by_side_for_its_heads() -> None:
+    ends = row_ends(torch.tensor([5]), 4, 2, 32)[2]
+    assert ends.tolist() == [5, 5] and ends.stride() == (1,)  # the kernel on a GPU refuses a view
+
+
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

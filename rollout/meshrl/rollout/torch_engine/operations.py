@@ -88,7 +88,8 @@ def row_ends(
         int32[n K + 1]: 0, G, 2G …; int32[n K + 1]: 0, L, 2L …; int32[n K]: how many of the L count.
     """
     borders = torch.arange(len(lengths) * key_heads + 1, dtype=torch.int32, device=lengths.device)
-    ends = lengths.to(torch.int32)[:, None].expand(-1, key_heads).reshape(-1)
+    # A copy also of a single row, which `reshape` would only view: the kernel wants numbers that lie side by side.
+    ends = lengths.to(torch.int32)[:, None].repeat(1, key_heads).flatten()
     return borders * (heads // key_heads), borders * length, ends
 
 
