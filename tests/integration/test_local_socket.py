@@ -369,7 +369,7 @@ async def test_a_connection_that_cannot_be_accepted_is_not_the_last_one(
 async def test_an_answer_that_is_too_large_is_said_once_and_the_connection_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server, "MAX_MESSAGE_BYTES", 1_000)
+    monkeypatch.setitem(wires._MOST_BYTES, Kind.MESSAGE, 1_000)
     async with serving() as (serves, servicer, queue), QueueClient(serves.address) as client:
         client.local_socket.named(servicer.local_socket)
         await start_run(queue, tasks=0)
@@ -379,6 +379,19 @@ async def test_an_answer_that_is_too_large_is_said_once_and_the_connection_stays
         with pytest.raises(CapacityError, match=r"message of \d+ bytes .* larger than 1000"):
             await leased(client)
         assert len(client.local_socket._idle) == 1
+
+
+async def test_a_request_that_is_too_large_is_said_by_its_sender_and_not_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving() as (serves, servicer, queue), QueueClient(serves.address) as client:
+        client.local_socket.named(servicer.local_socket)
+        await start_run(queue, tasks=1)
+        lease = await leased(client)
+        monkeypatch.setitem(wires._MOST_BYTES, Kind.MESSAGE, 100)
+        with pytest.raises(CapacityError, match=r"message of \d+ bytes .* larger than 100"):
+            await write(client, lease)
+        assert client.local_socket.name  # the next call goes this way again
 
 
 async def test_a_client_that_is_one_too_many_goes_by_grpc(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,9 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from meshrl.contract.codec import Bulk
-from meshrl.contract.errors import CapacityError
 from meshrl.rpc.errors import DETAIL_KEY
 from meshrl.rpc.interceptors import Context, Handler, InterceptedHandlers, Parse, Serialize
 from meshrl.rpc.local_socket.wire import Kind, Wire, WireError, is_own
-from meshrl.rpc.transport import MAX_MESSAGE_BYTES
 from meshrl.v1.local_socket_pb2 import CallEnd, CallHead
 
 log = logging.getLogger(__name__)
@@ -181,9 +179,6 @@ class _Call:
 
     async def write(self, message: Any) -> None:
         parts = message.parts() if isinstance(message, Bulk) else [self._serialize(message)]
-        if (size := sum(map(len, parts))) > MAX_MESSAGE_BYTES:
-            what = f"a message of {size} bytes in the answer is larger than {MAX_MESSAGE_BYTES}"
-            raise CapacityError(what, size=size, limit=MAX_MESSAGE_BYTES)
         await self._wire.send(Kind.MESSAGE, parts)
 
     async def abort(

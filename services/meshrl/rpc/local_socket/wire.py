@@ -13,6 +13,7 @@ from typing import Final, TypeAlias, cast
 import grpc
 import numpy as np
 
+from meshrl.contract.errors import CapacityError
 from meshrl.rpc.transport import MAX_MESSAGE_BYTES, MAX_METADATA_BYTES
 
 Part: TypeAlias = bytes | memoryview
@@ -82,10 +83,14 @@ class Wire(asyncio.BufferedProtocol):
         return Kind(number), body.toreadonly()
 
     async def send(self, kind: Kind, parts: Sequence[Part] = ()) -> None:
-        """Send a frame, whose parts may not change; returns when most of it has left. Raises WireError."""
+        """Send a frame, whose parts may not change; most of it has left then. Raises WireError, CapacityError."""
+        size, limit = sum(map(len, parts)), _MOST_BYTES[kind]
+        if size > limit:  # the other side would hang up without a word of why
+            what = f"a message of {size} bytes by the local socket is larger than {limit}"
+            raise CapacityError(what, size=size, limit=limit)
         if self.lost:
             raise WireError("the connection is closed")
-        self._transport.writelines((_PREFIX.pack(kind, sum(map(len, parts))), *parts))
+        self._transport.writelines((_PREFIX.pack(kind, size), *parts))
         if self._drained is not None:
             await self._in_time(self._drained)
 
