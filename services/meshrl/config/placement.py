@@ -26,7 +26,7 @@ USABLE = 0.95
 ENGINE_SHARE = 0.9
 """Of a GPU that an engine has for itself."""
 UNKNOWN_SHARES = {"trainer": 0.45, "reference": 0.1, "rollout": 0.4}
-"""Of a shared GPU, where the memory or the model's size is not known."""
+"""Of a shared GPU, where the memory or the model's size is not known; of all its engines together."""
 UNKNOWN_CONTEXT = 0.1
 """Of a GPU that is used in turns: what a process keeps between its turns, where the memory is not known."""
 FIRST_PORT, PORTS_EACH = 10_000, 64
@@ -506,15 +506,13 @@ class _Division:
             return ENGINE_SHARE if kind == "rollout" else 1.0
         if self._takes_turns(name):
             return self._turn_share(beside, needs)
-        known = [need for each in (name, *beside) if (need := needs[each]) is not None]
-        if not self.memory or len(known) < 1 + len(beside):
-            return UNKNOWN_SHARES[kind]
         need = needs[name]
-        assert need is not None
+        others = [each for each in beside if not each.startswith("rollout-")]
+        engines = 1 + len(beside) - len(others) if kind == "rollout" else 1
+        if not self.memory or need is None or any(needs[each] is None for each in beside):
+            return round(UNKNOWN_SHARES[kind] / engines, 2)
         if kind != "rollout":
             return round(min(1.0, need.total / self.memory + 0.02), 2)
-        others = [each for each in beside if not each.startswith("rollout-")]
-        engines = 1 + len(beside) - len(others)
         rest = USABLE - sum(self._memory_share(o, [name], needs) for o in others)
         return round(max(0.01, min(ENGINE_SHARE, rest / engines)), 2)
 

@@ -173,6 +173,8 @@ def test_services_that_share_a_gpu_share_its_memory_and_no_port(tmp_path: Path) 
     assert len(set(ports)) == len(ports)
     unknown = place(recipe(tmp_path, WITH_REFERENCE), machine(1, memory=None))
     assert [at.share.memory for at in unknown.places.values()] == [0.45, 0.1, 0.4]
+    unknown = place(recipe(tmp_path, "rollout.workers=2"), machine(1, memory=None))
+    assert [at.share.memory for at in unknown.places.values()] == [0.45, 0.2, 0.2]
 
 
 def test_in_turns_each_has_what_the_other_does_not_keep(tmp_path: Path) -> None:
