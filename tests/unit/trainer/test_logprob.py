@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -239,6 +240,23 @@ def test_where_nothing_can_be_compiled_one_line_says_so_and_the_numbers_come(
         "log-probs are computed slower: torch.compile failed: RuntimeError: Failed to find C compiler."
     ]
     assert all(map(torch.equal, fallen, eager))
+
+
+def test_a_single_token_is_compiled_for_once_however_its_gradient_lies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled, compile_ = CompileCounter(), torch.compile
+    monkeypatch.setattr(logprob, "COMPILED_ON", {"cpu"})
+    monkeypatch.setattr(
+        torch, "compile", lambda function, dynamic: compile_(function, backend=compiled)
+    )
+    logprob._compiled.cache_clear()
+    hidden, weight = torch.randn(1, 4).requires_grad_(), torch.randn(11, 4)
+    for of_each in (torch.ones(1), torch.ones(()).expand(1)):  # as the gradient of a sum lies
+        logprobs, entropies = linear_logprob(hidden, weight, torch.zeros(1, dtype=torch.int64))
+        torch.autograd.backward((logprobs, entropies), (of_each, of_each))
+    logprob._compiled.cache_clear()
+    assert compiled.frame_count == 2  # `statistics` and `gradient`
 
 
 @pytest.mark.parametrize("name", ["statistics", "gradient"])

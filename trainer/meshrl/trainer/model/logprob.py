@@ -337,7 +337,7 @@ class _Buffers:
         if self._share is not None or logits.device.type not in COMPILED_ON:
             return None
         # Views are compiled for again when the sizes of what they are cut from change, or how they are laid out.
-        own = [one if one is None else one.contiguous().clone() for one in given]
+        own = [x if x is None else x.clone(memory_format=torch.contiguous_format) for x in given]
         try:
             # Of any length, but of this vocabulary: with its size known, rows are known to be aligned.
             torch._dynamo.mark_static(logits, 1)
