@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -227,6 +230,51 @@ def test_steps_that_graphs_cannot_record_run_as_they_are(
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == MOST_FAILURES
     assert all(line.endswith(": operation not permitted") for line in said)
+
+
+def test_a_recording_that_failed_leaves_torch_s_allocator_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch 2.11 goes on recording to the pool of a capture that it cannot end, and takes that pool no more."""
+    recording: list[int] = []
+    pools = itertools.count(1)
+
+    class Graph:
+        broken = False
+
+        def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+            assert capture_error_mode == "thread_local"
+            if pool in recording:
+                raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+            recording.append(pool)
+
+        def capture_end(self) -> None:
+            if self.broken:
+                raise RuntimeError("operation failed due to a previous error during capture")
+            recording.pop()
+
+        def replay(self) -> None:
+            """Nothing."""
+
+    released: list[int] = []
+    for name, value in {
+        "Stream": lambda: SimpleNamespace(device_index=0),
+        "stream": lambda stream: nullcontext(),
+        "empty_cache": lambda: None,
+        "graph_pool_handle": lambda: next(pools),
+        "CUDAGraph": Graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    ends = {"_cuda_endAllocateToPool": recording.remove, "_cuda_releasePool": released.append}
+    for name, end in ends.items():
+        monkeypatch.setattr(torch._C, name, lambda device, pool, end=end: end(pool), raising=False)
+    recorder, kept = CudaGraphs(), []
+    kept.append(recorder(lambda: None))
+    with monkeypatch.context() as meanwhile, pytest.raises(RuntimeError, match="previous error"):
+        recorder(lambda: meanwhile.setattr(Graph, "broken", True))
+    assert (recording, released) == ([], [1])
+    kept.append(recorder(lambda: None))
+    assert not recording
 
 
 def test_graphs_are_few_as_rows_are_padded_to_few_widths(qwen3: Checkpoint) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -53,9 +54,20 @@ class CudaGraphs:
             try:
                 work()
             finally:
-                graph.capture_end()
+                self._end(graph)
         self._alive.add(graph)
         return graph.replay
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Where this fails, torch's allocator would go on recording: it frees nothing then, and refuses the pool."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            with suppress(RuntimeError, AttributeError):  # it has ended, or this torch cannot
+                torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+                torch._C._cuda_releasePool(self._stream.device_index, self._pool)
+            self._pool = torch.cuda.graph_pool_handle()
+            raise
 
 
 class StaticSteps:
