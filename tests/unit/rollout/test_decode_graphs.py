@@ -285,6 +285,23 @@ def test_graphs_are_few_as_rows_are_padded_to_few_widths(qwen3: Checkpoint) -> N
     assert all(width >= count for count, width in enumerate(widths, start=1))
 
 
+def test_a_full_cache_has_no_recording_for_each_count_of_rows(qwen3: Checkpoint) -> None:
+    cache = Story(qwen3, CPU, None).cache
+    steps = StaticSteps(Decoder(read_architecture(qwen3.path), torch.float32, CPU, 64), cache, 300)
+    cache.reserve(SLOTS, 32, kept=0)
+    assert {steps.width(count, 32) for count in range(33, SLOTS + 1)} == {SLOTS}
+    assert steps.width(33, 64) == 33  # it moves in memory anyway
+
+
+def test_a_version_that_waited_on_the_host_needs_no_second_one_on_the_device(
+    qwen3: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, meta = Story(qwen3, CPU, None).weights, torch.device("meta")
+    live = read.to(meta)
+    monkeypatch.delattr(Weights, "to")
+    assert Built(read).serve(live, meta) is live
+
+
 def test_where_a_single_row_ends_stands_side_by_side_for_its_heads() -> None:
     ends = row_ends(torch.tensor([5]), 4, 2, 32)[2]
     assert ends.tolist() == [5, 5] and ends.stride() == (1,)  # the kernel on a GPU refuses a view

@@ -1,7 +1,7 @@
 """Where a version waits for its commit, beside the one that is served.
 
     device   built on the device, a second version of the weights there: the commit swaps two references on a CPU, and
-             copies on a GPU, which takes a millisecond for each 1.5 GB
+             copies on a GPU, from its memory to its memory
              or as it arrived there, in memory that was lent to the receiver: then the commit writes it over
     host     as it arrived, in host memory: the commit writes it over the served version between two decode steps,
              layer by layer, so that the device never holds two
@@ -56,10 +56,9 @@ class Built:
 
     def serve(self, live: Weights | None, device: torch.device) -> Weights:
         """On a GPU at the addresses of `live`, so that CUDA graphs live on. Moves what waited for one that slept."""
-        weights = self.weights.to(device)
         if live is None or device.type == "cpu" or live.embedding.device.type == "cpu":
-            return weights
-        live.copy_(weights)
+            return self.weights.to(device)
+        live.copy_(self.weights)
         return live
 
     def to(self, device: torch.device) -> Built:
