@@ -1,6 +1,6 @@
 """Which kernel takes the rows of a pack end to end: torch's own, or that of an installed FlashAttention package.
 
-    a long row             on Hopper GPUs and later, cuDNN's: 1.9 times as fast as FlashAttention 2
+    a long row             on Hopper GPUs and later, cuDNN's: 1.7 to 1.9 times as fast as FlashAttention 2
 
     torch 2.11 and later   its `varlen_attn`, FlashAttention 2; on Hopper GPUs (9.x) FlashAttention 3, if the
                            package `flash_attn_interface` is installed and this torch can be given its kernels
