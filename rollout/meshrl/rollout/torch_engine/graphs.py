@@ -98,14 +98,14 @@ class StaticSteps:
     def width(self, count: int, length: int) -> int:
         """How many rows are computed for `count` rows of `length` positions.
 
-        1, 2, 4, 8, 16, 24, 32, 48, 64, 96 …, if they fit, else those that the cache has; those beyond `count` write
-        to rows of it that hold nothing.
+        1, 2, 4, 8, 16, 24, 32, 48, 64, 96 …, else a multiple of 8, if they fit, whatever was before: same rows, same
+        bits. Those beyond `count` write to rows of the cache that hold nothing.
         """
         power = 1 << (count - 1).bit_length()
         between = power * 3 // 4
         padded = min(self._slots, between if count <= between and power >= 32 else power)
-        had = self._cache.rows if length <= self._cache.length else 0
-        return padded if self._cache.fits(padded, length) else max(count, had)
+        widths = padded, -(-count // 8) * 8
+        return next((each for each in widths if self._cache.fits(each, length)), count)
 
     def forget(self) -> None:
         """End all recordings."""
