@@ -21,7 +21,7 @@ CRUMB_LINES = 60
 
 LINES: Mapping[str, int] = {
     "meshrl.trainer": 21816,
-    "meshrl.rollout": 14981,
+    "meshrl.rollout": 14988,
     "meshrl.transferqueue": 11360,
     "meshrl.rewardd": 6860,
     "meshrl.sandbox": 1870,

@@ -212,7 +212,8 @@ class TorchEngineConfig(Config):
     """Prompt tokens computed at once (a longer single prompt is computed alone); None: 512 on a CPU, where more only
     adds padding, 8192 on a GPU."""
     kv_cache_bytes: PositiveInt | None = None
-    """Bound of the cache, which grows with need; None: 2 GiB on a CPU, half of the free memory on a GPU."""
+    """Bound of the cache, which grows with need; None: 2 GiB on a CPU, half of the free memory on a GPU,
+    or where the weights leave less than two thirds of it, three quarters of what they leave."""
     weight_staging: Literal["auto", "device", "host"] = "auto"
     """Where a version of the weights waits for its commit: `device`, as a second one there; `host`, as it arrived,
     and written over the served one while that pauses. `auto`: on a GPU without room for two, `host`."""

@@ -287,3 +287,18 @@ async def test_nothing_is_lent_without_room_or_to_another_gpu(
         assert why in caplog.text
     with pytest.raises(NotFoundError, match="no memory is lent"):
         await engine.stage_lent(manifest, [])
+
+
+@pytest.mark.parametrize(
+    ("share", "weights", "cache"),
+    [(None, 1, 20), (None, 16, 18), (0.5, 4, 10), (0.2, 6, 1.5), (0.1, 6, 0)],
+)
+def test_a_cache_leaves_room_for_the_weights_in_the_share_of_its_engine(
+    share: float | None, weights: int, cache: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MESHRL_GPU_MEMORY_SHARE", raising=False)
+    if share is not None:
+        monkeypatch.setenv("MESHRL_GPU_MEMORY_SHARE", str(share))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 40 * GIB))
+    found = torch_engine._default_cache_bytes(torch.device("cuda"), weights * GIB)
+    assert found == pytest.approx(cache * GIB)

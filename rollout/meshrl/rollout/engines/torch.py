@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -68,6 +69,8 @@ CPU_CACHE_BYTES = 2 << 30
 PREFILL_TOKENS = {"cpu": 512, "cuda": 8192}
 CUDA_CACHE_SHARE = 0.5
 """Share of the memory that is free at start; the rest is for one or two versions of the weights and activations."""
+CUDA_CACHE_REST = 0.75
+"""At most this share of what one version leaves of it."""
 CLOSE_S = 30.0
 """Much longer than a decode step."""
 
@@ -345,6 +348,7 @@ class TorchEngine:
             if config.dtype == "auto"
             else config.dtype
         )
+        weights = sum(map(math.prod, architecture.shapes().values())) * DTYPES[name].itemsize
         cache = self._cache = KvCache(
             num_layers=architecture.num_layers,
             num_kv_heads=architecture.num_kv_heads,
@@ -352,7 +356,7 @@ class TorchEngine:
             dtype=DTYPES[name],
             device=device,
             max_rows=self._slots,
-            max_bytes=config.kv_cache_bytes or _default_cache_bytes(device),
+            max_bytes=config.kv_cache_bytes or _default_cache_bytes(device, weights),
             steady=device.type == "cuda",
         )
         self._max_length = _max_length(config, architecture, cache)
@@ -426,13 +430,15 @@ def _abort(thread: DecodeThread, row: Row) -> None:
         log.debug("%s: the engine ended before the request", row.request.request_id)
 
 
-def _default_cache_bytes(device: torch.device) -> int:
+def _default_cache_bytes(device: torch.device, weights: int) -> int:
+    """Half of a GPU's memory or of a share of it; less where `weights` bytes take more than a third."""
     if device.type == "cpu":
         return CPU_CACHE_BYTES
     free, total = torch.cuda.mem_get_info(device)
     share = DeviceShare.of()
     # Others of this GPU may still be starting: what is free now is theirs too.
-    return int(min(free, total * (1.0 if share is None else share.memory)) * CUDA_CACHE_SHARE)
+    own = min(free, total * (1.0 if share is None else share.memory))
+    return max(0, int(min(own * CUDA_CACHE_SHARE, (own - weights) * CUDA_CACHE_REST)))
 
 
 def _max_length(config: Config, architecture: Architecture, cache: KvCache) -> int:
