@@ -43,4 +43,4 @@ def test_every_part_ends_in_one_line_of_json_and_one_that_fails_stops_none(tmp_p
 def test_a_part_that_does_not_exist_is_named(tmp_path: Path) -> None:
     done = day(tmp_path, "--parts", "machine,ncll")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "no part ncll (there are machine unit parity" in done.stderr
+    assert "no part ncll (there are machine unit marked" in done.stderr
