@@ -7,7 +7,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
 python=${PYTHON:-.venv/bin/python} out=${OUT:-build/gpu-day} rehearse='' wanted=''
-all='machine unit marked parity mfu matrix nccl mesh_shm mesh_cuda_ipc mesh_nccl ranks engine'
+all='machine unit marked parity kernels mfu matrix nccl mesh_shm mesh_cuda_ipc mesh_nccl ranks engine'
 while [ $# -gt 0 ]; do
   case $1 in
     --rehearse) rehearse=1 ;;
@@ -63,6 +63,7 @@ part unit 240 $tests $units
 [ -n "$rehearse" ] || part marked 240 $python -m pytest -q -p no:cacheprovider -m gpu \
   tests/unit/trainer tests/unit/rollout tests/chaos/test_weights_cuda_ipc.py tests/integration/test_nccl_gpu.py
 part parity 120 $python benchmarks/gpu/parity.py
+part kernels 120 $python benchmarks/gpu/kernels.py
 if [ -n "$rehearse" ]; then
   part mfu 120 $mfu --pack 128
   part matrix 120 $mfu --pack 128 --no-checkpointing --chunk 20
