@@ -26,7 +26,7 @@ LINES: Mapping[str, int] = {
     "meshrl.rewardd": 6860,
     "meshrl.sandbox": 1870,
     "meshrl.images": 618,
-    "meshrl.weights": 7995,
+    "meshrl.weights": 8008,
     "meshrl.contract": 7490,
     "meshrl.simulation": 6272,
     "meshrl.rpc": 6765,

@@ -557,13 +557,16 @@ async def test_a_killed_server_fails_its_requests_and_returns_with_the_served_ve
 ) -> None:
     model = tied(seed=4)
     await commit(owner, model, Version(10, 0))
+    server = server_pid(
+        server_log(kind, checkpoint)
+    )  # looked for first: it takes as long as a response
     running = [
         asyncio.create_task(sample(owner, request(str(i), [5, 6], max_tokens=LONG)))
         for i in range(SLOTS)
     ]
     await until_running(owner, SLOTS)
     await asyncio.sleep(0.1)
-    os.kill(server_pid(server_log(kind, checkpoint)), signal.SIGKILL)
+    os.kill(server, signal.SIGKILL)
     failed = await asyncio.gather(*running, return_exceptions=True)
     assert {type(error) for error in failed} == {InfraError}
     # Waits for the new server; nobody has to send the weights again.

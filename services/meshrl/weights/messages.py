@@ -208,6 +208,24 @@ CoordinatorStream = MessageStream[pb.PlaneMessage, pb.ReplicaMessage]
 """The replica's end."""
 
 
+def _whole(write: Callable[[_Sent], Awaitable[None]]) -> Callable[[_Sent], Awaitable[None]]:
+    """`write`, but a caller that is cancelled cuts no message off, and the next one waits for its end.
+
+    gRPC refuses a second message while one is on its way; and a client whose write is cancelled ends the call.
+    """
+    last: asyncio.Future[None] | None = None
+
+    async def written(message: _Sent) -> None:
+        nonlocal last
+        if last is not None:
+            await asyncio.wait([last])
+        last = asyncio.ensure_future(write(message))
+        last.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.shield(last)
+
+    return written
+
+
 def stream_to_replica(
     requests: AsyncIterator[pb.ReplicaMessage], context: Context, silence_s: float
 ) -> ReplicaStream:
@@ -222,7 +240,7 @@ def stream_to_replica(
         except grpc.aio.BaseError as error:
             raise UnavailableError(f"the replica's stream is closed: {error}") from error
 
-    return MessageStream(read, write, silence_s)
+    return MessageStream(read, _whole(write), silence_s)
 
 
 def stream_to_coordinator(channel: grpc.aio.Channel, silence_s: float) -> CoordinatorStream:
@@ -243,4 +261,4 @@ def stream_to_coordinator(channel: grpc.aio.Channel, silence_s: float) -> Coordi
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
             raise UnavailableError(f"the trainer's stream is closed: {reason}") from error
 
-    return MessageStream(read, write, silence_s)
+    return MessageStream(read, _whole(write), silence_s)
