@@ -565,7 +565,6 @@ async def test_a_killed_server_fails_its_requests_and_returns_with_the_served_ve
         for i in range(SLOTS)
     ]
     await until_running(owner, SLOTS)
-    await asyncio.sleep(0.1)
     os.kill(server, signal.SIGKILL)
     failed = await asyncio.gather(*running, return_exceptions=True)
     assert {type(error) for error in failed} == {InfraError}
