@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from meshrl.contract.errors import UserError
 from meshrl.trainer.model.attention_kernels import attend_row, attend_varlen, takes_long_rows
-from meshrl.trainer.model.packing import LONG_ROW, Bucket, Layout, Run
+from meshrl.trainer.model.packing import LONG_ROW, Bucket, Layout
 from meshrl.trainer.model.sequence_parallel import repeats
 
 NAME = "meshrl_packed"
@@ -134,22 +134,19 @@ def _end_to_end(
         q, k, v = (x.index_select(0, unfolded) for x in (q, k, v))
     long = packed_layout.max_seqlen >= LONG_ROW and scores.window is None and takes_long_rows(q, k)
     if long:
-        parts = [_run(attend, q, k, v, run, scores) for run in packed_layout.runs]
+        sizes = [run.tokens for run in packed_layout.runs]
+        of_runs = zip(*(torch.split(x, sizes) for x in (q, k, v)), strict=True)
+        parts = [
+            attend_row(q, k, v, scores.scaling)
+            if run.longest >= LONG_ROW
+            else _neighbours(attend, q, k, v, run.cu_seqlens, run.longest, scores)
+            for run, (q, k, v) in zip(packed_layout.runs, of_runs, strict=True)
+        ]
         out = torch.cat(parts) if len(parts) > 1 else parts[0]
     else:
         cu, longest = packed_layout.cu_seqlens, packed_layout.max_seqlen
         out = _neighbours(attend, q, k, v, cu, longest, scores)
     return (out if folded is None else out.index_select(0, folded))[None]
-
-
-def _run(
-    attend: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: Run, scores: Scores
-) -> torch.Tensor:
-    """[t, Hq, D] of a run's tokens in [T, H, D]."""
-    q, k, v = (x[run.start : run.start + run.tokens] for x in (q, k, v))
-    if run.longest >= LONG_ROW:
-        return attend_row(q, k, v, scores.scaling)
-    return _neighbours(attend, q, k, v, run.cu_seqlens, run.longest, scores)
 
 
 def _neighbours(

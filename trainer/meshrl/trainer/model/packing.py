@@ -129,10 +129,8 @@ class Bucket:
 class Run:
     """A row of at least LONG_ROW tokens, or neighbours that are shorter, as attention takes them end to end."""
 
-    start: int
-    """Its first token, where all rows lie end to end."""
     cu_seqlens: torch.Tensor
-    """int32[rows + 1], counted from `start`."""
+    """int32[rows + 1], counted from its first token."""
     tokens: int
     longest: int
 
@@ -361,7 +359,7 @@ def _runs(starts: npt.NDArray[np.int64]) -> Iterator[Run]:
         for part in [[row] for row in together] if long else [together]:
             ends = starts[part[0] : part[-1] + 2] - starts[part[0]]
             where = torch.from_numpy(ends.astype(np.int32))
-            yield Run(int(starts[part[0]]), where, int(ends[-1]), int(lengths[part].max()))
+            yield Run(where, int(ends[-1]), int(lengths[part].max()))
 
 
 def bucket_length(length: int) -> int:
