@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cmeshrl/v1/local_socket.proto\x12\tmeshrl.v1\"\x80\x01\n\x08\x43\x61llHead\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x33\n\x08metadata\x18\x02 \x03(\x0b\x32!.meshrl.v1.CallHead.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"8\n\x07\x43\x61llEnd\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cmeshrl/v1/local_socket.proto\x12\tmeshrl.v1\"\x94\x01\n\x08\x43\x61llHead\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x33\n\x08metadata\x18\x02 \x03(\x0b\x32!.meshrl.v1.CallHead.MetadataEntry\x12\x12\n\nmemory_key\x18\x03 \x01(\x0c\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"8\n\x07\x43\x61llEnd\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,9 +34,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CALLHEAD_METADATAENTRY']._loaded_options = None
   _globals['_CALLHEAD_METADATAENTRY']._serialized_options = b'8\001'
   _globals['_CALLHEAD']._serialized_start=44
-  _globals['_CALLHEAD']._serialized_end=172
-  _globals['_CALLHEAD_METADATAENTRY']._serialized_start=125
-  _globals['_CALLHEAD_METADATAENTRY']._serialized_end=172
-  _globals['_CALLEND']._serialized_start=174
-  _globals['_CALLEND']._serialized_end=230
+  _globals['_CALLHEAD']._serialized_end=192
+  _globals['_CALLHEAD_METADATAENTRY']._serialized_start=145
+  _globals['_CALLHEAD_METADATAENTRY']._serialized_end=192
+  _globals['_CALLEND']._serialized_start=194
+  _globals['_CALLEND']._serialized_end=250
 # @@protoc_insertion_point(module_scope)

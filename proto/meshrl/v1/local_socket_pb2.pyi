@@ -48,8 +48,11 @@ class CallHead(_message.Message):
 
     METHOD_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    MEMORY_KEY_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     """The full name, such as `/meshrl.v1.Queue/Write`."""
+    memory_key: _builtins.bytes
+    """Of the caller's link to the memory that the service shares; empty: it has none."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
@@ -57,10 +60,11 @@ class CallHead(_message.Message):
         *,
         method: _builtins.str = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        memory_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metadata", b"metadata", "method", b"method"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_key", b"memory_key", "metadata", b"metadata", "method", b"method"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -54,6 +54,7 @@ from meshrl.rpc.interceptors import (
     traced,
 )
 from meshrl.rpc.local_socket.server import LocalSocketServer
+from meshrl.rpc.local_socket.shared_memory import SHARED_BYTES
 from meshrl.rpc.metrics_endpoint import MetricsEndpoint
 from meshrl.rpc.parent_death import DRAIN_AT_EOF
 from meshrl.rpc.process_memory import reuse_freed_memory
@@ -81,6 +82,8 @@ class ServerSettings(Config):
     """Seconds that running calls get to finish when the service ends."""
     local_socket: bool = True
     """Also take calls with payload at a unix socket, from processes of the same user on this machine."""
+    shared_memory_bytes: int = Field(default=SHARED_BYTES, ge=0)
+    """Memory that this service and callers of that socket share, for long frames; 0: none."""
     allow_insecure_bind: bool = False
     """Accept unencrypted calls from any host. Use it only inside a network that you trust."""
     tls: Certificates = Certificates()
@@ -266,7 +269,7 @@ class GrpcServer:
         wanted = self.settings.local_socket and not self.settings.tls.mutual
         if not (methods and wanted and sys.platform == "linux"):
             return
-        local = LocalSocketServer(handlers, methods)
+        local = LocalSocketServer(handlers, methods, self.settings.shared_memory_bytes)
         try:
             local.start()
         except OSError as error:

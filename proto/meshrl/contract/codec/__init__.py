@@ -30,6 +30,7 @@ from meshrl.contract.codec.runs import (
 )
 from meshrl.contract.codec.streams import (
     AdmitCall,
+    SizeOf,
     WriteCall,
     decode_admit,
     decode_fetched,
@@ -82,6 +83,7 @@ __all__ = [
     "PAGE_BYTES",
     "AdmitCall",
     "Bulk",
+    "SizeOf",
     "WriteCall",
     "decode_admit",
     "decode_array",

@@ -6,12 +6,12 @@ cut short is never mistaken for a short one. Payload travels in the frames in wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
-from meshrl.contract.codec.bulk import Bulk, pages
+from meshrl.contract.codec.bulk import Bulk, Frame, pages
 from meshrl.contract.codec.rows import (
     decode_facts,
     decode_parts,
@@ -43,6 +43,9 @@ from meshrl.contract.types import (
 )
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import trajectory_pb2
+
+SizeOf: TypeAlias = Callable[[Frame], int]
+"""What a frame adds to its message: fewer bytes than it has where the message only refers to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +96,7 @@ def decode_admit(messages: Sequence[pb.AdmitRequest]) -> AdmitCall:
 
 
 @encoder
-def encode_lease(lease: Lease) -> list[Bulk[pb.LeaseResponse]]:
+def encode_lease(lease: Lease, size_of: SizeOf = len) -> list[Bulk[pb.LeaseResponse]]:
     """Rows with their tasks and the columns that the stage reads."""
     messages = [
         Bulk(
@@ -111,7 +114,9 @@ def encode_lease(lease: Lease) -> list[Bulk[pb.LeaseResponse]]:
             ],
         )
         for groups in pages(
-            lambda group: len(group.packed.data) + _frame_bytes(group.parts, group.progress),
+            lambda group: (
+                len(group.packed.data) + _frame_bytes(size_of, group.parts, group.progress)
+            ),
             lease.groups,
         )
     ]
@@ -161,7 +166,7 @@ def decode_lease(messages: Sequence[Bulk[pb.LeaseResponse]]) -> Lease:
 
 
 @encoder
-def encode_write(call: WriteCall) -> list[Bulk[pb.WriteRequest]]:
+def encode_write(call: WriteCall, size_of: SizeOf = len) -> list[Bulk[pb.WriteRequest]]:
     """Any groups; their frames are packed already."""
     messages = [
         Bulk(
@@ -175,7 +180,7 @@ def encode_write(call: WriteCall) -> list[Bulk[pb.WriteRequest]]:
             ),
             [group.frame for group in groups],
         )
-        for groups in pages(lambda group: len(group.frame), call.groups)
+        for groups in pages(lambda group: size_of(group.frame), call.groups)
     ]
     header = pb.WriteHeader(run=call.run, stage=call.stage, num_groups=len(call.groups))
     messages[0].message.header.CopyFrom(header)
@@ -196,9 +201,11 @@ def decode_write(messages: Sequence[Bulk[pb.WriteRequest]]) -> WriteCall:
         facts: list[tuple[RowFacts, ...]] = [()] * len(frames)
         if message.HasField("facts"):
             facts = decode_facts(message.facts, rows.counts)
-        # A frame that is much of its message stays where it came in, as read-only bytes, and is not copied again.
-        least = sum(map(len, frames)) // 4
-        whole = [cast(bytes, frame) if len(frame) >= least else bytes(frame) for frame in frames]
+        # A frame that is much of the memory that it keeps stays there, read-only, and is not copied again.
+        whole = [
+            cast(bytes, frame) if 4 * len(frame) >= _kept_bytes(frame) else bytes(frame)
+            for frame in frames
+        ]
         groups = [
             PackedGroup(
                 task=task,
@@ -226,9 +233,11 @@ def decode_write(messages: Sequence[Bulk[pb.WriteRequest]]) -> WriteCall:
     return WriteCall(run=header.run, stage=header.stage, groups=tuple(written))
 
 
-def encode_fetched(groups: Sequence[PayloadGroup]) -> Iterator[Bulk[pb.FetchRowsResponse]]:
+def encode_fetched(
+    groups: Sequence[PayloadGroup], size_of: SizeOf = len
+) -> Iterator[Bulk[pb.FetchRowsResponse]]:
     """Made message by message, so that a batch's payload is never in memory twice."""
-    for number, page in enumerate(pages(lambda group: _frame_bytes(group.parts), groups)):
+    for number, page in enumerate(pages(lambda group: _frame_bytes(size_of, group.parts), groups)):
         message = pb.FetchRowsResponse(
             num_groups=0 if number else len(groups),
             rows=encode_rows(page),
@@ -265,9 +274,14 @@ def decode_fetched(
     return found
 
 
-def _frame_bytes(*parts: Sequence[Part]) -> int:
+def _frame_bytes(size_of: SizeOf, *parts: Sequence[Part]) -> int:
     """Bytes of the frames of several sequences of parts."""
-    return sum([len(part.frame) for part in chain.from_iterable(parts)])
+    return sum([size_of(part.frame) for part in chain.from_iterable(parts)])
+
+
+def _kept_bytes(frame: Frame) -> int:
+    """Bytes of the memory that a frame keeps."""
+    return memoryview(frame.obj if isinstance(frame, memoryview) else frame).nbytes
 
 
 def _header(messages: Sequence[Any]) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, Unpack, cast
 
 from google.protobuf.message import Message
 
@@ -197,8 +198,14 @@ class QueueClient(GrpcClient, RowMethods):
         await self._connection.call_with_stream(self._append, self._bulk(call), discard)
 
     def _bulk(self, call: codec.WriteCall) -> Sequence[codec.Bulk[pb.WriteRequest]]:
-        messages = codec.encode_write(call)
-        return [message.compressed() for message in messages] if self._compresses else messages
+        if self._compresses:
+            return [message.compressed() for message in codec.encode_write(call)]
+        frames = self.local_socket.placed([group.frame for group in call.groups])
+        groups = [
+            replace(group, frame=cast(bytes, frame)) if frame is not group.frame else group
+            for group, frame in zip(call.groups, frames, strict=True)
+        ]
+        return codec.encode_write(replace(call, groups=tuple(groups)), self.local_socket.size_of)
 
     async def redo(self, run: str, stage: str, uids: Sequence[Uid]) -> int:
         """See Queue. Repeated after a lost answer, it finds fewer rows and returns a smaller number."""

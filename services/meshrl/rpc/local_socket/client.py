@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -17,6 +17,8 @@ from meshrl.contract.codec import Bulk
 from meshrl.rpc import credentials
 from meshrl.rpc.credentials import Credential
 from meshrl.rpc.errors import DETAIL_KEY
+from meshrl.rpc.local_socket.mapped_memory import Answer, MappedMemory
+from meshrl.rpc.local_socket.shared_memory import LARGER, Frame, parsed, send_message
 from meshrl.rpc.local_socket.wire import Kind, Wire, WireError, is_own
 from meshrl.v1.local_socket_pb2 import CallEnd, CallHead
 
@@ -40,6 +42,7 @@ class LocalSocket:
         self._unreachable = ""
         self._wires: set[Wire] = set()
         self._idle: list[Wire] = []
+        self._memory: MappedMemory | None = None
 
     def named(self, name: str) -> None:
         """What an answer says of the service's socket."""
@@ -50,9 +53,31 @@ class LocalSocket:
     def close(self) -> None:
         """End the calls that run, and go on by gRPC. Idempotent."""
         self.name = ""
+        self._forget_memory()
         self._idle.clear()
         for wire in list(self._wires):
             wire.close()
+
+    def placed(self, frames: Sequence[Frame]) -> Sequence[Frame]:
+        """The frames, those copied into shared memory for which there is room."""
+        return frames if self._memory is None else self._memory.placed(frames)
+
+    def size_of(self, frame: Frame) -> int:
+        """What a frame adds to a message, about."""
+        return len(frame) if self.place(frame) is None else len(frame) // LARGER
+
+    def place(self, frame: Frame) -> int | None:
+        """Where a frame lies in shared memory; None for others."""
+        return None if self._memory is None else self._memory.place(frame)
+
+    def answer(self) -> Answer:
+        """For the frames of an answer that lie in shared memory."""
+        return Answer(self._memory)
+
+    def _forget_memory(self) -> None:
+        if self._memory is not None:
+            self._memory.leave()
+            self._memory = None
 
     async def free_wire(self) -> Wire | None:
         """A connection that nobody uses; None where there is no socket, or none that this process can reach now."""
@@ -90,6 +115,9 @@ class LocalSocket:
                 raise PermissionError("it is another user's")
             loop = asyncio.get_running_loop()
             await loop.create_unix_connection(lambda: wire, sock=connection)
+            if self._memory is None:
+                with suppress(OSError):  # it shares none
+                    self._memory = MappedMemory(name)
         except BaseException:
             self._wires.discard(wire)
             connection.close()
@@ -104,6 +132,9 @@ class LocalSocket:
             AioRpcError: UNAVAILABLE, the connection broke.
         """
         head = CallHead(method=method, metadata=dict((*self._credentials(), *metadata)))
+        if self._memory is not None:
+            self._memory.is_mapped()
+            head.memory_key = self._memory.key
         whole = False
         try:
             await wire.send(Kind.HEAD, [head.SerializeToString()])
@@ -113,6 +144,7 @@ class LocalSocket:
             whole = wire.has_served = True
             raise
         except (WireError, DecodeError) as error:
+            self._forget_memory()
             if not wire.has_served:  # it takes no more callers, or is cut off
                 self._give_up(wire.name, ConnectionError(str(error)))
             raise _failure(grpc.StatusCode.UNAVAILABLE, str(error)) from error
@@ -145,9 +177,9 @@ class LocalMethod:
                 return await self._by_grpc(requests, timeout=timeout, metadata=metadata)
             async with self._local.call(wire, self._name, metadata):
                 for request in requests:
-                    await wire.send(Kind.MESSAGE, request.parts())
+                    await send_message(wire, request, self._local.place)
                 await wire.send(Kind.END)
-                messages = [bytes(message) async for message in answer_of(wire)]
+                messages = [bytes(message) async for _, message in answer_of(wire)]
                 return self._parse(b"".join(messages))
 
     def unary_stream(self, request: Message, *, metadata: Metadata) -> Any:
@@ -165,8 +197,13 @@ class LocalMethod:
         async with self._local.call(wire, self._name, metadata):
             await wire.send(Kind.MESSAGE, [request.SerializeToString()])
             await wire.send(Kind.END)
-            async for message in answer_of(wire):
-                yield self._parse(message)
+            answer = self._local.answer()
+            async for kind, message in answer_of(wire):
+                if kind is Kind.REFERRING:
+                    yield parsed(message, self._parse, answer.frame)
+                else:
+                    yield self._parse(message)
+            answer.received()
 
 
 class _Stream:
@@ -182,7 +219,7 @@ class _Stream:
         """Nothing: a wait that is cancelled has closed the connection already."""
 
 
-async def answer_of(wire: Wire) -> AsyncIterator[memoryview]:
+async def answer_of(wire: Wire) -> AsyncIterator[tuple[Kind, memoryview]]:
     """The messages of an answer. Raises AioRpcError if it ends with an error, WireError."""
     while True:
         kind, data = await wire.receive()
@@ -190,7 +227,7 @@ async def answer_of(wire: Wire) -> AsyncIterator[memoryview]:
             raise WireError("an answer begins with a call")
         if kind is Kind.END:
             break
-        yield data
+        yield kind, data
     end = CallEnd.FromString(bytes(data))
     if end.code:
         raise _failure(_CODES.get(end.code, grpc.StatusCode.UNKNOWN), end.message, end.detail)

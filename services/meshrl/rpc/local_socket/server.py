@@ -6,9 +6,10 @@ import asyncio
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -16,10 +17,22 @@ from google.protobuf.message import DecodeError
 from meshrl.contract.codec import Bulk
 from meshrl.rpc.errors import DETAIL_KEY
 from meshrl.rpc.interceptors import Context, Handler, InterceptedHandlers, Parse, Serialize
-from meshrl.rpc.local_socket.wire import Kind, Wire, WireError, is_own
+from meshrl.rpc.local_socket.shared_memory import (
+    LARGER,
+    REGION_BYTES,
+    Caller,
+    Frame,
+    SharedMemory,
+    address_of_link,
+    parsed,
+    send_message,
+)
+from meshrl.rpc.local_socket.wire import Kind, Wire, WireError, is_own, wake
 from meshrl.v1.local_socket_pb2 import CallEnd, CallHead
 
 log = logging.getLogger(__name__)
+
+Admit: TypeAlias = Callable[[socket.socket], Awaitable[None]]
 
 MAX_CALLERS: Final = 4_096
 """Connections of one socket. The one too many is closed, and whoever made it goes on over gRPC."""
@@ -30,33 +43,40 @@ PAUSE_S: Final = 0.1
 class LocalSocketServer:
     """Serves some methods of `handlers` to processes of this user on this machine. Linux only."""
 
-    def __init__(self, handlers: InterceptedHandlers, methods: Collection[str]) -> None:
-        """`methods`: full names. Nothing listens before `start`."""
+    def __init__(
+        self,
+        handlers: InterceptedHandlers,
+        methods: Collection[str],
+        shared_bytes: int = 0,
+    ) -> None:
+        """`methods`: full names. `shared_bytes`: of memory for long frames. Nothing listens before `start`."""
         self.name: Final = f"meshrl-{secrets.token_hex(16)}"
         """Of an abstract socket: nothing lies on a disk, and the kernel forgets it with the process."""
         self._handlers = handlers
         self._methods = methods
-        self._listening: asyncio.Task[None] | None = None
+        self._shared_bytes = shared_bytes
+        self._memory: SharedMemory | None = None
+        self._listening: list[asyncio.Task[None]] = []
         self._callers: set[asyncio.Task[None]] = set()
         self._answering: set[asyncio.Task[None]] = set()
         """The callers with a call that runs."""
 
     def start(self) -> None:
         """Listen. Raises OSError where the process may not."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            listener.bind(f"\0{self.name}")
-            listener.listen(socket.SOMAXCONN)
-        except OSError:
-            listener.close()
-            raise
-        self._listening = asyncio.create_task(self._listen(listener))
+        listeners = [(_listener(socket.SOCK_STREAM, f"\0{self.name}"), self._admit)]
+        if self._shared_bytes >= REGION_BYTES:
+            try:
+                self._memory = SharedMemory(self._shared_bytes)
+                links = _listener(socket.SOCK_SEQPACKET, address_of_link(self.name))
+                listeners.append((links, self._admit_link))
+            except OSError as error:
+                log.warning("long frames go through the local socket, not in memory: %s", error)
+        self._listening = [asyncio.create_task(self._listen(*each)) for each in listeners]
 
     async def close(self, grace_s: float | None) -> None:
         """Take no more calls; those that run have `grace_s` seconds to end. Idempotent."""
-        if self._listening is None:
-            return
-        self._listening.cancel()
+        for listening in self._listening:
+            listening.cancel()
         for idle in self._callers - self._answering:
             idle.cancel()
         for seconds in (grace_s, None):
@@ -64,22 +84,34 @@ class LocalSocketServer:
                 await asyncio.wait(list(self._callers), timeout=seconds)
             for late in self._callers:
                 late.cancel()
+        if self._memory is not None:
+            self._memory.close()
 
-    async def _listen(self, listener: socket.socket) -> None:
+    async def _listen(self, listener: socket.socket, admit: Admit) -> None:
         with listener:
             while True:
                 try:
-                    await self._accept(listener)
+                    connection = await _accepted(listener)
+                    if is_own(connection):
+                        await admit(connection)
+                    else:
+                        connection.close()
                 except OSError as error:  # too many open files, or a caller that has left again
                     log.warning("a connection to the local socket failed: %s", error)
                     await asyncio.sleep(PAUSE_S)
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        connection, _ = await loop.sock_accept(listener)
-        if not is_own(connection) or len(self._callers) >= MAX_CALLERS:
+    async def _admit_link(self, connection: socket.socket) -> None:
+        assert self._memory is not None
+        if len(self._memory.links) < MAX_CALLERS:
+            self._memory.admit(connection)
+        else:
+            connection.close()
+
+    async def _admit(self, connection: socket.socket) -> None:
+        if len(self._callers) >= MAX_CALLERS:
             connection.close()
             return
+        loop = asyncio.get_running_loop()
         _, wire = await loop.connect_accepted_socket(Wire, connection)
         caller = asyncio.create_task(self._serve(wire))
         self._callers.add(caller)
@@ -89,47 +121,84 @@ class LocalSocketServer:
     async def _serve(self, wire: Wire) -> None:
         """One call after the other, until the caller goes away."""
         this = cast("asyncio.Task[None]", asyncio.current_task())
-        assert self._listening is not None
+        call: _Call | None = None
         try:
-            while not self._listening.cancelled():
+            while not self._listening[0].cancelled():
                 kind, data = await wire.receive()
                 if kind is not Kind.HEAD:
                     raise WireError(f"a call begins with {kind.name}")
                 self._answering.add(this)
+                head = CallHead.FromString(bytes(data))
+                caller = None if self._memory is None else self._memory.callers.get(head.memory_key)
+                call = _Call(wire, head.metadata, caller)
                 # In a task of its own, because calls leave their roles in context variables.
-                await asyncio.create_task(self._answer(wire, CallHead.FromString(bytes(data))))
+                await asyncio.create_task(self._answer(call, head.method))
                 self._answering.discard(this)
         except (WireError, DecodeError) as error:
             log.debug("a caller of the local socket: %s", error)
         finally:
             self._answering.discard(this)
             wire.close()
+            if call is not None:
+                call.cut_off()
 
-    async def _answer(self, wire: Wire, head: CallHead) -> None:
-        call = _Call(wire, head.metadata)
+    async def _answer(self, call: _Call, method: str) -> None:
         handler: Handler | None = None
-        if head.method in self._methods:
+        if method in self._methods:
             handler = self._handlers.service(
-                cast(grpc.HandlerCallDetails, SimpleNamespace(method=head.method))
+                cast(grpc.HandlerCallDetails, SimpleNamespace(method=method))
             )
         try:
             if handler is None:
-                await call.abort(grpc.StatusCode.UNIMPLEMENTED, f"{head.method} is not served here")
+                await call.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not served here")
             await call.run(handler)
         except grpc.aio.AbortError:
             pass  # `call.end` has it
         await call.finish()
 
 
+async def _accepted(listener: socket.socket) -> socket.socket:
+    """The next connection. Unlike the loop's own method, this loses none when it is cancelled. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    while True:
+        with suppress(BlockingIOError):
+            connection, _ = listener.accept()
+            connection.setblocking(False)
+            return connection
+        ready = loop.create_future()
+        loop.add_reader(listener, wake, ready)
+        try:
+            await ready
+        finally:
+            loop.remove_reader(listener)
+
+
+def _listener(kind: int, address: str) -> socket.socket:
+    """Raises OSError."""
+    listener = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK)
+    try:
+        listener.bind(address)
+        listener.listen(socket.SOMAXCONN)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
 class _Call:
     """One call, as interceptors and servicers see gRPC's context of it."""
 
-    def __init__(self, wire: Wire, metadata: Mapping[str, str]) -> None:
+    def __init__(self, wire: Wire, metadata: Mapping[str, str], caller: Caller | None) -> None:
         self._wire = wire
+        self._caller = caller
+        """Whom memory is shared with."""
+        self._answer = 0
         self._metadata = tuple(metadata.items())
         self._serialize: Serialize = bytes
         self._complete = False
         """The request has come to its end."""
+        self._refers = False
+        """The message that was read last is one of references."""
         self._end = CallEnd()
 
     async def run(self, handler: Any) -> None:
@@ -152,7 +221,14 @@ class _Call:
     async def _requests(self, parse: Parse) -> AsyncIterator[Any]:
         """Each message is read when the handler asks for it, after the caller's role and room were looked at."""
         while (message := await self._next()) is not None:
-            yield parse(cast(bytes, message))
+            if self._caller is not None:
+                self._caller.let_in()
+            if not self._refers:
+                yield parse(cast(bytes, message))
+            elif self._caller is not None:
+                yield parsed(message, parse, self._caller.adopt)
+            else:
+                raise WireError("a reference to memory that is not shared")
 
     async def _next(self) -> memoryview | None:
         if self._complete:
@@ -161,7 +237,21 @@ class _Call:
         if kind is Kind.HEAD:
             raise WireError("a call within a call")
         self._complete = kind is Kind.END
+        self._refers = kind is Kind.REFERRING
         return None if self._complete else message
+
+    def cut_off(self) -> None:
+        """The connection has ended."""
+        if self._caller is not None:
+            self._caller.cut_off(self._answer)
+
+    def size_of(self, frame: Frame) -> int:
+        """What a frame adds to a message, about."""
+        refers = self._caller is not None and self._caller.place(frame) is not None
+        return len(frame) // LARGER if refers else len(frame)
+
+    def _hold(self, frame: Frame) -> int | None:
+        return None if self._caller is None else self._caller.hold(self._answer, frame)
 
     # gRPC's names
 
@@ -178,8 +268,13 @@ class _Call:
         return self._end.code
 
     async def write(self, message: Any) -> None:
-        parts = message.parts() if isinstance(message, Bulk) else [self._serialize(message)]
-        await self._wire.send(Kind.MESSAGE, parts)
+        if not isinstance(message, Bulk):
+            await self._wire.send(Kind.MESSAGE, [self._serialize(message)])
+            return
+        if self._caller is not None:
+            self._caller.let_in()
+            self._answer = self._answer or self._caller.new_answer()
+        await send_message(self._wire, message, self._hold, self._answer)
 
     async def abort(
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()

@@ -36,12 +36,15 @@ class Kind(IntEnum):
     """Of a request or an answer."""
     END = 3
     """A CallEnd: of a request (empty) or of an answer."""
+    REFERRING = 4
+    """A message, some of whose frames lie in shared memory (shared_memory.py)."""
 
 
 _MOST_BYTES: Final = {
     Kind.HEAD: MAX_METADATA_BYTES,
     Kind.MESSAGE: MAX_MESSAGE_BYTES,
     Kind.END: MAX_METADATA_BYTES,
+    Kind.REFERRING: MAX_MESSAGE_BYTES,
 }
 
 
@@ -154,7 +157,7 @@ class Wire(asyncio.BufferedProtocol):
         self._view = self._view[nbytes:]
         if not self._view:
             self._view = None
-            _wake(self._filled)
+            wake(self._filled)
 
     def pause_writing(self) -> None:
         """See asyncio.BaseProtocol."""
@@ -162,7 +165,7 @@ class Wire(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         """See asyncio.BaseProtocol."""
-        _wake(self._drained)
+        wake(self._drained)
         self._drained = None
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -174,7 +177,8 @@ class Wire(asyncio.BufferedProtocol):
         self.on_lost()
 
 
-def _wake(waiting: asyncio.Future[None] | None) -> None:
+def wake(waiting: asyncio.Future[None] | None) -> None:
+    """End a wait, once."""
     if waiting is not None and not waiting.done():
         waiting.set_result(None)
 

@@ -77,7 +77,7 @@ class QueueServicer(rpc.QueueServicer):
             version=codec.decode_version(request.version) if request.HasField("version") else None,
             wait_s=bounded(request.wait_s),
         )
-        messages = codec.encode_lease(lease)
+        messages = codec.encode_lease(lease, _size_of(context))
         messages[0].message.header.local_socket = self.local_socket
         for message in self._bulk(messages, context):
             yield message
@@ -141,7 +141,7 @@ class QueueServicer(rpc.QueueServicer):
         asked = codec.decode_rows(request.rows)
         groups = await self._queue.fetch_packed(request.run, asked, list(request.columns))
         socket = self.local_socket
-        for message in self._bulk(codec.encode_fetched(groups), context):
+        for message in self._bulk(codec.encode_fetched(groups, _size_of(context)), context):
             message.message.local_socket, socket = socket, ""
             yield message
 
@@ -189,3 +189,9 @@ class QueueServicer(rpc.QueueServicer):
         if TAKES_COMPRESSED in (context.invocation_metadata() or ()):
             return (message.compressed() for message in messages)
         return iter(messages)
+
+
+def _size_of(context: Context) -> codec.SizeOf:
+    """What a frame adds to a message of the answer: less where the local socket only refers to it."""
+    size_of: codec.SizeOf = getattr(context, "size_of", len)
+    return size_of

@@ -1,0 +1,356 @@
+"""Long frames in memory that a service shares with its callers on this machine: a message only says where they lie.
+
+    service  grants regions ──▶ a caller copies frames into them, one behind the other ──▶ Reference
+    service  keeps a frame where it lies, and answers with a Reference ──▶ a caller reads it where it lies
+
+A region is granted again once its writer has given it back and nobody holds a frame of it: not the service, and no
+caller. So what a caller reads does not change for as long as it holds a view of it, and what dies with a caller is
+freed when its link ends. Where there is no region left, frames go as bytes. What a reference says is compared with
+what lies there; the bytes themselves are checked by whoever reads them, as those of any frame are.
+
+    link (a socket of packets, one a client)     caller ──▶ its key, then words: a Word and a number, 64 bits each
+                                                 caller ◀── the memory's size and its file, then regions granted
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import mmap
+import os
+import socket
+import struct
+import weakref
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
+
+import numpy as np
+
+from meshrl.contract.codec import Bulk
+from meshrl.contract.frames import checksum_of
+from meshrl.rpc.local_socket.wire import Kind, Wire, WireError
+
+Frame: TypeAlias = bytes | memoryview
+Parsed = TypeVar("Parsed")
+
+SHARED_BYTES: Final = 512 << 20
+REGION_BYTES: Final = 4 << 20
+LEAST_BYTES: Final = 128 << 10
+"""Shorter frames go as bytes, which costs no more."""
+LARGER: Final = 16
+"""So many times the bytes of a page (codec/bulk.py) are in a message that only refers to them."""
+SHARE: Final = 4
+"""One caller has at most this part of all regions to write to."""
+MOST_AT_ONCE: Final = 16
+"""Regions in one answer: for new ones, the kernel clears 4 MiB in a millisecond."""
+KEY_BYTES: Final = 16
+_POPULATE_WRITE: Final = 23
+"""MADV_POPULATE_WRITE, which the module mmap does not name."""
+_PACKET_BYTES: Final = 1 << 15
+_HEAD: Final = struct.Struct("<QI")
+_MOST_REFERENCES: Final = 4096
+
+
+def address_of_link(name: str) -> str:
+    """Of the socket for links, by the name of the service's socket for calls."""
+    return f"\0{name}-memory"
+
+
+class Word(IntEnum):
+    """What a caller says, in the first byte of 64 bits; the number is in the others."""
+
+    WANT = 1
+    """So many regions; answered with those that are granted, which may be none. Also the first word of all: 0."""
+    GIVE_BACK = 2
+    """This region: it is written no more."""
+    RECEIVED = 3
+    """This answer: its frames are held from now on."""
+    DONE = 4
+    """With this answer: none of its frames is held."""
+
+
+class Reference(NamedTuple):
+    """What a message has of a frame."""
+
+    number: int
+    """Among the frames of the message."""
+    size: int
+    at: int
+    checksum: int
+    """As the frame carries it, so that a reference to what lay there before is noticed."""
+
+
+_REFERENCE: Final = struct.Struct("<IIQQ")
+
+
+class Shared(np.ndarray[Any, np.dtype[np.uint8]]):
+    """uint8: a region, a frame in one, or all that an answer may refer to. A cut keeps what it is cut from alive."""
+
+    owner: object = None
+    """Of a frame: whose memory this is."""
+    at: int
+    """Of a frame: where it begins."""
+
+    def cut(self, start: int, size: int) -> Shared:
+        """A part of it."""
+        return cast(Shared, self[start : start + size])
+
+    def frame(self, owner: object, at: int) -> memoryview:
+        """This, read-only."""
+        self.owner, self.at = owner, at
+        return memoryview(cast(Any, self)).toreadonly()
+
+
+def place_of(frame: Frame, owner: object) -> int | None:
+    """Where a frame lies in the memory of `owner`; None if it lies elsewhere."""
+    shared: Any = frame.obj if type(frame) is memoryview else None
+    return shared.at if type(shared) is Shared and shared.owner is owner else None
+
+
+async def send_message(
+    wire: Wire, message: Bulk[Any], place: Callable[[Frame], int | None], answer: int = 0
+) -> None:
+    """Send a message, of frames with a `place` only that. `answer` is to be confirmed. Raises as Wire.send."""
+    places = [(number, place(frame)) for number, frame in enumerate(message.frames)]
+    references = [
+        Reference(number, len(frame), at, checksum_of(frame))
+        for (number, at), frame in zip(places, message.frames, strict=True)
+        if at is not None
+    ]
+    if not references:
+        await wire.send(Kind.MESSAGE, message.parts())
+        return
+    head = [_REFERENCE.pack(*reference) for reference in references]
+    head.insert(0, _HEAD.pack(answer, len(references)))
+    parts = message.parts({reference.number for reference in references})
+    await wire.send(Kind.REFERRING, [b"".join(head), *parts])
+
+
+def parsed(
+    data: memoryview, parse: Callable[[Any], Parsed], view: Callable[[int, Reference], memoryview]
+) -> Parsed:
+    """A message of kind REFERRING; `view` finds a frame of an answer. Raises WireError, and as `parse` does."""
+    try:
+        answer, count = _HEAD.unpack_from(data)
+        end = _HEAD.size + count * _REFERENCE.size
+        references = [Reference(*found) for found in _REFERENCE.iter_unpack(data[_HEAD.size : end])]
+    except struct.error as error:
+        raise WireError(f"a message with references: {error}") from None
+    message = parse(data[end:])
+    if not isinstance(message, Bulk) or not 0 < len(references) == count <= _MOST_REFERENCES:
+        raise WireError(f"a message with {count} references to frames")
+    message.insert({reference.number: view(answer, reference) for reference in references})
+    return message
+
+
+class Mapping:
+    """Shared memory, as one process has it."""
+
+    def __init__(self, file: int, size: int) -> None:
+        """`size`: bytes. Raises OSError."""
+        self._map = mmap.mmap(file, size)
+        self.everything: Final = np.frombuffer(self._map, np.uint8)
+        self._touched: set[int] = set()
+
+    def touch(self, number: int) -> None:
+        """Have the pages of a region at hand: at once, which takes less time than one after the other."""
+        if number not in self._touched:
+            self._touched.add(number)
+            with contextlib.suppress(OSError):  # a kernel before Linux 5.14
+                self._map.madvise(_POPULATE_WRITE, number * REGION_BYTES, REGION_BYTES)
+
+    def region(self, number: int) -> Shared:
+        """One region."""
+        self.touch(number)
+        start = number * REGION_BYTES
+        return self.everything[start : start + REGION_BYTES].view(Shared)
+
+
+def check(frame: memoryview, reference: Reference) -> None:
+    """Raises WireError if another frame lies where a reference says."""
+    if len(frame) < LEAST_BYTES or checksum_of(frame) != reference.checksum:
+        raise WireError("a reference to a frame that does not lie there")
+
+
+class SharedMemory:
+    """The service's end. Nothing else grants or frees a region."""
+
+    def __init__(self, size: int) -> None:
+        """`size`: bytes, cut to whole regions. Memory is taken when a region is granted first. Raises OSError."""
+        self.regions: Final = size // REGION_BYTES
+        size = self.regions * REGION_BYTES
+        self._file = os.memfd_create("meshrl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._file, size)
+            # A caller that cut it short would end this process with a SIGBUS.
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals)
+            self._mapping = Mapping(self._file, size)
+        except OSError:
+            os.close(self._file)
+            raise
+        self._free = list(range(self.regions - 1, -1, -1))
+        """The last one is granted first: its pages are there, and perhaps in a cache of the processor."""
+        self._taken: set[int] = set()
+        """Those whose pages are there."""
+        self.callers: dict[bytes, Caller] = {}
+        """By their keys."""
+        self.links: set[Caller] = set()
+        """Also those that have not said their key."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Of regions that are granted, or of which a frame is held."""
+        return (self.regions - len(self._free)) * REGION_BYTES
+
+    def admit(self, connection: socket.socket) -> None:
+        """A link. It gets nothing before a call that was let in has shown its key."""
+        self.links.add(Caller(self, connection))
+
+    def grant(self) -> tuple[int, Shared] | None:
+        """A region, until all that is cut from it is gone; None if there is none."""
+        if not self._free:
+            return None
+        number = self._free.pop()
+        if number not in self._taken:
+            try:  # here, where it can fail: a write to memory that is not there ends a process
+                os.posix_fallocate(self._file, number * REGION_BYTES, REGION_BYTES)
+            except OSError:
+                self._free.append(number)
+                return None
+            self._taken.add(number)
+        found = self._mapping.region(number)
+        found.flags.writeable = False
+        weakref.finalize(found, self._free.append, number).atexit = False
+        return number, found
+
+    def hand_out(self, connection: socket.socket) -> None:
+        """Give a caller the memory. Raises OSError."""
+        size = (self.regions * REGION_BYTES).to_bytes(8, "little")
+        socket.send_fds(connection, [size], [self._file])
+
+    def close(self) -> None:
+        """Grant nothing more, so that what is read stays as it is. Idempotent."""
+        self._free = []
+        for caller in list(self.links):
+            caller.end()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class Caller:
+    """A client, as the service knows it."""
+
+    def __init__(self, memory: SharedMemory, link: socket.socket) -> None:
+        self._memory = memory
+        self._link = link
+        self._key = b""
+        self._handed_out = False
+        self.maps = False
+        """It can follow references."""
+        self._granted: dict[int, Shared] = {}
+        self._answers: dict[int, list[Frame]] = {}
+        """The frames that it may be reading, by the number of the answer."""
+        self._unconfirmed: set[int] = set()
+        """Answers that it may not have received."""
+        self._last_answer = 0
+        asyncio.get_running_loop().add_reader(link, self.read)
+
+    def let_in(self) -> None:
+        """One of its calls has a role that may make it."""
+        if not self._handed_out:
+            self._handed_out = True
+            with contextlib.suppress(OSError):
+                self._memory.hand_out(self._link)
+
+    def adopt(self, _: int, reference: Reference) -> memoryview:
+        """A frame that it wrote, read-only. Raises WireError."""
+        number, start = divmod(reference.at, REGION_BYTES)
+        region = self._granted.get(number)
+        if region is None or start + reference.size > REGION_BYTES:
+            raise WireError("a reference to memory that was not granted")
+        frame = region.cut(start, reference.size).frame(self._memory, reference.at)
+        check(frame, reference)
+        return frame
+
+    def place(self, frame: Frame) -> int | None:
+        """Where a frame lies, if the caller can read it there."""
+        return place_of(frame, self._memory) if self.maps else None
+
+    def new_answer(self) -> int:
+        """The number under which frames are held for it."""
+        self._last_answer += 1
+        return self._last_answer
+
+    def hold(self, answer: int, frame: Frame) -> int | None:
+        """Where a frame lies, as it is until the caller is done with the answer; None for other frames."""
+        at = self.place(frame)
+        if at is not None:
+            self._answers.setdefault(answer, []).append(frame)
+            self._unconfirmed.add(answer)
+        return at
+
+    def cut_off(self, answer: int) -> None:
+        """The connection of an answer has ended: it is held only if that was said before."""
+        self.read()
+        if answer in self._unconfirmed:
+            self._unconfirmed.discard(answer)
+            self._answers.pop(answer, None)
+
+    def read(self) -> None:
+        """All that it has said."""
+        while self._link.fileno() >= 0:
+            try:
+                packet = self._link.recv(_PACKET_BYTES)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                packet = b""
+            if not packet:
+                self.end()
+            elif self._key:
+                self.maps = True
+                for word in np.frombuffer(packet, "<u8", len(packet) // 8).tolist():
+                    self._hear(word >> 56, word & (1 << 56) - 1)
+            elif len(packet) != KEY_BYTES or packet in self._memory.callers:
+                self.end()
+            else:
+                self._key = packet
+                self._memory.callers[packet] = self
+
+    def _hear(self, word: int, number: int) -> None:
+        if word == Word.WANT and number:
+            self._grant(number)
+        elif word == Word.GIVE_BACK:
+            self._granted.pop(number, None)
+        elif word == Word.RECEIVED:
+            self._unconfirmed.discard(number)
+        elif word == Word.DONE and number not in self._unconfirmed:
+            self._answers.pop(number, None)
+
+    def _grant(self, wanted: int) -> None:
+        found: dict[int, Shared] = {}
+        most = min(MOST_AT_ONCE, self._memory.regions // SHARE - len(self._granted))
+        while len(found) < min(wanted, most) and (region := self._memory.grant()):
+            found[region[0]] = region[1]
+        try:
+            self._link.send(np.array([len(found), *found], "<u4").tobytes())
+        except OSError:  # it does not listen, or is gone
+            return
+        self._granted |= found
+
+    def end(self) -> None:
+        """It is gone: nothing is held for it any more. Idempotent."""
+        if self._link.fileno() < 0:
+            return
+        asyncio.get_running_loop().remove_reader(self._link)
+        self._link.close()
+        self._memory.links.discard(self)
+        self._memory.callers.pop(self._key, None)
+        self.maps = False
+        self._granted.clear()
+        self._answers.clear()
+        self._unconfirmed.clear()
