@@ -19,6 +19,7 @@ from meshrl.rpc.local_socket.shared_memory import (
     LEAST_BYTES,
     MOST_AT_ONCE,
     REGION_BYTES,
+    Copier,
     Frame,
     Mapping,
     Reference,
@@ -59,9 +60,7 @@ class MappedMemory:
         self._stock: list[int] = []
         """Regions to write to."""
         self._asked = False
-        self._region: Shared | None = None
-        """The one that is written, and where it begins."""
-        self._begins = self._used = 0
+        self._copier: Copier | None = None
         self._words: deque[int] = deque()
         """What is to be said: garbage is collected at any time, in any thread."""
         self._flushes = False
@@ -80,10 +79,10 @@ class MappedMemory:
 
     def placed(self, frames: Sequence[Frame]) -> Sequence[Frame]:
         """The frames, those copied for which there is room; all as they were until the service has answered."""
-        if not self.is_mapped():
+        if not self.is_mapped() or self._copier is None:
             return frames
         self._hear()
-        found = [self._copy(frame) if len(frame) >= LEAST_BYTES else frame for frame in frames]
+        found = [self._copier.copy(frame) for frame in frames]
         self._ask(sum(len(frame) for frame in frames if len(frame) >= LEAST_BYTES))
         return found
 
@@ -93,9 +92,7 @@ class MappedMemory:
 
     def leave(self) -> None:
         """Write no more. The link ends with the last frame that is held."""
-        self._region = None
-        self._stock.clear()
-        self._asked = True
+        self._copier = None
 
     def view(self, answer: int) -> Shared:
         """Everything, to cut the frames of an answer from. The service hears when the last of them is gone."""
@@ -137,6 +134,7 @@ class MappedMemory:
             self._mapping = Mapping(file, size)
         finally:
             os.close(file)
+        self._copier = Copier(self, self._take)
         self._words.append(Word.WANT << 56)
         self.flush()
 
@@ -154,20 +152,13 @@ class MappedMemory:
             self._words.append(Word.WANT << 56 | wanted)
             self.flush()
 
-    def _copy(self, frame: Frame) -> Frame:
-        if self._region is None or self._used + len(frame) > REGION_BYTES:
-            if not self._stock or len(frame) > REGION_BYTES:
-                return frame
-            number = self._stock.pop(0)
-            self._begins, self._used = number * REGION_BYTES, 0
-            assert self._mapping is not None
-            self._region = self._mapping.region(number)
-            self._watch(self._region, Word.GIVE_BACK, number)
-        copy = self._region.cut(self._used, len(frame))
-        copy[:] = np.frombuffer(frame, np.uint8)
-        at = self._begins + self._used
-        self._used += len(frame) + -len(frame) % 64
-        return copy.frame(self, at)
+    def _take(self) -> tuple[int, Shared] | None:
+        if self._mapping is None or not self._stock:
+            return None
+        number = self._stock.pop(0)
+        region = self._mapping.region(number)
+        self._watch(region, Word.GIVE_BACK, number)
+        return number, region
 
     def _watch(self, view: Shared, word: Word, number: int) -> None:
         weakref.finalize(view, self._over, word << 56 | number).atexit = False

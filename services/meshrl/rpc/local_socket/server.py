@@ -19,6 +19,7 @@ from meshrl.rpc.errors import DETAIL_KEY
 from meshrl.rpc.interceptors import Context, Handler, InterceptedHandlers, Parse, Serialize
 from meshrl.rpc.local_socket.shared_memory import (
     LARGER,
+    LEAST_BYTES,
     REGION_BYTES,
     Caller,
     Frame,
@@ -247,7 +248,7 @@ class _Call:
 
     def size_of(self, frame: Frame) -> int:
         """What a frame adds to a message, about."""
-        refers = self._caller is not None and self._caller.place(frame) is not None
+        refers = self._caller is not None and self._caller.maps and len(frame) >= LEAST_BYTES
         return len(frame) // LARGER if refers else len(frame)
 
     def _hold(self, frame: Frame) -> int | None:

@@ -168,6 +168,32 @@ class Mapping:
         return self.everything[start : start + REGION_BYTES].view(Shared)
 
 
+class Copier:
+    """Copies frames into regions, one behind the other."""
+
+    def __init__(self, owner: object, take: Callable[[], tuple[int, Shared] | None]) -> None:
+        """`take`: the number of another region and the region, or None. `owner`: see Shared."""
+        self._owner = owner
+        self._take = take
+        self._region: Shared | None = None
+        self._begins = self._used = 0
+
+    def copy(self, frame: Frame) -> Frame:
+        """The copy; the frame itself if it is short, in the memory already, or there is no room."""
+        size = len(frame)
+        if not LEAST_BYTES <= size <= REGION_BYTES or place_of(frame, self._owner) is not None:
+            return frame
+        if self._region is None or self._used + size > REGION_BYTES:
+            if (taken := self._take()) is None:
+                return frame
+            number, self._region = taken
+            self._begins, self._used = number * REGION_BYTES, 0
+        copy, at = self._region.cut(self._used, size), self._begins + self._used
+        copy[:] = np.frombuffer(frame, np.uint8)
+        self._used += size + -size % 64
+        return copy.frame(self._owner, at)
+
+
 def check(frame: memoryview, reference: Reference) -> None:
     """Raises WireError if another frame lies where a reference says."""
     if len(frame) < LEAST_BYTES or checksum_of(frame) != reference.checksum:
@@ -193,6 +219,7 @@ class SharedMemory:
             raise
         self._free = list(range(self.regions - 1, -1, -1))
         """The last one is granted first: its pages are there, and perhaps in a cache of the processor."""
+        self._copier: Copier | None = Copier(self, self.grant)
         self._taken: set[int] = set()
         """Those whose pages are there."""
         self.callers: dict[bytes, Caller] = {}
@@ -222,9 +249,12 @@ class SharedMemory:
                 return None
             self._taken.add(number)
         found = self._mapping.region(number)
-        found.flags.writeable = False
         weakref.finalize(found, self._free.append, number).atexit = False
         return number, found
+
+    def copied(self, frame: Frame) -> Frame:
+        """A frame that came as bytes, as columns of one or from a disk, for somebody who reads it here."""
+        return frame if self._copier is None else self._copier.copy(frame)
 
     def hand_out(self, connection: socket.socket) -> None:
         """Give a caller the memory. Raises OSError."""
@@ -234,6 +264,7 @@ class SharedMemory:
     def close(self) -> None:
         """Grant nothing more, so that what is read stays as it is. Idempotent."""
         self._free = []
+        self._copier = None
         for caller in list(self.links):
             caller.end()
         if self._file >= 0:
@@ -276,18 +307,17 @@ class Caller:
         check(frame, reference)
         return frame
 
-    def place(self, frame: Frame) -> int | None:
-        """Where a frame lies, if the caller can read it there."""
-        return place_of(frame, self._memory) if self.maps else None
-
     def new_answer(self) -> int:
         """The number under which frames are held for it."""
         self._last_answer += 1
         return self._last_answer
 
     def hold(self, answer: int, frame: Frame) -> int | None:
-        """Where a frame lies, as it is until the caller is done with the answer; None for other frames."""
-        at = self.place(frame)
+        """Where a frame lies, as it is until the caller is done with the answer; None: it is to go as bytes."""
+        if not self.maps:
+            return None
+        frame = self._memory.copied(frame)
+        at = place_of(frame, self._memory)
         if at is not None:
             self._answers.setdefault(answer, []).append(frame)
             self._unconfirmed.add(answer)
