@@ -18,7 +18,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,30 @@ _HEAD: Final = struct.Struct("<IHH")
 _LENGTHS: Final = np.dtype("<u4")
 _PADDING: Final = tuple(bytes(-size % 8) for size in range(8))
 _MALFORMED: Final = (ValueError, IndexError, struct.error, OverflowError, TypeError)
+
+
+class Shared(Array):
+    """uint8: memory that another process maps, too, and could change. A cut keeps what it is cut from alive."""
+
+    owner: object = None
+    """Of a frame: whose memory this is."""
+    at = grant = 0
+    """Of a frame: where it begins, and under which grant it was written."""
+
+    def cut(self, start: int, size: int) -> Shared:
+        """A part of it."""
+        return cast(Shared, self[start : start + size])
+
+    def frame(self, owner: object, at: int, grant: int = 0) -> memoryview:
+        """This, read-only."""
+        self.owner, self.at, self.grant = owner, at, grant
+        return memoryview(cast(Any, self)).toreadonly()
+
+
+def is_shared(value: bytes | memoryview) -> bool:
+    """Bytes that may have changed since they were checked: they are checked again before they get a new checksum."""
+    lies_in: Any = value.obj if isinstance(value, memoryview) else None
+    return isinstance(lies_in, Shared)
 
 
 def with_checksum(*parts: bytes | memoryview) -> bytes:

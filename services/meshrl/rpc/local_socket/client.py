@@ -14,6 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from meshrl.contract.codec import Bulk
+from meshrl.contract.frames import Shared
 from meshrl.rpc import credentials
 from meshrl.rpc.credentials import Credential
 from meshrl.rpc.errors import DETAIL_KEY
@@ -66,13 +67,9 @@ class LocalSocket:
         """What a frame adds to a message, about."""
         return len(frame) if self.place(frame) is None else len(frame) // LARGER
 
-    def place(self, frame: Frame) -> int | None:
-        """Where a frame lies in shared memory; None for others."""
+    def place(self, frame: Frame) -> Shared | None:
+        """A frame that lies in shared memory; None for others."""
         return None if self._memory is None else self._memory.place(frame)
-
-    def answer(self) -> Answer:
-        """For the frames of an answer that lie in shared memory."""
-        return Answer(self._memory)
 
     def _forget_memory(self) -> None:
         if self._memory is not None:
@@ -125,20 +122,23 @@ class LocalSocket:
         return wire
 
     @asynccontextmanager
-    async def call(self, wire: Wire, method: str, metadata: Metadata) -> AsyncIterator[None]:
+    async def call(self, wire: Wire, method: str, metadata: Metadata) -> AsyncIterator[Answer]:
         """Around the messages of one call. Afterwards the connection is free, or closed if the call was cut off.
 
         Raises:
             AioRpcError: UNAVAILABLE, the connection broke.
         """
         head = CallHead(method=method, metadata=dict((*self._credentials(), *metadata)))
-        if self._memory is not None:
-            self._memory.is_mapped()
-            head.memory_key = self._memory.key
+        memory = self._memory
+        if memory is not None:
+            memory.receive()
+            head.memory_key = memory.key
+            if memory.ended:
+                self._forget_memory()
         whole = False
         try:
             await wire.send(Kind.HEAD, [head.SerializeToString()])
-            yield
+            yield Answer(memory)
             whole = wire.has_served = True
         except grpc.aio.AioRpcError:
             whole = wire.has_served = True
@@ -194,16 +194,15 @@ class LocalMethod:
             async for answer in self._by_grpc(request, metadata=metadata):
                 yield answer
             return
-        async with self._local.call(wire, self._name, metadata):
+        async with self._local.call(wire, self._name, metadata) as whole:
             await wire.send(Kind.MESSAGE, [request.SerializeToString()])
             await wire.send(Kind.END)
-            answer = self._local.answer()
             async for kind, message in answer_of(wire):
                 if kind is Kind.REFERRING:
-                    yield parsed(message, self._parse, answer.frame)
+                    yield parsed(message, self._parse, whole.frame)
                 else:
                     yield self._parse(message)
-            answer.received()
+            whole.received(wire)
 
 
 class _Stream:

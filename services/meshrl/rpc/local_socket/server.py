@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from meshrl.contract.codec import Bulk
+from meshrl.contract.frames import Shared
 from meshrl.rpc.errors import DETAIL_KEY
 from meshrl.rpc.interceptors import Context, Handler, InterceptedHandlers, Parse, Serialize
 from meshrl.rpc.local_socket.shared_memory import (
@@ -70,7 +71,7 @@ class LocalSocketServer:
                 self._memory = SharedMemory(self._shared_bytes)
                 links = _listener(socket.SOCK_SEQPACKET, address_of_link(self.name))
                 listeners.append((links, self._admit_link))
-            except OSError as error:
+            except (OSError, AttributeError) as error:  # Python may have been built without memfd
                 log.warning("long frames go through the local socket, not in memory: %s", error)
         self._listening = [asyncio.create_task(self._listen(*each)) for each in listeners]
 
@@ -139,9 +140,9 @@ class LocalSocketServer:
             log.debug("a caller of the local socket: %s", error)
         finally:
             self._answering.discard(this)
-            wire.close()
-            if call is not None:
+            if call is not None and wire.lost:
                 call.cut_off()
+            wire.close()
 
     async def _answer(self, call: _Call, method: str) -> None:
         handler: Handler | None = None
@@ -217,6 +218,8 @@ class _Call:
         """Drop what was sent of a call that nobody served; then say how it ended."""
         while await self._next() is not None:
             pass
+        if self._end.code and self._caller is not None:
+            self._caller.not_received(self._answer)
         await self._wire.send(Kind.END, [self._end.SerializeToString()])
 
     async def _requests(self, parse: Parse) -> AsyncIterator[Any]:
@@ -242,16 +245,17 @@ class _Call:
         return None if self._complete else message
 
     def cut_off(self) -> None:
-        """The connection has ended."""
+        """The caller has closed the connection."""
         if self._caller is not None:
             self._caller.cut_off(self._answer)
 
     def size_of(self, frame: Frame) -> int:
         """What a frame adds to a message, about."""
-        refers = self._caller is not None and self._caller.maps and len(frame) >= LEAST_BYTES
+        maps = self._caller is not None and self._caller.maps
+        refers = maps and LEAST_BYTES <= len(frame) <= REGION_BYTES
         return len(frame) // LARGER if refers else len(frame)
 
-    def _hold(self, frame: Frame) -> int | None:
+    def _hold(self, frame: Frame) -> Shared | None:
         return None if self._caller is None else self._caller.hold(self._answer, frame)
 
     # gRPC's names

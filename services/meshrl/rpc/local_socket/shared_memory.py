@@ -24,12 +24,12 @@ import struct
 import weakref
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from meshrl.contract.codec import Bulk
-from meshrl.contract.frames import checksum_of
+from meshrl.contract.frames import Shared, checksum_of
 from meshrl.rpc.local_socket.wire import Kind, Wire, WireError
 
 Frame: TypeAlias = bytes | memoryview
@@ -37,17 +37,24 @@ Parsed = TypeVar("Parsed")
 
 SHARED_BYTES: Final = 512 << 20
 REGION_BYTES: Final = 4 << 20
+PAGE_BYTES: Final = 4096
+"""Frames begin with a page, so that a store can write them to its disk from where they lie."""
 LEAST_BYTES: Final = 128 << 10
 """Shorter frames go as bytes, which costs no more."""
 LARGER: Final = 16
 """So many times the bytes of a page (codec/bulk.py) are in a message that only refers to them."""
 SHARE: Final = 4
 """One caller has at most this part of all regions to write to."""
-MOST_AT_ONCE: Final = 16
-"""Regions in one answer: for new ones, the kernel clears 4 MiB in a millisecond."""
+MOST_AT_ONCE: Final = 8
+"""Regions in one answer: for each new one, the kernel clears 4 MiB, which takes it a millisecond or three."""
+MOST_STRANGERS: Final = 64
+"""Links of which no call was let in yet."""
+MOST_PACKETS: Final = 256
+"""More is not looked for before something is freed: it stays until the link ends."""
 KEY_BYTES: Final = 16
+_POPULATE_READ: Final = 22
 _POPULATE_WRITE: Final = 23
-"""MADV_POPULATE_WRITE, which the module mmap does not name."""
+"""MADV_POPULATE_READ and _WRITE, which the module mmap does not name."""
 _PACKET_BYTES: Final = 1 << 15
 _HEAD: Final = struct.Struct("<QI")
 _MOST_REFERENCES: Final = 4096
@@ -61,10 +68,12 @@ def address_of_link(name: str) -> str:
 class Word(IntEnum):
     """What a caller says, in the first byte of 64 bits; the number is in the others."""
 
+    MAPPED = 0
+    """It has mapped the memory."""
     WANT = 1
-    """So many regions; answered with those that are granted, which may be none. Also the first word of all: 0."""
+    """So many regions; answered with those that are granted, which may be none."""
     GIVE_BACK = 2
-    """This region: it is written no more."""
+    """What it was granted under this number: it is written no more."""
     RECEIVED = 3
     """This answer: its frames are held from now on."""
     DONE = 4
@@ -80,42 +89,27 @@ class Reference(NamedTuple):
     at: int
     checksum: int
     """As the frame carries it, so that a reference to what lay there before is noticed."""
+    grant: int
+    """The number of the grant under which a caller has written it; 0: the service refers to it."""
 
 
-_REFERENCE: Final = struct.Struct("<IIQQ")
+_REFERENCE: Final = struct.Struct("<IIQQQ")
 
 
-class Shared(np.ndarray[Any, np.dtype[np.uint8]]):
-    """uint8: a region, a frame in one, or all that an answer may refer to. A cut keeps what it is cut from alive."""
-
-    owner: object = None
-    """Of a frame: whose memory this is."""
-    at: int
-    """Of a frame: where it begins."""
-
-    def cut(self, start: int, size: int) -> Shared:
-        """A part of it."""
-        return cast(Shared, self[start : start + size])
-
-    def frame(self, owner: object, at: int) -> memoryview:
-        """This, read-only."""
-        self.owner, self.at = owner, at
-        return memoryview(cast(Any, self)).toreadonly()
-
-
-def place_of(frame: Frame, owner: object) -> int | None:
-    """Where a frame lies in the memory of `owner`; None if it lies elsewhere."""
+def placed(frame: Frame, owner: object) -> Shared | None:
+    """A frame as it lies in the memory of `owner`; None if it lies elsewhere."""
     shared: Any = frame.obj if type(frame) is memoryview else None
-    return shared.at if type(shared) is Shared and shared.owner is owner else None
+    here = type(shared) is Shared and shared.owner is owner and len(shared) == len(frame)
+    return shared if here else None
 
 
 async def send_message(
-    wire: Wire, message: Bulk[Any], place: Callable[[Frame], int | None], answer: int = 0
+    wire: Wire, message: Bulk[Any], place: Callable[[Frame], Shared | None], answer: int = 0
 ) -> None:
     """Send a message, of frames with a `place` only that. `answer` is to be confirmed. Raises as Wire.send."""
     places = [(number, place(frame)) for number, frame in enumerate(message.frames)]
     references = [
-        Reference(number, len(frame), at, checksum_of(frame))
+        Reference(number, len(at), at.at, checksum_of(frame), at.grant)
         for (number, at), frame in zip(places, message.frames, strict=True)
         if at is not None
     ]
@@ -134,13 +128,15 @@ def parsed(
     """A message of kind REFERRING; `view` finds a frame of an answer. Raises WireError, and as `parse` does."""
     try:
         answer, count = _HEAD.unpack_from(data)
+        if not 0 < count <= _MOST_REFERENCES:
+            raise WireError(f"a message with {count} references to frames")
         end = _HEAD.size + count * _REFERENCE.size
         references = [Reference(*found) for found in _REFERENCE.iter_unpack(data[_HEAD.size : end])]
     except struct.error as error:
         raise WireError(f"a message with references: {error}") from None
     message = parse(data[end:])
-    if not isinstance(message, Bulk) or not 0 < len(references) == count <= _MOST_REFERENCES:
-        raise WireError(f"a message with {count} references to frames")
+    if not isinstance(message, Bulk) or len(references) != count:
+        raise WireError(f"a message without the {count} references to frames that it announces")
     message.insert({reference.number: view(answer, reference) for reference in references})
     return message
 
@@ -148,9 +144,11 @@ def parsed(
 class Mapping:
     """Shared memory, as one process has it."""
 
-    def __init__(self, file: int, size: int) -> None:
-        """`size`: bytes. Raises OSError."""
-        self._map = mmap.mmap(file, size)
+    def __init__(self, file: int, size: int, *, writes: bool) -> None:
+        """`size`: bytes. Raises OSError, and ValueError for a file of another size."""
+        self._populate = _POPULATE_WRITE if writes else _POPULATE_READ
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0)
+        self._map = mmap.mmap(file, size, prot=protection)
         self.everything: Final = np.frombuffer(self._map, np.uint8)
         self._touched: set[int] = set()
 
@@ -159,7 +157,7 @@ class Mapping:
         if number not in self._touched:
             self._touched.add(number)
             with contextlib.suppress(OSError):  # a kernel before Linux 5.14
-                self._map.madvise(_POPULATE_WRITE, number * REGION_BYTES, REGION_BYTES)
+                self._map.madvise(self._populate, number * REGION_BYTES, REGION_BYTES)
 
     def region(self, number: int) -> Shared:
         """One region."""
@@ -168,30 +166,40 @@ class Mapping:
         return self.everything[start : start + REGION_BYTES].view(Shared)
 
 
+class Grant(NamedTuple):
+    """Leave to write to a region."""
+
+    number: int
+    """None is used twice: so a reference from before a region was given back is noticed."""
+    region: int
+
+
 class Copier:
     """Copies frames into regions, one behind the other."""
 
-    def __init__(self, owner: object, take: Callable[[], tuple[int, Shared] | None]) -> None:
-        """`take`: the number of another region and the region, or None. `owner`: see Shared."""
+    def __init__(self, owner: object, take: Callable[[], tuple[Grant, Shared] | None]) -> None:
+        """`take`: another region, if there is one. `owner`: see Shared."""
         self._owner = owner
         self._take = take
         self._region: Shared | None = None
-        self._begins = self._used = 0
+        self._grant = Grant(0, 0)
+        self._used = 0
 
     def copy(self, frame: Frame) -> Frame:
         """The copy; the frame itself if it is short, in the memory already, or there is no room."""
         size = len(frame)
-        if not LEAST_BYTES <= size <= REGION_BYTES or place_of(frame, self._owner) is not None:
+        if not LEAST_BYTES <= size <= REGION_BYTES or placed(frame, self._owner) is not None:
             return frame
         if self._region is None or self._used + size > REGION_BYTES:
             if (taken := self._take()) is None:
                 return frame
-            number, self._region = taken
-            self._begins, self._used = number * REGION_BYTES, 0
-        copy, at = self._region.cut(self._used, size), self._begins + self._used
+            self._grant, self._region = taken
+            self._used = 0
+        copy = self._region.cut(self._used, size)
         copy[:] = np.frombuffer(frame, np.uint8)
-        self._used += size + -size % 64
-        return copy.frame(self._owner, at)
+        at = self._grant.region * REGION_BYTES + self._used
+        self._used += size + -size % PAGE_BYTES
+        return copy.frame(self._owner, at, self._grant.number)
 
 
 def check(frame: memoryview, reference: Reference) -> None:
@@ -213,7 +221,7 @@ class SharedMemory:
             # A caller that cut it short would end this process with a SIGBUS.
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals)
-            self._mapping = Mapping(self._file, size)
+            self._mapping = Mapping(self._file, size, writes=True)
         except OSError:
             os.close(self._file)
             raise
@@ -224,8 +232,9 @@ class SharedMemory:
         """Those whose pages are there."""
         self.callers: dict[bytes, Caller] = {}
         """By their keys."""
-        self.links: set[Caller] = set()
+        self.links: dict[Caller, None] = {}
         """Also those that have not said their key."""
+        self._grants = 0
 
     @property
     def used_bytes(self) -> int:
@@ -234,9 +243,14 @@ class SharedMemory:
 
     def admit(self, connection: socket.socket) -> None:
         """A link. It gets nothing before a call that was let in has shown its key."""
-        self.links.add(Caller(self, connection))
+        strangers = [link for link in self.links if not link.handed_out]
+        if (
+            len(strangers) >= MOST_STRANGERS
+        ):  # perhaps links that never show one: a client makes another
+            strangers[0].end()
+        self.links[Caller(self, connection)] = None
 
-    def grant(self) -> tuple[int, Shared] | None:
+    def grant(self) -> tuple[Grant, Shared] | None:
         """A region, until all that is cut from it is gone; None if there is none."""
         if not self._free:
             return None
@@ -250,7 +264,8 @@ class SharedMemory:
             self._taken.add(number)
         found = self._mapping.region(number)
         weakref.finalize(found, self._free.append, number).atexit = False
-        return number, found
+        self._grants += 1
+        return Grant(self._grants, number), found
 
     def copied(self, frame: Frame) -> Frame:
         """A frame that came as bytes, as columns of one or from a disk, for somebody who reads it here."""
@@ -279,29 +294,32 @@ class Caller:
         self._memory = memory
         self._link = link
         self._key = b""
-        self._handed_out = False
+        self.handed_out = False
+        """It has the memory: until then it has nothing to say but its key."""
         self.maps = False
         """It can follow references."""
-        self._granted: dict[int, Shared] = {}
+        self._granted: dict[int, tuple[int, Shared]] = {}
+        """Region by the number of the grant."""
         self._answers: dict[int, list[Frame]] = {}
         """The frames that it may be reading, by the number of the answer."""
         self._unconfirmed: set[int] = set()
         """Answers that it may not have received."""
         self._last_answer = 0
-        asyncio.get_running_loop().add_reader(link, self.read)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(link, self.read)
 
     def let_in(self) -> None:
         """One of its calls has a role that may make it."""
-        if not self._handed_out:
-            self._handed_out = True
+        if not self.handed_out:
+            self.handed_out = True
             with contextlib.suppress(OSError):
                 self._memory.hand_out(self._link)
 
     def adopt(self, _: int, reference: Reference) -> memoryview:
         """A frame that it wrote, read-only. Raises WireError."""
         number, start = divmod(reference.at, REGION_BYTES)
-        region = self._granted.get(number)
-        if region is None or start + reference.size > REGION_BYTES:
+        granted, region = self._granted.get(reference.grant, (-1, None))
+        if region is None or granted != number or start + reference.size > REGION_BYTES:
             raise WireError("a reference to memory that was not granted")
         frame = region.cut(start, reference.size).frame(self._memory, reference.at)
         check(frame, reference)
@@ -312,47 +330,55 @@ class Caller:
         self._last_answer += 1
         return self._last_answer
 
-    def hold(self, answer: int, frame: Frame) -> int | None:
+    def hold(self, answer: int, frame: Frame) -> Shared | None:
         """Where a frame lies, as it is until the caller is done with the answer; None: it is to go as bytes."""
         if not self.maps:
             return None
         frame = self._memory.copied(frame)
-        at = place_of(frame, self._memory)
-        if at is not None:
+        found = placed(frame, self._memory)
+        if found is not None:
             self._answers.setdefault(answer, []).append(frame)
             self._unconfirmed.add(answer)
-        return at
+        return found
 
     def cut_off(self, answer: int) -> None:
-        """The connection of an answer has ended: it is held only if that was said before."""
-        self.read()
+        """The caller has closed the connection of an answer: it holds that only if it said so before."""
+        if answer in self._unconfirmed and self.read(MOST_PACKETS):
+            self.not_received(answer)
+
+    def not_received(self, answer: int) -> None:
+        """The caller will never hold an answer."""
         if answer in self._unconfirmed:
             self._unconfirmed.discard(answer)
             self._answers.pop(answer, None)
 
-    def read(self) -> None:
-        """All that it has said."""
-        while self._link.fileno() >= 0:
+    def read(self, packets: int = 8) -> bool:
+        """At most so many packets of what it has said; True if that was all."""
+        for _ in range(packets):
+            if self._link.fileno() < 0:
+                return True
             try:
                 packet = self._link.recv(_PACKET_BYTES)
             except (BlockingIOError, InterruptedError):
-                return
+                return True
             except OSError:
                 packet = b""
             if not packet:
                 self.end()
-            elif self._key:
-                self.maps = True
+            elif self.handed_out:
                 for word in np.frombuffer(packet, "<u8", len(packet) // 8).tolist():
                     self._hear(word >> 56, word & (1 << 56) - 1)
-            elif len(packet) != KEY_BYTES or packet in self._memory.callers:
+            elif self._key or len(packet) != KEY_BYTES or packet in self._memory.callers:
                 self.end()
             else:
                 self._key = packet
                 self._memory.callers[packet] = self
+        return False
 
     def _hear(self, word: int, number: int) -> None:
-        if word == Word.WANT and number:
+        if word == Word.MAPPED:
+            self.maps = True
+        elif word == Word.WANT:
             self._grant(number)
         elif word == Word.GIVE_BACK:
             self._granted.pop(number, None)
@@ -362,12 +388,15 @@ class Caller:
             self._answers.pop(number, None)
 
     def _grant(self, wanted: int) -> None:
-        found: dict[int, Shared] = {}
+        found: dict[int, tuple[int, Shared]] = {}
         most = min(MOST_AT_ONCE, self._memory.regions // SHARE - len(self._granted))
         while len(found) < min(wanted, most) and (region := self._memory.grant()):
-            found[region[0]] = region[1]
+            found[region[0].number] = region[0].region, region[1]
+        said = [0, 0]  # also where there is none, it is waited for
+        for granted, (number, _) in found.items():
+            said += granted, number
         try:
-            self._link.send(np.array([len(found), *found], "<u4").tobytes())
+            self._link.send(np.array(said, "<u8").tobytes())
         except OSError:  # it does not listen, or is gone
             return
         self._granted |= found
@@ -376,9 +405,9 @@ class Caller:
         """It is gone: nothing is held for it any more. Idempotent."""
         if self._link.fileno() < 0:
             return
-        asyncio.get_running_loop().remove_reader(self._link)
+        self._loop.remove_reader(self._link)
         self._link.close()
-        self._memory.links.discard(self)
+        self._memory.links.pop(self, None)
         self._memory.callers.pop(self._key, None)
         self.maps = False
         self._granted.clear()

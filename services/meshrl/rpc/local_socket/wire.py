@@ -100,6 +100,7 @@ class Wire(asyncio.BufferedProtocol):
     def close(self) -> None:
         """End the connection at once. Idempotent."""
         if not self.lost:
+            self.lost = True
             self._transport.abort()
 
     async def _fill(self, view: memoryview) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, NotFoundError, UserError
-from meshrl.contract.frames import Column, Frame, checksum_of, pack, strip_checksum
+from meshrl.contract.frames import Column, Frame, checksum_of, is_shared, pack, strip_checksum
 from meshrl.contract.types import (
     CONVERSATION,
     DATA_SOURCE,
@@ -490,7 +490,7 @@ def _parts(
             raise CorruptError(fault)
         whole = names is None or names.issuperset(writes[frame.stage])
         if frame.positions is not None or not whole:
-            read = Frame(value, f"frame {frame.key.hex()}", checked=True)
+            read = Frame(value, f"frame {frame.key.hex()}", checked=not is_shared(value))
             columns = [name for name in read.columns if names is None or name in names]
             value = read.select(columns, frame.positions)
         parts.append(Part(rows=frame.rows, frame=value))
