@@ -98,7 +98,7 @@ async def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
         meta = environment.open_db(b"meta")
         with environment.begin(db=meta, write=True) as transaction:
             transaction.put(STAMP, json.dumps({"format": 99}).encode())
-    with pytest.raises(UserError, match=r"format 99, this meshrl reads format 4"):
+    with pytest.raises(UserError, match=r"format 99, this meshrl reads format 5"):
         await TransferQueue.open(DiskStore(tmp_path))
 
 

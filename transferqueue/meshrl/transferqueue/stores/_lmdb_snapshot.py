@@ -22,6 +22,7 @@ import lmdb
 
 from meshrl.contract.errors import WaitTimeoutError
 from meshrl.transferqueue.store import Operation, Table
+from meshrl.transferqueue.stores._frame_file import FrameFile
 
 STALL_S: Final = 120.0
 """A reader that asks for no piece for so long is given up."""
@@ -37,9 +38,19 @@ class Snapshot:
     """Belongs to one event loop; reads on a thread of its own."""
 
     def __init__(
-        self, skip: bytes, release: Callable[[], None], *, stall_s: float = STALL_S
+        self,
+        skip: bytes,
+        frames: FrameFile,
+        release: Callable[[], None],
+        *,
+        stall_s: float = STALL_S,
     ) -> None:
-        """Of all but META's key `skip`. `release` is called once: when the store's file is not read any more."""
+        """Of all but META's key `skip`. `release` is called once: when LMDB's own file is not read any more.
+
+        Long values are read in `frames` to the end: their places are not used again before.
+        """
+        frames.begin_export()
+        self._frames: FrameFile | None = frames
         self._stall_s = stall_s
         self._skip = skip
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="queue-export")
@@ -99,7 +110,8 @@ class Snapshot:
                 )
             tables = {table: environment.open_db(table.encode(), create=False) for table in Table}
         self._transaction = environment.begin()
-        self._pieces = _pieces(self._transaction, tables, self._skip)
+        assert self._frames is not None
+        self._pieces = _pieces(self._transaction, tables, self._skip, self._frames)
 
     def _give_up(self) -> None:
         self._stalled = True
@@ -114,6 +126,9 @@ class Snapshot:
         if self._copy is not None:
             self._copy.close()
             self._copy = None
+        if self._frames is not None:
+            self._frames.end_export()
+            self._frames = None
 
     def _free(self) -> None:
         release, self._release = self._release, None
@@ -122,7 +137,7 @@ class Snapshot:
 
 
 def _pieces(
-    transaction: lmdb.Transaction, tables: Mapping[Table, Any], skip: bytes
+    transaction: lmdb.Transaction, tables: Mapping[Table, Any], skip: bytes, frames: FrameFile
 ) -> Iterator[list[Operation]]:
     for table in Table:
         piece: list[Operation] = []
@@ -130,8 +145,11 @@ def _pieces(
         for key, value in transaction.cursor(db=tables[table]):
             if table is Table.META and key == skip:
                 continue
-            piece.append(Operation(table, bytes(key), bytes(value)))
-            size += len(key) + len(value)
+            read = frames.read(bytes(value)) if table is Table.PAYLOAD else bytes(value)
+            if read is None:  # lost: whoever wants it will miss it in the copy, too
+                continue
+            piece.append(Operation(table, bytes(key), read))
+            size += len(key) + len(read)
             if size >= PIECE_BYTES:
                 yield piece
                 piece, size = [], 0

@@ -1,6 +1,6 @@
 """The durable store: one LMDB file pair per queue, owned by one process at a time, by default with fsync.
 
-    event loop ──apply───▶ commit thread ──one write transaction──▶ data.mdb
+    event loop ──apply───▶ commit thread ──one write transaction──▶ data.mdb; long values in frames.dat first
                ──read────▶ read thread   ──one read transaction───▶ (memory map)
                ──export──▶ a thread more ──one read transaction───▶ (a copy: _lmdb_snapshot.py)
 
@@ -17,7 +17,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -34,12 +34,15 @@ from meshrl.transferqueue.stores import (
     _lmdb_unsynced,
     _lmdb_walk,
 )
+from meshrl.transferqueue.stores._frame_file import FrameFile, Place, is_long
 from meshrl.transferqueue.stores._lmdb_snapshot import FOLDER as EXPORT_FOLDER
 from meshrl.transferqueue.stores._lmdb_snapshot import STALL_S, Snapshot
 
 log = logging.getLogger(__name__)
 
 STAMP = b"\x00format"
+WITH_LONG_VALUES: Final = 5
+"""The format of a store from its first long value on, which lies beside LMDB's file. Any other is of FORMAT."""
 NUMBER_EVERY_S: Final = 0.5
 """Between two writes of the last commit's number; at each commit it would cost 2 % of CPU."""
 _FULL = ("No space left", "quota exceeded", "File too large", "Input/output error")
@@ -82,6 +85,8 @@ class DiskStore:
         self._exporting = asyncio.Lock()
         """Held while an export reads the file; taken before `_exclusive`."""
         self._closing = False
+        self._frames = FrameFile(path)
+        self._format = FORMAT
         self._checksum = _lmdb_checksums.StoreChecksum()
         self._number_file: _lmdb_checksums.CommitNumberFile | None = None
         self._number_timer: asyncio.TimerHandle | None = None
@@ -102,7 +107,7 @@ class DiskStore:
                 async with self._exporting, self._exclusive:
                     await self._run(self._reads, lambda: None)
                     await self._run(self._commits, self._grow)
-            except lmdb.Error as error:
+            except (lmdb.Error, OSError) as error:
                 raise self._translated(error) from error
             else:
                 break
@@ -134,8 +139,8 @@ class DiskStore:
             )
 
     def size_bytes(self) -> int:
-        """The size of the file, with space that was freed in it and will be used again."""
-        return self._file_bytes()
+        """The size of the files, with space that was freed in them and will be used again."""
+        return self._file_bytes() + self._frames.size_bytes()
 
     async def export(self) -> AsyncGenerator[Sequence[Operation], None]:
         """Every record of one commit. A reader may be slow; one that stops is given up. Commits go on."""
@@ -164,7 +169,7 @@ class DiskStore:
     async def _snapshot(self) -> Snapshot:
         """One moment, from a copy of the file where the disk has room for one."""
         await self._exporting.acquire()
-        snapshot = Snapshot(STAMP, self._exporting.release, stall_s=self._stall_s)
+        snapshot = Snapshot(STAMP, self._frames, self._exporting.release, stall_s=self._stall_s)
         try:
             async with (
                 self._exclusive
@@ -190,6 +195,10 @@ class DiskStore:
                 cursor = transaction.cursor(self._tables[Table.META])
                 items = [(k, v) for k, v in cursor if k != STAMP]
                 self._checksum = _lmdb_checksums.check(self._path, transaction, items, walked)
+            with self._env.begin(buffers=True) as transaction:
+                values = transaction.cursor(self._tables[Table.PAYLOAD])
+                places = {bytes(key): place for key, value in values if (place := Place.of(value))}
+            self._frames.open(places)
             self._number_file = _lmdb_checksums.CommitNumberFile(self._path)
             return items
         except _DAMAGED as error:
@@ -265,18 +274,38 @@ class DiskStore:
             raise CorruptError(
                 f"{self._path}: no queue store, its stamp is {stamp!r}; if it was one, restore a backup"
             ) from error
-        if found != FORMAT:
+        self._format = found
+        if found not in (FORMAT, WITH_LONG_VALUES):
             raise UserError(
                 f"the queue at {self._path} is stored in format {found}, this meshrl reads format"
-                f" {FORMAT}: finish the run with the version that wrote it, or choose another path"
+                f" {WITH_LONG_VALUES}: finish the run with the version that wrote it, or choose another path"
             )
         return False
 
     def _commit(self, operations: Sequence[Operation]) -> None:
+        values = [(op.key, op.value) for op in operations if op.table is Table.PAYLOAD]
+        places = self._frames.write(
+            {key: value for key, value in values if value is not None and is_long(value)}
+        )
+        try:
+            if self._durability == "always":
+                self._frames.sync()
+            self._transact(operations, places)
+        except BaseException:
+            self._frames.take_back(places)
+            raise
+        self._frames.committed([key for key, _ in values], places)
+
+    def _transact(self, operations: Sequence[Operation], places: Mapping[bytes, Place]) -> None:
         meta, payload = self._tables[Table.META], self._tables[Table.PAYLOAD]
         with self._env.begin(write=True) as transaction:
             after = self._checksum.following(transaction.id())
+            if places and self._format == FORMAT:
+                stamp = json.dumps({"format": WITH_LONG_VALUES}).encode()
+                transaction.put(STAMP, stamp, db=meta)
             for table, key, value in operations:
+                if key in places and table is Table.PAYLOAD:
+                    value = places[key].encode()
                 if table is Table.META:
                     if value is None:
                         after.delete(key)
@@ -293,10 +322,15 @@ class DiskStore:
                     transaction.put(key, value, db=payload)
             transaction.put(_lmdb_checksums.KEY, after.encode())
         self._checksum = after.committed()
+        if places:
+            self._format = WITH_LONG_VALUES
 
     def _get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        with self._env.begin(db=self._tables[Table.PAYLOAD]) as transaction:
-            return [transaction.get(key) for key in keys]
+        with (
+            self._frames.reading,
+            self._env.begin(db=self._tables[Table.PAYLOAD]) as transaction,
+        ):
+            return [self._frames.read(transaction.get(key)) for key in keys]
 
     def _write_number(self) -> None:
         self._number_timer = None  # it is cancelled before the file is closed
@@ -328,11 +362,13 @@ class DiskStore:
             return
         try:
             if clean:
+                self._frames.sync()
                 _lmdb_unsynced.clear(self._path, self._environment)
         except (lmdb.Error, OSError) as error:
             log.error("queue store %s: the last sync failed: %s", self._path, error)
         self._environment.close()
         self._environment = None
+        self._frames.close()
 
     def _shut(self) -> None:
         self._shut_environment(clean=True)
