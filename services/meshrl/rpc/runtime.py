@@ -30,7 +30,7 @@ import grpc
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 from pydantic import Field, NonNegativeFloat
 
 from meshrl.contract import tracing
@@ -276,6 +276,12 @@ class GrpcServer:
             log.warning("no socket for payload on this machine, which goes over gRPC: %s", error)
             return
         self._local = local
+        gauge = Gauge(
+            "meshrl_shared_memory_bytes",
+            "Memory for long frames that is written to, or of which a frame is held.",
+            registry=self.registry,
+        )
+        gauge.set_function(lambda: local.shared_bytes_used)
         for servicer in self._servicers:
             if hasattr(servicer, "local_socket"):
                 servicer.local_socket = local.name

@@ -63,6 +63,11 @@ class LocalSocketServer:
         self._answering: set[asyncio.Task[None]] = set()
         """The callers with a call that runs."""
 
+    @property
+    def shared_bytes_used(self) -> int:
+        """See SharedMemory."""
+        return 0 if self._memory is None else self._memory.used_bytes
+
     def start(self) -> None:
         """Listen. Raises OSError where the process may not."""
         listeners = [(_listener(socket.SOCK_STREAM, f"\0{self.name}"), self._admit)]

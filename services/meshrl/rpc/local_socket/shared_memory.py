@@ -90,7 +90,7 @@ class Reference(NamedTuple):
     checksum: int
     """As the frame carries it, so that a reference to what lay there before is noticed."""
     grant: int
-    """The number of the grant under which a caller has written it; 0: the service refers to it."""
+    """The number of the grant under which it was written; of a caller's, the service looks for it."""
 
 
 _REFERENCE: Final = struct.Struct("<IIQQQ")
@@ -244,9 +244,7 @@ class SharedMemory:
     def admit(self, connection: socket.socket) -> None:
         """A link. It gets nothing before a call that was let in has shown its key."""
         strangers = [link for link in self.links if not link.handed_out]
-        if (
-            len(strangers) >= MOST_STRANGERS
-        ):  # perhaps links that never show one: a client makes another
+        if len(strangers) >= MOST_STRANGERS:  # a client that waited too long makes another
             strangers[0].end()
         self.links[Caller(self, connection)] = None
 
