@@ -27,6 +27,7 @@ from enum import IntEnum
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from meshrl.contract.codec import Bulk
 from meshrl.contract.frames import Shared, checksum_of
@@ -137,7 +138,11 @@ def parsed(
     message = parse(data[end:])
     if not isinstance(message, Bulk) or len(references) != count:
         raise WireError(f"a message without the {count} references to frames that it announces")
-    message.insert({reference.number: view(answer, reference) for reference in references})
+    frames = {reference.number: view(answer, reference) for reference in references}
+    try:
+        message.insert(frames)
+    except DecodeError as error:
+        raise WireError(f"a message with references: {error}") from None
     return message
 
 
