@@ -215,7 +215,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[Kind]:
 
 
 def is_shared(frame: memoryview) -> bool:
-    return type(frame.obj) is Shared
+    return isinstance(frame.obj, Shared)
 
 
 @pytest.mark.parametrize("run", [uvloop.run, asyncio.run], ids=["uvloop", "asyncio"])

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -44,12 +44,15 @@ class LocalSocket:
         self._wires: set[Wire] = set()
         self._idle: list[Wire] = []
         self._memory: MappedMemory | None = None
+        self._shares = True
+        """The service may share memory with this process."""
 
     def named(self, name: str) -> None:
         """What an answer says of the service's socket."""
         if name not in (self.name, self._unreachable):
             self.close()
             self.name = name
+            self._shares = True
 
     def close(self) -> None:
         """End the calls that run, and go on by gRPC. Idempotent."""
@@ -71,6 +74,13 @@ class LocalSocket:
         """A frame that lies in shared memory; None for others."""
         return None if self._memory is None else self._memory.place(frame)
 
+    def _ask_for_memory(self) -> None:
+        if self._memory is None and self._shares:
+            try:
+                self._memory = MappedMemory(self.name)
+            except OSError:
+                self._shares = False
+
     def _forget_memory(self) -> None:
         if self._memory is not None:
             self._memory.leave()
@@ -81,17 +91,20 @@ class LocalSocket:
         while self._idle:
             wire = self._idle.pop()
             if not wire.lost:
+                self._ask_for_memory()
                 return wire
         if not self.name or len(self._wires) >= MAX_WIRES:
             return None
         name = self.name
         try:
-            return await self._connect(name)
+            wire = await self._connect(name)
         except BlockingIOError:  # more callers come than it lets in at the moment
             return None
         except OSError as error:
             self._give_up(name, error)
             return None
+        self._ask_for_memory()
+        return wire
 
     def _give_up(self, name: str, why: OSError) -> None:
         """Another process, as of the next start of the service, names another socket."""
@@ -112,9 +125,6 @@ class LocalSocket:
                 raise PermissionError("it is another user's")
             loop = asyncio.get_running_loop()
             await loop.create_unix_connection(lambda: wire, sock=connection)
-            if self._memory is None:
-                with suppress(OSError):  # it shares none
-                    self._memory = MappedMemory(name)
         except BaseException:
             self._wires.discard(wire)
             connection.close()

@@ -392,7 +392,8 @@ class Caller:
 
     def _grant(self, wanted: int) -> None:
         found: dict[int, tuple[int, Shared]] = {}
-        most = min(MOST_AT_ONCE, self._memory.regions // SHARE - len(self._granted))
+        share = max(1, self._memory.regions // SHARE)
+        most = min(MOST_AT_ONCE, share - len(self._granted))
         while len(found) < min(wanted, most) and (region := self._memory.grant()):
             found[region[0].number] = region[0].region, region[1]
         said = [0, 0]  # also where there is none, it is waited for
