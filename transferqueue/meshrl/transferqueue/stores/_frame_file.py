@@ -4,8 +4,8 @@
     open:    the places that LMDB holds are taken, all else is free: a write that no commit followed is forgotten
 
 LMDB copies a value into pages of its own, and those into the page cache, before they reach the disk: for long values
-that is most of what a commit costs. A place is used again once the commit that deleted it is durable, no reader is
-in the middle of it, and no export reads as of an earlier moment. A place carries a checksum, and what lies there has
+that is most of what a commit costs. A place is used again once the commit that deleted it is done and no read or
+export that began before goes on. A place carries a checksum, and what lies there has
 its own; so a wrong place, a value cut short or another one is noticed by whoever reads it. The file never shrinks.
 """
 
@@ -26,6 +26,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from meshrl.contract.errors import CorruptError
+from meshrl.contract.files import sync
+
 log = logging.getLogger(__name__)
 
 Value: TypeAlias = bytes | memoryview
@@ -38,6 +41,8 @@ BLOCK: Final = 4096
 GROW_BYTES: Final = 64 << 20
 _RUN_BYTES: Final = 16 << 20
 """About so much is written at once."""
+_RUN_VALUES: Final = 512
+"""And no more values: each is one or two of the parts of a write, of which Linux takes 1,024."""
 _MAGIC: Final = b"\xa7at"
 _PLACE: Final = struct.Struct("<3sQQQ")
 
@@ -86,38 +91,49 @@ class FrameFile:
     def __init__(self, folder: Path) -> None:
         """The file is made with the first long value."""
         self.path: Final = folder / NAME
-        self.reading: Final = threading.RLock()
-        """Held from the look at what LMDB holds to the end of `read`; and while places become free."""
+        self._lock: Final = threading.RLock()
+        """Held while places are taken or become free, never during a read or a write."""
         self._places: dict[bytes, Place] = {}
-        """By key: those that are taken."""
+        """By key: those that are taken, and become free when the key goes."""
         self._free: list[tuple[int, int]] = []
         """Start and size of each gap, in order; no two of them touch."""
         self._end = 0
         """Of the file, or of the last place that is taken."""
-        self._exports = 0
+        self._readers = 0
         self._withheld: list[Place] = []
-        """Not needed any more, but an export may read them."""
+        """Not needed any more, but somebody may read them."""
         self._file = self._cached = -1
         """Past the page cache, and through it."""
         self._staging = mmap.mmap(-1, BLOCK)
-        self._unsynced = False
 
     def open(self, places: Mapping[bytes, Place]) -> None:
-        """Again, with what LMDB holds. Raises OSError."""
-        self.close()
-        with self.reading:
+        """Again, with what LMDB holds. Raises OSError, CorruptError."""
+        with self._lock:
+            if not self._readers:
+                self.close()
+            held = {*self._places.values(), *self._withheld} if self._readers else set()
+            self._withheld = sorted(held.difference(places.values()))
             self._places = dict(places)
             self._free = []
-            self._end = self.path.stat().st_size if self.path.exists() else 0
-            at = 0
-            for place in sorted([*places.values(), *self._withheld]):
-                if place.start > at:
+            taken = [(place, key) for key, place in places.items()]
+            at, before = 0, b""
+            for place, key in sorted([*taken, *((place, b"") for place in self._withheld)]):
+                if place.start < at:  # damage: what is wrong is noticed when it is read
+                    self._places.pop(key, None)
+                    self._places.pop(before, None)
+                elif place.start > at:
                     self._free.append((at, place.start - at))
-                at = max(at, place.start + place.blocks)
+                if place.start + place.blocks > at:
+                    at, before = place.start + place.blocks, key
+            self._end = self.path.stat().st_size if self.path.exists() else 0
+            if self._end < at:
+                raise CorruptError(
+                    f"{self.path} is gone or cut short: it has {self._end} bytes, and data.mdb says that values"
+                    f" lie in it up to {at}: put it back, or restore a backup (meshrl queue restore)"
+                )
             if self._end > at:
                 self._free.append((at, self._end - at))
-            self._end = max(self._end, at)
-            if self._end:
+            if self._end and self._file < 0:
                 self._open_file()
 
     def write(self, values: Mapping[bytes, Value]) -> dict[bytes, Place]:
@@ -126,9 +142,8 @@ class FrameFile:
             return {}
         if self._file < 0:
             self._open_file()
-        with self.reading:
+        with self._lock:
             places = dict(zip(values, self._take(map(len, values.values())), strict=True))
-        self._unsynced = True
         try:
             for run in _runs([(places[key], value) for key, value in values.items()]):
                 self._write_run(run)
@@ -139,13 +154,11 @@ class FrameFile:
 
     def sync(self) -> None:
         """Have on disk what was written. Raises OSError."""
-        if self._unsynced and self._file >= 0:
-            os.fdatasync(self._file)
-            self._unsynced = False
+        os.fdatasync(self._file)
 
     def take_back(self, places: Mapping[bytes, Place]) -> None:
         """What `write` returned: no commit followed."""
-        with self.reading:
+        with self._lock:
             for place in places.values():
                 self._insert(place.start, place.blocks)
 
@@ -153,7 +166,7 @@ class FrameFile:
         """These keys were put or deleted; of those in `places`, the value lies there. The commit is durable."""
         found = [(key, place) for key in keys if (place := self._places.pop(key, None))]
         self._places |= places
-        with self.reading:
+        with self._lock:
             self._withheld += [place for _, place in found]
             self._free_withheld()
 
@@ -167,17 +180,20 @@ class FrameFile:
         except OSError as error:
             log.error("%s cannot be read at %d: %s", self.path, place.start, error)
             return None
-        return found if len(found) == place.size else None
+        if len(found) == place.size:
+            return found
+        log.error("%s ends in the middle of a value, at %d", self.path, place.start + len(found))
+        return None
 
-    def begin_export(self) -> None:
-        """From now on what is taken stays as it is."""
-        with self.reading:
-            self._exports += 1
+    def begin_reading(self) -> None:
+        """From now on what is taken stays as it is. Call it before the look at what LMDB holds."""
+        with self._lock:
+            self._readers += 1
 
-    def end_export(self) -> None:
-        """The counterpart of `begin_export`."""
-        with self.reading:
-            self._exports -= 1
+    def end_reading(self) -> None:
+        """The counterpart of `begin_reading`."""
+        with self._lock:
+            self._readers -= 1
             self._free_withheld()
 
     def size_bytes(self) -> int:
@@ -186,19 +202,22 @@ class FrameFile:
 
     def close(self) -> None:
         """Idempotent."""
-        with self.reading:
+        with self._lock:
             if self._file >= 0:
                 os.close(self._file)
                 os.close(self._cached)
                 self._file = self._cached = -1
 
     def _open_file(self) -> None:
+        fresh = not self.path.exists()
         self._cached = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             direct = os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0)
             self._file = os.open(self.path, direct)
         except OSError:  # a file system that has only a page cache
             self._file = os.dup(self._cached)
+        if fresh:
+            sync(self.path.parent)
 
     def _take(self, sizes: Iterable[int]) -> list[Place]:
         """Side by side where there is such a gap, so that they are written at once. Raises OSError."""
@@ -243,9 +262,15 @@ class FrameFile:
         self._free[first:last] = [(start, size)]
 
     def _grow(self, size: int) -> None:
-        for more in (max(size, GROW_BYTES), size):
+        """By more than `size` while the disk has plenty. A disk that is nearly full is not filled by the attempt."""
+        disk = os.fstatvfs(self._cached)
+        free = disk.f_bavail * disk.f_frsize
+        if free < size:
+            raise OSError(errno.ENOSPC, f"No space left for {size} bytes", str(self.path))
+        plenty = max(size, min(GROW_BYTES, free // 64 // BLOCK * BLOCK))
+        for more in (plenty, size):
             try:
-                os.posix_fallocate(self._file, self._end, more)
+                os.posix_fallocate(self._cached, self._end, more)
             except OSError:
                 if more == size:
                     raise
@@ -255,7 +280,7 @@ class FrameFile:
                 return
 
     def _free_withheld(self) -> None:
-        if not self._exports:
+        if not self._readers:
             for place in self._withheld:
                 self._insert(place.start, place.blocks)
             self._withheld = []
@@ -276,9 +301,16 @@ class FrameFile:
                 end = at + rest.size + -rest.size % BLOCK
                 parts.append(staging[at:end].data)
                 at = end
-        written = os.pwritev(self._file, parts, run[0][0].start)
+        try:
+            written = os.pwritev(self._file, parts, run[0][0].start)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # A file system that takes larger blocks only, or none past its page cache.
+            os.dup2(self._cached, self._file, inheritable=False)
+            written = os.pwritev(self._file, parts, run[0][0].start)
         if written != sum(map(len, parts)):
-            raise OSError(errno.EIO, f"{self.path} took {written} bytes of a write")
+            raise OSError(errno.ENOSPC, f"No space left: it took {written} bytes", str(self.path))
 
 
 def _side_by_side(start: int, places: Iterable[Place]) -> Iterator[Place]:
@@ -292,7 +324,8 @@ def _runs(values: Iterable[tuple[Place, Value]]) -> Iterator[list[tuple[Place, V
     run: list[tuple[Place, Value]] = []
     size = 0
     for place, value in values:
-        if run and (run[-1][0].start + run[-1][0].blocks != place.start or size >= _RUN_BYTES):
+        full = size >= _RUN_BYTES or len(run) == _RUN_VALUES
+        if run and (full or run[-1][0].start + run[-1][0].blocks != place.start):
             yield run
             run, size = [], 0
         run.append((place, value))

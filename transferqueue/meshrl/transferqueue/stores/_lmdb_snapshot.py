@@ -49,7 +49,7 @@ class Snapshot:
 
         Long values are read in `frames` to the end: their places are not used again before.
         """
-        frames.begin_export()
+        frames.begin_reading()
         self._frames: FrameFile | None = frames
         self._stall_s = stall_s
         self._skip = skip
@@ -127,7 +127,7 @@ class Snapshot:
             self._copy.close()
             self._copy = None
         if self._frames is not None:
-            self._frames.end_export()
+            self._frames.end_reading()
             self._frames = None
 
     def _free(self) -> None:

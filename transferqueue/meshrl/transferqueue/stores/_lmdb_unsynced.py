@@ -20,7 +20,7 @@ import xxhash
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.files import sync
-from meshrl.transferqueue.stores import _lmdb_checksums
+from meshrl.transferqueue.stores import _frame_file, _lmdb_checksums
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +78,8 @@ def mark(path: Path) -> None:
 def clear(path: Path, environment: lmdb.Environment) -> None:
     """Sync what may be in the page cache only, and remove the mark. Raises lmdb.Error, OSError."""
     if (path / MARK).exists():
+        if (path / _frame_file.NAME).exists():
+            sync(path / _frame_file.NAME)
         environment.sync(True)
         (path / MARK).unlink()
         sync(path)

@@ -146,11 +146,14 @@ class DiskStore:
         """Every record of one commit. A reader may be slow; one that stops is given up. Commits go on."""
         snapshot = await self._snapshot()
         try:
-            while piece := await snapshot.next():
+            while True:
+                piece = await snapshot.next()
+                if self._closing:  # what was read last may lack what was not there any more
+                    raise errors.UnavailableError("the queue is closing")
+                if not piece:
+                    break
                 with snapshot.handed_over():
                     yield piece
-                if self._closing:
-                    raise errors.UnavailableError("the queue is closing")
         except lmdb.Error as error:
             raise InfraError(f"queue store {self._path}: cannot read: {error}") from error
         finally:
@@ -288,7 +291,7 @@ class DiskStore:
             {key: value for key, value in values if value is not None and is_long(value)}
         )
         try:
-            if self._durability == "always":
+            if places and self._durability == "always":
                 self._frames.sync()
             self._transact(operations, places)
         except BaseException:
@@ -326,11 +329,12 @@ class DiskStore:
             self._format = WITH_LONG_VALUES
 
     def _get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        with (
-            self._frames.reading,
-            self._env.begin(db=self._tables[Table.PAYLOAD]) as transaction,
-        ):
-            return [self._frames.read(transaction.get(key)) for key in keys]
+        self._frames.begin_reading()
+        try:
+            with self._env.begin(db=self._tables[Table.PAYLOAD]) as transaction:
+                return [self._frames.read(transaction.get(key)) for key in keys]
+        finally:
+            self._frames.end_reading()
 
     def _write_number(self) -> None:
         self._number_timer = None  # it is cancelled before the file is closed
@@ -362,16 +366,15 @@ class DiskStore:
             return
         try:
             if clean:
-                self._frames.sync()
                 _lmdb_unsynced.clear(self._path, self._environment)
         except (lmdb.Error, OSError) as error:
             log.error("queue store %s: the last sync failed: %s", self._path, error)
         self._environment.close()
         self._environment = None
-        self._frames.close()
 
     def _shut(self) -> None:
         self._shut_environment(clean=True)
+        self._frames.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
