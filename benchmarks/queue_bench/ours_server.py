@@ -33,7 +33,7 @@ async def main(path: Path, section: str) -> None:
         settings = ServerSettings(
             drain_grace_s=1,
             local_socket=config.local_socket,
-            shared_memory_bytes=config.shared_memory_bytes,
+            shared_bytes=config.shared_bytes,
         )
         async with GrpcServer(settings, servicers) as server:
             await server.ready()

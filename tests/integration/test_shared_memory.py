@@ -194,7 +194,7 @@ class Mesh:
 
 @asynccontextmanager
 async def sharing(size: int = MEMORY, **settings: Any) -> AsyncIterator[Mesh]:
-    async with serving(shared_memory_bytes=size, **settings) as (server, servicer, queue):
+    async with serving(shared_bytes=size, **settings) as (server, servicer, queue):
         mesh = Mesh(server, servicer, queue)
         await mesh.start()
         yield mesh
@@ -226,7 +226,7 @@ def test_long_frames_are_written_leased_and_fetched_by_reference(
 
 
 async def trip(sent: Counter[Kind]) -> None:
-    async with serving(shared_memory_bytes=MEMORY) as (server, servicer, queue):
+    async with serving(shared_bytes=MEMORY) as (server, servicer, queue):
         mesh = Mesh(server, servicer, queue)
         await mesh.start(replace(SPEC, stages=(ROLLOUT_STAGE, REFERENCE_STAGE)))
         async with mesh.client() as writer, mesh.client() as reader:
@@ -689,7 +689,7 @@ async def test_a_service_that_starts_anew_gets_what_was_placed_for_the_other_and
 ):
     queue = await TransferQueue.open(build(QueueConfig(store="memory"), Path()))
     servicer = QueueServicer(queue)
-    settings = ServerSettings(metrics_port=None, drain_grace_s=1, shared_memory_bytes=MEMORY)
+    settings = ServerSettings(metrics_port=None, drain_grace_s=1, shared_bytes=MEMORY)
     async with GrpcServer(settings, [servicer]) as server:
         mesh = Mesh(server, servicer, queue)
         await mesh.start()

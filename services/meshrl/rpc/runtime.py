@@ -82,7 +82,7 @@ class ServerSettings(Config):
     """Seconds that running calls get to finish when the service ends."""
     local_socket: bool = True
     """Also take calls with payload at a unix socket, from processes of the same user on this machine."""
-    shared_memory_bytes: int = Field(default=SHARED_BYTES, ge=0)
+    shared_bytes: int = Field(default=SHARED_BYTES, ge=0)
     """Memory that this service and callers of that socket share, for long frames; 0: none."""
     allow_insecure_bind: bool = False
     """Accept unencrypted calls from any host. Use it only inside a network that you trust."""
@@ -269,7 +269,7 @@ class GrpcServer:
         wanted = self.settings.local_socket and not self.settings.tls.mutual
         if not (methods and wanted and sys.platform == "linux"):
             return
-        local = LocalSocketServer(handlers, methods, self.settings.shared_memory_bytes)
+        local = LocalSocketServer(handlers, methods, self.settings.shared_bytes)
         try:
             local.start()
         except OSError as error:

@@ -3,6 +3,7 @@
     python durable_writer.py FOLDER DURABILITY
 
 Commit n rewrites what commit n-1 wrote: META `at` is n, PAYLOAD 0..KEYS-1 hold n. Prints n once it is acknowledged.
+One value is long: it lies in `frames.dat`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from meshrl.transferqueue.store import Operation, Table
 from meshrl.transferqueue.stores.disk import DiskStore
 
 KEYS = 8
-VALUE_WORDS = 2500
+VALUE_WORDS = (20_000, *[2_500] * (KEYS - 1))
 
 
 def commit(number: int) -> list[Operation]:
-    value = number.to_bytes(8, "big") * VALUE_WORDS
-    payload = [Operation(Table.PAYLOAD, bytes([key]), value) for key in range(KEYS)]
+    word = number.to_bytes(8, "big")
+    payload = [
+        Operation(Table.PAYLOAD, bytes([key]), word * VALUE_WORDS[key]) for key in range(KEYS)
+    ]
     return [Operation(Table.META, b"at", number.to_bytes(8, "big")), *payload]
 
 
@@ -28,8 +31,9 @@ async def check(store: DiskStore) -> int:
     """The commit that the store is at; everything in it must be of that commit."""
     meta = dict(await store.load())
     at = meta.get(b"at", bytes(8))
-    for value in await store.read([bytes([key]) for key in range(KEYS)]):
-        assert value == (at * VALUE_WORDS if any(at) else None), "a torn commit"
+    values = await store.read([bytes([key]) for key in range(KEYS)])
+    for value, words in zip(values, VALUE_WORDS, strict=True):
+        assert value == (at * words if any(at) else None), "a torn commit"
     return int.from_bytes(at, "big")
 
 

@@ -94,7 +94,7 @@ class QueueConfig(Config):
     local_socket: bool = True
     """Payload of services on the queue's own machine goes past gRPC, by a unix socket for processes of the same user.
     Linux; without effect with `tls.client_ca`."""
-    shared_memory_bytes: NonNegativeInt = 512 << 20
+    shared_bytes: NonNegativeInt = 512 << 20
     """Memory that the queue and services of that socket share: long frames are written and read there, and only
     where they lie goes through the socket. Taken as it is needed; 0: none."""
     logprob_precision: Literal["fp32", "bf16", "fp16"] = "fp32"

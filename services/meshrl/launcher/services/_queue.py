@@ -53,8 +53,8 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             ShardServicer(queue),
             QueueAdminServicer(QueueAdmin(queue, store, pictures)),
         ]
-        shared_bytes = recipe.queue.shared_memory_bytes
-        update = {"local_socket": recipe.queue.local_socket, "shared_memory_bytes": shared_bytes}
+        shared_bytes = recipe.queue.shared_bytes
+        update = {"local_socket": recipe.queue.local_socket, "shared_bytes": shared_bytes}
         settings = context.settings.model_copy(update=update)
         async with GrpcServer(settings, servicers) as server, _owning(queue, server):
             server.registry.register(QueueCollector(queue, store))
