@@ -22,7 +22,7 @@ CRUMB_LINES = 60
 LINES: Mapping[str, int] = {
     "meshrl.trainer": 21816,
     "meshrl.rollout": 14988,
-    "meshrl.transferqueue": 11756,
+    "meshrl.transferqueue": 11757,
     "meshrl.rewardd": 6860,
     "meshrl.sandbox": 1870,
     "meshrl.images": 618,

@@ -4,9 +4,9 @@
     file ──one read transaction──────────────────────────pieces──▶ reader     it has none
 
 A reader of the copy may be as slow as it likes: it holds nothing up, but places of long values that are freed
-meanwhile are used again only afterwards, so frames.dat grows by what a slow export outlasts. While the file itself is read, its map cannot
-grow and freed pages are not used again. A reader that takes nothing for `stall_s` is given up either way: it holds
-space.
+meanwhile are used again only afterwards, so frames.dat grows by what a slow export outlasts. While the file itself
+is read, its map cannot grow and freed pages are not used again. A reader that takes nothing for `stall_s` is given
+up either way: it holds space.
 """
 
 from __future__ import annotations
