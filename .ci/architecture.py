@@ -29,7 +29,7 @@ LINES: Mapping[str, int] = {
     "meshrl.weights": 8008,
     "meshrl.contract": 7545,
     "meshrl.simulation": 6272,
-    "meshrl.rpc": 7618,
+    "meshrl.rpc": 7622,
     "meshrl.launcher": 4780,
     "meshrl.testing": 4497,
     "meshrl.cli": 6235,

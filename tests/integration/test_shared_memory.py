@@ -249,6 +249,18 @@ async def trip(sent: Counter[Kind]) -> None:
                 assert len(tokens) == LONG and not tokens.flags.writeable
 
 
+async def test_compressed_frames_go_as_bytes() -> None:
+    async with sharing() as mesh, mesh.client() as writer:
+        client = QueueClient(mesh.server.address, compression="zstd")
+        client.local_socket.named(mesh.servicer.local_socket)
+        async with client:
+            await mesh.warm(writer)
+            for own in (writer, client, client):
+                task = await mesh.write(own)
+                for reader in (client, client, writer):
+                    assert await mesh.fetch(reader, task) == mesh.written[task]
+
+
 async def test_short_frames_go_as_bytes(sent: Counter[Kind]) -> None:
     async with sharing() as mesh, mesh.client() as client:
         await mesh.warm(client)

@@ -30,6 +30,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from meshrl.contract.codec import Bulk
+from meshrl.contract.codec.compression import MAGIC
 from meshrl.contract.frames import Shared, checksum_of
 from meshrl.rpc.local_socket.wire import Kind, Wire, WireError
 
@@ -191,9 +192,12 @@ class Copier:
         self._used = 0
 
     def copy(self, frame: Frame) -> Frame:
-        """The copy; the frame itself if it is short, in the memory already, or there is no room."""
+        """The copy; the frame itself if it is short, compressed, in the memory already, or there is no room."""
         size = len(frame)
-        if not LEAST_BYTES <= size <= REGION_BYTES or placed(frame, self._owner) is not None:
+        # What is compressed is decompressed with the message that it is in.
+        if not LEAST_BYTES <= size <= REGION_BYTES or frame[: len(MAGIC)] == MAGIC:
+            return frame
+        if placed(frame, self._owner) is not None:
             return frame
         if self._region is None or self._used + size > REGION_BYTES:
             if (taken := self._take()) is None:
