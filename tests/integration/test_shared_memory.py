@@ -677,16 +677,9 @@ async def test_a_caller_has_at_most_a_quarter_of_the_regions_and_its_end_gives_t
         await until(lambda: mesh.memory.used_bytes == before)
 
 
-def memory_file() -> int:
-    """A file of the memory that this process has open."""
-    files = Path("/proc/self/fd").iterdir()
-    return next(int(file.name) for file in files if "memfd:meshrl" in str(file.readlink()))
-
-
 async def test_no_caller_can_cut_the_memory_short() -> None:
     async with raw() as (caller, _, _):
-        del caller
-        file = memory_file()
+        file = caller.mesh.memory._file
         seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
         assert seals & fcntl.F_SEAL_SHRINK and seals & fcntl.F_SEAL_GROW
         for size in (0, MEMORY - 4096, MEMORY + 4096):
