@@ -13,7 +13,7 @@ from meshrl.contract.types import Task
 from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.local_socket.shared_memory import REGION_BYTES
 
-from ..integration.test_shared_memory import (
+from ..integration.shared_memory_mesh import (
     MEMORY,
     REGION,
     Mesh,

@@ -176,6 +176,12 @@ def test_a_place_with_another_bit_is_none(bit: int) -> None:
     assert Place.of(bytes(changed)) is None
 
 
+def assert_takes_a_value(file: FrameFile) -> None:
+    value = bytes(range(256)) * 1024
+    (place,) = put(file, key=value).values()
+    assert file.read(place.encode()) == value
+
+
 def test_a_file_system_without_direct_writes(
     file: FrameFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,9 +193,7 @@ def test_a_file_system_without_direct_writes(
         return opened(path, flags, mode)
 
     monkeypatch.setattr(os, "open", refusing)
-    value = bytes(range(256)) * 1024
-    (place,) = put(file, key=value).values()
-    assert file.read(place.encode()) == value
+    assert_takes_a_value(file)
 
 
 def test_a_file_system_that_refuses_direct_writes_later(
@@ -204,9 +208,7 @@ def test_a_file_system_that_refuses_direct_writes_later(
         return written(handle, parts, at)
 
     monkeypatch.setattr(os, "pwritev", refusing)
-    value = bytes(range(256)) * 1024
-    (place,) = put(file, key=value).values()
-    assert file.read(place.encode()) == value
+    assert_takes_a_value(file)
 
 
 def flags_of(handle: int) -> int:

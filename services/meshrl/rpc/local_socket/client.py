@@ -13,13 +13,13 @@ from typing import Any, Final, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from meshrl.contract.codec import Bulk
+from meshrl.contract.codec.bulk import Bulk, Frame
 from meshrl.contract.frames import Shared
 from meshrl.rpc import credentials
 from meshrl.rpc.credentials import Credential
 from meshrl.rpc.errors import DETAIL_KEY
 from meshrl.rpc.local_socket.mapped_memory import Answer, MappedMemory
-from meshrl.rpc.local_socket.shared_memory import LARGER, Frame, parsed, send_message
+from meshrl.rpc.local_socket.shared_memory import LARGER, parsed, send_message
 from meshrl.rpc.local_socket.wire import Kind, Wire, WireError, is_own
 from meshrl.v1.local_socket_pb2 import CallEnd, CallHead
 
@@ -204,15 +204,15 @@ class LocalMethod:
             async for answer in self._by_grpc(request, metadata=metadata):
                 yield answer
             return
-        async with self._local.call(wire, self._name, metadata) as whole:
+        async with self._local.call(wire, self._name, metadata) as answer:
             await wire.send(Kind.MESSAGE, [request.SerializeToString()])
             await wire.send(Kind.END)
             async for kind, message in answer_of(wire):
                 if kind is Kind.REFERRING:
-                    yield parsed(message, self._parse, whole.frame)
+                    yield parsed(message, self._parse, answer.frame)
                 else:
                     yield self._parse(message)
-            whole.received(wire)
+            answer.received(wire)
 
 
 class _Stream:

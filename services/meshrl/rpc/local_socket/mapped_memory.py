@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 
+from meshrl.contract.codec.bulk import Frame
 from meshrl.contract.frames import Shared
 from meshrl.rpc.local_socket.shared_memory import (
     KEY_BYTES,
@@ -21,7 +22,6 @@ from meshrl.rpc.local_socket.shared_memory import (
     MOST_AT_ONCE,
     REGION_BYTES,
     Copier,
-    Frame,
     Grant,
     Mapping,
     Reference,
@@ -97,10 +97,7 @@ class Link:
                     said.append(self._words.popleft())
             try:
                 self.socket.send(np.array(said, "<u8").tobytes())
-            except (
-                BrokenPipeError,
-                ConnectionResetError,
-            ):  # the service is gone, and knows of nothing any more
+            except ConnectionError:  # the service is gone, and knows of nothing any more
                 return False
             except OSError:
                 self._words.extendleft(reversed(said))

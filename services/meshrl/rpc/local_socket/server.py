@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from meshrl.contract.codec import Bulk
+from meshrl.contract.codec.bulk import Bulk, Frame
 from meshrl.contract.frames import Shared
 from meshrl.rpc.errors import DETAIL_KEY
 from meshrl.rpc.interceptors import Context, Handler, InterceptedHandlers, Parse, Serialize
@@ -23,7 +23,6 @@ from meshrl.rpc.local_socket.shared_memory import (
     LEAST_BYTES,
     REGION_BYTES,
     Caller,
-    Frame,
     SharedMemory,
     address_of_link,
     parsed,

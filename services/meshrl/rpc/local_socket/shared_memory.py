@@ -24,17 +24,16 @@ import struct
 import weakref
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from meshrl.contract.codec import Bulk
+from meshrl.contract.codec.bulk import Bulk, Frame
 from meshrl.contract.codec.compression import MAGIC
 from meshrl.contract.frames import Shared, checksum_of
 from meshrl.rpc.local_socket.wire import Kind, Wire, WireError
 
-Frame: TypeAlias = bytes | memoryview
 Parsed = TypeVar("Parsed")
 
 SHARED_BYTES: Final = 512 << 20

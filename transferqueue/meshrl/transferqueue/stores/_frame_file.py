@@ -5,8 +5,8 @@
 
 LMDB copies a value into pages of its own, and those into the page cache, before they reach the disk: for long values
 that is most of what a commit costs. A place is used again once the commit that deleted it is done and no read or
-export that began before goes on. A place carries a checksum, and what lies there has
-its own; so a wrong place, a value cut short or another one is noticed by whoever reads it. The file never shrinks.
+export that began before goes on. A place carries a checksum, and what lies there has its own; so a wrong place, a
+value cut short or another one is noticed by whoever reads it. The file never shrinks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import struct
 import threading
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
@@ -47,6 +48,11 @@ _MAGIC: Final = b"\xa7at"
 _PLACE: Final = struct.Struct("<3sQQQ")
 
 
+def _whole_blocks(size: int) -> int:
+    """Bytes of the blocks that `size` bytes take."""
+    return size + -size % BLOCK
+
+
 class Place(NamedTuple):
     """Where a value lies."""
 
@@ -56,15 +62,14 @@ class Place(NamedTuple):
     @property
     def blocks(self) -> int:
         """Bytes that it takes."""
-        return self.size + -self.size % BLOCK
+        return _whole_blocks(self.size)
 
     def encode(self) -> bytes:
         """As LMDB holds it."""
         return _PLACE.pack(_MAGIC, *self, self._checksum())
 
     def _checksum(self) -> int:
-        checksum: int = xxhash.xxh3_64_intdigest(b"%d %d" % self)
-        return checksum
+        return int(xxhash.xxh3_64_intdigest(b"%d %d" % self))
 
     @classmethod
     def of(cls, value: Value) -> Place | None:
@@ -159,15 +164,14 @@ class FrameFile:
     def take_back(self, places: Mapping[bytes, Place]) -> None:
         """What `write` returned: no commit followed."""
         with self._lock:
-            for place in places.values():
-                self._insert(place.start, place.blocks)
+            self._give_back(places.values())
 
     def committed(self, keys: Iterable[bytes], places: Mapping[bytes, Place]) -> None:
         """These keys were put or deleted; of those in `places`, the value lies there. The commit is durable."""
-        found = [(key, place) for key in keys if (place := self._places.pop(key, None))]
+        gone = [place for key in keys if (place := self._places.pop(key, None))]
         self._places |= places
         with self._lock:
-            self._withheld += [place for _, place in found]
+            self._withheld += gone
             self._free_withheld()
 
     def read(self, value: bytes | None) -> bytes | None:
@@ -225,7 +229,8 @@ class FrameFile:
         total = sum(place.blocks for place in places)
         start = self._gap(total)
         if start is not None:
-            return list(_side_by_side(start, places))
+            starts = accumulate([place.blocks for place in places], initial=start)
+            return [Place(at, place.size) for at, place in zip(starts, places, strict=False)]
         found: list[Place] = []
         try:
             for place in places:
@@ -236,8 +241,7 @@ class FrameFile:
                 found.append(Place(start, place.size))
                 total -= place.blocks
         except OSError:
-            for place in found:
-                self._insert(place.start, place.blocks)
+            self._give_back(found)
             raise
         return found
 
@@ -248,6 +252,10 @@ class FrameFile:
                 self._free[at : at + 1] = [(start + size, room - size)] if room > size else []
                 return start
         return None
+
+    def _give_back(self, places: Iterable[Place]) -> None:
+        for place in places:
+            self._insert(place.start, place.blocks)
 
     def _insert(self, start: int, size: int) -> None:
         """A gap, which joins its neighbours."""
@@ -281,14 +289,13 @@ class FrameFile:
 
     def _free_withheld(self) -> None:
         if not self._readers:
-            for place in self._withheld:
-                self._insert(place.start, place.blocks)
+            self._give_back(self._withheld)
             self._withheld = []
 
     def _write_run(self, run: list[tuple[Place, Value]]) -> None:
         """Write places that lie side by side. What does not begin or end with a block in memory is copied to one."""
         pieces = [_in_blocks(np.frombuffer(value, np.uint8)) for _, value in run]
-        wanted = sum(rest.size + -rest.size % BLOCK for _, rest in pieces)
+        wanted = sum(_whole_blocks(rest.size) for _, rest in pieces)
         if wanted > len(self._staging):
             self._staging = mmap.mmap(-1, wanted)
         parts: list[memoryview] = []
@@ -298,7 +305,7 @@ class FrameFile:
                 parts.append(whole.data)
             if rest.size:
                 staging[at : at + rest.size] = rest
-                end = at + rest.size + -rest.size % BLOCK
+                end = at + _whole_blocks(rest.size)
                 parts.append(staging[at:end].data)
                 at = end
         try:
@@ -311,12 +318,6 @@ class FrameFile:
             written = os.pwritev(self._file, parts, run[0][0].start)
         if written != sum(map(len, parts)):
             raise OSError(errno.ENOSPC, f"No space left: it took {written} bytes", str(self.path))
-
-
-def _side_by_side(start: int, places: Iterable[Place]) -> Iterator[Place]:
-    for place in places:
-        yield Place(start, place.size)
-        start += place.blocks
 
 
 def _runs(values: Iterable[tuple[Place, Value]]) -> Iterator[list[tuple[Place, Value]]]:
@@ -336,6 +337,5 @@ def _runs(values: Iterable[tuple[Place, Value]]) -> Iterator[list[tuple[Place, V
 
 def _in_blocks(value: Bytes) -> tuple[Bytes, Bytes]:
     """What of a value can be written from where it lies, and the rest."""
-    address: int = value.__array_interface__["data"][0]
-    end = 0 if address % BLOCK else value.size - value.size % BLOCK
+    end = 0 if value.ctypes.data % BLOCK else value.size - value.size % BLOCK
     return value[:end], value[end:]
