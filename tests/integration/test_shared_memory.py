@@ -11,7 +11,7 @@ import random
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +23,13 @@ import pytest
 import uvloop
 
 from meshrl.contract import codec
-from meshrl.contract.errors import MeshError, UnauthenticatedError, WaitTimeoutError
+from meshrl.contract.errors import CorruptError, MeshError, UnauthenticatedError, WaitTimeoutError
 from meshrl.contract.frames import checksum_of
 from meshrl.contract.types import (
     REFERENCE_STAGE,
     ROLLOUT_STAGE,
     GroupRows,
+    PayloadGroup,
 )
 from meshrl.rpc import credentials
 from meshrl.rpc.clients import QueueClient
@@ -98,6 +99,40 @@ async def trip(sent: Counter[Kind]) -> None:
                 tokens = row.columns["tokens"]
                 assert tokens.tobytes() in mesh.written[row.uid.task]
                 assert len(tokens) == LONG and not tokens.flags.writeable
+
+
+async def test_readers_of_some_columns_see_no_others_wherever_they_are() -> None:
+    async with sharing() as mesh, mesh.client() as writer, mesh.client() as reader:
+        for client in (writer, reader):
+            await mesh.warm(client)
+        tasks = [await mesh.write(writer) for _ in range(2)]
+        afar = QueueClient(mesh.server.address)
+        async with afar:
+            [near_group], [far_group] = [
+                await tokens_of(client, tasks[:1]) for client in (reader, afar)
+            ]
+            [near], [far] = near_group.parts, far_group.parts
+            assert is_shared(memoryview(near.frame)) and near.frame == mesh.written[tasks[0]]
+            assert len(far.frame) < len(near.frame) / 2
+            for group in (near_group, far_group):
+                assert list(group.columns()[0]) == ["tokens"]
+                assert group.column("tokens")[0].tobytes() in mesh.written[tasks[0]]
+
+            # Somebody who maps the memory writes over a frame: whoever reads it hears of it, and others do not.
+            lies: Any = memoryview((await mesh.fetch(reader, tasks[1])).obj)
+            at = lies.obj.at + 5_000
+            mesh.memory._mapping.everything[at] ^= 1
+            for client in (reader, afar):
+                good, bad = await tokens_of(client, tasks)
+                assert list(good.columns()[0]) == ["tokens"]
+                with pytest.raises(CorruptError):
+                    bad.columns()
+            mesh.memory._mapping.everything[at] ^= 1
+
+
+async def tokens_of(client: QueueClient, tasks: Sequence[str]) -> Sequence[PayloadGroup]:
+    asked = [GroupRows(task=task, indices=(0,), attempts=(0,)) for task in tasks]
+    return await client.fetch_packed("run", asked, ["tokens"])
 
 
 async def test_compressed_frames_go_as_bytes() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, TypeAlias, cast
@@ -273,14 +273,19 @@ def described(array: object) -> str:
 class Frame:
     """A frame, read: `rows` is n, `columns` has a Column for each name."""
 
-    __slots__ = ("columns", "rows", "value")
+    __slots__ = ("_whole", "columns", "rows", "value")
 
     def __init__(
-        self, value: bytes | memoryview, what: str = "frame", *, checked: bool = False
+        self,
+        value: bytes | memoryview,
+        what: str = "frame",
+        *,
+        checked: bool = False,
+        names: Container[str] | None = None,
     ) -> None:
         """Raises CorruptError, naming `what`, for bytes that are not a frame.
 
-        With `checked` somebody has compared them with their checksum already.
+        With `checked` somebody has compared them with their checksum already. `names`: the columns to read, or all.
         """
         body = memoryview(value)[_SUM.size :] if checked else strip_checksum(value, what)
         try:
@@ -288,6 +293,9 @@ class Frame:
         except _MALFORMED as error:
             raise CorruptError(f"{what}: {len(value)} bytes are no frame: {error}") from error
         self.value = value
+        self._whole = len(self.columns)
+        if names is not None:
+            self.columns = {name: self.columns[name] for name in self.columns if name in names}
 
     def row(self, position: int, names: Iterable[str] | None = None) -> dict[str, Array]:
         """The columns of one row (all, or those of `names` that it has). For many rows take `split`."""
@@ -320,7 +328,7 @@ class Frame:
         """A frame of some columns, and of some rows; this one where that is all it has."""
         selected = [name for name in names if name in self.columns]
         whole = positions is None or list(positions) == list(range(self.rows))
-        if whole and len(selected) == len(self.columns):
+        if whole and len(selected) == self._whole:
             return bytes(self.value)
         if positions is not None and not whole:
             split = {name: self.split(name) for name in selected}

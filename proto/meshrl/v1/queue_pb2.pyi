@@ -558,6 +558,7 @@ class Parts(_message.Message):
     COUNTS_FIELD_NUMBER: _builtins.int
     SIZES_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Frames of each group."""
@@ -570,16 +571,21 @@ class Parts(_message.Message):
     def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """For each row of each frame, its place among the rows of its group."""
 
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The columns that were asked for, where a frame may have others; none: all."""
+
     def __init__(
         self,
         *,
         counts: _abc.Iterable[_builtins.int] | None = ...,
         sizes: _abc.Iterable[_builtins.int] | None = ...,
         rows: _abc.Iterable[_builtins.int] | None = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "rows", b"rows", "sizes", b"sizes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "names", b"names", "rows", b"rows", "sizes", b"sizes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,9 +7,9 @@ cut short is never mistaken for a short one. Payload travels in the frames in wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from meshrl.contract.codec.bulk import Bulk, Frame, pages
 from meshrl.contract.codec.rows import (
@@ -44,6 +44,7 @@ from meshrl.contract.types import (
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import trajectory_pb2
 
+PayloadG = TypeVar("PayloadG", bound=PayloadGroup)
 SizeOf: TypeAlias = Callable[[Frame], int]
 """What a frame adds to its message: fewer bytes than it has where the message only refers to it."""
 
@@ -117,7 +118,7 @@ def encode_lease(lease: Lease, size_of: SizeOf = len) -> list[Bulk[pb.LeaseRespo
             lambda group: (
                 len(group.packed.data) + _frame_bytes(size_of, group.parts, group.progress)
             ),
-            lease.groups,
+            _sent(lease.groups, size_of),
         )
     ]
     header = pb.LeaseHeader(
@@ -237,7 +238,8 @@ def encode_fetched(
     groups: Sequence[PayloadGroup], size_of: SizeOf = len
 ) -> Iterator[Bulk[pb.FetchRowsResponse]]:
     """Made message by message, so that a batch's payload is never in memory twice."""
-    for number, page in enumerate(pages(lambda group: _frame_bytes(size_of, group.parts), groups)):
+    sent = _sent(groups, size_of)
+    for number, page in enumerate(pages(lambda group: _frame_bytes(size_of, group.parts), sent)):
         message = pb.FetchRowsResponse(
             num_groups=0 if number else len(groups),
             rows=encode_rows(page),
@@ -272,6 +274,20 @@ def decode_fetched(
         ):
             malformed("the rows are not the ones that were asked for")
     return found
+
+
+def _sent(groups: Sequence[PayloadG], size_of: SizeOf) -> list[PayloadG]:
+    """The groups without what nobody asked for, but for frames that a message only refers to: those stay whole."""
+
+    def sent(part: Part) -> Part:
+        return part if size_of(part.frame) < len(part.frame) else part.cut()
+
+    return [
+        replace(group, parts=tuple(map(sent, group.parts)))
+        if any([part.names for part in group.parts])
+        else group
+        for group in groups
+    ]
 
 
 def _frame_bytes(size_of: SizeOf, *parts: Sequence[Part]) -> int:

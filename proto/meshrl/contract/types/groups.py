@@ -133,11 +133,22 @@ class Part:
 
     rows: tuple[int, ...]
     frame: bytes | memoryview
+    names: frozenset[str] | None = None
+    """The columns that were asked for, where the frame may have others; None: all."""
 
     @cached_property
     def read(self) -> Frame:
-        """The frame, checked once. Raises CorruptError."""
-        return Frame(self.frame)
+        """The frame, checked once, without columns that nobody asked for. Raises CorruptError."""
+        return Frame(self.frame, names=self.names)
+
+    def cut(self) -> Part:
+        """The same with no bytes but of columns that were asked for. A damaged one stays: its reader will see it."""
+        if self.names is None:
+            return self
+        try:
+            return Part(rows=self.rows, frame=self.read.select(self.read.columns))
+        except CorruptError:
+            return self
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -475,7 +475,8 @@ def _parts(
 ) -> tuple[Part, ...] | None:
     """The needed rows and columns of stored frames; None if one of the frames was deleted while they were read.
 
-    A frame that has no others is passed on as it is. `names` None: all columns.
+    A frame that has no others is passed on as it is, and one in shared memory always, for readers who map it.
+    `names` None: all columns.
 
     Raises:
         CorruptError: the store returns another frame than the one that was written under its key.
@@ -489,9 +490,12 @@ def _parts(
         if fault := _fault(frame.key, found, frame.checksum):
             raise CorruptError(fault)
         whole = names is None or names.issuperset(writes[frame.stage])
+        if frame.positions is None and not whole and names and is_shared(value):
+            parts.append(Part(rows=frame.rows, frame=value, names=names))
+            continue
         if frame.positions is not None or not whole:
-            read = Frame(value, f"frame {frame.key.hex()}", checked=not is_shared(value))
-            columns = [name for name in read.columns if names is None or name in names]
-            value = read.select(columns, frame.positions)
+            checked = not is_shared(value)
+            read = Frame(value, f"frame {frame.key.hex()}", checked=checked, names=names)
+            value = read.select(read.columns, frame.positions)
         parts.append(Part(rows=frame.rows, frame=value))
     return tuple(parts)
