@@ -10,6 +10,7 @@ from work import SAMPLED, Array, Group, annotate
 
 from meshrl.contract.frames import Flat, pack, pack_flat
 from meshrl.contract.ports import Queue
+from meshrl.contract.rows import RowMethods
 from meshrl.contract.types import (
     GroupRows,
     Lease,
@@ -32,7 +33,7 @@ ANNOTATE = StageSpec(name="annotate", reads=("tokens",), writes=("reward", "ref_
 COLUMNS = (*ROLLOUT.writes, *ANNOTATE.writes)
 
 
-def connect(addresses: str) -> Queue:
+def connect(addresses: str) -> QueueClient | ShardedQueue:
     """A queue service, or the router over several, their addresses separated by commas."""
     if "," not in addresses:
         return QueueClient(addresses)
@@ -62,7 +63,7 @@ def task(run: str, number: int, given: Group) -> Task:
 
 
 async def write_rollouts(
-    queue: Queue, run: str, lease: Lease, groups: Sequence[Group], version: Version
+    queue: RowMethods, run: str, lease: Lease, groups: Sequence[Group], version: Version
 ) -> None:
     """Task n is answered with group n, modulo the groups there are."""
     packed = []
@@ -83,7 +84,7 @@ async def write_rollouts(
                 for row in rows
             ]
         )
-        packed.append(packed_group(leased, pack(rows), facts))
+        packed.append(packed_group(leased, pack(rows, queue.room), facts))
     await queue.write_packed(run, ROLLOUT.name, packed)
 
 
@@ -100,7 +101,7 @@ def packed_group(
     )
 
 
-async def write_annotations(queue: Queue, run: str, lease: Lease) -> None:
+async def write_annotations(queue: RowMethods, run: str, lease: Lease) -> None:
     """Reward and reference log-probs of every row, computed at once."""
     tokens = gathered(lease.groups, "tokens")
     assert tokens.lengths is not None
@@ -114,7 +115,7 @@ async def write_annotations(queue: Queue, run: str, lease: Lease) -> None:
             "reward": Flat(rewards[row:to_row], np.ones(len(leased), np.uint32)),
             "ref_logprobs": Flat(reference[token:to_token], tokens.lengths[row:to_row]),
         }
-        packed.append(packed_group(leased, pack_flat(len(leased), columns)))
+        packed.append(packed_group(leased, pack_flat(len(leased), columns, queue.room)))
         row, token = to_row, to_token
     await queue.write_packed(run, ANNOTATE.name, packed)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from meshrl.contract import codec
-from meshrl.contract.frames import Shared, pack
+from meshrl.contract.frames import Room, Shared, pack
 from meshrl.contract.types import (
     ROLLOUT_STAGE,
     GroupRows,
@@ -86,7 +86,7 @@ class Mesh:
         client.local_socket.named(self.servicer.local_socket)
         return client
 
-    async def group(self, tokens: int = LONG) -> PackedGroup:
+    async def group(self, tokens: int = LONG, room: Room | None = None) -> PackedGroup:
         """One row to write, whose frame is like no other."""
         self._tasks += 1
         task = Task(
@@ -109,7 +109,7 @@ class Mesh:
             indices=(0,),
             attempts=(0,),
             token=group.token,
-            frame=pack([columns]),
+            frame=pack([columns], room),
             facts=(write.facts,),
         )
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -133,6 +133,28 @@ async def test_readers_of_some_columns_see_no_others_wherever_they_are() -> None
 async def tokens_of(client: QueueClient, tasks: Sequence[str]) -> Sequence[PayloadGroup]:
     asked = [GroupRows(task=task, indices=(0,), attempts=(0,)) for task in tasks]
     return await client.fetch_packed("run", asked, ["tokens"])
+
+
+async def test_rows_are_packed_where_they_stay() -> None:
+    """Also those that are never written: what they lie in is free again."""
+    async with sharing() as mesh, mesh.client() as client:
+        room = client.room
+        assert room is not None and room(REGION_BYTES) is None
+        await mesh.warm(client)
+        copied = client.local_socket.placed
+        for number in range(2 * MEMORY // REGION_BYTES):
+            group = await mesh.group(LONG, room)
+            assert is_shared(cast(Any, group.frame)) and copied([group.frame]) == [group.frame]
+            if number % 2:
+                mesh.written[group.task] = bytes(group.frame)
+                await client.write_packed("run", "rollout", [group])
+                assert await mesh.fetch(client, group.task) == mesh.written[group.task]
+                await mesh.drop_all()
+            else:
+                await mesh.queue.release("run", "rollout", {group.uids("run")[0]: group.token})
+            del group
+        assert room(LEAST_BYTES - 1) is room(REGION_BYTES + 1) is None
+        await mesh.freed()
 
 
 async def test_compressed_frames_go_as_bytes() -> None:

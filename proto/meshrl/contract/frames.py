@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, TypeAlias, cast
@@ -46,21 +46,26 @@ _MALFORMED: Final = (ValueError, IndexError, struct.error, OverflowError, TypeEr
 
 
 class Shared(Array):
-    """uint8: memory that another process maps, too, and could change. A cut keeps what it is cut from alive."""
+    """uint8: memory that another process maps, too, and could change. A part of it keeps all of it alive."""
 
     owner: object = None
     """Of a frame: whose memory this is."""
     at = grant = 0
     """Of a frame: where it begins, and under which grant it was written."""
 
-    def cut(self, start: int, size: int) -> Shared:
-        """A part of it."""
-        return cast(Shared, self[start : start + size])
+    def room(self, start: int, size: int, owner: object, at: int, grant: int = 0) -> Shared:
+        """A part of it, for a frame."""
+        found = cast(Shared, self[start : start + size])
+        found.owner, found.at, found.grant = owner, at, grant
+        return found
 
-    def frame(self, owner: object, at: int, grant: int = 0) -> memoryview:
+    def frame(self) -> memoryview:
         """This, read-only."""
-        self.owner, self.at, self.grant = owner, at, grant
         return memoryview(cast(Any, self)).toreadonly()
+
+
+Room: TypeAlias = Callable[[int], Shared | None]
+"""Memory of so many bytes that a frame is to lie in; None where there is none."""
 
 
 def is_shared(value: bytes | memoryview) -> bool:
@@ -187,14 +192,14 @@ def _entries(head: bytes, count: int) -> tuple[tuple[Entry, ...], int]:
     return tuple(entries), sum([entry.rank > 0 for entry in entries])
 
 
-def pack_flat(rows: int, columns: Mapping[str, Flat]) -> bytes:
-    """Columns that lie on end already as one frame: the quick way for a writer of many rows."""
+def pack_flat(rows: int, columns: Mapping[str, Flat], room: Room | None = None) -> bytes:
+    """Columns that lie on end already as one frame: the quick way for a writer of many rows. `room`: see `pack`."""
     arrays = {name: [column.values] for name, column in columns.items()}
-    return _pack(rows, arrays, {name: column.lengths for name, column in columns.items()})
+    return _pack(rows, arrays, {name: column.lengths for name, column in columns.items()}, room)
 
 
-def pack(rows: Sequence[Columns]) -> bytes:
-    """Rows whose arrays have the same `signature` as one frame."""
+def pack(rows: Sequence[Columns], room: Room | None = None) -> bytes:
+    """Rows whose arrays have the same `signature` as one frame; it lies in `room`, read-only, where there is some."""
     columns: dict[str, Sequence[Array]] = {}
     lengths: dict[str, npt.NDArray[np.uint32] | None] = {}
     for name in rows[0]:
@@ -207,13 +212,14 @@ def pack(rows: Sequence[Columns]) -> bytes:
             if len(arrays) > 1 and arrays[0].nbytes < _LONG_BYTES:
                 arrays = [np.concatenate(arrays)]
         columns[name] = arrays
-    return _pack(len(rows), columns, lengths)
+    return _pack(len(rows), columns, lengths, room)
 
 
 def _pack(
     rows: int,
     columns: Mapping[str, Sequence[Array]],
     lengths: Mapping[str, npt.NDArray[np.uint32] | None],
+    room: Room | None,
 ) -> bytes:
     """A frame of columns, each in pieces that follow each other; their bytes are copied once."""
     entries: list[bytes] = []
@@ -232,7 +238,7 @@ def _pack(
             bodies.append(np.ascontiguousarray(piece, dtype).reshape(-1).view(np.uint8).data)
             nbytes += piece.nbytes
         bodies.append(_PADDING[nbytes % 8])
-    return _frame(rows, entries, sizes, bodies)
+    return _frame(rows, entries, sizes, bodies, room)
 
 
 def _frame(
@@ -240,12 +246,22 @@ def _frame(
     entries: Sequence[bytes],
     lengths: Sequence[bytes | memoryview],
     bodies: Sequence[bytes | memoryview],
+    room: Room | None = None,
 ) -> bytes:
     """A frame of its parts; `bodies` are padded."""
     head, sizes = b"".join(entries), b"".join(lengths)
     head += _PADDING[len(head) % 8]
     start = _HEAD.pack(rows, len(entries), len(head)) + head + sizes
-    return with_checksum(start + _PADDING[len(sizes) % 8], *bodies)
+    parts = (start + _PADDING[len(sizes) % 8], *bodies)
+    memory = None if room is None else room(_SUM.size + sum(map(len, parts)))
+    if memory is None:
+        return with_checksum(*parts)
+    frame, at = memoryview(cast(Any, memory)), _SUM.size
+    for part in parts:
+        frame[at : at + len(part)] = part
+        at += len(part)
+    _SUM.pack_into(frame, 0, xxhash.xxh3_64_intdigest(frame[_SUM.size :]))
+    return cast(bytes, memory.frame())
 
 
 def signature(columns: Columns) -> tuple[tuple[str, str, int, tuple[int, ...]], ...]:

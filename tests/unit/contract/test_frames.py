@@ -16,6 +16,7 @@ from meshrl.contract.frames import (
     FRAME_BYTES,
     Flat,
     Frame,
+    Shared,
     pack,
     pack_flat,
     signature,
@@ -99,6 +100,30 @@ def test_some_columns_of_a_frame_are_the_frame_that_packing_them_makes(
     if len(names) < len(rows[0]):
         flat = {name: frame.columns[name].flat for name in names}
         assert frame.select(names) == pack_flat(len(rows), flat)
+
+
+@given(rows_of_one_signature())
+def test_a_frame_packed_in_given_memory_is_the_same_and_read_only(rows: list[Any]) -> None:
+    memory = np.full(1 << 16, 255, np.uint8).view(Shared)
+    frame: Any = pack(rows, lambda size: memory.room(64, size, owner="this", at=64))
+    assert frame == pack(rows) == pack(rows, lambda size: None)
+    assert frame.readonly and frame.obj.owner == "this"
+    assert memory[:64].tobytes() + memory[64 + len(frame) :].tobytes() == bytes([255]) * (
+        len(memory) - len(frame)
+    )
+
+
+@given(rows_of_one_signature(), st.data())
+def test_a_part_has_the_columns_that_were_asked_for_cut_or_not(rows: list[Any], data: Any) -> None:
+    names = data.draw(st.frozensets(st.sampled_from([*rows[0], "other"])))
+    whole = Part(rows=tuple(range(len(rows))), frame=pack(rows), names=names)
+    for part in (whole, whole.cut()):
+        assert part.read.columns.keys() == names & rows[0].keys()
+        for row, columns in enumerate(rows):
+            assert same(part.read.row(row), {name: columns[name] for name in part.read.columns})
+    assert whole.cut().frame == pack([{n: row[n] for n in row if n in names} for row in rows])
+    damaged = Part(rows=whole.rows, frame=b"x" + whole.frame[1:], names=names)
+    assert damaged.cut() is damaged or whole.frame[:1] == b"x"
 
 
 def test_reading_copies_nothing_and_arrays_are_aligned_and_read_only() -> None:

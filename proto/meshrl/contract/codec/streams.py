@@ -276,18 +276,14 @@ def decode_fetched(
     return found
 
 
-def _sent(groups: Sequence[PayloadG], size_of: SizeOf) -> list[PayloadG]:
+def _sent(groups: Sequence[PayloadG], size_of: SizeOf) -> Iterator[PayloadG]:
     """The groups without what nobody asked for, but for frames that a message only refers to: those stay whole."""
-
-    def sent(part: Part) -> Part:
-        return part if size_of(part.frame) < len(part.frame) else part.cut()
-
-    return [
-        replace(group, parts=tuple(map(sent, group.parts)))
-        if any([part.names for part in group.parts])
-        else group
-        for group in groups
-    ]
+    for group in groups:
+        if any([part.names for part in group.parts]):
+            parts = [p if size_of(p.frame) < len(p.frame) else p.cut() for p in group.parts]
+            yield replace(group, parts=tuple(parts))
+        else:
+            yield group
 
 
 def _frame_bytes(size_of: SizeOf, *parts: Sequence[Part]) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from meshrl.contract.errors import CorruptError, UserError
-from meshrl.contract.frames import FRAME_BYTES, Array, Column, Flat, Frame, pack, signature
+from meshrl.contract.frames import FRAME_BYTES, Array, Column, Flat, Frame, Room, pack, signature
 from meshrl.contract.types.rows import (
     LeasedRow,
     Outcome,
@@ -89,8 +89,10 @@ class ProgressGroup(PackedGroup):
     """Per row: entries that were appended before, so that a repeated append counts once."""
 
 
-def packed_groups(token_of: Mapping[Uid, int], rows: Sequence[RowWrite]) -> list[PackedGroup]:
-    """Row-level writes by group, token and signature; of two writes to one row the last counts.
+def packed_groups(
+    token_of: Mapping[Uid, int], rows: Sequence[RowWrite], room: Room | None = None
+) -> list[PackedGroup]:
+    """Row-level writes by group, token and signature, packed in `room`; of two writes to one row the last counts.
 
     Raises:
         UserError: with `uid`; no token for a row, or an array that no frame can hold.
@@ -120,7 +122,7 @@ def packed_groups(token_of: Mapping[Uid, int], rows: Sequence[RowWrite]) -> list
             indices=tuple(row.uid.index for row in rows),
             attempts=tuple(row.uid.attempt for row in rows),
             token=token_of[rows[0].uid],
-            frame=pack([row.columns for row in rows]),
+            frame=pack([row.columns for row in rows], room),
             facts=tuple(row.facts for row in rows if row.facts is not None),
         )
         for rows in frames

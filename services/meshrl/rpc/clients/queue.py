@@ -95,6 +95,7 @@ class QueueClient(GrpcClient, RowMethods):
         self._renewer = renewer(self._connection.name, address, self._connection.metadata)
         self.local_socket = LocalSocket(credential)
         """By which calls with payload go once the queue has named it."""
+        self.room = None if self._compresses else self.local_socket.room
         self._lease = self._streamed("Lease", pb.LeaseRequest, pb.LeaseResponse)
         self._fetch = self._streamed("Fetch", pb.FetchRowsRequest, pb.FetchRowsResponse)
         self._write = self._streaming("Write")

@@ -62,6 +62,10 @@ class LocalSocket:
         for wire in list(self._wires):
             wire.close()
 
+    def room(self, size: int) -> Shared | None:
+        """For a frame of `size` bytes that is to be `placed`; None where there is none."""
+        return None if self._memory is None else self._memory.room(size)
+
     def placed(self, frames: Sequence[Frame]) -> Sequence[Frame]:
         """The frames, those copied into shared memory for which there is room."""
         return frames if self._memory is None else self._memory.placed(frames)

@@ -165,6 +165,10 @@ class MappedMemory:
         self._idle = self._loop.call_later(IDLE_S, self._give_back)
         return found
 
+    def room(self, size: int) -> Shared | None:
+        """For a frame of `size` bytes that is to be `placed`."""
+        return None if self._copier is None else self._copier.room(size)
+
     def place(self, frame: Frame) -> Shared | None:
         """A frame that was `placed`; None for others."""
         return placed(frame, self)
@@ -208,6 +212,8 @@ class MappedMemory:
             self._link.say(Word.WANT, wanted)
 
     def _take(self) -> tuple[Grant, Shared] | None:
+        if not self._stock:
+            self._hear()
         if self._written is None or not self._stock:
             return None
         grant = self._stock.pop()
@@ -239,7 +245,7 @@ class Answer:
         if number != self._number or end > len(self._view):
             raise WireError("a reference to no memory, or of another answer")
         self._memory.touch(reference.at, reference.size)
-        frame = self._view.cut(reference.at, reference.size).frame(None, reference.at)
+        frame = self._view.room(reference.at, reference.size, None, reference.at).frame()
         check(frame, reference)
         return frame
 

@@ -190,24 +190,30 @@ class Copier:
         self._grant = Grant(0, 0)
         self._used = 0
 
-    def copy(self, frame: Frame) -> Frame:
-        """The copy; the frame itself if it is short, compressed, in the memory already, or there is no room."""
-        size = len(frame)
-        # What is compressed is decompressed with the message that it is in.
-        if not LEAST_BYTES <= size <= REGION_BYTES or frame[: len(MAGIC)] == MAGIC:
-            return frame
-        if placed(frame, self._owner) is not None:
-            return frame
+    def room(self, size: int) -> Shared | None:
+        """For a frame of `size` bytes; None if that is short, or there is no room."""
+        if not LEAST_BYTES <= size <= REGION_BYTES:
+            return None
         if self._region is None or self._used + size > REGION_BYTES:
             if (taken := self._take()) is None:
-                return frame
+                return None
             self._grant, self._region = taken
             self._used = 0
-        copy = self._region.cut(self._used, size)
-        copy[:] = np.frombuffer(frame, np.uint8)
-        at = self._grant.region * REGION_BYTES + self._used
+        start = self._used
         self._used += size + -size % PAGE_BYTES
-        return copy.frame(self._owner, at, self._grant.number)
+        at = self._grant.region * REGION_BYTES + start
+        return self._region.room(start, size, self._owner, at, self._grant.number)
+
+    def copy(self, frame: Frame) -> Frame:
+        """The copy; the frame itself if it is compressed, in the memory already, or there is no room."""
+        # What is compressed is decompressed with the message that it is in.
+        if frame[: len(MAGIC)] == MAGIC or placed(frame, self._owner) is not None:
+            return frame
+        room = self.room(len(frame))
+        if room is None:
+            return frame
+        room[:] = np.frombuffer(frame, np.uint8)
+        return room.frame()
 
 
 def check(frame: memoryview, reference: Reference) -> None:
@@ -327,7 +333,7 @@ class Caller:
         granted, region = self._granted.get(reference.grant, (-1, None))
         if region is None or granted != number or start + reference.size > REGION_BYTES:
             raise WireError("a reference to memory that was not granted")
-        frame = region.cut(start, reference.size).frame(self._memory, reference.at)
+        frame = region.room(start, reference.size, self._memory, reference.at).frame()
         check(frame, reference)
         return frame
 
