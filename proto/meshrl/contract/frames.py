@@ -227,18 +227,23 @@ def _pack(
     bodies: list[bytes | memoryview] = []
     for name, pieces in columns.items():
         first, own = pieces[0], lengths[name]
-        dtype = first.dtype.newbyteorder("<")
+        dtype = _DTYPES[_CODES[first.dtype.newbyteorder("<").str]]
         entries.append(
             _encoded_entry(name, dtype.str, 0 if own is None else first.ndim, first.shape[1:])
         )
         if own is not None:
             sizes.append(np.ascontiguousarray(own, "<u4").tobytes())
-        nbytes = 0
-        for piece in pieces:
-            bodies.append(np.ascontiguousarray(piece, dtype).reshape(-1).view(np.uint8).data)
-            nbytes += piece.nbytes
-        bodies.append(_PADDING[nbytes % 8])
+        body = [_bytes_of(piece, dtype) for piece in pieces]
+        bodies += body
+        bodies.append(_PADDING[sum(map(len, body)) % 8])
     return _frame(rows, entries, sizes, bodies, room)
+
+
+def _bytes_of(array: Array, dtype: np.dtype[Any]) -> memoryview:
+    """Of an array as one of `dtype`, which is little-endian: its own, where it is one."""
+    if array.dtype is dtype and array.flags.c_contiguous and array.size:
+        return array.data.cast("B")
+    return np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8).data
 
 
 def _frame(
