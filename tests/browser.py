@@ -17,6 +17,7 @@ import httpx
 
 PROGRAMS = ("chromium", "chromedriver")
 LONGEST_S = 30.0
+STARTS = 3
 
 
 def missing() -> str:
@@ -85,46 +86,52 @@ class Browser:
 
 
 @contextmanager
+def _driver() -> Iterator[str]:
+    """A driver that serves; its port. One ends at once if another process takes the port that it has found free."""
+    command, said = ["chromedriver", "--port=0"], ""
+    for _ in range(STARTS):
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as driver:
+            try:
+                assert driver.stdout is not None
+                for line in driver.stdout:
+                    said += line
+                    if match := re.search(r"started successfully on port (\d+)", line):
+                        yield match[1]
+                        return
+            finally:
+                driver.terminate()
+    raise RuntimeError(f"chromedriver did not start {STARTS} times: {said}")
+
+
+@contextmanager
 def browser() -> Iterator[Browser]:
     """A browser of its own, with an empty profile."""
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
-        subprocess.Popen(
-            ["chromedriver", "--port=0"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        ) as driver,
+        _driver() as port,
+        httpx.Client(
+            base_url=f"http://127.0.0.1:{port}/session/", timeout=120, trust_env=False
+        ) as client,
     ):
+        arguments = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--disable-dev-shm-usage",
+        ]
+        options = {"args": [*arguments, f"--user-data-dir={profile}"]}
+        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        made = client.post(
+            f"http://127.0.0.1:{port}/session",
+            json={"capabilities": {"alwaysMatch": wanted}},
+        ).json()["value"]
+        if "sessionId" not in made:
+            raise RuntimeError(made["message"])
+        client.base_url = f"http://127.0.0.1:{port}/session/{made['sessionId']}/"
         try:
-            assert driver.stdout is not None
-            port = next(
-                match[1]
-                for line in driver.stdout
-                if (match := re.search(r"started successfully on port (\d+)", line))
-            )
-            with httpx.Client(
-                base_url=f"http://127.0.0.1:{port}/session/", timeout=120, trust_env=False
-            ) as client:
-                arguments = [
-                    "--headless=new",
-                    "--no-sandbox",
-                    "--disable-gpu",
-                    "--hide-scrollbars",
-                    "--disable-dev-shm-usage",
-                ]
-                options = {"args": [*arguments, f"--user-data-dir={profile}"]}
-                wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-                made = client.post(
-                    f"http://127.0.0.1:{port}/session",
-                    json={"capabilities": {"alwaysMatch": wanted}},
-                ).json()["value"]
-                if "sessionId" not in made:
-                    raise RuntimeError(made["message"])
-                client.base_url = f"http://127.0.0.1:{port}/session/{made['sessionId']}/"
-                try:
-                    yield Browser(client)
-                finally:
-                    client.delete(f"http://127.0.0.1:{port}/session/{made['sessionId']}")
+            yield Browser(client)
         finally:
-            driver.terminate()
+            client.delete(f"http://127.0.0.1:{port}/session/{made['sessionId']}")
