@@ -22,7 +22,13 @@ from itertools import groupby
 from typing import Protocol, TypeAlias
 
 from meshrl.contract import tracing
-from meshrl.contract.errors import EndOfDataError, FencedError, MeshError, WaitTimeoutError
+from meshrl.contract.errors import (
+    CorruptError,
+    EndOfDataError,
+    FencedError,
+    MeshError,
+    WaitTimeoutError,
+)
 from meshrl.contract.held_rows import Held, HeldLeases, WriteBack
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Lease, LeasedRow, Outcome, RowWrite, StageSpec, Uid, Version
@@ -220,12 +226,13 @@ class StageWorker:
             lease = await self._lease(free) if free else None
             if lease is None:
                 continue
+            readable = await self._readable(lease)
             let_in = (
-                len(lease.rows)
+                len(readable)
                 if self._concurrency_limit is None
                 else max(0, self._concurrency_limit(self.held))
             )
-            rows, surplus = lease.rows[:let_in], lease.rows[let_in:]
+            rows, surplus = readable[:let_in], readable[let_in:]
             # A row that is worked on here already was taken back meanwhile, and nobody has said so yet.
             cancelled = self._cancel({row.uid for row in rows}) if self._calls else {}
             self._held_leases.add(rows, lease.ttl_s)
@@ -294,6 +301,20 @@ class StageWorker:
             asking.cancel()
             draining.cancel()
             await asyncio.gather(asking, draining, return_exceptions=True)
+
+    async def _readable(self, lease: Lease) -> list[LeasedRow]:
+        """Its rows. Those of a group whose payload is damaged fail, and keep no others from being worked on."""
+        rows: list[LeasedRow] = []
+        for group in lease.groups:
+            try:
+                rows += group.rows()
+            except CorruptError as error:
+                for uid in group.uids(lease.run):
+                    failure = Failure(
+                        uid=uid, outcome=Outcome.INFRA_FAULT, reason=f"damaged: {error.message}"
+                    )
+                    await self._fail(failure, group.token)
+        return rows
 
     async def _work(self, call: _Call, after: Collection[asyncio.Task[None]]) -> None:
         if after:  # what they clean up may belong to the row, such as the state of its tools
@@ -364,17 +385,20 @@ class StageWorker:
                     reason = str(error)
                     failures.append(Failure(uid=uid, outcome=Outcome.INFRA_FAULT, reason=reason))
         for failure in failures:
-            token = call.rows[failure.uid].token
-            self.stats.failed += 1
-            self._warn(failure)
-            try:
-                await self._queue.fail(
-                    run, self._stage.name, failure.uid, token, failure.outcome, failure.reason
-                )
-            except FencedError:
-                self.stats.lost += 1
+            await self._fail(failure, call.rows[failure.uid].token)
         if returned:
             await self._release(returned)
+
+    async def _fail(self, failure: Failure, token: int) -> None:
+        uid = failure.uid
+        self.stats.failed += 1
+        self._warn(failure)
+        try:
+            await self._queue.fail(
+                uid.run, self._stage.name, uid, token, failure.outcome, failure.reason
+            )
+        except FencedError:
+            self.stats.lost += 1
 
     def _warn(self, failure: Failure) -> None:
         """Log the first failure of each kind: a fault that fails every row is seen before they are given up."""

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from meshrl.contract.frames import pack
 from meshrl.contract.stage_worker import Failure, StageWorker
 from meshrl.contract.types import (
     ROLLOUT_STAGE,
+    Lease,
     LeasedRow,
     Outcome,
     PackedGroup,
+    Part,
     RowWrite,
     Uid,
     Version,
@@ -21,6 +27,7 @@ from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ...contract.queue_actors import Actors, rollout_of, spec, tasks
+from ...waiting import until
 
 ROWS, LIMIT = 12, 2
 VERSION = Version(1, 0)
@@ -186,3 +193,35 @@ async def test_lost_rows_are_told_now_and_then_with_their_number(
     assert loop.stats.lost == 4
     working.cancel()
     await asyncio.wait([working])
+
+
+async def test_rows_that_are_damaged_fail_and_the_others_are_worked_on(queue: Shut) -> None:
+    """As where another process wrote over memory that it shares with the queue."""
+    worked: set[str] = set()
+    lease = queue.lease
+
+    async def damaging(*arguments: Any, **named: Any) -> Lease:
+        leased = await lease(*arguments, **named)
+        first, *others = leased.groups
+        frame = b"no" + pack([{"tokens": np.arange(3, dtype=np.int32)}])[2:]
+        damaged = replace(first, parts=(Part(rows=(0,), frame=frame),))
+        return replace(leased, groups=(damaged, *others))
+
+    async def handle(rows: Sequence[LeasedRow]) -> list[RowWrite]:
+        worked.update(row.uid.task for row in rows)
+        return [rollout_of(row, VERSION) for row in rows]
+
+    queue.lease = damaging  # type: ignore[method-assign]
+    queue.accepts.set()
+    loop = StageWorker(
+        queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=ROWS, version=lambda: VERSION
+    )
+    running = asyncio.create_task(loop.run())
+    await until(lambda: len(worked) == ROWS - 1 and loop.stats.failed > 0)
+    async with asyncio.timeout(60):
+        while not (letters := await queue.dead_letters("run")):  # noqa: ASYNC110 - no event here
+            await asyncio.sleep(0.01)
+    assert not running.done()
+    assert "damaged" in letters[0].reason and letters[0].uid.task not in worked
+    loop.drain()
+    await running
