@@ -103,7 +103,7 @@ def packed_group(
 
 async def write_annotations(queue: RowMethods, run: str, lease: Lease) -> None:
     """Reward and reference log-probs of every row, computed at once."""
-    tokens = gathered(lease.groups, "tokens")
+    tokens = gathered(lease.groups, ("tokens",))["tokens"]
     assert tokens.lengths is not None
     ends = np.cumsum(tokens.lengths, dtype=np.int64)
     rewards, reference = annotate(tokens.values, ends - tokens.lengths)
@@ -123,7 +123,7 @@ async def write_annotations(queue: RowMethods, run: str, lease: Lease) -> None:
 async def fetch(queue: Queue, run: str, groups: Sequence[GroupRows]) -> dict[str, Flat]:
     """All columns of the rows, each as one new array with its lengths: what a trainer packs from."""
     fetched = await queue.fetch_packed(run, groups, COLUMNS)
-    return {name: gathered(fetched, name) for name in COLUMNS}
+    return gathered(fetched, COLUMNS)
 
 
 def rows_of(fetched: Mapping[str, Flat]) -> list[tuple[Any, ...]]:

@@ -56,9 +56,13 @@ class TrainBatch:
 
     def column(self, name: str) -> Flat:
         """One column of all rows, concatenated (copied once). Raises CorruptError if a row lacks it."""
+        return self.flat((name,))[name]
+
+    def flat(self, names: Sequence[str]) -> dict[str, Flat]:
+        """Several at once, which takes less time than one after the other. Raises as `column`."""
         if not self.groups:
-            raise UserError(f"this share of the batch has no rows, so no column {name!r}")
-        return gathered(self.groups, name)
+            raise UserError(f"this share of the batch has no rows, so no column {names[0]!r}")
+        return gathered(self.groups, names)
 
     def trajectories(self) -> tuple[Trajectory, ...]:
         """The rows as Trajectory objects, for runs with the standard stages. Raises CorruptError."""

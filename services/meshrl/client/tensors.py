@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshrl.client.batches import TrainBatch
+from meshrl.contract.frames import Flat
 from meshrl.contract.types import BatchRow
 
 
@@ -97,12 +98,11 @@ def to_tensors(batch: TrainBatch, names: tuple[str, ...]) -> TensorBatch:
         step=batch.step,
         rows=batch.rows,
         groups=torch.tensor(groups, dtype=torch.int64),
-        columns={name: _ragged(batch, name) for name in names} if batch.rows else {},
+        columns={k: _ragged(flat) for k, flat in batch.flat(names).items()} if batch.rows else {},
     )
 
 
-def _ragged(batch: TrainBatch, name: str) -> RaggedTensor:
-    flat = batch.column(name)
+def _ragged(flat: Flat) -> RaggedTensor:
     lengths = np.ones(len(flat.values)) if flat.lengths is None else flat.lengths
     return RaggedTensor(
         values=torch.from_numpy(flat.values), lengths=torch.from_numpy(lengths.astype(np.int64))

@@ -214,7 +214,7 @@ def test_a_column_is_gathered_over_groups_and_frames_in_the_order_of_the_rows() 
         attempts=(0, 0, 0),
         parts=(part((2, 0), np.full(1, 9), np.full(2, 7)), part((1,), np.full(1, 8))),
     )
-    flat = gathered([whole, mixed], "x")
+    flat = gathered([whole, mixed], ("x",))["x"]
     assert flat.values.tolist() == [0, 1, 0, 1, 2, 7, 7, 8, 9]
     assert flat.lengths is not None and flat.lengths.tolist() == [2, 3, 2, 1, 1]
     assert [row["x"].tolist() for row in mixed.columns()] == [[7, 7], [8], [9]]
@@ -231,9 +231,32 @@ def test_a_gathered_row_is_as_long_as_its_first_axis_however_its_frames_lie(
     together = Part(rows=(0, 1), frame=pack([{"x": array} for array in arrays]))
     apart = tuple(Part(rows=(row,), frame=pack([{"x": array}])) for row, array in enumerate(arrays))
     groups = [PayloadGroup(**rows, parts=(together,)), PayloadGroup(**rows, parts=apart)]
-    flat = gathered(groups, "x")
+    flat = gathered(groups, ("x",))["x"]
     assert flat.lengths is not None and flat.lengths.tolist() == [length] * 4
     assert flat.values.tolist() == np.concatenate([*map(np.atleast_1d, arrays)] * 2).tolist()
+
+
+def test_columns_gathered_together_are_checked_and_as_gathered_one_by_one() -> None:
+    def group(kind: str, *frames: bytes) -> PayloadGroup:
+        parts = tuple(Part(rows=(0, 1), frame=frame) for frame in frames)
+        return PayloadGroup(task=kind, indices=(0, 1), attempts=(0, 0), parts=parts)
+
+    def frame(name: str, kind: str) -> bytes:
+        return pack([{name: np.arange(length, dtype=kind)} for length in (2, 3)])
+
+    groups = [group(kind, frame("x", kind), frame("y", "u1")) for kind in ("i4", "f4")]
+    together = gathered(groups, ("x", "y"))
+    for name, flat in together.items():
+        values = np.concatenate([array for group in groups for array in group.column(name)])
+        assert flat.values.dtype == values.dtype
+        assert flat.values.tolist() == values.tolist()
+        assert flat.lengths is not None and flat.lengths.tolist() == [2, 3, 2, 3]
+    damaged = bytearray(frame("y", "u1"))
+    damaged[-8] ^= 1
+    groups.append(group("bad", frame("x", "i4"), bytes(damaged)))
+    assert len(gathered(groups, ("x",))["x"].values) == 15
+    with pytest.raises(CorruptError, match="do not match their checksum"):
+        gathered(groups, ("x", "y"))
 
 
 def test_rows_are_named_by_their_groups() -> None:

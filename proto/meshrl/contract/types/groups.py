@@ -19,7 +19,16 @@ from typing import Any
 import numpy as np
 
 from meshrl.contract.errors import CorruptError, UserError
-from meshrl.contract.frames import FRAME_BYTES, Array, Column, Flat, Frame, Room, pack, signature
+from meshrl.contract.frames import (
+    FRAME_BYTES,
+    Array,
+    Flat,
+    Frame,
+    Room,
+    pack,
+    signature,
+    strip_checksum,
+)
 from meshrl.contract.types.rows import (
     LeasedRow,
     Outcome,
@@ -139,9 +148,15 @@ class Part:
     """The columns that were asked for, where the frame may have others; None: all."""
 
     @cached_property
+    def head(self) -> Frame:
+        """The frame, without columns that nobody asked for; its bytes are not checked yet. Raises CorruptError."""
+        return Frame(self.frame, checked=True, names=self.names)
+
+    @cached_property
     def read(self) -> Frame:
-        """The frame, checked once, without columns that nobody asked for. Raises CorruptError."""
-        return Frame(self.frame, names=self.names)
+        """The same, checked once. Raises CorruptError."""
+        strip_checksum(self.frame, "frame")
+        return self.head
 
     def cut(self) -> Part:
         """The same with no bytes but of columns that were asked for. A damaged one stays: its reader will see it."""
@@ -180,33 +195,44 @@ class PayloadGroup(GroupRows):
             raise CorruptError(f"task {self.task}: not every row has column {name}")
         return every
 
-    def whole(self, name: str) -> Column | None:
-        """One column where a frame has it of all rows, in order. Raises CorruptError."""
-        for part in self.parts:
-            column = part.read.columns.get(name)
-            if column is not None:
-                return column if part.rows == tuple(range(len(self.indices))) else None
-        return None
 
-
-def gathered(groups: Iterable[PayloadGroup], name: str) -> Flat:
-    """One column of all rows, concatenated: a single copy, into one new array.
+def gathered(groups: Sequence[PayloadGroup], names: Sequence[str]) -> dict[str, Flat]:
+    """Columns of all rows of one group or more, each concatenated: a single copy, into one new array.
 
     Raises:
-        CorruptError: a row lacks it.
+        CorruptError: a row lacks one.
     """
-    values: list[Array] = []
-    lengths: list[int] = []
-    for group in groups:
-        whole = group.whole(name)
-        if whole is not None:
-            values.append(whole.values)
-            lengths += (1,) * len(group) if whole.lengths is None else whole.lengths
-        else:
-            rows = [np.atleast_1d(row) for row in group.column(name)]
-            values += rows
-            lengths += map(len, rows)
-    return Flat(np.concatenate(values), np.array(lengths, np.uint32))
+    pieces = {name: [_pieces(group, name) for group in groups] for name in names}
+    found: dict[str, Flat] = {}
+    for name, of_groups in pieces.items():
+        lengths = np.array([length for _, own in of_groups for length in own], np.uint32)
+        arrays = [array for values, _ in of_groups for array in values]
+        shape = (int(lengths.sum()), *arrays[0].shape[1:])
+        dtype = np.result_type(*{array.dtype for array in arrays})
+        found[name] = Flat(np.empty(shape, dtype), lengths)
+    starts = dict.fromkeys(names, 0)
+    # Group by group: what has just been checked is copied from the processor's cache.
+    for number, group in enumerate(groups):
+        for part in group.parts:
+            if not part.head.columns.keys().isdisjoint(names):
+                part.read  # noqa: B018
+        for name, flat in found.items():
+            values, own = pieces[name][number]
+            start = starts[name]
+            starts[name] += sum(own)
+            np.concatenate(values, out=flat.values[start : starts[name]])
+    return found
+
+
+def _pieces(group: PayloadGroup, name: str) -> tuple[list[Array], Sequence[int]]:
+    """One column of all rows on end, in as few arrays as it lies in, and the entries of each row."""
+    every = tuple(range(len(group)))
+    for part in group.parts:
+        column = part.head.columns.get(name)
+        if column is not None and part.rows == every:
+            return [column.values], column.lengths or (1,) * len(group)
+    rows = [np.atleast_1d(row) for row in group.column(name)]
+    return rows, [len(row) for row in rows]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -490,12 +490,10 @@ def _parts(
         if fault := _fault(frame.key, found, frame.checksum):
             raise CorruptError(fault)
         whole = names is None or names.issuperset(writes[frame.stage])
-        if frame.positions is None and not whole and names and is_shared(value):
-            parts.append(Part(rows=frame.rows, frame=value, names=names))
+        if frame.positions is None and (whole or is_shared(value)):
+            parts.append(Part(rows=frame.rows, frame=value, names=None if whole else names))
             continue
-        if frame.positions is not None or not whole:
-            checked = not is_shared(value)
-            read = Frame(value, f"frame {frame.key.hex()}", checked=checked, names=names)
-            value = read.select(read.columns, frame.positions)
-        parts.append(Part(rows=frame.rows, frame=value))
+        checked = not is_shared(value)
+        read = Frame(value, f"frame {frame.key.hex()}", checked=checked, names=names)
+        parts.append(Part(rows=frame.rows, frame=read.select(read.columns, frame.positions)))
     return tuple(parts)
