@@ -93,6 +93,11 @@ def working(*names: str) -> Callable[[Members], bool]:
     return met
 
 
+def in_a_row(name: str) -> Callable[[Members], bool]:
+    """It is in the middle of one or more."""
+    return lambda found: found[name].get("running", 0) > 0
+
+
 async def end(mesh: Mesh, process: subprocess.Popen[bytes]) -> None:
     """Stop the mesh as a person does; every row must be accounted for, and none given up."""
     process.send_signal(signal.SIGINT)

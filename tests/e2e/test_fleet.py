@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ..fleet import end, fleet, make_fleet, wait_for, working
+from ..fleet import end, fleet, in_a_row, make_fleet, wait_for, working
 from ..mesh import PATIENCE_S, Mesh
 
 pytestmark = pytest.mark.slow
@@ -24,8 +24,9 @@ async def test_a_fleet_is_replaced_member_by_member_while_training(tmp_path: Pat
         assert "rollout-2, rollout-3 start" in fleet(mesh, "add", "--count", "2")
         # Nobody is given rows before it serves a committed version.
         await wait_for(mesh, process, working("rollout-2", "rollout-3"), "joined by two")
-        assert "rollout-0 has left; 3 of this `up` remain" in fleet(mesh, "drain", "rollout-0")
-        assert "rollout-1 has left; 2 of this `up` remain" in fleet(mesh, "drain", "rollout-1")
+        for name, remain in (("rollout-0", 3), ("rollout-1", 2)):
+            await wait_for(mesh, process, in_a_row(name), "in the middle of a row")
+            assert f"{name} has left; {remain} of this `up` remain" in fleet(mesh, "drain", name)
         assert "has left already" in fleet(mesh, "drain", "rollout-0")
         done = len(mesh.steps())
         mesh.wait_for_step(process, done + 3)
