@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from work import SAMPLED, Array, Group, annotate
 
-from meshrl.contract.frames import Flat, pack, pack_flat
+from meshrl.contract.frames import FRAME_BYTES, Flat, pack, pack_flat
 from meshrl.contract.ports import Queue
 from meshrl.contract.rows import RowMethods
 from meshrl.contract.types import (
@@ -73,28 +73,44 @@ async def write_rollouts(
             {name: getattr(given, name)[index] for name in ROLLOUT.writes}
             for index in leased.indices
         ]
-        facts = tuple(
-            [
-                RowFacts(
-                    outcome=Outcome.OK,
-                    num_tokens=len(row["tokens"]),
-                    oldest=version,
-                    newest=version,
-                )
-                for row in rows
-            ]
-        )
-        packed.append(packed_group(leased, pack(rows, queue.room), facts))
+        for start, end in frames(rows):
+            facts = tuple(
+                [
+                    RowFacts(
+                        outcome=Outcome.OK,
+                        num_tokens=len(row["tokens"]),
+                        oldest=version,
+                        newest=version,
+                    )
+                    for row in rows[start:end]
+                ]
+            )
+            frame = pack(rows[start:end], queue.room)
+            packed.append(packed_group(leased, frame, facts, start))
     await queue.write_packed(run, ROLLOUT.name, packed)
 
 
+def frames(rows: Sequence[Mapping[str, Array]]) -> list[tuple[int, int]]:
+    """From which row to which each frame has, as `packed_groups` divides the rows of a group."""
+    starts, size = [0], 0
+    for at, row in enumerate(rows):
+        nbytes = sum([array.nbytes for array in row.values()])
+        size += nbytes
+        if size > FRAME_BYTES and at > starts[-1]:
+            starts.append(at)
+            size = nbytes
+    return list(zip(starts, [*starts[1:], len(rows)], strict=True))
+
+
 def packed_group(
-    leased: LeasedGroup, frame: bytes, facts: tuple[RowFacts, ...] = ()
+    leased: LeasedGroup, frame: bytes, facts: tuple[RowFacts, ...] = (), start: int = 0
 ) -> PackedGroup:
+    """Of an annotator's frame, or of a producer's, which begins with row `start` and has facts of each row."""
+    end = start + len(facts) if facts else len(leased)
     return PackedGroup(
         task=leased.task,
-        indices=leased.indices,
-        attempts=leased.attempts,
+        indices=leased.indices[start:end],
+        attempts=leased.attempts[start:end],
         token=leased.token,
         frame=frame,
         facts=facts,

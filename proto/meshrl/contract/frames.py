@@ -32,8 +32,8 @@ Columns: TypeAlias = Mapping[str, Array]
 DTYPES: Final = ("<i4", "|u1", "<f4", "<i8", "<f8", "<f2", "|i1", "<i2", "<u2", "<u4", "<u8", "|b1")
 """Code is the position; append only."""
 MAX_RANK: Final = 4
-FRAME_BYTES: Final = 16 << 20
-"""Rows beyond it start another frame, so that no frame but a single row's is larger than a message may be."""
+FRAME_BYTES: Final = (4 << 20) - (64 << 10)
+"""Of arrays. Rows beyond it start another frame, so that any but a single row's has room in shared memory."""
 _CODES: Final = {name: code for code, name in enumerate(DTYPES)}
 _DTYPES: Final = tuple(np.dtype(name) for name in DTYPES)
 _LONG_BYTES: Final = 4096

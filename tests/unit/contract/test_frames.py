@@ -32,6 +32,7 @@ from meshrl.contract.types import (
     group_rows,
     packed_groups,
 )
+from meshrl.rpc.local_socket.shared_memory import LEAST_BYTES, REGION_BYTES
 
 
 @st.composite
@@ -193,12 +194,13 @@ def test_rows_are_packed_by_group_token_and_signature() -> None:
         packed_groups({}, rows)
 
 
-def test_large_rows_start_another_frame() -> None:
+def test_large_rows_start_another_frame_and_each_has_room_in_shared_memory() -> None:
     third = np.zeros(FRAME_BYTES // 3, np.uint8)
     rows = [write("a", index, x=third) for index in range(8)]
     found = packed_groups({row.uid: 1 for row in rows}, rows)
     assert sorted(index for group in found for index in group.indices) == list(range(8))
-    assert max(len(group.frame) for group in found) <= FRAME_BYTES + 1000
+    assert max(len(group.frame) for group in found) <= REGION_BYTES
+    assert min(len(group.frame) for group in found) >= LEAST_BYTES
 
 
 def test_a_column_is_gathered_over_groups_and_frames_in_the_order_of_the_rows() -> None:
