@@ -27,7 +27,7 @@ LINES: Mapping[str, int] = {
     "meshrl.sandbox": 1870,
     "meshrl.images": 618,
     "meshrl.weights": 8008,
-    "meshrl.contract": 7656,
+    "meshrl.contract": 7658,
     "meshrl.simulation": 6272,
     "meshrl.rpc": 7660,
     "meshrl.launcher": 4780,

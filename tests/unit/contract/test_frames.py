@@ -261,6 +261,16 @@ def test_columns_gathered_together_are_checked_and_as_gathered_one_by_one() -> N
         gathered(groups, ("x", "y"))
 
 
+def test_entries_of_different_shapes_are_refused_before_memory_is_taken_for_them() -> None:
+    shapes = [(0, 1 << 31, 1 << 20), (2, 3, 1)]
+    groups = [
+        PayloadGroup(task="a", indices=(0,), attempts=(0,), parts=(Part(rows=(0,), frame=frame),))
+        for frame in (pack([{"x": np.empty(shape, np.uint8)}]) for shape in shapes)
+    ]
+    with pytest.raises(CorruptError, match="column x has entries of different shapes"):
+        gathered(groups, ("x",))
+
+
 def test_rows_are_named_by_their_groups() -> None:
     uids = [Uid("r", "a", 1), Uid("r", "a", 0, 2), Uid("r", "b", 0), Uid("r", "a", 3)]
     found = group_rows("r", uids)

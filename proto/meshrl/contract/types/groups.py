@@ -200,16 +200,18 @@ def gathered(groups: Sequence[PayloadGroup], names: Sequence[str]) -> dict[str, 
     """Columns of all rows of one group or more, each concatenated: a single copy, into one new array.
 
     Raises:
-        CorruptError: a row lacks one.
+        CorruptError: a row lacks one, or has entries of another shape.
     """
     pieces = {name: [_pieces(group, name) for group in groups] for name in names}
     found: dict[str, Flat] = {}
     for name, of_groups in pieces.items():
         lengths = np.array([length for _, own in of_groups for length in own], np.uint32)
         arrays = [array for values, _ in of_groups for array in values]
-        shape = (int(lengths.sum()), *arrays[0].shape[1:])
+        tail, *others = {array.shape[1:] for array in arrays}
+        if others:  # of rows without an entry, nothing else bounds it
+            raise CorruptError(f"column {name} has entries of different shapes")
         dtype = np.result_type(*{array.dtype for array in arrays})
-        found[name] = Flat(np.empty(shape, dtype), lengths)
+        found[name] = Flat(np.empty((int(lengths.sum()), *tail), dtype), lengths)
     starts = dict.fromkeys(names, 0)
     # Group by group: what has just been checked is copied from the processor's cache.
     for number, group in enumerate(groups):
