@@ -45,7 +45,7 @@ _PADDING: Final = tuple(bytes(-size % 8) for size in range(8))
 _MALFORMED: Final = (ValueError, IndexError, struct.error, OverflowError, TypeError)
 
 
-class Shared(Array):
+class Shared(np.ndarray[Any, np.dtype[Any]]):
     """uint8: memory that another process maps, too, and could change. A part of it keeps all of it alive."""
 
     owner: object = None
