@@ -224,12 +224,12 @@ sync: venv
 bench: venv
 	@ls benchmarks/*.py
 
-# What a GPU machine without a network needs, in build/gpu-kit.tar (at most 64 MiB); `bash benchmarks/gpu/day.sh` runs there.
-.PHONY: gpu-kit gpu-rehearsal
+# What a GPU machine without a network needs, in .gpu/, each part at most 64 MiB with the checkout; `benchmarks/gpu/day.sh`
+# says which part of the day needs which.
+.PHONY: gpu-kit
 gpu-kit: venv
-	bash benchmarks/gpu/kit.sh
-gpu-rehearsal: venv
-	bash benchmarks/gpu/day.sh --rehearse
+	$(BIN)/python benchmarks/gpu/kit.py mesh
+	$(BIN)/python benchmarks/gpu/kit.py vllm
 
 # An environment of its own for the queue benchmark's peer, which wants Ray and tensordict. torch comes first: its CPU build.
 PEER_QUEUE_VENV := .venv-peer-queue

@@ -1,9 +1,10 @@
 """Tokens a second of the torch engine in the shape of Qwen3-0.6B, with 64 and 256 requests at once.
 
-    python benchmarks/gpu/engine_rate.py [--tokens 256] [--slots 64,256] [--eager] [--profile] [--rehearse]
+    python benchmarks/gpu/engine_rate.py [--tokens 256] [--slots 64,256] [--eager | --graphs] [--profile] [--rehearse]
 
 Random weights; prompts of 32 tokens, answers that all have `--tokens`. Each number of requests is measured without
-(`rollout.engine.enforce_eager`) and with CUDA graphs; `--eager`: only without. `--profile` lists what takes most.
+(`rollout.engine.enforce_eager`) and with CUDA graphs; `--eager`: only without,
+`--graphs`: only with. `--profile` lists what takes most.
 `--rehearse`: a tiny shape, on a CPU. The last line is one JSON object.
 """
 
@@ -75,7 +76,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--slots", default="64,256")
-    parser.add_argument("--eager", action="store_true")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--eager", action="store_true")
+    only.add_argument("--graphs", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--rehearse", action="store_true")
     given = parser.parse_args()
@@ -90,9 +93,12 @@ def main() -> None:
             measured = partial(
                 rate, Path(folder), slots, tokens, config.vocab_size, profile=given.profile
             )
-            of = found[slots] = {"eager": round(asyncio.run(measured(eager=True)))}
+            of = found[slots] = {}
+            if not given.graphs:
+                of["eager"] = round(asyncio.run(measured(eager=True)))
             if not given.eager:
                 of["graphs"] = round(asyncio.run(measured(eager=False)))
+            if len(of) == 2:
                 of["ratio"] = round(of["graphs"] / of["eager"], 2)
             print(slots, of, flush=True)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

@@ -1,18 +1,22 @@
 """The demo's mesh on this machine's GPUs, in bfloat16, over one carrier of weights; what its metrics say.
 
-    python benchmarks/gpu/mesh.py shm|cuda_ipc|nccl [--steps 20] [--rehearse]
+    python benchmarks/gpu/mesh.py shm|cuda_ipc|nccl [--steps 20] [--on-policy] [--vllm PYTHON] [--rehearse]
 
-On one GPU the services share it, and `nccl` puts both ranks on it, which NCCL permits from 2.30 on. `--rehearse` runs
-on a CPU, in float32, with stand-ins for NCCL and CUDA IPC. The last line is one JSON object: the mismatch between
-what sampled and what trained, tokens a second, and whether the ledger balances.
+`--on-policy`: every row is sampled by the weights that it trains, so the mismatch is that of the arithmetic alone.
+`--vllm`: a vLLM server of that environment samples, instead of the embedded engine. On one GPU the services share it,
+and `nccl` puts both ranks on it, which NCCL permits from 2.30 on. `--rehearse` runs on a CPU, in float32, with
+stand-ins for NCCL and CUDA IPC. The last line is one JSON object: the mismatch between what sampled and what trained,
+tokens a second, and whether the ledger balances.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -22,6 +26,7 @@ STUBS = {
     "nccl": ("weights.nccl.library=meshrl.testing.libraries.stub",),
     "cuda_ipc": ("weights.ipc.library=meshrl.testing.devices.stub",),
 }
+VLLM_CACHE_BYTES = 4 << 30
 ONE_GPU = (
     "rollout.workers=1",  # two ranks are as many as share a GPU
     "weights.nccl.env.NCCL_MULTI_RANK_GPU_ENABLE=1",
@@ -34,9 +39,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("carrier", choices=STUBS)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--on-policy", action="store_true")
+    parser.add_argument("--vllm", metavar="PYTHON", help="the interpreter of vLLM's environment")
     parser.add_argument("--rehearse", action="store_true")
     given = parser.parse_args()
-    name = f"gpu-{given.carrier.replace('_', '-')}"
+    engine = "vllm" if given.vllm else "torch"
+    name = f"gpu-{given.carrier.replace('_', '-')}-{engine}"
+    shutil.rmtree(Path("runs", name), ignore_errors=True)
     overrides = [
         f"run.name={name}",
         f"weights.carrier={given.carrier}",
@@ -44,11 +53,27 @@ def main() -> None:
         "trainer.test_freq=-1",
         *(STUBS[given.carrier] if given.rehearse else ("placement.colocate=true",)),
         *(ONE_GPU if given.carrier == "nccl" and not given.rehearse else ()),
+        *(("queue.max_staleness=0", "rollout.on_update=drain") if given.on_policy else ()),
+        *(_vllm(given.vllm) if given.vllm else ()),
     ]
     command = [sys.executable, "-m", "meshrl.cli", "demo", "--plain", *overrides]
+    began = time.monotonic()
     code = subprocess.run(command, check=False).returncode
-    print(json.dumps({"benchmark": "mesh", "carrier": given.carrier, "code": code, **read(name)}))
+    found = {"code": code, "seconds": round(time.monotonic() - began, 1), **read(name)}
+    print(json.dumps({"benchmark": "mesh", "carrier": given.carrier, "engine": engine, **found}))
     sys.exit(code)
+
+
+def _vllm(python: str) -> list[str]:
+    # Bytes of cache, not a share of the GPU: vLLM ends where others give memory back while it measures.
+    arguments = ["--enforce-eager", "--kv-cache-memory-bytes", str(VLLM_CACHE_BYTES)]
+    return [
+        "rollout.name=vllm",
+        "rollout.workers=1",
+        "rollout.deterministic=false",
+        f"rollout.engine.python={python}",
+        f"rollout.engine.extra_args={json.dumps(arguments)}",
+    ]
 
 
 def read(name: str) -> dict[str, Any]:
@@ -59,9 +84,9 @@ def read(name: str) -> dict[str, Any]:
     steps = [row for row in map(json.loads, lines) if "time/step_s" in row]
     finished = directory / "finished.json"
     balanced = json.loads(finished.read_text())["balanced"] if finished.is_file() else None
+    wanted = ("mismatch/", "time/", "throughput/", "staleness/", "memory/")
     keys = sorted(
-        {key for row in steps for key in row if key.startswith("mismatch/") and key.count("/") == 1}
-        | {"throughput/tokens_per_s", "time/publishing_s", "memory/peak_gib"}
+        {key for row in steps for key in row if key.startswith(wanted) and key.count("/") == 1}
     )
     means = {
         key: round(mean(values), 5)

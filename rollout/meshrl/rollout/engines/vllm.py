@@ -68,6 +68,8 @@ CHILD_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    # On a GPU: its sampler imports flashinfer, which vLLM does not require, and a start without it fails.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 """Defaults; the parent's environment and `rollout.engine.env` override them."""
 
