@@ -95,12 +95,10 @@ case $name in
     part nccl 60 "$python" benchmarks/gpu/nccl_channels.py --buckets 5 --rounds 3 --deadline 2 ${short:+--library stub --mib 1}
     ;;
   vllm)
-    SECONDS=0; install_vllm > "$out/install_vllm.log" 2>&1
+    [ -d "$day/vllm-venv" ] || install_vllm > "$out/install_vllm.log" 2>&1
     echo "{\"part\": \"installed\", \"code\": $?, \"seconds\": $SECONDS}"
-    part vllm_nccl 190 "${vllm_day[@]}" --steps 4
+    part vllm_nccl 200 "${vllm_day[@]}" --steps 4 --slots ${SLOTS:-64,256}
     # Only where the carrier failed: the server alone, by files in /dev/shm.
-    grep -q '"part": "version", "step": 4' "$out/vllm_nccl.log" || [ -n "$rehearse" ] ||
-      part vllm_shm 100 "${vllm_day[@]}" --carrier shm --steps 2 --slots 64 --eager
     ;;
   vllm_mesh) mesh mesh_vllm nccl 130 --steps 12 --vllm "$vllm_python" ;;
   fp8) part vllm_fp8 80 "${vllm_day[@]}" --steps 0 --fp8 ;;

@@ -22,10 +22,12 @@ import os
 import runpy
 import socket
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshrl.contract.words import counted
 from meshrl.rpc.parent_death import PARENT_VARIABLE, die_with_parent
 
 LIGHT = (
@@ -91,13 +93,24 @@ def _import(modules: Iterable[str]) -> None:
 
 def _cannot_fork() -> str:
     """Why a fork of this process would not be like a fresh interpreter; empty where it is."""
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    if threads > 1:
-        return f"the imports started {threads - 1} threads, which a fork would not have"
+    if threads := _other_threads():
+        names = f"{counted(len(threads), 'thread')} ({', '.join(threads)})"
+        return f"the imports started {names}, which a fork would not have"
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "the imports initialised CUDA, which a fork cannot use"
     return ""
+
+
+def _other_threads() -> list[str]:
+    """Names of this process's threads but the main one, as its libraries or Python named them."""
+    named = {thread.native_id: thread.name for thread in threading.enumerate()}
+    tasks = {int(task.name): task for task in Path("/proc/self/task").iterdir()}
+    del tasks[os.getpid()]
+    return [
+        named.get(number) or (task / "comm").read_text().strip()
+        for number, task in sorted(tasks.items())
+    ]
 
 
 def _fork_on_request(control: socket.socket) -> list[str] | None:

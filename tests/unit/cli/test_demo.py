@@ -12,9 +12,11 @@ from types import ModuleType
 import pytest
 from click.testing import CliRunner
 
-from meshrl.cli.demo.command import _start_afresh, demo
+from meshrl.cli.demo.command import _report, _start_afresh, demo
 from meshrl.cli.demo.report import History, draw_curves, summary
 from meshrl.cli.demo.trace import programs
+from meshrl.cli.recipe_files import DEMO, recipes
+from meshrl.config import load_recipe
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Ledger
 from meshrl.launcher.address_book import AddressBook, is_up, run_lock
@@ -200,3 +202,12 @@ def test_only_preparing_makes_what_is_missing_and_leaves_the_rest(
     assert done.exit_code == 0, done.output
     assert made == [tmp_path / "assets"]
     assert (tmp_path / "queue" / "data").exists()
+
+
+def test_a_run_too_short_for_curves_ends_well_and_says_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe(recipes() / DEMO, [f"run.dir={tmp_path}"], check=False)
+    recipe.metrics_path.write_text('{"step": 0, "reward/mean": 0.5}\n')
+    _report(recipe)
+    assert "1 step and 0 evaluations: no curves" in capsys.readouterr().out

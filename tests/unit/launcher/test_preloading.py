@@ -162,7 +162,7 @@ async def test_a_preloader_whose_imports_fail_is_done_without(folder: Path) -> N
 async def test_threads_of_the_imports_forbid_a_fork(folder: Path) -> None:
     (folder / "threads.py").write_text(
         "import threading, time\n"
-        "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
+        "threading.Thread(target=time.sleep, args=(600,), name='pool', daemon=True).start()"
     )
     log = Log()
     with preloaded({"light": ["json"], "torch": ["threads"]}) as preloaders:
@@ -170,7 +170,7 @@ async def test_threads_of_the_imports_forbid_a_fork(folder: Path) -> None:
         assert not is_fork(process)
         assert await end(process) == 0
     (line,) = log.of("up")
-    assert "started 1 threads" in line
+    assert "started 1 thread (pool), which a fork would not have" in line
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "LD_PRELOAD"])

@@ -130,6 +130,8 @@ def _serve(service: str, recipe: Path, overrides: tuple[str, ...], options: dict
         datefmt="%H:%M:%S",
         stream=sys.stderr,
     )
+    # It logs each request: with an engine server, a line for every row.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     loaded = load_recipe(recipe, overrides, sections=partial(_sections, service))
     node_rank = _node_rank(loaded, service, options["node_rank"])
     placed = f"{service}-{node_rank}" if node_rank else service

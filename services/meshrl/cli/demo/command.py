@@ -105,7 +105,11 @@ def _report(recipe: Recipe) -> None:
     from meshrl.cli.plain_text import text_console
 
     directory = recipe.run.path
-    history = History.read(recipe.metrics_path)
+    try:
+        history = History.read(recipe.metrics_path)
+    except UserError as error:  # the run itself ended well
+        click.echo(str(error))
+        return
     ledger = asyncio.run(_stored_ledger(recipe))
     shown = summary(history, ledger, directory / "export")
     (directory / "summary.json").write_text(json.dumps(shown, indent=2) + "\n")

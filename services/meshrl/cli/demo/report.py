@@ -28,13 +28,14 @@ class History:
 
     @classmethod
     def read(cls, path: Path) -> History:
-        """Raises UserError when the run left no complete history."""
+        """Raises UserError when the run is too short to compare before with after."""
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         steps = tuple(line for line in lines if "reward/mean" in line)
         evaluations = tuple(line for line in lines if "val/score/mean" in line)
         if not steps or len(evaluations) < 2:
             raise UserError(
-                f"{path}: {counted(len(steps), 'step')} and {counted(len(evaluations), 'evaluation')}, too few"
+                f"{path} has {counted(len(steps), 'step')} and {counted(len(evaluations), 'evaluation')}: no curves"
+                " without a step between two evaluations (trainer.val_before_train, trainer.test_freq)"
             )
         return cls(steps=steps, evaluations=evaluations)
 
