@@ -1,117 +1,129 @@
 #!/usr/bin/env bash
-# A quarter of an hour with one GPU, in parts on one machine; each command prints lines of JSON, and one that fails stops none.
-#
-#   bash benchmarks/gpu/day.sh PART [--rehearse]
-#
-#   PART       needs in .gpu/ (made by kit.py)             seconds at most
-#   meshes     mesh-kit/                                   230   the demo's mesh over nccl, shm, cuda_ipc; the channel alone
-#   vllm       vllm-kit.tar.xz [caches.tar.xz]             230   a vLLM server: rate, log-probs, versions over nccl
-#   vllm_mesh                                              130   the demo's mesh with vLLM, weights over nccl
-#   fp8                                                     80   the server in FP8: rate, log-probs
-#   engine                                                  60   the embedded engine's rate, for comparison
-#   trainer                                                200   MFU at 65,536 and 16,384 tokens; the tests marked `gpu`
-#
-# The first two install what later parts use, in the folder DAY (/tmp/day). OUT is the folder of the logs.
-# --rehearse: tiny shapes and a stand-in for NCCL, for `stand_in/`: seconds and values mean nothing.
+# A quarter of an hour with one GPU, in parts: each ends in one line of JSON, and one that fails stops none.
+#   bash benchmarks/gpu/day.sh [--rehearse] [--parts a,b] [--list]
+# Parts take some 20 to 150 seconds; a machine's time and the 64 MiB that reach it at a time decide which go together, in
+# this order of value:
+#   install,machine,mesh_nccl        with .gpu/mesh-kit: the mesh's packages, and its first steps
+#   install_vllm,vllm                with .gpu/vllm-kit.tar.xz: a stock server, versions over NCCL while it samples
+#   mesh_vllm                        trainer, NCCL, vLLM
+#   mesh_shm,mesh_cuda_ipc           the other carriers of one machine; the second on policy, whose mismatch is the arithmetic's
+#   mfu,engine,nccl,fp8,marked       rates, the channel alone, the tests marked `gpu`
+#   parity,kernels,matrix,ranks,unit what the first day measured
+# `make gpu-kit` makes the kits. DAY is the folder of what is installed (build/gpu-day), OUT that of the logs (DAY/out), and
+# PYTHON the interpreter where nothing has to be installed (.venv/bin/python). --rehearse: tiny shapes on a CPU or on
+# `stand_in/`; seconds and values mean nothing.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
-day=${DAY:-/tmp/day} out=${OUT:-/tmp/day/out}
-name=${1:?want a part: meshes, vllm, vllm_mesh, fp8, engine or trainer} rehearse=${2:+1}
-mkdir -p "$day" "$out"
-python=$day/venv/bin/python vllm_python=$day/vllm-venv/bin/python base=${BASE_PYTHON:-python3}
-export VLLM_CACHE_ROOT=$day/caches/vllm TRITON_CACHE_DIR=$day/caches/triton HF_HUB_OFFLINE=1 TORCHINDUCTOR_COMPILE_THREADS=4
-one_nccl() { # torch and cupy must share one NCCL: 2.30, which permits two ranks on a GPU
-  [ -f "$day/libnccl.so.2" ] && [ -z "$rehearse" ] && export LD_PRELOAD=$day/libnccl.so.2
-}
-one_nccl
-
-# part NAME SECONDS COMMAND...: the lines of JSON that it prints; where it fails, the end of the rest.
-part() {
-  local name=$1 limit=$2 began=$SECONDS code
-  shift 2
-  [ -z "$rehearse" ] || limit=$((3 * limit)) # other work on a CPU is no failure
-  timeout -k 5 "$limit" "$@" > "$out/$name.log" 2>&1
-  code=$?
-  echo "{\"part\": \"$name\", \"code\": $code, \"seconds\": $((SECONDS - began))}"
-  grep '^{' "$out/$name.log" | tail -20 || true
-  [ $code = 0 ] || grep -v '^{' "$out/$name.log" | tail -25 | cut -c1-300
-}
-
-# environment FOLDER LINE...: an environment that sees the machine's packages behind those in LINE.
-environment() {
-  local folder=$1 site
+day=$(realpath -m "${DAY:-build/gpu-day}") rehearse='' wanted=''
+out=${OUT:-$day/out} base=${BASE_PYTHON:-python3}
+all='install machine mesh_nccl install_vllm vllm mesh_vllm mesh_shm mesh_cuda_ipc mfu engine nccl fp8 marked parity kernels matrix ranks unit'
+while [ $# -gt 0 ]; do
+  case $1 in
+    --rehearse) rehearse=1 ;;
+    --parts) wanted=${2:-}; shift ;;
+    --list) echo "$all"; exit 0 ;;
+    *) echo "error: $1: want --rehearse, --parts a,b or --list" >&2; exit 2 ;;
+  esac
   shift
-  "$base" -m venv --without-pip "$folder"
-  site=$(echo "$folder"/lib/python3*/site-packages)
+done
+wanted=${wanted:-${all// /,}}
+for name in ${wanted//,/ }; do
+  case " $all " in *" $name "*) ;; *) echo "error: --parts: no part $name (there are $all)" >&2; exit 2 ;; esac
+done
+mkdir -p "$day" "$out"
+export VLLM_CACHE_ROOT=$day/caches/vllm TRITON_CACHE_DIR=$day/caches/triton HF_HUB_OFFLINE=1
+[ -n "$rehearse" ] && export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
+
+# part NAME SECONDS COMMAND...: the objects that it printed, or else its last line, are the result.
+part() {
+  local name=$1 limit=$2 began=$SECONDS code python=${PYTHON:-.venv/bin/python}
+  shift 2
+  case ",$wanted," in *",$name,"*) ;; *) return ;; esac
+  [ -x "$day/venv/bin/python" ] && python=$day/venv/bin/python
+  [ -n "$rehearse" ] && limit=$((3 * limit)) # other work on a CPU is no failure
+  # The kit's NCCL, in every process: torch and cupy then have one, which permits two ranks on a GPU.
+  local preload=${LD_PRELOAD:-}
+  [ -z "$rehearse" ] && [ -f "$day/libnccl.so.2" ] && preload=$day/libnccl.so.2
+  LD_PRELOAD=$preload python=$python timeout -k 10 "$limit" bash -c "$*" > "$out/$name.log" 2>&1
+  code=$?
+  "$python" - "$name" "$code" "$((SECONDS - began))" "$out/$name.log" <<'PYTHON'
+import json, sys
+from pathlib import Path
+name, code, seconds, log = sys.argv[1:]
+lines = [line for line in Path(log).read_text(errors="replace").splitlines() if line.strip()]
+found = []
+for line in lines:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        continue
+    if isinstance(value, dict) and (line == lines[-1] or "benchmark" in value):
+        found.append(value)
+result = found[0] if len(found) == 1 else found or "".join(lines[-1:])[-300:]
+print(json.dumps({"part": name, "ok": code == "0", "code": int(code), "seconds": int(seconds), "result": result}), flush=True)
+PYTHON
+}
+
+# environment FOLDER [LINE]: an environment that has the machine's packages behind those of the folder in LINE.
+environment() {
+  "$base" -m venv --without-pip "$1"
+  local site
+  site=$(echo "$1"/lib/python3*/site-packages)
   "$base" -c 'import site; print("\n".join(site.getsitepackages()))' > "$site/z_base.pth"
-  printf '%s\n' "$@" > "$site/a_first.pth"
+  echo "${2:-}" > "$site/a_first.pth"
 }
 
-install() {
-  environment "$day/venv"
-  local pip="$base -m pip --python $python install -q --no-index --no-deps --disable-pip-version-check --no-compile"
-  $pip --ignore-installed .gpu/mesh-kit/wheels/*.whl && $pip --no-build-isolation -e . || return
-  # Not by xz and tar, which a machine may lack.
-  "$base" -c 'import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], "wb"))' \
-    .gpu/mesh-kit/libnccl.so.2.xz "$day/libnccl.so.2" || return
-  unpack .gpu/mesh-kit/assets.tar.xz .
-}
-
+# unpack FILE FOLDER: by Python, as a machine may lack xz.
 unpack() { "$base" -c 'import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter="tar")' "$1" "$2"; }
 
+install() {
+  local pip="$base -m pip --python $day/venv/bin/python install -q --no-index --no-deps --disable-pip-version-check --no-compile"
+  environment "$day/venv" || return
+  $pip --ignore-installed .gpu/mesh-kit/wheels/*.whl && $pip --no-build-isolation -e . || return
+  unpack .gpu/mesh-kit/nccl.tar.xz "$day" && unpack .gpu/mesh-kit/assets.tar.xz .
+}
+
 install_vllm() {
-  mkdir -p "$day/caches"
-  unpack .gpu/vllm-kit.tar.xz "$day" || return
-  [ ! -f .gpu/caches.tar.xz ] || unpack .gpu/caches.tar.xz "$day/caches"
-  environment "$day/vllm-venv" "$day/vllm-site"
+  unpack .gpu/vllm-kit.tar.xz "$day" && environment "$day/vllm-venv" "$day/vllm-site"
 }
+export -f environment install install_vllm unpack
+export base day
 
-# mesh NAME CARRIER SECONDS OPTION...: a run of the demo.
-mesh() {
-  # Without the variable, which would have numpy start threads: services are forked from one that has torch imported.
-  part "$1" "$3" env -u OMP_NUM_THREADS "$python" benchmarks/gpu/mesh.py "$2" $short "${@:4}"
-}
-
-vllm_day=("$python" benchmarks/gpu/vllm_day.py "$vllm_python")
-mfu=("$python" benchmarks/gpu/trainer_mfu.py)
-short=
+short=${rehearse:+--rehearse}
+vllm="$day/vllm-venv/bin/python"
+vllm_day="\$python benchmarks/gpu/vllm_day.py $vllm"
+mfu="\$python benchmarks/gpu/trainer_mfu.py"
+mesh="env -u OMP_NUM_THREADS \$python benchmarks/gpu/mesh.py $short"
+[ -n "$rehearse" ] && vllm_day="$vllm_day --library stub --no-check --shape tiny --slots 8 --tokens 8 --cache 256"
+[ -n "$rehearse" ] && mfu="$mfu --device cpu --shape tiny --steps 3 --packs 2"
+tests='$python -m pytest -q -p no:cacheprovider'
+part install 60 install
+part machine 60 "\$python benchmarks/gpu/machine.py"
+part mesh_nccl 150 "$mesh nccl --steps 12"
+part install_vllm 60 install_vllm
+part vllm 200 "$vllm_day --steps 4"
+part mesh_vllm 150 "$mesh nccl --steps 12 --vllm $vllm"
+part mesh_shm 120 "$mesh shm --steps 12"
+part mesh_cuda_ipc 120 "$mesh cuda_ipc --steps 6 --on-policy"
 if [ -n "$rehearse" ]; then
-  vllm_day+=(--library stub --no-check --shape tiny --slots 8 --tokens 8 --cache 256)
-  mfu+=(--shape tiny)
-  short=--rehearse
-  export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
+  part mfu 120 "$mfu --pack 128"
+  part nccl 120 "\$python benchmarks/gpu/nccl_channels.py --library stub --mib 1 --rounds 1 --deadline 3"
+  part matrix 120 "$mfu --pack 128 --no-checkpointing --chunk 20"
+  pack=128
+else
+  part mfu 150 "$mfu --pack 65536 --keep-matmuls --compile --packs 1 --steps 5; $mfu --pack 16384 --no-checkpointing --compile --packs 2 --steps 5"
+  part nccl 60 "\$python benchmarks/gpu/nccl_channels.py --buckets 5 --rounds 3 --deadline 2"
+  part matrix 420 "for c in 25 28; do for n in '' --no-checkpointing; do for t in '' --compile; do
+    $mfu --pack 16384 --chunk \$c \$n \$t || true; done; done; done; $mfu --pack 16384 --shape qwen3-4b --packs 2"
+  part marked 60 "$tests -m gpu tests/integration/test_nccl_gpu.py tests/chaos/test_weights_cuda_ipc.py tests/unit/trainer tests/unit/rollout"
+  pack=8192
 fi
-
-case $name in
-  meshes)
-    [ -n "$rehearse" ] || nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
-    SECONDS=0; install > "$out/install.log" 2>&1
-    echo "{\"part\": \"installed\", \"code\": $?, \"seconds\": $SECONDS}"
-    one_nccl
-    part machine 40 "$python" benchmarks/gpu/machine.py
-    mesh mesh_nccl nccl 100 --steps 12
-    mesh mesh_shm shm 60 --steps 12
-    mesh mesh_cuda_ipc cuda_ipc 50 --steps 6 --on-policy
-    part nccl 60 "$python" benchmarks/gpu/nccl_channels.py --buckets 5 --rounds 3 --deadline 2 ${short:+--library stub --mib 1}
-    ;;
-  vllm)
-    [ -d "$day/vllm-venv" ] || install_vllm > "$out/install_vllm.log" 2>&1
-    echo "{\"part\": \"installed\", \"code\": $?, \"seconds\": $SECONDS}"
-    part vllm_nccl 200 "${vllm_day[@]}" --steps 4 --slots ${SLOTS:-64,256}
-    # Only where the carrier failed: the server alone, by files in /dev/shm.
-    ;;
-  vllm_mesh) mesh mesh_vllm nccl 130 --steps 12 --vllm "$vllm_python" ;;
-  fp8) part vllm_fp8 80 "${vllm_day[@]}" --steps 0 --fp8 ;;
-  engine) part engine 60 "$python" benchmarks/gpu/engine_rate.py --graphs $short ;;
-  trainer)
-    part mfu_65536 90 "${mfu[@]}" --pack 65536 --keep-matmuls --compile --packs 1 --steps 5
-    part mfu_16384 60 "${mfu[@]}" --pack 16384 --no-checkpointing --compile --packs 2 --steps 5
-    part tests 60 "$python" -m pytest -q -p no:cacheprovider -m gpu tests/integration/test_nccl_gpu.py \
-      tests/chaos/test_weights_cuda_ipc.py tests/unit/trainer tests/unit/rollout
-    ;;
-  *) echo "error: no part $name" >&2; exit 2 ;;
-esac
-# One file: few come back. What was measured is printed above.
-logs() { find "$out" -name '*.log'; find runs -path 'runs/gpu-*' \( -name '*.log' -o -name '*.jsonl' -o -name '*.json' \) 2>/dev/null; }
-logs | "$base" -c 'import sys, tarfile; tar = tarfile.open(sys.argv[1], "w:gz"); [tar.add(line.strip()) for line in sys.stdin]; tar.close()' \
-  "$out/$name.tar.gz"
+part engine 60 "\$python benchmarks/gpu/engine_rate.py --graphs $short"
+part fp8 100 "$vllm_day --steps 0 --fp8"
+part parity 120 "\$python benchmarks/gpu/parity.py"
+part kernels 120 "\$python benchmarks/gpu/kernels.py"
+# One rank, then two that share the first GPU: the same norm of the gradient.
+shared="$mfu --pack $pack --steps 3 --packs 2"
+part ranks 180 "$shared || exit; export WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29517
+  export NCCL_MULTI_RANK_GPU_ENABLE=1; RANK=1 $shared & RANK=0 $shared; wait \$!"
+part unit 240 "$tests tests/unit/trainer/test_logprob.py"

@@ -137,8 +137,8 @@ def mesh_kit(out: Path, work: Path) -> Path:
     kit = _empty(out / "mesh-kit")
     download(_locked(_requirements(("meshrl", *TEST_PACKAGES))), kit / "wheels")
     library = _nccl(_empty(work / "nccl"))
-    with lzma.open(kit / "libnccl.so.2.xz", "wb", preset=6) as packed, library.open("rb") as read:
-        shutil.copyfileobj(read, packed, 1 << 20)
+    with tarfile.open(kit / "nccl.tar.xz", "w:xz") as tar:
+        tar.add(library, library.name)
     assets = ROOT / "runs" / "demo" / "assets"
     if not (assets / "model").is_dir():
         # Some 560 supervised steps, a minute of one core: not of the GPU machine's time.

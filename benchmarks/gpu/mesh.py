@@ -50,7 +50,8 @@ def main() -> None:
         f"run.name={name}",
         f"weights.carrier={given.carrier}",
         f"trainer.total_training_steps={3 if given.rehearse else given.steps}",
-        "trainer.test_freq=-1",
+        # What takes a mesh to its steps: half a minute of a GPU machine otherwise.
+        *("trainer.test_freq=-1", "trainer.val_before_train=false", "trainer.save_freq=-1"),
         *(STUBS[given.carrier] if given.rehearse else ("placement.colocate=true",)),
         *(ONE_GPU if given.carrier == "nccl" and not given.rehearse else ()),
         *(("queue.max_staleness=0", "rollout.on_update=drain") if given.on_policy else ()),

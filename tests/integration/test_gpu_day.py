@@ -23,7 +23,7 @@ def day(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     python = tmp_path / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    names = {"PYTHON": str(python), "REAL_PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
+    names = {"PYTHON": str(python), "REAL_PYTHON": sys.executable, "DAY": str(tmp_path / "day")}
     return subprocess.run(
         ["bash", str(ROOT / "benchmarks/gpu/day.sh"), *arguments],
         env={**os.environ, **names}, capture_output=True, text=True, check=False, timeout=60,
@@ -43,4 +43,4 @@ def test_every_part_ends_in_one_line_of_json_and_one_that_fails_stops_none(tmp_p
 def test_a_part_that_does_not_exist_is_named(tmp_path: Path) -> None:
     done = day(tmp_path, "--parts", "machine,ncll")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "no part ncll (there are machine unit marked" in done.stderr
+    assert "no part ncll (there are install machine mesh_nccl" in done.stderr

@@ -4,7 +4,7 @@ It belongs to this process, which survives: the receiver opens a piece by its ha
 be killed at any moment. By cudaMalloc, and none of torch's allocators: with expandable segments those have no handle,
 and an engine that sleeps gives theirs up. Where torch has no GPU, a file in /dev/shm stands in, for tests.
 
-This file runs inside inference servers too, where meshrl is not installed: it imports torch only. On a GPU: not run.
+This file runs inside inference servers too, where meshrl is not installed: it imports torch only.
 """
 
 from __future__ import annotations
