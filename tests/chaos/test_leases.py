@@ -40,8 +40,8 @@ class Noticing(TransferQueue):
         self.attended = asyncio.Event()
 
     @contextmanager
-    def heartbeat(self, worker: str) -> Iterator[None]:
-        with super().heartbeat(worker):
+    def heartbeat(self, worker: str, **options: Any) -> Iterator[None]:
+        with super().heartbeat(worker, **options):
             self.attended.set()
             yield
 

@@ -5,7 +5,7 @@ Every wait takes `wait_s` and ends with WaitTimeoutError; every write is idempot
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -212,11 +212,21 @@ class Queue(Protocol):
         ...
 
 
+def every_stage(stage: str) -> bool:
+    """Serves any stage."""
+    return True
+
+
 class HeartbeatQueue(Queue, Protocol):
     """The queue itself, to which workers send heartbeats."""
 
-    def heartbeat(self, worker: str) -> AbstractContextManager[None]:
-        """`worker` is alive while the block runs; afterwards its leases end soon, unless it is heard of again."""
+    def heartbeat(
+        self, worker: str, *, serves: Callable[[str], bool] = every_stage
+    ) -> AbstractContextManager[None]:
+        """`worker` is alive while the block runs; afterwards its leases end soon, unless it is heard of again.
+
+        Its leases are those of the stages that it `serves`.
+        """
         ...
 
 

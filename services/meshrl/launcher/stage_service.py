@@ -1,4 +1,7 @@
-"""What a service of a stage does: open the runs, lease rows until stopped, drain. `serve_stage` does it all."""
+"""What a service of a stage does: find its runs, lease rows until stopped, drain. `serve_stage` does it all.
+
+The trainer and the feeder open runs. A stage may come before them: its leases wait for a run by its name.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 from meshrl.config.recipe import EVAL_SUFFIX, Recipe, has_evaluation
 from meshrl.config.stages import stage_specs, train_spec
 from meshrl.contract.device_lease import DeviceLease
-from meshrl.contract.errors import ConflictError, UserError
+from meshrl.contract.errors import ConflictError, NotFoundError, UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.stage_worker import Handler, StageWorker
 from meshrl.contract.types import RunSpec
@@ -17,10 +20,14 @@ from meshrl.rpc.process_memory import freeze_startup_objects
 from meshrl.rpc.queue_connection import connect_mesh_queue
 from meshrl.rpc.runtime import GrpcServer
 from meshrl.rpc.service_context import ServiceContext
+from meshrl.transferqueue.model.specs import compare_specs
 from meshrl.transferqueue.sharding import ShardedQueue, check_alone
 
 STAGE_GRACE_S = 10.0
 """How long a draining stage may finish what it holds; what is left then goes back to the queue untouched."""
+
+LOOK_S = 1.0
+"""Between two looks for a run that nobody has opened yet."""
 
 LONGEST_CONFLICT = 200
 """Longest message of a conflict that is shown whole, in characters; two lists of stages are longer."""
@@ -48,7 +55,7 @@ async def serve_stage(
         connect_mesh_queue(recipe, context) as queue,
         GrpcServer(context.settings, []) as server,
     ):
-        await open_runs(queue, recipe)
+        await find_runs(queue, recipe)
         runs = [recipe.run.name]
         if has_evaluation(recipe) and any(
             spec.name == context.kind for spec in stage_specs(recipe, evaluation=True)
@@ -62,7 +69,12 @@ async def serve_stage(
             rows_per_call=rows_per_call,
         )
         await server.ready()
-        await work_until_stopped(server, worker.run(grace_s=STAGE_GRACE_S), worker.drain)
+        await work_until_stopped(
+            server,
+            worker.run(grace_s=STAGE_GRACE_S),
+            worker.drain,
+            until_run_differs(queue, recipe),
+        )
 
 
 def lease_device(recipe: Recipe) -> DeviceLease:
@@ -70,21 +82,60 @@ def lease_device(recipe: Recipe) -> DeviceLease:
     return DeviceLease(recipe.run.path / "device.lease")
 
 
-async def open_runs(queue: Queue, recipe: Recipe) -> tuple[str, ...]:
-    """Open the training run, whichever service comes first; returns the names of the runs that stages work on.
+async def open_runs(queue: Queue, recipe: Recipe) -> None:
+    """Open the training run, as the trainer and the feeder do, whichever comes first.
 
-    The evaluation's is among them although the trainer opens it later: the queue waits for a run by its name.
+    Raises:
+        UserError: a run of this name exists with other settings.
+    """
+    await open_run(queue, train_spec(recipe), recipe)
+
+
+async def open_run(queue: Queue, spec: RunSpec, recipe: Recipe) -> None:
+    """Open one run. Raises UserError when a run of this name exists with other settings."""
+    await _check_shards(queue, spec, recipe)
+    try:
+        await queue.open_run(spec)
+    except ConflictError as error:
+        raise _other_settings(error, spec, recipe) from error
+
+
+async def find_runs(queue: Queue, recipe: Recipe) -> tuple[str, ...]:
+    """The names of the runs that stages work on, whether or not they are open yet.
 
     Raises:
         UserError: a run of this name exists with other settings.
     """
     spec = train_spec(recipe)
-    await open_run(queue, spec, recipe)
+    await _check_shards(queue, spec, recipe)
+    await _is_open(queue, spec, recipe)
     return (spec.run + EVAL_SUFFIX, spec.run) if has_evaluation(recipe) else (spec.run,)
 
 
-async def open_run(queue: Queue, spec: RunSpec, recipe: Recipe) -> None:
-    """Open one run. Raises UserError when a run of this name exists with other settings."""
+async def until_run_differs(queue: Queue, recipe: Recipe) -> None:
+    """Beside a stage's work: look until the run is open, then return never.
+
+    Raises:
+        UserError: it was opened with other settings.
+    """
+    spec = train_spec(recipe)
+    while not await _is_open(queue, spec, recipe):  # noqa: ASYNC110 - nobody announces it
+        await asyncio.sleep(LOOK_S)
+    await asyncio.get_running_loop().create_future()
+
+
+async def _is_open(queue: Queue, spec: RunSpec, recipe: Recipe) -> bool:
+    """Raises UserError when a run of this name exists with other settings."""
+    try:
+        compare_specs((await queue.run_state(spec.run)).spec, spec)
+    except NotFoundError:
+        return False
+    except ConflictError as error:
+        raise _other_settings(error, spec, recipe) from error
+    return True
+
+
+async def _check_shards(queue: Queue, spec: RunSpec, recipe: Recipe) -> None:
     given = queue.num_shards if isinstance(queue, ShardedQueue) else 1
     wanted = recipe.queue.shards
     enrolled = await queue.enrolled() if isinstance(queue, ShardedQueue) else 0
@@ -95,23 +146,23 @@ async def open_run(queue: Queue, spec: RunSpec, recipe: Recipe) -> None:
         )
     if given == 1:
         await check_alone(queue, spec.run)
-    try:
-        await queue.open_run(spec)
-    except ConflictError as error:
-        reason = str(error)
-        if len(reason) > LONGEST_CONFLICT:
-            reason = f"run {spec.run} is open with another {error.details.get('field', 'spec')}"
-        raise UserError(
-            f"{reason}; the queue in {recipe.queue_path} holds this run from before: "
-            "keep its settings, choose another run.name, or remove the directory"
-        ) from error
+
+
+def _other_settings(error: ConflictError, spec: RunSpec, recipe: Recipe) -> UserError:
+    reason = str(error)
+    if len(reason) > LONGEST_CONFLICT:
+        reason = f"run {spec.run} is open with another {error.details.get('field', 'spec')}"
+    return UserError(
+        f"{reason}; the queue in {recipe.queue_path} holds this run from before: "
+        "keep its settings, choose another run.name, or remove the directory"
+    )
 
 
 async def work_until_stopped(
     server: GrpcServer,
     work: Awaitable[object],
     drain: Callable[[], None],
-    beside: Awaitable[None] | None = None,
+    *beside: Awaitable[None],
 ) -> None:
     """Work until the server is asked to stop, then drain.
 
@@ -119,7 +170,7 @@ async def work_until_stopped(
         server: A signal asks it to stop.
         work: Returns some time after `drain` was called; earlier when it has nothing left to do.
         drain: Ends `work`.
-        beside: Runs for as long as `work` does, and must not end before it.
+        beside: Run for as long as `work` does, and must not end before it.
 
     Raises:
         Whatever `work` or `beside` raises.
@@ -127,9 +178,7 @@ async def work_until_stopped(
     freeze_startup_objects()
     working = asyncio.ensure_future(work)
     stopped = asyncio.ensure_future(server.until_stopped())
-    watched: set[asyncio.Future[Any]] = {working, stopped}
-    if beside is not None:
-        watched.add(asyncio.ensure_future(beside))
+    watched: set[asyncio.Future[Any]] = {working, stopped, *map(asyncio.ensure_future, beside)}
     try:
         done, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         for ended in done:

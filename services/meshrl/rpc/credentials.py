@@ -65,11 +65,21 @@ class MeshRole(StrEnum):
     """Looks, and changes nothing."""
 
 
+OWN_STAGES: Final = (MeshRole.ROLLOUT, MeshRole.REWARD, MeshRole.REFERENCE)
+"""Roles that serve the stage of their name; `stage` serves every other one."""
+
+
 def role_of(kind: str) -> MeshRole | None:
     """The role of a kind of service; None for the queue, which calls nobody."""
     if kind == "queue":
         return None
-    return MeshRole(kind) if kind in set(MeshRole) else MeshRole.STAGE
+    built_in = (MeshRole.FEEDER, MeshRole.TRAINER, *OWN_STAGES)
+    return MeshRole(kind) if kind in built_in else MeshRole.STAGE
+
+
+def role_of_stage(stage: str) -> MeshRole:
+    """The role that works on the rows of a run's stage of this name."""
+    return MeshRole(stage) if stage in OWN_STAGES else MeshRole.STAGE
 
 
 def new_token() -> tuple[str, str]:

@@ -4,12 +4,14 @@
              certificate (mTLS) ────┴─▶ roles ──▶ METHODS[method] ──▶ the servicer
                 none: UNAUTHENTICATED        not among them: PERMISSION_DENIED
 
-A method that is not in the table is refused to everybody. Health is open.
+A method that is not in the table is refused to everybody. Health is open. What the table cannot say, because it is in
+the request, servicers ask: `require_stage` (a role works on its own stages only) and `require`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from meshrl.contract.errors import ForbiddenError, UnauthenticatedError
 from meshrl.rpc.auth import Role, TokenStore
-from meshrl.rpc.credentials import MeshRole, Reloaded, read_verifiers, sha256
+from meshrl.rpc.credentials import MeshRole, Reloaded, read_verifiers, role_of_stage, sha256
 from meshrl.rpc.interceptors import Behavior, Context
 
 _EVERYBODY: Final = frozenset(MeshRole)
@@ -39,7 +41,7 @@ def _methods(service: str, **roles: Iterable[MeshRole]) -> dict[str, frozenset[M
 METHODS: Final[Mapping[str, frozenset[MeshRole]]] = {
     **_methods(
         "Queue",
-        OpenRun=_SERVICES,
+        OpenRun=(_FEEDER, _TRAINER),
         GetRunState=(*_SERVICES, _READER),
         Acquire=(_TRAINER,),
         Admit=(_FEEDER, _TRAINER),  # the trainer admits the prompts of an evaluation
@@ -65,20 +67,19 @@ METHODS: Final[Mapping[str, frozenset[MeshRole]]] = {
         WhyWaiting=(*_SERVICES, _READER),
     ),
     **_methods("QueueAdmin", Backup=(), Verify=()),
-    # Whoever opens a run over several shards brings all of them to the same state.
     **_methods(
         "Shard",
         Note=(*_SERVICES, _READER),
-        WriteNote=_SERVICES,
-        Follow=_SERVICES,
-        Room=(*_SERVICES, _READER),
+        WriteNote=(_FEEDER, _TRAINER),  # of a run; the list of shards is the operator's
+        Follow=(_TRAINER,),
+        Room=_SERVICES,  # a turn to admit is for those who may admit
         AdmitInTurn=(_FEEDER, _TRAINER),
-        Groups=(*_SERVICES, _READER),
-        PlanOf=(*_SERVICES, _READER),
+        Groups=(_TRAINER,),
+        PlanOf=(_TRAINER,),
         PublishAndTell=(_TRAINER,),
         CommitAndTell=(_TRAINER,),
-        UntilRows=_SERVICES,
-        Rows=(*_SERVICES, _READER),
+        UntilRows=_STAGES,
+        Rows=_STAGES,
     ),
     **_methods("Member", GetReport=(_READER,), Drain=()),
     **_methods("Rollout", Generate=(_TRAINER,), GetStats=(_TRAINER, _READER)),
@@ -190,10 +191,7 @@ class Identity:
     ) -> frozenset[MeshRole]:
         """The caller's roles. Raises UnauthenticatedError, ForbiddenError."""
         roles = self.roles(authorization, names)
-        if roles.isdisjoint(wanted):
-            needs = ", ".join(sorted(wanted)) or "nobody"
-            has = ", ".join(sorted(roles)) or "no"
-            raise ForbiddenError(f"{what} is for {needs}; this caller has the role {has}")
+        _require(what, wanted, roles)
         return roles
 
     def interceptor(self, method: str, behavior: Behavior) -> Behavior:
@@ -224,6 +222,32 @@ class Identity:
             )
         found = self._tokens.find(authorization).roles
         return frozenset(_OF_TOKENS[role] for role in found if role in _OF_TOKENS)
+
+
+def served_stages() -> Callable[[str], bool]:
+    """Says of a stage whether this call's maker may work on its rows: it has the stage's role, or nobody is asked."""
+    roles = ROLES_OF_CALL.get()
+    return lambda stage: (
+        not roles or not roles.isdisjoint((role_of_stage(stage), MeshRole.OPERATOR))
+    )
+
+
+def require_stage(stage: str) -> None:
+    """Raises ForbiddenError unless the caller serves the stage."""
+    require(f"stage {stage[:80]!r}", role_of_stage(stage))
+
+
+def require(what: str, *wanted: MeshRole) -> None:
+    """Raises ForbiddenError unless the caller has one of the roles, or is the operator, or nobody is asked."""
+    if roles := ROLES_OF_CALL.get():
+        _require(what, {*wanted, MeshRole.OPERATOR}, roles)
+
+
+def _require(what: str, wanted: AbstractSet[MeshRole], roles: AbstractSet[MeshRole]) -> None:
+    if roles.isdisjoint(wanted):
+        needs = ", ".join(sorted(wanted)) or "nobody"
+        has = ", ".join(sorted(roles)) or "no"
+        raise ForbiddenError(f"{what} is for {needs}; this caller has the role {has}")
 
 
 def authorization_of(context: Context) -> str:

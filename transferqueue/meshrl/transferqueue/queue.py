@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, TypedDict, Unpack
 
 from meshrl.contract.errors import (
@@ -28,6 +29,7 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.contract.held_rows import HeldLeases, renewing
+from meshrl.contract.ports import every_stage
 from meshrl.contract.rows import DAMAGED, RowMethods
 from meshrl.contract.types import (
     MEDIA,
@@ -101,6 +103,16 @@ class QueueOptions(TypedDict, total=False):
     """Removes pictures that are not in the store."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Heartbeat:
+    """One stream by which a worker says that it lives."""
+
+    began: float
+    """In seconds of the event loop's clock."""
+    serves: Callable[[str], bool]
+    """Of the name of a stage: whether the worker's leases of it end with the stream."""
+
+
 class TransferQueue(RowMethods):
     """One queue on one store: call `open`, and `close` at the end. It belongs to the event loop that opened it."""
 
@@ -120,8 +132,8 @@ class TransferQueue(RowMethods):
         self._expiry = Expiry(self._expired)
         self._waits = Waits()
         self._space = SpaceCheck(store, asyncio.get_running_loop().time)
-        self._attended: defaultdict[str, list[float]] = defaultdict(list)
-        """Per worker: when each of its heartbeat streams (`attend`) began."""
+        self._attended: defaultdict[str, list[Heartbeat]] = defaultdict(list)
+        """Per worker."""
         self._runs_signal = Signal()
         """A run was opened, or the queue closes."""
         self._committer: asyncio.Task[None] | None = None
@@ -338,17 +350,24 @@ class TransferQueue(RowMethods):
         await renewing(self, held_leases)
 
     @contextmanager
-    def heartbeat(self, worker: str) -> Iterator[None]:
+    def heartbeat(
+        self, worker: str, *, serves: Callable[[str], bool] = every_stage
+    ) -> Iterator[None]:
         """See the port. If a successor of the same name has attended since, its grants are not affected."""
         clock = asyncio.get_running_loop().time
-        began = clock()
-        self._attended[worker].append(began)
+        this = Heartbeat(clock(), serves)
+        self._attended[worker].append(this)
         try:
             yield
         finally:
             others = self._attended[worker]
-            others.remove(began)
-            self._expiry.hasten(worker, min((at for at in others if at > began), default=clock()))
+            others.remove(this)
+            later = (other.began for other in others if other.began > this.began)
+            self._expiry.hasten(
+                worker,
+                min(later, default=clock()),
+                lambda grant: serves(self._stage_of(grant)),
+            )
             if not others:
                 del self._attended[worker]
 
@@ -648,9 +667,15 @@ class TransferQueue(RowMethods):
             return ""
         return f"the store has lost the payload of task {rows.task} of run {run.name}"
 
+    def _stage_of(self, grant: Grant) -> str:
+        return self._runs[grant.group.run].stages.ordered[grant.stage].name
+
     def _expired(self, grant: Grant) -> None:
         # A stream that began after the grant belongs to a restarted worker: the one that was granted the rows died.
-        attended = any(began <= grant.since for began in self._attended.get(grant.worker, ()))
+        attended = any(
+            heartbeat.began <= grant.since and heartbeat.serves(self._stage_of(grant))
+            for heartbeat in self._attended.get(grant.worker, ())
+        )
         leases.expired(self._runs[grant.group.run], grant, attended=attended)
 
     async def _recover(self) -> None:

@@ -16,7 +16,12 @@ from meshrl.http.rewards.app import build_app
 from meshrl.http.rewards.errors import problem
 from meshrl.http.rewards.metrics import WatchMetrics
 from meshrl.http.server import serving_http
-from meshrl.launcher.stage_service import STAGE_GRACE_S, open_runs, work_until_stopped
+from meshrl.launcher.stage_service import (
+    STAGE_GRACE_S,
+    find_runs,
+    until_run_differs,
+    work_until_stopped,
+)
 from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.reward_stage import RewardStage, token_ends
@@ -67,7 +72,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             )
         stage = RewardStage(
             queue,
-            await open_runs(queue, recipe),
+            await find_runs(queue, recipe),
             registry.judge,
             worker=context.name,
             limit=recipe.reward.slots,
@@ -77,7 +82,12 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             token_ends=token_ends(recipe.tokenizer_dir) if recipe.reward.token_rewards else None,
         )
         await server.ready()
-        await work_until_stopped(server, stage.run(grace_s=STAGE_GRACE_S), stage.drain)
+        await work_until_stopped(
+            server,
+            stage.run(grace_s=STAGE_GRACE_S),
+            stage.drain,
+            until_run_differs(queue, recipe),
+        )
 
 
 def _protected(config: RegistryConfig, settings: ServerSettings) -> bool:

@@ -19,8 +19,9 @@ from meshrl.http.gateway.serving import gateway_of
 from meshrl.launcher.prompts import image_processor
 from meshrl.launcher.stage_service import (
     STAGE_GRACE_S,
+    find_runs,
     lease_device,
-    open_runs,
+    until_run_differs,
     work_until_stopped,
 )
 from meshrl.rollout.engines import build_engine
@@ -37,7 +38,6 @@ from meshrl.rpc.servicers.rollout import EngineCollector, RolloutServicer
 from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.replica_controller import ReplicaController
-from meshrl.weights.waiting import first_ends
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
@@ -67,7 +67,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             queue,
             engine,
             tokenizer,
-            runs=await open_runs(queue, recipe),
+            runs=await find_runs(queue, recipe),
             worker=context.name,
             slots=recipe.rollout.slots,
             deterministic=recipe.rollout.is_deterministic(max_staleness),
@@ -113,10 +113,12 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             try:
                 await (turns or engine).start()
                 await server.ready()
-                beside = first_ends(agent.run(), turns.run()) if turns else agent.run()
+                beside = [agent.run(), until_run_differs(queue, recipe)]
+                if turns:
+                    beside.append(turns.run())
                 with LoopWatchdog():
                     await work_until_stopped(
-                        server, worker.run(grace_s=STAGE_GRACE_S), drain, beside=beside
+                        server, worker.run(grace_s=STAGE_GRACE_S), drain, *beside
                     )
             except InfraError as error:
                 if worker.stats.written:

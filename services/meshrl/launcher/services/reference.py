@@ -34,7 +34,12 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     if recipe.reference.nproc > 1 and not _ranks.is_rank():
         await _ranks.run(recipe, context)
         return
-    from meshrl.launcher.stage_service import STAGE_GRACE_S, open_runs, work_until_stopped
+    from meshrl.launcher.stage_service import (
+        STAGE_GRACE_S,
+        find_runs,
+        until_run_differs,
+        work_until_stopped,
+    )
     from meshrl.rpc.queue_connection import connect_mesh_queue, open_pictures
     from meshrl.rpc.runtime import GrpcServer
     from meshrl.rpc.servicers.reference import ReferenceServicer
@@ -68,7 +73,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             connect_mesh_queue(recipe, context, pictures=pictures) as queue,
             GrpcServer(context.settings, [ReferenceServicer(model)]) as server,
         ):
-            await open_runs(queue, recipe)
+            await find_runs(queue, recipe)
             stage = ReferenceStage(
                 queue,
                 [recipe.run.name],
@@ -79,8 +84,10 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
                 stored=pictures,
             )
             await server.ready()
-            beside = None if world is None else model.keep_ranks()
-            await work_until_stopped(server, stage.run(grace_s=STAGE_GRACE_S), stage.drain, beside)
+            beside = [until_run_differs(queue, recipe)]
+            if world is not None:
+                beside.append(model.keep_ranks())
+            await work_until_stopped(server, stage.run(grace_s=STAGE_GRACE_S), stage.drain, *beside)
     finally:
         model.close()
         if world is not None:

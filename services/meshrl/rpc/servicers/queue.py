@@ -15,6 +15,7 @@ from meshrl.contract.codec.compression import TAKES_COMPRESSED
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import HeartbeatQueue
 from meshrl.contract.types import ProgressGroup
+from meshrl.rpc.identity import require_stage, served_stages
 from meshrl.rpc.interceptors import Context, bounded, collected, full_name
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
@@ -68,6 +69,7 @@ class QueueServicer(rpc.QueueServicer):
     async def Lease(  # type: ignore[override]  # payload beside the message
         self, request: pb.LeaseRequest, context: Context
     ) -> AsyncIterator[codec.Bulk[pb.LeaseResponse]]:
+        require_stage(request.stage)
         lease = await self._queue.lease(
             list(request.runs),
             request.stage,
@@ -83,12 +85,13 @@ class QueueServicer(rpc.QueueServicer):
             yield message
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
+        require_stage(request.stage)
         uids = codec.decode_uids(request.uids)
         lost = await self._queue.renew(request.run, request.stage, request.worker, uids)
         return pb.RenewResponse(lost=codec.encode_uids(lost))
 
     async def Attend(self, request: pb.AttendRequest, context: Context) -> AsyncIterator[Ack]:
-        with self._queue.heartbeat(request.worker):
+        with self._queue.heartbeat(request.worker, serves=served_stages()):
             yield Ack()
             await asyncio.get_running_loop().create_future()
 
@@ -96,6 +99,7 @@ class QueueServicer(rpc.QueueServicer):
         self, request_iterator: AsyncIterator[codec.Bulk[pb.WriteRequest]], context: Context
     ) -> Ack:
         call = codec.decode_write(await collected(request_iterator))
+        require_stage(call.stage)
         await self._queue.write_packed(call.run, call.stage, call.groups)
         return Ack()
 
@@ -103,6 +107,7 @@ class QueueServicer(rpc.QueueServicer):
         self, request_iterator: AsyncIterator[codec.Bulk[pb.WriteRequest]], context: Context
     ) -> Ack:
         call = codec.decode_write(await collected(request_iterator))
+        require_stage(call.stage)
         groups = [group for group in call.groups if isinstance(group, ProgressGroup)]
         if len(groups) != len(call.groups):
             raise UserError("append: a group has no starts")
@@ -114,12 +119,14 @@ class QueueServicer(rpc.QueueServicer):
         return pb.RedoResponse(rows=await self._queue.redo(request.run, request.stage, uids))
 
     async def Fail(self, request: pb.FailRequest, context: Context) -> Ack:
+        require_stage(request.stage)
         [(uid, token)] = codec.decode_held_rows([request.row]).items()
         outcome = codec.decode_outcome(request.outcome)
         await self._queue.fail(request.run, request.stage, uid, token, outcome, request.reason)
         return Ack()
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> Ack:
+        require_stage(request.stage)
         token_of = codec.decode_held_rows(request.rows)
         await self._queue.release(request.run, request.stage, token_of)
         return Ack()

@@ -11,8 +11,10 @@ import grpc
 from meshrl.contract import codec
 from meshrl.contract.errors import UserError
 from meshrl.rpc.clients.shard import decode_rows, encode_rows
+from meshrl.rpc.credentials import MeshRole
+from meshrl.rpc.identity import require, require_stage
 from meshrl.rpc.interceptors import Context, bounded, collected, full_name
-from meshrl.transferqueue.sharding import Shard
+from meshrl.transferqueue.sharding import SHARD_LIST, Shard
 from meshrl.v1 import queue_pb2
 from meshrl.v1 import shard_pb2 as pb
 from meshrl.v1 import shard_pb2_grpc as rpc
@@ -40,6 +42,8 @@ class ShardServicer(rpc.ShardServicer):
         return pb.NoteResponse(text=note.text, runs=note.runs)
 
     async def WriteNote(self, request: pb.WriteNoteRequest, context: Context) -> Ack:
+        if request.name == SHARD_LIST:
+            require("the list of shards, which says where credentials are taken to,")
         await self._shard.write_note(request.name, request.text, instead_of=request.instead_of)
         return Ack()
 
@@ -48,6 +52,8 @@ class ShardServicer(rpc.ShardServicer):
         return Ack()
 
     async def Room(self, request: pb.RoomRequest, context: Context) -> pb.RoomResponse:
+        if request.turn:
+            require("a turn to admit", MeshRole.FEEDER, MeshRole.TRAINER)
         capacity = await self._shard.capacity(
             request.run,
             turn=request.turn,
@@ -123,6 +129,7 @@ class ShardServicer(rpc.ShardServicer):
         return pb.ToldResponse(members=members)
 
     async def UntilRows(self, request: pb.UntilRowsRequest, context: Context) -> Ack:
+        require_stage(request.stage)
         await self._shard.until_rows(
             list(request.runs),
             request.stage,
@@ -134,6 +141,7 @@ class ShardServicer(rpc.ShardServicer):
         return Ack()
 
     async def Rows(self, request: pb.RowsRequest, context: Context) -> pb.RowsResponse:
+        require_stage(request.stage)
         rows = await self._shard.rows(
             list(request.runs),
             request.stage,

@@ -256,14 +256,16 @@ class Expiry:
             self._sweep()
         self._arm()
 
-    def hasten(self, worker: str, before: float) -> None:
-        """The connection of `worker` broke: its grants up to `before` (loop time) expire soon unless it renews.
+    def hasten(self, worker: str, before: float, concerns: Callable[[Grant], bool]) -> None:
+        """A connection of `worker` broke: its grants up to `before` (loop time) expire soon unless it renews.
 
-        O(grants of this worker): a fleet that loses its network breaks all connections at once.
+        Those which the connection `concerns`. O(grants of this worker): a fleet that loses its network breaks all
+        connections at once.
         """
         deadline = self.now() + RETURN_S
         for grant in self._by_worker.get(worker, ()):
-            if grant.mask and grant.since <= before and deadline < grant.deadline:
+            held = grant.mask and grant.since <= before and deadline < grant.deadline
+            if held and concerns(grant):
                 grant.deadline = deadline
                 self._push(grant)
         self._arm()

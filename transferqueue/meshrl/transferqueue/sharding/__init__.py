@@ -17,8 +17,10 @@ from meshrl.transferqueue.sharding.port import (
 from meshrl.transferqueue.sharding.router import ShardedQueue
 from meshrl.transferqueue.sharding.run_shards import check_alone
 from meshrl.transferqueue.sharding.shard import ShardQueue
+from meshrl.transferqueue.sharding.shard_list import SHARD_LIST
 
 __all__ = [
+    "SHARD_LIST",
     "GroupCounts",
     "RowCounts",
     "Sampled",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, TypeVar
 
-from meshrl.contract.errors import FencedError, InfraError, NotFoundError, UserError
+from meshrl.contract.errors import FencedError, ForbiddenError, InfraError, NotFoundError, UserError
 from meshrl.contract.types import RunSpec, RunState
 from meshrl.transferqueue.sharding import run_shards, shard_list
 from meshrl.transferqueue.sharding.batches import ShardedBatches
@@ -241,13 +241,25 @@ class ShardDirectory:
         await self._open(spec, since, max(members.count, self._enrolled))
 
     async def _open(self, spec: RunSpec, since: str, available: int) -> RunState:
+        try:
+            return await self._open_here(spec, since, available)
+        except ForbiddenError:
+            # Whoever may not open runs works where those who may have opened it, and learns of more by `catch_up`.
+            state = await self.shards[0].run_state(spec.run)
+            members = await run_shards.recorded(self.shards[0], spec.run)
+            run_shards.check_available(spec.run, members, len(self.shards))
+            self._know(state.spec, members, since)
+            return state
+
+    async def _open_here(self, spec: RunSpec, since: str, available: int) -> RunState:
         members = await run_shards.join(self.shards[0], spec.run, available)
         first, *others = self.shards[:available]
         state = await first.open_run(spec)
         await all_of(shard.open_run(spec) for shard in others)
         # Shard 0 hears of everything last, except for epochs: a shard that is behind it missed something. An epoch
         # that began since then has its own trainer, which brings the shards along.
-        with suppress(FencedError):
+        # A feeder leaves this to the trainer.
+        with suppress(FencedError, ForbiddenError):
             await all_of(shard.follow(state, "") for shard in others)
         self._know(spec, members, since)
         return state
