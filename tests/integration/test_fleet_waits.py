@@ -1,4 +1,4 @@
-"""The members report why a fleet does not sample: a failing engine, an engine without weights, no report."""
+"""Workers tell the trainer why a fleet does not sample: a failing engine, an engine without weights, no report."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from meshrl.contract.types import ROLLOUT_STAGE, RunSpec, Version
 from meshrl.launcher.fleet_waits import fleet_waits
 from meshrl.rollout.config import CircuitBreakerConfig
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers.member import MemberServicer
 from meshrl.testing.engines import echo
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
+from meshrl.weights.fleet import ReplicaReport
 
 from .test_rollout_worker import RUN, Words, commit, tasks
+from .weights_fleet import opened
 
 
 async def test_each_worker_that_cannot_sample_says_why(tmp_path: Path) -> None:
@@ -25,15 +25,28 @@ async def test_each_worker_that_cannot_sample_says_why(tmp_path: Path) -> None:
     engine.behave(echo.Behaviour.FAIL)
     breaker = CircuitBreakerConfig(pause_s=1000, longest_pause_s=1000)
     worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w", slots=8, breaker=breaker)
-    servicer = MemberServicer(worker, engine, leave=lambda: None)
-    async with GrpcServer(ServerSettings(metrics_port=None, drain_grace_s=1), [servicer]) as server:
-        fleet = {"rollout-0": server.address, "rollout-1": "127.0.0.1:1"}
-        fresh, silent = await fleet_waits(fleet)
-        assert (fresh.who, fresh.what) == ("rollout-0", "its engine, which serves no version yet")
-        assert silent.who == "rollout-1" and "127.0.0.1:1 cannot be reached" in silent.what
+
+    def report() -> ReplicaReport:
+        return ReplicaReport(engine=engine.stats(), worker=worker.report())
+
+    async with opened("shm", tmp_path, beat_s=0.05) as fleet:
+        trainer = fleet.server.address
+        fleet.join("rollout-0", report=report)
+
+        async def waits() -> list[tuple[str, str]]:
+            await asyncio.sleep(0.1)  # for the next report
+            return [(wait.who, wait.what) for wait in await fleet_waits(trainer, ["rollout-0"])]
+
+        async with asyncio.timeout(30):
+            while await waits() != [("rollout-0", "its engine, which serves no version yet")]:
+                pass
+        _, silent = await fleet_waits(trainer, ["rollout-0", "rollout-1"])
+        assert silent.who == "rollout-1" and "has never heard of it" in silent.what
 
         await commit(engine)
-        assert await fleet_waits({"rollout-0": server.address}) == []
+        async with asyncio.timeout(30):
+            while await waits():
+                pass
 
         stages = (ROLLOUT_STAGE,)
         await queue.open_run(
@@ -44,14 +57,16 @@ async def test_each_worker_that_cannot_sample_says_why(tmp_path: Path) -> None:
         await queue.admit(RUN, tasks(8), cursor="", wait_s=5)
         working = asyncio.ensure_future(worker.run())
         async with asyncio.timeout(30):
-            while worker.breaker is None or not worker.breaker.opened:  # noqa: ASYNC110 (no event)
-                await asyncio.sleep(0.01)
-        (failing,) = await fleet_waits({"rollout-0": server.address})
+            while not await waits():
+                pass
+        (failing,) = await fleet_waits(trainer, ["rollout-0"])
         assert failing.what.startswith(
             "its engine, which fails: InfraError: the engine was told to fail"
         )
         assert failing.owners == ("rollout-0",)
         worker.drain()
         await working
+    (away,) = await fleet_waits(trainer, ["rollout-0"])
+    assert away.what.startswith("the trainer, to which they report: ")
     await engine.close()
     await queue.close()

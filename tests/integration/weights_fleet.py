@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import grpc
 
@@ -87,13 +87,20 @@ class Fleet:
         engine: HashSink | None = None,
         run: str = RUN,
         directory: Path | None = None,
+        **options: Any,
     ) -> HashSink:
+        """With `options` of the ReplicaController."""
         engine = engine or HashSink()
-        self.attach(name, engine, run, directory)
+        self.attach(name, engine, run, directory, **options)
         return engine
 
     def attach(
-        self, name: str, engine: WeightSink, run: str = RUN, directory: Path | None = None
+        self,
+        name: str,
+        engine: WeightSink,
+        run: str = RUN,
+        directory: Path | None = None,
+        **options: Any,
     ) -> None:
         """Join with any engine."""
         controller = ReplicaController(
@@ -104,6 +111,7 @@ class Fleet:
             on_update=OnUpdate.IN_FLIGHT,
             paths=RunPaths(directory=directory) if directory else self.paths,
             connect=lambda: grpc.aio.insecure_channel(f"127.0.0.1:{self.port}"),
+            **options,
         )
         self.controllers[name] = asyncio.create_task(controller.run())
 

@@ -15,6 +15,9 @@ The weight plane: how a version of the weights reaches every rollout engine as o
        Committed ────────────────────────────▶
               ◀───────────────────────────────  Relay(buckets)         pass on what you hold, to another replica
 
+       Report  ──────────────────────────────▶                         every few seconds, instead of a beat
+              ◀───────────────────────────────  Leave                  at the operator's wish
+
 Every message carries the stamp (run, generation, version); one of another generation is dropped.
 """
 
@@ -23,6 +26,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from meshrl.v1 import rollout_pb2 as _rollout_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -229,6 +233,7 @@ class ReplicaMessage(_message.Message):
     COMMITTED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def stamp(self) -> Global___WeightStamp: ...
     @_builtins.property
@@ -245,6 +250,8 @@ class ReplicaMessage(_message.Message):
     def failed(self) -> Global___ReplicaFailed: ...
     @_builtins.property
     def beat(self) -> Global___Beat: ...
+    @_builtins.property
+    def report(self) -> Global___ReplicaReport: ...
     def __init__(
         self,
         *,
@@ -256,12 +263,13 @@ class ReplicaMessage(_message.Message):
         committed: Global___ReplicaCommitted | None = ...,
         failed: Global___ReplicaFailed | None = ...,
         beat: Global___Beat | None = ...,
+        report: Global___ReplicaReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "body", b"body", "committed", b"committed", "failed", b"failed", "hello", b"hello", "prepared", b"prepared", "ready", b"ready", "received", b"received", "stamp", b"stamp"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "body", b"body", "committed", b"committed", "failed", b"failed", "hello", b"hello", "prepared", b"prepared", "ready", b"ready", "received", b"received", "report", b"report", "stamp", b"stamp"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "body", b"body", "committed", b"committed", "failed", b"failed", "hello", b"hello", "prepared", b"prepared", "ready", b"ready", "received", b"received", "stamp", b"stamp"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "body", b"body", "committed", b"committed", "failed", b"failed", "hello", b"hello", "prepared", b"prepared", "ready", b"ready", "received", b"received", "report", b"report", "stamp", b"stamp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "ready", "received", "prepared", "committed", "failed", "beat"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "ready", "received", "prepared", "committed", "failed", "beat", "report"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -277,7 +285,6 @@ class ReplicaHello(_message.Message):
     COMMIT_DEADLINE_S_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     CARRIERS_FIELD_NUMBER: _builtins.int
-    ADDRESS_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     highest_epoch: _builtins.int
     """The highest epoch this process has seen: a coordinator of a lower one is refused."""
@@ -287,8 +294,6 @@ class ReplicaHello(_message.Message):
     """How long this engine may take to commit (a drain lasts as long as a rollout)."""
     host: _builtins.str
     """Names the kernel and its shared memory: equal on both sides, one host. Empty when it cannot be told."""
-    address: _builtins.str
-    """host:port of its own service, for those who look after the fleet."""
     @_builtins.property
     def carriers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Carriers that this process can be reached by."""
@@ -302,11 +307,10 @@ class ReplicaHello(_message.Message):
         commit_deadline_s: _builtins.float = ...,
         host: _builtins.str = ...,
         carriers: _abc.Iterable[_builtins.str] | None = ...,
-        address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "carriers", b"carriers", "commit_deadline_s", b"commit_deadline_s", "highest_epoch", b"highest_epoch", "host", b"host", "replica", b"replica", "serving", b"serving"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carriers", b"carriers", "commit_deadline_s", b"commit_deadline_s", "highest_epoch", b"highest_epoch", "host", b"host", "replica", b"replica", "serving", b"serving"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -459,6 +463,75 @@ class Beat(_message.Message):
 Global___Beat: _TypeAlias = Beat  # noqa: Y015
 
 @_typing.final
+class ReplicaReport(_message.Message):
+    """How the worker and its engine do now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    LEASED_FIELD_NUMBER: _builtins.int
+    WRITTEN_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    RETURNED_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    BREAKER_FIELD_NUMBER: _builtins.int
+    ERROR_RATE_FIELD_NUMBER: _builtins.int
+    LAST_FAULT_FIELD_NUMBER: _builtins.int
+    OPENED_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    CONTINUED_FIELD_NUMBER: _builtins.int
+    held: _builtins.int
+    """Rows held now, and the most that may be."""
+    slots: _builtins.int
+    leased: _builtins.int
+    """Rows since the start: leased, written, given up, given back because of a fault here, lost to others."""
+    written: _builtins.int
+    failed: _builtins.int
+    returned: _builtins.int
+    lost: _builtins.int
+    breaker: _builtins.str
+    """closed, open or half_open; none where there is no breaker (deterministic runs)."""
+    error_rate: _builtins.float
+    """Share of the last requests that failed."""
+    last_fault: _builtins.str
+    """What the last fault said; empty before the first."""
+    opened: _builtins.int
+    """Times that the breaker opened."""
+    draining: _builtins.bool
+    """It leases no more and is about to go."""
+    continued: _builtins.int
+    """Tokens of responses that this worker took over from another."""
+    @_builtins.property
+    def engine(self) -> _rollout_pb2.EngineStats: ...
+    def __init__(
+        self,
+        *,
+        engine: _rollout_pb2.EngineStats | None = ...,
+        held: _builtins.int = ...,
+        slots: _builtins.int = ...,
+        leased: _builtins.int = ...,
+        written: _builtins.int = ...,
+        failed: _builtins.int = ...,
+        returned: _builtins.int = ...,
+        lost: _builtins.int = ...,
+        breaker: _builtins.str = ...,
+        error_rate: _builtins.float = ...,
+        last_fault: _builtins.str = ...,
+        opened: _builtins.int = ...,
+        draining: _builtins.bool = ...,
+        continued: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "continued", b"continued", "draining", b"draining", "engine", b"engine", "error_rate", b"error_rate", "failed", b"failed", "held", b"held", "last_fault", b"last_fault", "leased", b"leased", "lost", b"lost", "opened", b"opened", "returned", b"returned", "slots", b"slots", "written", b"written"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplicaReport: _TypeAlias = ReplicaReport  # noqa: Y015
+
+@_typing.final
 class PlaneMessage(_message.Message):
     """From the coordinator in the trainer's process."""
 
@@ -472,6 +545,7 @@ class PlaneMessage(_message.Message):
     ABORT_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
     RELAY_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def stamp(self) -> Global___WeightStamp: ...
     @_builtins.property
@@ -488,6 +562,8 @@ class PlaneMessage(_message.Message):
     def beat(self) -> Global___Beat: ...
     @_builtins.property
     def relay(self) -> Global___PlaneRelay: ...
+    @_builtins.property
+    def leave(self) -> Global___PlaneLeave: ...
     def __init__(
         self,
         *,
@@ -499,12 +575,13 @@ class PlaneMessage(_message.Message):
         abort: Global___PlaneAbort | None = ...,
         beat: Global___Beat | None = ...,
         relay: Global___PlaneRelay | None = ...,
+        leave: Global___PlaneLeave | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "beat", b"beat", "body", b"body", "commit", b"commit", "propose", b"propose", "relay", b"relay", "stamp", b"stamp", "transfer", b"transfer", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "beat", b"beat", "body", b"body", "commit", b"commit", "leave", b"leave", "propose", b"propose", "relay", b"relay", "stamp", b"stamp", "transfer", b"transfer", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "beat", b"beat", "body", b"body", "commit", b"commit", "propose", b"propose", "relay", b"relay", "stamp", b"stamp", "transfer", b"transfer", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "beat", b"beat", "body", b"body", "commit", b"commit", "leave", b"leave", "propose", b"propose", "relay", b"relay", "stamp", b"stamp", "transfer", b"transfer", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "propose", "transfer", "commit", "abort", "beat", "relay"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "propose", "transfer", "commit", "abort", "beat", "relay", "leave"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -676,6 +753,21 @@ class PlaneCommit(_message.Message):
 Global___PlaneCommit: _TypeAlias = PlaneCommit  # noqa: Y015
 
 @_typing.final
+class PlaneLeave(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlaneLeave: _TypeAlias = PlaneLeave  # noqa: Y015
+
+@_typing.final
 class PlaneAbort(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -715,6 +807,40 @@ class FleetRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FleetRequest: _TypeAlias = FleetRequest  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_FIELD_NUMBER: _builtins.int
+    replica: _builtins.str
+    def __init__(
+        self,
+        *,
+        replica: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
 
 @_typing.final
 class FleetResponse(_message.Message):
@@ -761,8 +887,8 @@ class ReplicaInfo(_message.Message):
     PAUSE_S_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     CARRIER_FIELD_NUMBER: _builtins.int
-    ADDRESS_FIELD_NUMBER: _builtins.int
     MOVED_BYTES_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     state: Global___ReplicaState.ValueType
     generation: _builtins.int
@@ -774,10 +900,12 @@ class ReplicaInfo(_message.Message):
     """Why it is out."""
     carrier: _builtins.str
     """What brought its last version, or brings the one under way; empty before the first."""
-    address: _builtins.str
-    """host:port of its service; empty when it did not say."""
     moved_bytes: _builtins.int
     """What travelled of its last version."""
+    @_builtins.property
+    def report(self) -> Global___ReplicaReport:
+        """Absent: it has sent none, or is out."""
+
     def __init__(
         self,
         *,
@@ -789,12 +917,12 @@ class ReplicaInfo(_message.Message):
         pause_s: _builtins.float = ...,
         reason: _builtins.str = ...,
         carrier: _builtins.str = ...,
-        address: _builtins.str = ...,
         moved_bytes: _builtins.int = ...,
+        report: Global___ReplicaReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "carrier", b"carrier", "generation", b"generation", "last_sync_s", b"last_sync_s", "moved_bytes", b"moved_bytes", "pause_s", b"pause_s", "reason", b"reason", "replica", b"replica", "state", b"state", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carrier", b"carrier", "generation", b"generation", "last_sync_s", b"last_sync_s", "moved_bytes", b"moved_bytes", "pause_s", b"pause_s", "reason", b"reason", "replica", b"replica", "report", b"report", "state", b"state", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

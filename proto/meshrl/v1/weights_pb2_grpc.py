@@ -44,6 +44,11 @@ class WeightsStub(object):
                 request_serializer=meshrl_dot_v1_dot_weights__pb2.FleetRequest.SerializeToString,
                 response_deserializer=meshrl_dot_v1_dot_weights__pb2.FleetResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/meshrl.v1.Weights/Drain',
+                request_serializer=meshrl_dot_v1_dot_weights__pb2.DrainRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_weights__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class WeightsServicer(object):
@@ -57,7 +62,14 @@ class WeightsServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Fleet(self, request, context):
-        """Who belongs to the fleet, and at which version.
+        """Who belongs to the fleet, at which version, and how it does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Has one leave: it leases no more, hands over what runs, ends. Answers at once; doing it twice is doing it once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -75,6 +87,11 @@ def add_WeightsServicer_to_server(servicer, server):
                     servicer.Fleet,
                     request_deserializer=meshrl_dot_v1_dot_weights__pb2.FleetRequest.FromString,
                     response_serializer=meshrl_dot_v1_dot_weights__pb2.FleetResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=meshrl_dot_v1_dot_weights__pb2.DrainRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_weights__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +148,33 @@ class Weights(object):
             '/meshrl.v1.Weights/Fleet',
             meshrl_dot_v1_dot_weights__pb2.FleetRequest.SerializeToString,
             meshrl_dot_v1_dot_weights__pb2.FleetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshrl.v1.Weights/Drain',
+            meshrl_dot_v1_dot_weights__pb2.DrainRequest.SerializeToString,
+            meshrl_dot_v1_dot_weights__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

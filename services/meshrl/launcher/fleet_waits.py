@@ -1,41 +1,44 @@
-"""Why rollout workers do not sample, asked of the workers: the queue only knows that nobody leases rows."""
+"""Why rollout workers do not sample, as they tell the trainer: the queue only knows that nobody leases rows."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection
 
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Waiting
 from meshrl.contract.words import counted
 from meshrl.rollout.circuit_breaker import CircuitState
 from meshrl.rollout.ports import NO_BREAKER, UNSERVED
-from meshrl.rpc.clients.member import MemberClient, MemberReport
+from meshrl.weights.fleet import FleetView, fetch_fleet
 
-RETRY_S = 1.0
-"""How long a worker that does not answer is tried."""
+ANSWER_S = 3.0
+"""How long the trainer is waited for."""
 WELL = (CircuitState.CLOSED, NO_BREAKER)
 
 
-async def fleet_waits(fleet: Mapping[str, str]) -> list[Waiting]:
-    """A line for each of `fleet` (addresses by name) that cannot sample now."""
-    reasons = await asyncio.gather(*(_why_not_sampling(address) for address in fleet.values()))
-    return [
-        Waiting(who=name, what=what, since_s=0.0, owners=(name,))
-        for name, what in zip(fleet, reasons, strict=True)
-        if what
-    ]
+async def fleet_waits(trainer: str | None, workers: Collection[str]) -> list[Waiting]:
+    """A line for each of `workers`, by name, that cannot sample now, as the trainer at `host:port` knows it."""
+    if trainer is None or not workers:
+        return []
+    try:
+        fleet = await fetch_fleet(trainer, ANSWER_S)
+    except MeshError as error:
+        return [_wait("the rollout workers", f"the trainer, to which they report: {error}")]
+    reasons = {name: _why_not_sampling(fleet, name) for name in workers}
+    return [_wait(name, what) for name, what in reasons.items() if what]
 
 
-async def _why_not_sampling(address: str) -> str:
-    async with MemberClient(address, retry_s=RETRY_S) as member:
-        try:
-            return _reason(await member.report())
-        except MeshError as error:
-            return f"an answer: {error}"
+def _wait(who: str, what: str) -> Waiting:
+    return Waiting(who=who, what=what, since_s=0.0, owners=(who,))
 
 
-def _reason(report: MemberReport) -> str:
+def _why_not_sampling(fleet: FleetView, name: str) -> str:
+    replica = next((each for each in fleet.replicas if each.name == name), None)
+    if replica is None:
+        return "a connection to the trainer, which has never heard of it"
+    report = replica.report
+    if report is None:
+        return f"a report: {replica.reason or 'it has sent none'}"
     worker = report.worker
     if worker.breaker not in WELL:
         times = f"breaker {worker.breaker}, opened {counted(worker.opened, 'time')}"

@@ -85,10 +85,9 @@ class Observer:
                 try:
                     self._mesh_status.ledger = await queue.ledger(self._mesh_status.run)
                     if self._mesh_status.stuck:
-                        fleet = self._address_book().of_kind("rollout")
-                        addresses = {name: entry.address for name, entry in fleet.items()}
+                        book = self._address_book()
                         self._mesh_status.waiting = [
-                            *await fleet_waits(addresses),
+                            *await fleet_waits(book.address("trainer"), book.of_kind("rollout")),
                             *await queue.why_waiting(self._mesh_status.run),
                         ]
                 except MeshError as error:

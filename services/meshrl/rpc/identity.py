@@ -81,7 +81,6 @@ METHODS: Final[Mapping[str, frozenset[MeshRole]]] = {
         UntilRows=_STAGES,
         Rows=_STAGES,
     ),
-    **_methods("Member", GetReport=(_READER,), Drain=()),
     **_methods("Rollout", Generate=(_TRAINER,), GetStats=(_TRAINER, _READER)),
     **_methods("Reference", LogProbs=(_TRAINER,)),
     **_methods(
@@ -102,7 +101,7 @@ METHODS: Final[Mapping[str, frozenset[MeshRole]]] = {
         CompareRewards=(_SUBMITTER, _READER),
     ),
     **_methods("Trainer", GetStatus=(_READER,), Watch=(_READER,), Stop=(), SaveCheckpoint=()),
-    **_methods("Weights", Join=(_ROLLOUT,), Fleet=(_ROLLOUT, _READER)),
+    **_methods("Weights", Join=(_ROLLOUT,), Fleet=(_READER,), Drain=()),
     **_methods("WeightPatches", Fetch=(_ROLLOUT,)),
     f"/{reflection.SERVICE_NAME}/ServerReflectionInfo": _EVERYBODY,
 }

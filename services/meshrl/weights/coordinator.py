@@ -27,6 +27,7 @@ from meshrl.contract.errors import (
     FencedError,
     InfraError,
     MeshError,
+    NotFoundError,
     UnavailableError,
     UserError,
 )
@@ -189,6 +190,19 @@ class WeightCoordinator:
             replicas=tuple(replica.view for replica in self._replicas.values()),
         )
 
+    async def drain(self, name: str) -> None:
+        """Ask a replica to hand over what it runs and end. Raises NotFoundError, UnavailableError."""
+        replica = self._replicas.get(name)
+        if replica is None or replica.generation not in self._removals:
+            live = [
+                each.name for each in self._replicas.values() if each.generation in self._removals
+            ]
+            raise NotFoundError(
+                f"no replica {name[:80]!r} is in the fleet (there are: {', '.join(live) or 'none'})"
+            )
+        about = stamp(self._run, replica.generation, None)
+        await replica.stream.send(pb.PlaneMessage(stamp=about, leave=pb.PlaneLeave()))
+
     # The replicas' side.
 
     async def serve(self, stream: ReplicaStream) -> None:
@@ -211,7 +225,7 @@ class WeightCoordinator:
             await self._welcome(replica)
             await first_ends(
                 stream.read_loop(generation, replica.inspect),
-                stream.heartbeat_loop(beat, self._config.beat_s),
+                stream.heartbeat_loop(lambda: beat, self._config.beat_s),
                 self._keep_updated(replica),
                 removal,
             )

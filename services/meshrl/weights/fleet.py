@@ -1,15 +1,23 @@
-"""The fleet as other processes see it: its types, their protobuf form, and the call that fetches it."""
+"""The fleet as other processes see it: its types, their protobuf form, and the calls that fetch it and part with one.
+
+Reports come over the streams on which the replicas have joined: no caller of `Fleet` goes to a replica itself.
+"""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
 import grpc
 
-from meshrl.contract.types import Version
+from meshrl.contract import codec
+from meshrl.contract.stage_worker import StageStats
+from meshrl.contract.types import EngineStats, Version
+from meshrl.rollout.ports import WorkerReport
 from meshrl.rpc import tls
-from meshrl.rpc.errors import from_rpc
+from meshrl.rpc.errors import MAX_TEXT, from_rpc
 from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc as rpc
@@ -31,6 +39,14 @@ class ReplicaState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """The state of a worker and its engine at one instant."""
+
+    engine: EngineStats
+    worker: WorkerReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaView:
     """One replica at one instant."""
 
@@ -47,10 +63,10 @@ class ReplicaView:
     """Why it is out."""
     carrier: str = ""
     """The carrier of its last version, or of the one in transfer."""
-    address: str = ""
-    """Where its own service listens; empty when unknown."""
     moved_bytes: int = 0
     """What travelled of its last version; less than the version where its carrier sends what changed."""
+    report: ReplicaReport | None = None
+    """What it said last of itself; None when it has said nothing yet, or is out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +82,72 @@ class FleetView:
 
 async def fetch_fleet(trainer: str, deadline_s: float) -> FleetView:
     """Ask the trainer's process at `host:port`. Raises UnavailableError when it cannot be reached."""
+    async with _weights(trainer) as stub:
+        return decode_fleet(await stub.Fleet(pb.FleetRequest(), timeout=deadline_s))
+
+
+async def drain_replica(trainer: str, replica: str, deadline_s: float) -> None:
+    """Have a replica hand over its running rows and end; returns at once.
+
+    Raises:
+        NotFoundError: no replica of this name is in the fleet. UnavailableError: the trainer cannot be reached.
+    """
+    async with _weights(trainer) as stub:
+        await stub.Drain(pb.DrainRequest(replica=replica), timeout=deadline_s)
+
+
+@asynccontextmanager
+async def _weights(trainer: str) -> AsyncIterator[rpc.WeightsStub]:
+    """The coordinator in the trainer's process at `host:port`; its refusals are raised again."""
     async with tls.channel(trainer, CHANNEL_OPTIONS) as channel:
         try:
-            answer = await rpc.WeightsStub(channel).Fleet(pb.FleetRequest(), timeout=deadline_s)
+            yield rpc.WeightsStub(channel)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc(error, trainer) from error
-    return decode_fleet(answer)
+            raise from_rpc(error, f"the trainer at {trainer}") from error
+
+
+def encode_report(report: ReplicaReport) -> pb.ReplicaReport:
+    """The protobuf form."""
+    worker = report.worker
+    return pb.ReplicaReport(
+        engine=codec.encode_engine_stats(report.engine),
+        held=worker.held,
+        slots=worker.slots,
+        leased=worker.rows.leased,
+        written=worker.rows.written,
+        failed=worker.rows.failed,
+        returned=worker.rows.returned,
+        lost=worker.rows.lost,
+        breaker=worker.breaker,
+        error_rate=worker.error_rate,
+        last_fault=codec.printable(worker.last_fault[:MAX_TEXT]),
+        opened=worker.opened,
+        continued=worker.continued,
+        draining=worker.draining,
+    )
+
+
+def decode_report(message: pb.ReplicaReport) -> ReplicaReport:
+    """The inverse of `encode_report`. Raises UserError for what is no report."""
+    rows = StageStats(
+        leased=message.leased,
+        written=message.written,
+        failed=message.failed,
+        returned=message.returned,
+        lost=message.lost,
+    )
+    worker = WorkerReport(
+        held=message.held,
+        slots=message.slots,
+        rows=rows,
+        breaker=message.breaker[:MAX_TEXT],
+        error_rate=message.error_rate,
+        last_fault=message.last_fault[:MAX_TEXT],
+        opened=message.opened,
+        continued=message.continued,
+        draining=message.draining,
+    )
+    return ReplicaReport(engine=codec.decode_engine_stats(message.engine), worker=worker)
 
 
 def encode_fleet(fleet: FleetView) -> pb.FleetResponse:
@@ -91,8 +167,8 @@ def encode_fleet(fleet: FleetView) -> pb.FleetResponse:
                 pause_s=view.pause_s,
                 reason=view.reason,
                 carrier=view.carrier,
-                address=view.address,
                 moved_bytes=view.moved_bytes,
+                report=encode_report(view.report) if view.report else None,
             )
             for view in fleet.replicas
         ],
@@ -116,8 +192,8 @@ def decode_fleet(message: pb.FleetResponse) -> FleetView:
                 pause_s=info.pause_s,
                 reason=info.reason,
                 carrier=info.carrier,
-                address=info.address,
                 moved_bytes=info.moved_bytes,
+                report=decode_report(info.report) if info.HasField("report") else None,
             )
             for info in message.replicas
         ),

@@ -195,11 +195,11 @@ class MessageStream(Generic[_Received, _Sent]):
             if mine and not inspect(message):
                 self._inbox.put_nowait(message)
 
-    async def heartbeat_loop(self, message: _Sent, every_s: float) -> None:
-        """Send `message` every `every_s` seconds, for ever."""
+    async def heartbeat_loop(self, message: Callable[[], _Sent], every_s: float) -> None:
+        """Send what `message` gives at once and every `every_s` seconds, for ever."""
         while True:
+            await self.send(message())
             await asyncio.sleep(every_s)
-            await self.send(message)
 
 
 ReplicaStream = MessageStream[pb.ReplicaMessage, pb.PlaneMessage]

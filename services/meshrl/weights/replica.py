@@ -22,7 +22,7 @@ from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Version
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Channel, Link
-from meshrl.weights.fleet import ReplicaState, ReplicaView
+from meshrl.weights.fleet import ReplicaReport, ReplicaState, ReplicaView, decode_report
 from meshrl.weights.gathering import SourceError, chunk_digest, gathered
 from meshrl.weights.groups import Assembly, FromGroup
 from meshrl.weights.messages import (
@@ -58,7 +58,6 @@ class Replica:
         config: WeightsConfig,
     ) -> None:
         self.name = hello.hello.replica
-        self.address = hello.hello.address
         self.generation = link.generation
         self.peer = peer
         self.version = version
@@ -69,6 +68,8 @@ class Replica:
         self.last_sync_s = 0.0
         self.pause_s = 0.0
         self.moved_bytes = 0
+        self.report: ReplicaReport | None = None
+        """What it said last of itself."""
         self._clock = asyncio.get_running_loop().time
         self._run = hello.stamp.run
         self._commit_s = max(hello.hello.commit_deadline_s, config.commit_s)
@@ -120,8 +121,8 @@ class Replica:
             pause_s=self.pause_s,
             reason=self.reason,
             carrier=self._route.carrier if self._route else "",
-            address=self.address,
             moved_bytes=self.moved_bytes,
+            report=None if self.state is ReplicaState.OUT else self.report,
         )
 
     async def propose(self, source: WeightSource, before: Replica | None = None) -> None:
@@ -213,7 +214,10 @@ class Replica:
             self._sender = None
 
     def inspect(self, message: pb.ReplicaMessage) -> bool:
-        """Raise the failure that the replica reports, whatever this side waits for; answers no message."""
+        """Raise the failure that the replica tells of, whatever this side waits for; keep what it says of itself."""
+        if message.WhichOneof("body") == "report":
+            self.report = decode_report(message.report)
+            return True
         if message.WhichOneof("body") == "failed":
             self._report_route_failure()
             raise from_detail(message.failed.code, f"{self.name}: {message.failed.message}", {})

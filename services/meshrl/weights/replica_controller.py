@@ -29,6 +29,7 @@ from meshrl.contract.ports import WeightSink
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Carriers, LoadCarrier, RunPaths, host_id
+from meshrl.weights.fleet import ReplicaReport, encode_report
 from meshrl.weights.lora_merging import Merger
 from meshrl.weights.messages import stamp, stream_to_coordinator
 from meshrl.weights.session import Session
@@ -57,7 +58,8 @@ class ReplicaController:
         connect: Callable[[], grpc.aio.Channel],
         drain_s: float = 0.0,
         pause_s: Callable[[], float] | None = None,
-        address: str = "",
+        report: Callable[[], ReplicaReport] | None = None,
+        leave: Callable[[], None] = lambda: None,
         load: LoadCarrier | None = None,
     ) -> None:
         """Nothing happens before `run`.
@@ -71,7 +73,8 @@ class ReplicaController:
             paths: the run's directory as this process sees it, and the model.
             connect: makes a new gRPC channel to the trainer's process.
             drain_s: how long running requests may keep a drained commit waiting.
-            address: host:port of this process's service, shown by `meshrl fleet`.
+            report: how this worker and its engine do, for `meshrl fleet`.
+            leave: begins to end this process, as SIGTERM does; for `meshrl fleet drain`.
             load: makes the carriers; None: `load_carrier`.
             pause_s: seconds that the last update paused generation; None takes the duration of the commit.
         """
@@ -83,7 +86,8 @@ class ReplicaController:
         self._connect = connect
         self._commit_s = config.commit_s + (drain_s if on_update is OnUpdate.DRAIN else 0.0)
         self._pause_s = pause_s
-        self._address = address
+        self._own_report = report
+        self._leave = leave
         self._carriers = Carriers(config, paths, load)
         self._merger = Merger(paths.model_path)
         self._highest_epoch = 0
@@ -158,7 +162,6 @@ class ReplicaController:
             self._check_welcome(welcome)
             self._welcomed = True
             generation = welcome.stamp.generation
-            beat = pb.ReplicaMessage(stamp=stamp(self._run, generation, None), beat=pb.Beat())
             session = Session(
                 self._config,
                 welcome=welcome,
@@ -168,12 +171,15 @@ class ReplicaController:
                 version=lambda: self._version,
                 commit=self._commit,
                 merger=self._merger,
+                leave=self._leave,
             )
             try:
                 await first_ends(
                     session.run(),
                     stream.read_loop(generation, session.inspect),
-                    stream.heartbeat_loop(beat, welcome.welcome.beat_s),
+                    stream.heartbeat_loop(
+                        lambda: self._sign_of_life(generation), welcome.welcome.beat_s
+                    ),
                 )
             except MeshError as error:
                 if session.failure is None:
@@ -192,9 +198,14 @@ class ReplicaController:
             commit_deadline_s=self._commit_s,
             host=host_id(),
             carriers=self._carriers.names,
-            address=self._address,
         )
         return pb.ReplicaMessage(stamp=stamp(self._run, 0, self._version), hello=hello)
+
+    def _sign_of_life(self, generation: int) -> pb.ReplicaMessage:
+        about = stamp(self._run, generation, None)
+        if self._own_report is None:
+            return pb.ReplicaMessage(stamp=about, beat=pb.Beat())
+        return pb.ReplicaMessage(stamp=about, report=encode_report(self._own_report()))
 
     def _check_welcome(self, message: pb.PlaneMessage) -> None:
         """Raises FencedError for a trainer whose epoch is over, or the coordinator's reason to refuse."""

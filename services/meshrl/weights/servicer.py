@@ -16,7 +16,7 @@ from meshrl.weights.messages import stream_to_replica
 
 
 class WeightsServicer(rpc.WeightsServicer):
-    """The RPCs of the weight coordinator: `Join` for replicas, `Fleet` for everybody else."""
+    """The RPCs of the weight coordinator: `Join` for replicas, `Fleet` and `Drain` for who looks after them."""
 
     service: Final = full_name(pb.DESCRIPTOR, "Weights")
     waits: Final = frozenset({"Join"})
@@ -39,3 +39,8 @@ class WeightsServicer(rpc.WeightsServicer):
     async def Fleet(self, request: pb.FleetRequest, context: Context) -> pb.FleetResponse:
         """The fleet at this instant."""
         return encode_fleet(self._coordinator.fleet())
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        """Ask one replica to leave."""
+        await self._coordinator.drain(request.replica)
+        return pb.DrainResponse()

@@ -66,7 +66,9 @@ class Session:
         version: Callable[[], Version | None],
         commit: Callable[[Version, int], Awaitable[float]],
         merger: Merger,
+        leave: Callable[[], None],
     ) -> None:
+        """`leave` begins to end this process, when the operator wants that."""
         self._config = config
         self._run = welcome.stamp.run
         self._epoch = welcome.stamp.epoch
@@ -77,6 +79,7 @@ class Session:
         self._version = version
         self._switch_engine = commit
         self._merger = merger
+        self._leave = leave
         self._channels: dict[str, Channel] = {}
         """From the trainer, by carrier."""
         self._hop_channel: Channel | None = None
@@ -115,6 +118,9 @@ class Session:
         body = message.WhichOneof("body")
         if body == "abort" and message.abort.final:
             raise from_detail(message.abort.code, message.abort.message, {})
+        if body == "leave":
+            self._leave()
+            return True
         if body == "relay":
             self._relays.order(stamped_version(message.stamp), message.relay)
             self._forget_committed()

@@ -51,19 +51,18 @@ def replica(name: str, state: ReplicaState, reason: str = "") -> ReplicaView:
         last_sync_s=0.5,
         pause_s=0.01,
         reason=reason,
-        address="10.0.0.2:7001",
     )
 
 
 def test_the_supervisor_knows_why_a_worker_went() -> None:
     out = from_coordinator(replica("rollout-0", ReplicaState.OUT, "it died or went away"))
     assert (out.state, out.reason, out.supervised) == ("OUT", "it died or went away", False)
-    drained = with_supervisor_state(out, {"phase": "drained", "pid": 7, "restarts": 2}, "")
+    drained = with_supervisor_state(out, {"phase": "drained", "pid": 7, "restarts": 2})
     assert (drained.state, drained.reason, drained.restarts) == ("OUT", "drained", 2)
     # The coordinator may not have noticed yet.
     serving = from_coordinator(replica("rollout-1", ReplicaState.SERVING))
-    assert with_supervisor_state(serving, {"phase": "failed", "restarts": 0}, "").gone
-    assert not with_supervisor_state(serving, {"phase": "ready", "restarts": 0}, "").gone
+    assert with_supervisor_state(serving, {"phase": "failed", "restarts": 0}).gone
+    assert not with_supervisor_state(serving, {"phase": "ready", "restarts": 0}).gone
 
 
 def test_json_tells_of_members_that_do_not_answer() -> None:

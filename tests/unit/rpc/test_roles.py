@@ -79,7 +79,6 @@ KINDS: Final = {
         FEEDS: "WriteNote AdmitInTurn",
         TRAINS: "Follow Groups PlanOf PublishAndTell CommitAndTell",
     },
-    "Member": {LOOKS: "GetReport", OPERATES: "Drain"},
     "Rollout": {LOOKS: "GetStats", TRAINS: "Generate"},
     "Reference": {TRAINS: "LogProbs"},
     "Reward": {LOOKS: "Score GetInfo"},
@@ -89,7 +88,7 @@ KINDS: Final = {
         OPERATES: "RollBackReward RetireReward WatchReward",
     },
     "Trainer": {LOOKS: "GetStatus Watch", OPERATES: "Stop SaveCheckpoint"},
-    "Weights": {LOOKS: "Fleet", WORKS: "Join"},
+    "Weights": {LOOKS: "Fleet", WORKS: "Join", OPERATES: "Drain"},
     "WeightPatches": {WORKS: "Fetch"},
 }
 

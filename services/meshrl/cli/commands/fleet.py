@@ -18,13 +18,14 @@ from rich.live import Live
 from rich.table import Table
 
 from meshrl.cli.find_mesh import find_mesh
-from meshrl.cli.membership import Member, Membership, MeshAddress, read_membership
+from meshrl.cli.membership import ANSWER_S, Member, Membership, MeshAddress, read_membership
 from meshrl.cli.options import RUN, OptionsAnywhere, json_option
 from meshrl.cli.plain_text import text_console
 from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
 from meshrl.launcher.control import ask_up
-from meshrl.rpc.clients.member import MemberClient
+from meshrl.rpc import credentials
+from meshrl.weights.fleet import drain_replica
 
 WATCH_EVERY_S = 1.0
 DRAIN_S = 60.0
@@ -103,7 +104,7 @@ def drain(find: Callable[[], MeshAddress], name: str) -> None:
         if not reply["left"]:
             click.echo("warning: training waits until a worker is added: meshrl fleet add")
     else:
-        asyncio.run(_ask_to_leave(member))
+        asyncio.run(drain_replica(address.trainer, name, ANSWER_S))
         click.echo(f"{name} hands over what it runs and ends; what started it must let it be")
 
 
@@ -136,8 +137,11 @@ def add(
     elif queue is None:
         raise UserError("--trainer alone does not tell where the queue is: give --queue HOST:PORT")
     for name in _free_names(asyncio.run(read_membership(address)), count):
-        words = ("meshrl", "serve", "rollout", recipe, "--name", name)
-        click.echo(shlex.join([*words, "--queue", str(queue), "--trainer", address.trainer]))
+        words = ["meshrl", "serve", "rollout", recipe, "--name", name]
+        words += ["--queue", str(queue), "--trainer", address.trainer]
+        if credentials.trusts_network():
+            words.append("--allow-insecure-bind")
+        click.echo(shlex.join(words))
 
 
 def _mesh_address(run_dir: Path | None, trainer: str | None) -> MeshAddress:
@@ -149,15 +153,6 @@ def _mesh_address(run_dir: Path | None, trainer: str | None) -> MeshAddress:
     mesh = find_mesh(directory, None, None)
     assert mesh.trainer is not None
     return MeshAddress(trainer=mesh.trainer, run_dir=directory)
-
-
-async def _ask_to_leave(member: Member) -> None:
-    if not member.address:
-        raise UserError(
-            f"{member.name} did not say where it listens: send SIGTERM to its process instead"
-        )
-    async with MemberClient(member.address, retry_s=0.0) as client:
-        await client.drain()
 
 
 def _free_names(membership: Membership, count: int) -> list[str]:
@@ -197,7 +192,6 @@ def _member_json(member: Member) -> dict[str, Any]:
     shown: dict[str, Any] = {
         "name": member.name,
         "state": member.state,
-        "address": member.address,
         "version": str(replica.version) if replica and replica.version else None,
         "carrier": replica.carrier if replica else None,
         "last_sync_s": replica.last_sync_s if replica else None,
@@ -259,7 +253,7 @@ def _cells(member: Member) -> list[str]:
     carrier = (replica.carrier if replica else "") or "–"
     sync = f"{replica.last_sync_s:.2f} s" if replica and replica.last_sync_s else "–"
     if report is None:
-        silent = "" if member.gone else "does not answer"
+        silent = "" if member.gone else "no report"
         middle, reason = ["–"] * 4, member.reason or silent
     else:
         engine, worker = report.engine, report.worker

@@ -142,11 +142,17 @@ def _json(found: Status) -> dict[str, Any]:
             for name, stats in found.fleet.items()
         },
         "weights": {
-            view.name: asdict(view) | {"version": str(view.version) if view.version else None}
+            view.name: _weights_json(view)
             for view in (found.weights.replicas if found.weights else ())
         },
         "ledger": asdict(found.ledger) | {"balanced": found.ledger.balanced},
     }
+
+
+def _weights_json(view: ReplicaView) -> dict[str, Any]:
+    shown = asdict(view) | {"version": str(view.version) if view.version else None}
+    del shown["report"]  # `meshrl fleet` has it
+    return shown
 
 
 def _table(mesh: Mesh, found: Status) -> Table:

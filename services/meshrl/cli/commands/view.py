@@ -182,7 +182,8 @@ class Services:
     async def _flow(self, run_dir: Path, mesh: Mesh, queue: Queue) -> dict[str, Any]:
         up = mesh.stopped is None
         ledgers = [await queue.ledger(mesh.run)]
-        waits = [*await queue.why_waiting(mesh.run), *await fleet_waits(mesh.fleet)] if up else []
+        waits = list(await queue.why_waiting(mesh.run)) if up else []
+        waits += await fleet_waits(mesh.trainer, mesh.fleet) if up else []
         try:
             ledgers.append(await queue.ledger(mesh.runs[1]))
             waits += await queue.why_waiting(mesh.runs[1]) if up else []

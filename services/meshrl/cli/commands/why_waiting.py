@@ -28,7 +28,8 @@ def why_waiting(run_dir: Path | None, queue: str | None, run: str | None, as_jso
     mesh = find_mesh(run_dir, queue, run)
 
     async def ask(asked: Queue) -> list[Waiting]:
-        found = list(await asked.why_waiting(mesh.run)) + await fleet_waits(mesh.fleet)
+        found = list(await asked.why_waiting(mesh.run))
+        found += await fleet_waits(mesh.trainer, mesh.fleet)
         try:
             found += await asked.why_waiting(mesh.runs[1])
         except NotFoundError:

@@ -1,8 +1,8 @@
 """Runs a rollout replica: an engine, the worker that leases its rows, the controller that keeps its weights current.
 
 queue ◀──leases, writes── RolloutWorker ──▶ engine ◀── ReplicaController ◀──Join── trainer
-                                   ▲          ▲
-                 MemberServicer (GetReport, Drain)   RolloutServicer (Generate, GetStats)
+                                              ▲                             ──reports──▶
+                        RolloutServicer (Generate, GetStats)
 
 Where the program is led by agents of other makes, a gateway stands between them and the engine (meshrl.http.gateway).
 """
@@ -33,10 +33,10 @@ from meshrl.rpc import tls
 from meshrl.rpc.queue_connection import connect_mesh_queue, open_pictures
 from meshrl.rpc.runtime import GrpcServer, NoProgressError
 from meshrl.rpc.service_context import ServiceContext
-from meshrl.rpc.servicers.member import MemberServicer
 from meshrl.rpc.servicers.rollout import EngineCollector, RolloutServicer
 from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.weights.carrier import RunPaths
+from meshrl.weights.fleet import ReplicaReport
 from meshrl.weights.replica_controller import ReplicaController
 
 
@@ -93,8 +93,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         if recipe.takes_turns and isinstance(engine, SleepingEngine):
             lease = stack.enter_context(contextlib.closing(lease_device(recipe)))
             turns = TimeSlicedEngine(engine, lease, woken=worker.wake)
-        member = MemberServicer(worker, engine, leave=lambda: server.stop())
-        async with GrpcServer(context.settings, [RolloutServicer(engine), member]) as server:
+        async with GrpcServer(context.settings, [RolloutServicer(engine)]) as server:
             server.registry.register(EngineCollector(engine))
             if gateway is not None:
                 server.registry.register(GatewayMetrics(gateway))
@@ -108,7 +107,8 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
                 connect=lambda: tls.channel(trainer, CHANNEL_OPTIONS),
                 drain_s=recipe.rollout.deadline_s,
                 pause_s=lambda: engine.stats().update_pause_s,
-                address=server.reachable,
+                report=lambda: ReplicaReport(engine=engine.stats(), worker=worker.report()),
+                leave=server.stop,
             )
             try:
                 await (turns or engine).start()
