@@ -343,6 +343,7 @@ class Cluster:
         words = ["-m", "meshrl.cli", "serve", "rollout", str(self.mesh.recipe), "--name", name]
         words += ["--queue", f"{self.front.address}:{QUEUE_PORT}"]
         words += ["--trainer", f"{self.trainers[0].address}:{TRAINER_PORT}"]
+        words += self.open_words(not self.setup.tls)
         machine.run(name, *words, **self.credentials(machine, "rollout"))
         return machine
 
@@ -482,7 +483,7 @@ def _asked(cluster: Cluster, machine: Machine) -> dict[str, str]:
     """What the queue answers on another machine to a stranger, to a worker, and to the operator."""
     words = ("ledger", "--queue", f"{cluster.front.address}:{QUEUE_PORT}", "--run", "tiny")
     tls = {f"MESHRL_TLS_{key.upper()}": f"tls/{FILES[key]}" for key in ("ca", "cert", "key")}
-    tls = tls if cluster.setup.tls else {}
+    tls = tls if cluster.setup.tls else {"MESHRL_ALLOW_INSECURE_BIND": "1"}
     operator = {**tls, **cluster.credentials(machine, "operator")}
     callers = {
         "no credential": tls,
@@ -490,10 +491,19 @@ def _asked(cluster: Cluster, machine: Machine) -> dict[str, str]:
         "operator": operator,
         **(
             {"no certificate": {**operator, "MESHRL_TLS_CERT": "", "MESHRL_TLS_KEY": ""}}
-            if tls
+            if cluster.setup.tls
             else {}
         ),
-        **({"no encryption": {k: v for k, v in operator.items() if k not in tls}} if tls else {}),
+        **(
+            {
+                "no encryption": {
+                    "MESHRL_ALLOW_INSECURE_BIND": "1",
+                    **{k: v for k, v in operator.items() if k not in tls},
+                }
+            }
+            if cluster.setup.tls
+            else {}
+        ),
     }
     found = {}
     for caller, environment in callers.items():

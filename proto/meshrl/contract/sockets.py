@@ -63,6 +63,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def stays_here(address: str) -> bool:
+    """True if `host:port`, or another name that gRPC takes, is reached without leaving this machine."""
+    host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    return address.startswith(("unix:", "unix-abstract:")) or is_loopback(host)
+
+
 def tells_others(url: str) -> bool:
     """True if what is sent to `url` travels unencrypted beyond this machine; False for what is no address."""
     try:

@@ -130,6 +130,8 @@ def _enter(directory: Path, address_book: AddressBook, role: MeshRole = MeshRole
             f"the mesh in {directory} is not running; start it with: meshrl up {address_book.recipe}"
         )
     tls.use(load_run(address_book.recipe).tls.certificates)
+    if address_book.trusted_network:
+        credentials.trust_network()
     credentials.use_run_directory(directory, role)
 
 

@@ -41,6 +41,8 @@ class AddressBook:
     recipe: Path
     """The recipe with all its defaults and overrides: what the services read."""
     services: Mapping[str, Entry]
+    trusted_network: bool = False
+    """`up` was told that calls between the machines need not be encrypted: commands about this directory are, too."""
 
     def of_kind(self, kind: str) -> Mapping[str, Entry]:
         """The entries of one kind by name."""
@@ -80,6 +82,7 @@ class AddressBook:
             "run": self.run,
             "recipe": self.recipe.name if self.recipe.parent == path.parent else str(self.recipe),
             "services": {name: asdict(entry) for name, entry in self.services.items()},
+            "trusted_network": self.trusted_network,
         }
         replace_file(path, json.dumps(fields, indent=2) + "\n")
 
@@ -93,7 +96,8 @@ class AddressBook:
             # Beside the book, wherever a copy of both lies now; 0.1 wrote the path from where `up` was called.
             beside = path.parent / recipe.name
             recipe = beside if len(recipe.parts) == 1 or beside.exists() else recipe
-            return cls(run=fields["run"], recipe=recipe, services=entries)
+            trusted = fields.get("trusted_network", False) is True
+            return cls(run=fields["run"], recipe=recipe, services=entries, trusted_network=trusted)
         except FileNotFoundError as error:
             raise NotFoundError(f"no address book at {path}; is the mesh up?") from error
         except (ValueError, KeyError, TypeError) as error:

@@ -33,7 +33,7 @@ async def is_serving(entry: Entry) -> bool:
     except (OSError, TimeoutError):
         return False
     writer.close()
-    async with tls.channel(entry.address) as channel:
+    async with tls.health_channel(entry.address) as channel:
         try:
             answer = await health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=ANSWER_S

@@ -74,7 +74,10 @@ class LaunchPlan:
         self._unlisted: dict[str, Entry] = {}
         """Queue processes that are started and not in the address book yet, by name."""
         self.address_book = AddressBook(
-            run=recipe.run.name, recipe=kept_recipe or recipe_path, services={}
+            run=recipe.run.name,
+            recipe=kept_recipe or recipe_path,
+            services={},
+            trusted_network=credentials.trusts_network(),
         )
         self._rendezvous = self._free() if recipe.trainer.nnodes > 1 else 0
         for name in self._services:

@@ -1,6 +1,8 @@
 """The connections of the mesh: TLS for both ends of gRPC and for HTTP, and the credential that every call carries.
 
 A process calls `use` and `credentials.use` once when it starts. Clients open connections with `channel`.
+
+No credential goes to another machine unencrypted, unless MESHRL_ALLOW_INSECURE_BIND says that the network is trusted.
 """
 
 from __future__ import annotations
@@ -11,16 +13,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import grpc
 
 from meshrl.contract.certificates import Certificates
-from meshrl.contract.errors import ConfigError
+from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.files import check_private_file
+from meshrl.contract.sockets import stays_here
 from meshrl.rpc import credentials
 from meshrl.rpc.connections import reloaded, server_context
 from meshrl.rpc.credentials import Credential, Metadata, Reloaded
+
+CA_VARIABLE: Final = "MESHRL_TLS_CA"
+DIRECT: Final = (("grpc.enable_http_proxy", 0),)
+"""Where nothing is encrypted, no proxy of the environment comes between."""
 
 _in_use = Certificates()
 
@@ -49,6 +56,9 @@ def channel(
     """A channel to a service of the mesh, with the certificates of `use` or the environment (MESHRL_TLS_CA, ...).
 
     Every call through it carries `credential`, or the one of this process.
+
+    Raises:
+        UserError: it would travel to another machine unencrypted, and nobody said that the network is trusted.
     """
     return cast("grpc.aio.Channel", _open(grpc.aio, address, options, credential))
 
@@ -60,15 +70,32 @@ def blocking_channel(
     return cast("grpc.Channel", _open(grpc, address, options, credential))
 
 
+def health_channel(address: str) -> grpc.aio.Channel:
+    """A channel without a credential: for health, which asks nobody, and is asked before it is known who listens."""
+    return cast("grpc.aio.Channel", _open_as(grpc.aio, address, (), None))
+
+
 def _open(
     library: Any, address: str, options: Sequence[tuple[str, Any]], credential: Credential | None
 ) -> Any:
     source = credential if credential is not None else credentials.in_use()
+    return _open_as(library, address, options, source)
+
+
+def _open_as(
+    library: Any, address: str, options: Sequence[tuple[str, Any]], source: Credential | None
+) -> Any:
     tls = _in_use if _in_use.on else _from_environment()
     if tls.on:
         open_with = partial(library.secure_channel, address, options=options)
         return _Channel(open_with, reloaded(tls, lambda _: _channel_credentials(tls)), source)
-    opened = library.insecure_channel(address, options=options)
+    if source is not None and not stays_here(address) and not credentials.trusts_network():
+        raise UserError(
+            f"a credential would travel to {address} unencrypted: set tls in the recipe (or {CA_VARIABLE} for a"
+            f" command), or {credentials.TRUSTED_VARIABLE}=1 in a network that you trust",
+            address=address,
+        )
+    opened = library.insecure_channel(address, options=(*options, *DIRECT))
     return opened if source is None else _Channel(lambda _: opened, None, source)
 
 

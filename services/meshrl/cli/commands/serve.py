@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
     "--allow-insecure-bind",
     envvar="MESHRL_ALLOW_INSECURE_BIND",
     is_flag=True,
-    help="Listen beyond this machine, unencrypted: only in a network that you trust.",
+    help="Listen and call beyond this machine, unencrypted: only in a network that you trust.",
 )
 @click.option(
     "--queue",
@@ -144,6 +144,8 @@ def _serve(service: str, recipe: Path, overrides: tuple[str, ...], options: dict
     from meshrl.rpc.service_context import ServiceContext
 
     tls.use(loaded.tls.certificates)
+    if options["allow_insecure_bind"]:  # of the processes that it starts, too
+        os.environ[credentials.TRUSTED_VARIABLE] = "1"
     credentials.use_for_service(
         loaded.run.path,
         service,
