@@ -143,6 +143,51 @@ async def test_the_ledger_is_audited_at_the_command_line(mesh: Mesh) -> None:
     assert code == 2 and "not with --watch" in err
 
 
+async def test_a_run_that_is_over_is_removed_from_a_queue_that_serves(mesh: Mesh) -> None:
+    other = Actors(mesh.actors.queue, "other")
+    await other.start(spec("other"))
+    await other.feed(tasks(2, run="other"))
+    kept = await mesh.actors.ledger()
+    code, out, err = await mesh.meshrl("runs", "stored", "--json", *mesh.address)
+    assert (code, err) == (0, "")
+    assert [(one["run"], len(one["attached"])) for one in json.loads(out)] == [
+        ("run", 1),
+        ("other", 1),
+    ]
+    queue = ["--queue", mesh.server.address]
+    code, out, err = await mesh.meshrl("runs", "remove", "other", *queue)
+    assert (code, out) == (1, "") and err.count("\n") == 1
+    assert err.startswith("error: run other is worked on: a service has worked on it")
+    code, out, err = await mesh.meshrl("runs", "remove", "other", "--force", *queue)
+    assert (code, err) == (0, "")
+    assert out == (
+        "run other is removed from the queue; lost: 4 resident rows, 0 dead letters and the feeder's position\n"
+    )
+    code, _, err = await mesh.meshrl("runs", "remove", "other", *queue)
+    assert code == 1 and "no run named 'other' is open (open: run)" in err
+    code, out, _ = await mesh.meshrl("runs", "stored", *queue)
+    assert code == 0 and "other" not in out and "a service has worked on it" in out
+    code, _, err = await mesh.meshrl("runs", "remove", "a", "--run", "b", *queue)
+    assert code == 2 and "two runs" in err
+    assert await mesh.actors.ledger() == kept
+    code, out, _ = await mesh.meshrl("queue", "verify", *mesh.address)
+    assert code == 0 and out.startswith("no problems: 1 run")
+
+
+async def test_a_run_is_removed_from_a_queue_that_does_not_run(mesh: Mesh) -> None:
+    await Actors(mesh.actors.queue, "other").start(spec("other"))
+    await mesh.actors.queue.close()
+    run_dir = ["--run-dir", str(mesh.folder / "runs")]
+    code, out, _ = await mesh.meshrl("runs", "stored", "--json", *run_dir)
+    assert code == 0 and [one["attached"] for one in json.loads(out)] == [[], []]
+    code, out, _ = await mesh.meshrl("runs", "remove", "run", *run_dir)
+    assert code == 0 and out.startswith("run run is removed from the queue; lost: 8 resident rows")
+    code, out, _ = await mesh.meshrl("runs", "stored", *run_dir)
+    assert code == 0 and "other" in out
+    code, out, _ = await mesh.meshrl("queue", "verify", *run_dir)
+    assert code == 0 and out.startswith("no problems: 1 run, 0 resident rows")
+
+
 async def test_a_queue_that_was_stopped_is_audited_from_its_store(mesh: Mesh) -> None:
     await mesh.actors.queue.close()
     run_dir = ["--run-dir", str(mesh.folder / "runs")]

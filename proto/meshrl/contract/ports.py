@@ -220,6 +220,10 @@ def every_stage(stage: str) -> bool:
 class HeartbeatQueue(Queue, Protocol):
     """The queue itself, to which workers send heartbeats."""
 
+    async def open_run(self, spec: RunSpec, *, caller: str = "") -> RunState:
+        """See Queue. Raises CapacityError where `caller` has opened too many; "" may open as many as there may be."""
+        ...
+
     def heartbeat(
         self, worker: str, *, serves: Callable[[str], bool] = every_stage
     ) -> AbstractContextManager[None]:

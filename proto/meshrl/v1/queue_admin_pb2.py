@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from meshrl.v1 import queue_pb2 as meshrl_dot_v1_dot_queue__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bmeshrl/v1/queue_admin.proto\x12\tmeshrl.v1\x1a\x15meshrl/v1/queue.proto\"\x0f\n\rBackupRequest\"G\n\x0b\x42\x61\x63kupPiece\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\x05\x12(\n\x07records\x18\x02 \x03(\x0b\x32\x17.meshrl.v1.StoredRecord\"N\n\x0cStoredRecord\x12\x0f\n\x07payload\x18\x01 \x01(\x08\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\r\n\x05value\x18\x03 \x01(\x0c\x12\x11\n\tcontinues\x18\x04 \x01(\x08\"\x0f\n\rVerifyRequest\"w\n\x0eVerifyResponse\x12\"\n\x07ledgers\x18\x01 \x03(\x0b\x32\x11.meshrl.v1.Ledger\x12\x0f\n\x07records\x18\x02 \x01(\x03\x12\x0e\n\x06values\x18\x03 \x01(\x03\x12\x0e\n\x06nbytes\x18\x04 \x01(\x03\x12\x10\n\x08problems\x18\x05 \x03(\t2\x89\x01\n\nQueueAdmin\x12<\n\x06\x42\x61\x63kup\x12\x18.meshrl.v1.BackupRequest\x1a\x16.meshrl.v1.BackupPiece0\x01\x12=\n\x06Verify\x12\x18.meshrl.v1.VerifyRequest\x1a\x19.meshrl.v1.VerifyResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bmeshrl/v1/queue_admin.proto\x12\tmeshrl.v1\x1a\x15meshrl/v1/queue.proto\"\x0f\n\rBackupRequest\"G\n\x0b\x42\x61\x63kupPiece\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\x05\x12(\n\x07records\x18\x02 \x03(\x0b\x32\x17.meshrl.v1.StoredRecord\"N\n\x0cStoredRecord\x12\x0f\n\x07payload\x18\x01 \x01(\x08\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\r\n\x05value\x18\x03 \x01(\x0c\x12\x11\n\tcontinues\x18\x04 \x01(\x08\"\x0f\n\rVerifyRequest\"w\n\x0eVerifyResponse\x12\"\n\x07ledgers\x18\x01 \x03(\x0b\x32\x11.meshrl.v1.Ledger\x12\x0f\n\x07records\x18\x02 \x01(\x03\x12\x0e\n\x06values\x18\x03 \x01(\x03\x12\x0e\n\x06nbytes\x18\x04 \x01(\x03\x12\x10\n\x08problems\x18\x05 \x03(\t\"\x11\n\x0fListRunsRequest\"0\n\nStoredRuns\x12\"\n\x04runs\x18\x01 \x03(\x0b\x32\x14.meshrl.v1.StoredRun\"\xa5\x01\n\tStoredRun\x12!\n\x06ledger\x18\x01 \x01(\x0b\x32\x11.meshrl.v1.Ledger\x12\x11\n\topened_by\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x16\n\x0e\x63ommitted_step\x18\x04 \x01(\x03\x12\x13\n\x0b\x66\x65\x65\x64_closed\x18\x05 \x01(\x08\x12\x14\n\x0c\x64\x65\x61\x64_letters\x18\x06 \x01(\x03\x12\x10\n\x08\x61ttached\x18\x07 \x03(\t\".\n\x10RemoveRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\x32\x88\x02\n\nQueueAdmin\x12<\n\x06\x42\x61\x63kup\x12\x18.meshrl.v1.BackupRequest\x1a\x16.meshrl.v1.BackupPiece0\x01\x12=\n\x06Verify\x12\x18.meshrl.v1.VerifyRequest\x1a\x19.meshrl.v1.VerifyResponse\x12=\n\x08ListRuns\x12\x1a.meshrl.v1.ListRunsRequest\x1a\x15.meshrl.v1.StoredRuns\x12>\n\tRemoveRun\x12\x1b.meshrl.v1.RemoveRunRequest\x1a\x14.meshrl.v1.StoredRunb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,6 +42,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERIFYREQUEST']._serialized_end=250
   _globals['_VERIFYRESPONSE']._serialized_start=252
   _globals['_VERIFYRESPONSE']._serialized_end=371
-  _globals['_QUEUEADMIN']._serialized_start=374
-  _globals['_QUEUEADMIN']._serialized_end=511
+  _globals['_LISTRUNSREQUEST']._serialized_start=373
+  _globals['_LISTRUNSREQUEST']._serialized_end=390
+  _globals['_STOREDRUNS']._serialized_start=392
+  _globals['_STOREDRUNS']._serialized_end=440
+  _globals['_STOREDRUN']._serialized_start=443
+  _globals['_STOREDRUN']._serialized_end=608
+  _globals['_REMOVERUNREQUEST']._serialized_start=610
+  _globals['_REMOVERUNREQUEST']._serialized_end=656
+  _globals['_QUEUEADMIN']._serialized_start=659
+  _globals['_QUEUEADMIN']._serialized_end=923
 # @@protoc_insertion_point(module_scope)

@@ -147,3 +147,105 @@ class VerifyResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VerifyResponse: _TypeAlias = VerifyResponse  # noqa: Y015
+
+@_typing.final
+class ListRunsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRunsRequest: _TypeAlias = ListRunsRequest  # noqa: Y015
+
+@_typing.final
+class StoredRuns(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredRun]: ...
+    def __init__(
+        self,
+        *,
+        runs: _abc.Iterable[Global___StoredRun] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["runs", b"runs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredRuns: _TypeAlias = StoredRuns  # noqa: Y015
+
+@_typing.final
+class StoredRun(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEDGER_FIELD_NUMBER: _builtins.int
+    OPENED_BY_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    COMMITTED_STEP_FIELD_NUMBER: _builtins.int
+    FEED_CLOSED_FIELD_NUMBER: _builtins.int
+    DEAD_LETTERS_FIELD_NUMBER: _builtins.int
+    ATTACHED_FIELD_NUMBER: _builtins.int
+    opened_by: _builtins.str
+    """The role of whoever opened it; empty where nobody was asked."""
+    epoch: _builtins.int
+    """0: no trainer has acquired it."""
+    committed_step: _builtins.int
+    feed_closed: _builtins.bool
+    dead_letters: _builtins.int
+    """Those that are kept."""
+    @_builtins.property
+    def ledger(self) -> _queue_pb2.Ledger: ...
+    @_builtins.property
+    def attached(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What shows that services work on it, a sentence each; none: it is over, or abandoned."""
+
+    def __init__(
+        self,
+        *,
+        ledger: _queue_pb2.Ledger | None = ...,
+        opened_by: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        committed_step: _builtins.int = ...,
+        feed_closed: _builtins.bool = ...,
+        dead_letters: _builtins.int = ...,
+        attached: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "committed_step", b"committed_step", "dead_letters", b"dead_letters", "epoch", b"epoch", "feed_closed", b"feed_closed", "ledger", b"ledger", "opened_by", b"opened_by"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredRun: _TypeAlias = StoredRun  # noqa: Y015
+
+@_typing.final
+class RemoveRunRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    force: _builtins.bool
+    """Also while services work on it."""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        force: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveRunRequest: _TypeAlias = RemoveRunRequest  # noqa: Y015

@@ -44,6 +44,16 @@ class QueueAdminStub(object):
                 request_serializer=meshrl_dot_v1_dot_queue__admin__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=meshrl_dot_v1_dot_queue__admin__pb2.VerifyResponse.FromString,
                 _registered_method=True)
+        self.ListRuns = channel.unary_unary(
+                '/meshrl.v1.QueueAdmin/ListRuns',
+                request_serializer=meshrl_dot_v1_dot_queue__admin__pb2.ListRunsRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_queue__admin__pb2.StoredRuns.FromString,
+                _registered_method=True)
+        self.RemoveRun = channel.unary_unary(
+                '/meshrl.v1.QueueAdmin/RemoveRun',
+                request_serializer=meshrl_dot_v1_dot_queue__admin__pb2.RemoveRunRequest.SerializeToString,
+                response_deserializer=meshrl_dot_v1_dot_queue__admin__pb2.StoredRun.FromString,
+                _registered_method=True)
 
 
 class QueueAdminServicer(object):
@@ -63,6 +73,20 @@ class QueueAdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRuns(self, request, context):
+        """The runs that are stored, and which services work on them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveRun(self, request, context):
+        """Delete a run with all that is stored of it, at once or not at all; refused as a conflict while services work on it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_QueueAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +99,16 @@ def add_QueueAdminServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=meshrl_dot_v1_dot_queue__admin__pb2.VerifyRequest.FromString,
                     response_serializer=meshrl_dot_v1_dot_queue__admin__pb2.VerifyResponse.SerializeToString,
+            ),
+            'ListRuns': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRuns,
+                    request_deserializer=meshrl_dot_v1_dot_queue__admin__pb2.ListRunsRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_queue__admin__pb2.StoredRuns.SerializeToString,
+            ),
+            'RemoveRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveRun,
+                    request_deserializer=meshrl_dot_v1_dot_queue__admin__pb2.RemoveRunRequest.FromString,
+                    response_serializer=meshrl_dot_v1_dot_queue__admin__pb2.StoredRun.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +165,60 @@ class QueueAdmin(object):
             '/meshrl.v1.QueueAdmin/Verify',
             meshrl_dot_v1_dot_queue__admin__pb2.VerifyRequest.SerializeToString,
             meshrl_dot_v1_dot_queue__admin__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRuns(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshrl.v1.QueueAdmin/ListRuns',
+            meshrl_dot_v1_dot_queue__admin__pb2.ListRunsRequest.SerializeToString,
+            meshrl_dot_v1_dot_queue__admin__pb2.StoredRuns.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshrl.v1.QueueAdmin/RemoveRun',
+            meshrl_dot_v1_dot_queue__admin__pb2.RemoveRunRequest.SerializeToString,
+            meshrl_dot_v1_dot_queue__admin__pb2.StoredRun.FromString,
             options,
             channel_credentials,
             insecure,

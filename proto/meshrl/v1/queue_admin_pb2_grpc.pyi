@@ -21,6 +21,10 @@ class QueueAdminStub:
     """Everything that is stored, as of one commit. The queue goes on meanwhile."""
     Verify: _aio.UnaryUnaryMultiCallable[_queue_admin_pb2.VerifyRequest, _queue_admin_pb2.VerifyResponse]
     """Look at everything that is stored; derive the ledgers anew and compare them with the queue's own."""
+    ListRuns: _aio.UnaryUnaryMultiCallable[_queue_admin_pb2.ListRunsRequest, _queue_admin_pb2.StoredRuns]
+    """The runs that are stored, and which services work on them."""
+    RemoveRun: _aio.UnaryUnaryMultiCallable[_queue_admin_pb2.RemoveRunRequest, _queue_admin_pb2.StoredRun]
+    """Delete a run with all that is stored of it, at once or not at all; refused as a conflict while services work on it."""
 
 class QueueAdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -38,5 +42,21 @@ class QueueAdminServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_queue_admin_pb2.VerifyRequest, _abc.Awaitable[_queue_admin_pb2.VerifyResponse]],
     ) -> _abc.Awaitable[_queue_admin_pb2.VerifyResponse]:
         """Look at everything that is stored; derive the ledgers anew and compare them with the queue's own."""
+
+    @_abc_1.abstractmethod
+    def ListRuns(
+        self,
+        request: _queue_admin_pb2.ListRunsRequest,
+        context: _aio.ServicerContext[_queue_admin_pb2.ListRunsRequest, _abc.Awaitable[_queue_admin_pb2.StoredRuns]],
+    ) -> _abc.Awaitable[_queue_admin_pb2.StoredRuns]:
+        """The runs that are stored, and which services work on them."""
+
+    @_abc_1.abstractmethod
+    def RemoveRun(
+        self,
+        request: _queue_admin_pb2.RemoveRunRequest,
+        context: _aio.ServicerContext[_queue_admin_pb2.RemoveRunRequest, _abc.Awaitable[_queue_admin_pb2.StoredRun]],
+    ) -> _abc.Awaitable[_queue_admin_pb2.StoredRun]:
+        """Delete a run with all that is stored of it, at once or not at all; refused as a conflict while services work on it."""
 
 def add_QueueAdminServicer_to_server(servicer: QueueAdminServicer, server: _aio.Server) -> None: ...

@@ -9,10 +9,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from meshrl.cli.find_mesh import RETRY_S, Mesh
+from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import run_lock
 from meshrl.rpc.clients.queue_admin import QueueAdminClient
-from meshrl.rpc.queue_connection import build_store, connect_queue, picture_folders
+from meshrl.rpc.queue_connection import (
+    build_store,
+    connect_queue,
+    picture_folders,
+    picture_remover,
+)
+from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.operations.audit import Audit, audit, exported
+from meshrl.transferqueue.operations.removal import StoredRun
+from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding import ShardedQueue, total_ledger
 from meshrl.transferqueue.store import Operation, Store
 
@@ -32,6 +41,18 @@ class Operator(Protocol):
 
     async def verify(self) -> Audit:
         """Look at all of it."""
+        ...
+
+
+class RunKeeper(Protocol):
+    """What `QueueAdmin` and its client have in common about runs."""
+
+    async def runs(self) -> Sequence[StoredRun]:
+        """All runs."""
+        ...
+
+    async def remove_run(self, run: str, *, force: bool) -> StoredRun:
+        """Delete one."""
         ...
 
 
@@ -88,6 +109,31 @@ def ask_operator(mesh: Mesh, question: Question[Answer]) -> list[Answer]:
                 ask_shard = partial(question, number=number)
                 answers.append(await ask_store(store, ask_shard, picture_folders(recipe)))
         return answers
+
+    return asyncio.run(ask())
+
+
+def ask_runs(mesh: Mesh, question: Callable[[RunKeeper], Awaitable[Answer]]) -> Answer:
+    """One conversation about the runs of a queue, running or not. Raises UserError for one of several processes."""
+    if shards_of(mesh) > 1:
+        raise UserError(
+            "a run of several queue processes cannot be removed from them: remove its directory, and the queues'"
+        )
+
+    async def ask() -> Answer:
+        if mesh.stopped is None:
+            async with QueueAdminClient(mesh.queue, retry_s=RETRY_S) as client:
+                return await question(client)
+        recipe = mesh.stopped
+        with run_lock(recipe.run.path):
+            store, pictures = build_store(recipe, 0), picture_remover(recipe)
+            queue = await TransferQueue.open(
+                store, samplers=[recipe.queue.sampler], pictures=pictures
+            )
+            try:
+                return await question(QueueAdmin(queue, store, pictures))
+            finally:
+                await queue.close()
 
     return asyncio.run(ask())
 

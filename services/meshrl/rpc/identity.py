@@ -66,7 +66,7 @@ METHODS: Final[Mapping[str, frozenset[MeshRole]]] = {
         Replay=(),
         WhyWaiting=(*_SERVICES, _READER),
     ),
-    **_methods("QueueAdmin", Backup=(), Verify=()),
+    **_methods("QueueAdmin", Backup=(), Verify=(), ListRuns=(_READER,), RemoveRun=()),
     **_methods(
         "Shard",
         Note=(*_SERVICES, _READER),
@@ -221,6 +221,12 @@ class Identity:
             )
         found = self._tokens.find(authorization).roles
         return frozenset(_OF_TOKENS[role] for role in found if role in _OF_TOKENS)
+
+
+def caller_of_quota() -> str:
+    """Whose quota this call uses: the caller's role; "" for the operator, and where nobody is asked."""
+    roles = ROLES_OF_CALL.get()
+    return "" if MeshRole.OPERATOR in roles else "+".join(sorted(roles))
 
 
 def served_stages() -> Callable[[str], bool]:

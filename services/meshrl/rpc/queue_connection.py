@@ -23,6 +23,7 @@ from meshrl.transferqueue.store import Store
 
 if TYPE_CHECKING:
     from meshrl.contract.picture_store import PictureFolders, PictureStore
+    from meshrl.transferqueue.operations.pictures import PictureRemover
 
 
 @asynccontextmanager
@@ -109,6 +110,16 @@ def picture_folders(recipe: Recipe) -> PictureFolders | None:
     from meshrl.contract.picture_store import PictureFolders
 
     return PictureFolders(recipe.data.media_store)
+
+
+def picture_remover(recipe: Recipe) -> PictureRemover | None:
+    """What removes the pictures of tasks that leave the recipe's queue; None where they are in its messages."""
+    folders = picture_folders(recipe)
+    if folders is None:
+        return None
+    from meshrl.transferqueue.operations.pictures import PictureRemover
+
+    return PictureRemover(folders, alone=recipe.queue.shards == 1)
 
 
 def shard_number(recipe: Recipe, name: str) -> int:

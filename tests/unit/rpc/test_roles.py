@@ -72,7 +72,7 @@ KINDS: Final = {
         TRAINS: "Acquire Redo Take Filter Settle Publish Commit Rewind",
         OPERATES: "Replay",
     },
-    "QueueAdmin": {OPERATES: "Backup Verify"},
+    "QueueAdmin": {LOOKS: "ListRuns", OPERATES: "Backup Verify RemoveRun"},
     "Shard": {
         LOOKS: "Note Room",
         WORKS: "UntilRows Rows",

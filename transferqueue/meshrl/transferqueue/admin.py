@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from meshrl.contract.types import Ledger
 from meshrl.transferqueue.operations.audit import Audit, audit, compare, exported
+from meshrl.transferqueue.operations.removal import StoredRun
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, Store
 
@@ -53,6 +54,14 @@ class QueueAdmin:
         if not result.problems:
             result.add_problems(compare(derived, {name: after[name] for name in unchanged}))
         return result
+
+    async def runs(self) -> Sequence[StoredRun]:
+        """All runs of the queue."""
+        return self._queue.stored_runs()
+
+    async def remove_run(self, run: str, *, force: bool) -> StoredRun:
+        """See TransferQueue."""
+        return await self._queue.remove_run(run, force=force)
 
     async def _ledgers(self) -> dict[str, Ledger]:
         return {name: await self._queue.ledger(name) for name in self._queue.runs}

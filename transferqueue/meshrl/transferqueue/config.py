@@ -40,7 +40,8 @@ class QuotaConfig(Config):
     """What one run may ask of the queue: whoever opens a run sends its bounds, and these bound them."""
 
     runs: PositiveInt = 1000
-    """Runs that one queue keeps."""
+    """Runs that one queue keeps. The feeder and the trainer may open three quarters of them each, the operator all;
+    `meshrl runs remove` makes room."""
     stages: PositiveInt = 64
     """Stages of a run, and columns that one of them reads or writes."""
     group_rows: PositiveInt = 16_384

@@ -56,7 +56,13 @@ from meshrl.transferqueue.model.group import Grant
 from meshrl.transferqueue.model.records import TakenBatch
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.signals import Signal, any_signal
-from meshrl.transferqueue.model.specs import Quota, check_spec, compare_specs, encode_spec
+from meshrl.transferqueue.model.specs import (
+    Quota,
+    check_opener,
+    check_spec,
+    compare_specs,
+    encode_spec,
+)
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.model.waiting import Expiry, Waits
 from meshrl.transferqueue.operations import (
@@ -65,10 +71,12 @@ from meshrl.transferqueue.operations import (
     lifecycle,
     payload,
     progress,
+    removal,
     why_waiting,
 )
 from meshrl.transferqueue.operations.payload import PayloadReader
 from meshrl.transferqueue.operations.recovery import restore
+from meshrl.transferqueue.operations.removal import StoredRun
 from meshrl.transferqueue.store import (
     CACHE_BYTES,
     RECOVERY_PAUSE_S,
@@ -134,6 +142,8 @@ class TransferQueue(RowMethods):
         self._space = SpaceCheck(store, asyncio.get_running_loop().time)
         self._attended: defaultdict[str, list[Heartbeat]] = defaultdict(list)
         """Per worker."""
+        self._called: dict[str, float] = {}
+        """When a service has worked on a run last, by the event loop's clock; of a run that is not open, too."""
         self._runs_signal = Signal()
         """A run was opened, or the queue closes."""
         self._committer: asyncio.Task[None] | None = None
@@ -194,8 +204,8 @@ class TransferQueue(RowMethods):
 
     # --- runs
 
-    async def open_run(self, spec: RunSpec) -> RunState:
-        """See the port. Raises UserError for a spec that cannot work."""
+    async def open_run(self, spec: RunSpec, *, caller: str = "") -> RunState:
+        """See the port. Raises UserError for a spec that cannot work, CapacityError beyond the quota of `caller`."""
         self._check_open()
         run = self._runs.get(spec.run)
         if run is not None:
@@ -204,16 +214,51 @@ class TransferQueue(RowMethods):
             check_spec(spec, self._quota)
             if len(self._runs) >= self._quota.runs:
                 raise CapacityError(
-                    f"this queue keeps {len(self._runs)} runs already (queue.quota.runs)"
+                    f"this queue keeps {len(self._runs)} runs already (queue.quota.runs): remove some that are"
+                    " over with `meshrl runs remove`"
                 )
+            opened = sum(each.record.opened_by == caller for each in self._runs.values())
+            check_opener(caller, opened, self._quota)
             number = max((r.number for r in self._runs.values()), default=-1) + 1
             run = self._make_run(spec, number)
+            run.opened_by(caller)
             self._runs[spec.run] = run
             self._commit_log.put(Table.META, run.spec_key, encode_record(encode_spec(spec)))
             run.save()
             self._runs_signal.notify()
+        self._worked(spec.run)
         await self._commit_log.flush()
         return run.state()
+
+    def stored_runs(self) -> Sequence[StoredRun]:
+        """All runs, as an operator sees them."""
+        return [self._describe(run) for run in self._runs.values()]
+
+    async def remove_run(self, run: str, *, force: bool = False) -> StoredRun:
+        """Delete a run and all that is stored of it, in one commit; returns what it was.
+
+        Waits for it end with NotFoundError, those of stages go on until a run of the name is opened.
+
+        Raises:
+            NotFoundError: no such run. ConflictError: services work on it, and it is not to be by `force`.
+        """
+        state = self._run(run)
+        found = self._describe(state)
+        if found.attached and not force:
+            raise ConflictError(
+                f"run {run} is worked on: {'; '.join(found.attached[:3])}. Stop its services, or use force"
+            )
+        del self._runs[run]
+        self._called.pop(run, None)
+        removal.delete(state, self._commit_log)
+        log.warning("run %s is removed, with %s", run, found.loss)
+        await self._commit_log.flush()
+        return found
+
+    def _describe(self, run: Run) -> StoredRun:
+        at = self._called.get(run.name)
+        called_s = None if at is None else asyncio.get_running_loop().time() - at
+        return removal.describe(run, self._waits.of(run.name), called_s)
 
     async def run_state(self, run: str) -> RunState:
         """See the port."""
@@ -224,7 +269,7 @@ class TransferQueue(RowMethods):
     async def acquire(self, run: str, owner: str) -> RunState:
         """See the port."""
         _check_name("owner", owner)
-        state = self._run(run)
+        state = self._worked(run)
         state.begin_epoch(state.record.epoch + 1, owner)
         state.save()
         state.notify_all()
@@ -234,7 +279,7 @@ class TransferQueue(RowMethods):
 
     async def publish(self, run: str, version: Version) -> None:
         """See the port. A version older than the published one, of the same epoch, changes nothing."""
-        state = self._run(run)
+        state = self._worked(run)
         state.check_epoch(version.epoch)
         if version >= state.record.published:
             # A rewind publishes the resumed version before the fleet has it. Publishing it again must end the leases
@@ -248,7 +293,7 @@ class TransferQueue(RowMethods):
 
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
         """See the port. Raises UserError for a task that can never be processed, CapacityError for a full disk."""
-        state = self._run(run)
+        state = self._worked(run)
         if self._pictures is None and (
             stored := [task.task_id for task in tasks if any(m.stored_bytes for m in task.media)]
         ):
@@ -281,7 +326,7 @@ class TransferQueue(RowMethods):
 
     async def close_feed(self, run: str) -> None:
         """See the port."""
-        state = self._run(run)
+        state = self._worked(run)
         if not state.record.feed_closed:
             state.close_feed()
             state.save()
@@ -342,7 +387,7 @@ class TransferQueue(RowMethods):
 
     async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
         """See the port."""
-        state = self._run(run)
+        state = self._worked(run)
         return leases.renew(state, state.stages[stage], worker, uids)
 
     async def renew_held(self, held_leases: HeldLeases) -> None:
@@ -377,7 +422,7 @@ class TransferQueue(RowMethods):
 
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         """See the port. Raises CapacityError for a full disk: nothing is written, the lease goes on."""
-        state = self._run(run)
+        state = self._worked(run)
         spec = state.stages[stage]
         writes = leases.checked(state, spec, groups)
         if writes:
@@ -387,7 +432,7 @@ class TransferQueue(RowMethods):
 
     async def append(self, run: str, stage: str, groups: Sequence[ProgressGroup]) -> None:
         """See the port. Raises CapacityError for a full disk: nothing is stored, the lease goes on."""
-        state = self._run(run)
+        state = self._worked(run)
         spec = state.stages[stage]
         appends = progress.checked(state, spec, groups)
         if appends:
@@ -398,7 +443,7 @@ class TransferQueue(RowMethods):
 
     async def redo(self, run: str, stage: str, uids: Sequence[Uid]) -> int:
         """See the port."""
-        state = self._run(run)
+        state = self._worked(run)
         rows = progress.redo(state, state.stages[stage], uids)
         await self._commit_log.flush()
         return rows
@@ -407,13 +452,13 @@ class TransferQueue(RowMethods):
         self, run: str, stage: str, uid: Uid, token: int, outcome: Outcome, reason: str
     ) -> None:
         """See the port."""
-        state = self._run(run)
+        state = self._worked(run)
         leases.fail(state, state.stages[stage], uid, token, outcome, reason)
         await self._commit_log.flush()
 
     async def release(self, run: str, stage: str, token_of: Mapping[Uid, int]) -> None:
         """See the port."""
-        state = self._run(run)
+        state = self._worked(run)
         leases.release(state, state.stages[stage], token_of)
         await self._commit_log.flush()
 
@@ -450,7 +495,7 @@ class TransferQueue(RowMethods):
         who = f"trainer of epoch {epoch}, batch {batch_id}"
         with self._waits.tracked("take", (run,), who, reason, lacking_by):
             while True:
-                state = self._run(run)
+                state = self._worked(run)
                 state.check_epoch(epoch)
                 batch = None
                 if batch_id not in state.batches:
@@ -472,7 +517,7 @@ class TransferQueue(RowMethods):
         self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
         """See the port. Arrays are read-only. Raises UserError for a column that no stage writes."""
-        state = self._run(run)
+        state = self._worked(run)
         with_media = MEDIA in columns
         if with_media:
             columns = [name for name in columns if name != MEDIA]
@@ -493,7 +538,7 @@ class TransferQueue(RowMethods):
 
     async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:
         """See the port."""
-        state = self._run(run)
+        state = self._worked(run)
         state.check_epoch(epoch)
         if reason.startswith(DAMAGED):
             log.error("run %s: rows become dead letters: %s", run, reason)
@@ -504,21 +549,21 @@ class TransferQueue(RowMethods):
 
     async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
         """See the port. Raises NotFoundError, ConflictError (taken for another step), FencedError."""
-        state = self._run(run)
+        state = self._worked(run)
         state.check_epoch(epoch)
         lifecycle.settle(state, step=step, batch_id=batch_id)
         await self._commit_log.flush()
 
     async def commit(self, run: str, *, epoch: int, step: int) -> None:
         """See the port. Raises FencedError."""
-        state = self._run(run)
+        state = self._worked(run)
         state.check_epoch(epoch)
         lifecycle.commit(state, step)
         await self._commit_log.flush()
 
     async def rewind(self, run: str, *, epoch: int, step: int) -> int:
         """See the port. Raises FencedError, and ConflictError when rows of that step were committed."""
-        state = self._run(run)
+        state = self._worked(run)
         state.check_epoch(epoch)
         rows = lifecycle.rewind(state, step)
         await self._commit_log.flush()
@@ -561,6 +606,12 @@ class TransferQueue(RowMethods):
         if run is None:
             known = ", ".join(self._runs) or "none"
             raise NotFoundError(f"no run named {name!r} is open (open: {known})", run=name)
+        return run
+
+    def _worked(self, name: str) -> Run:
+        """The run on which a service works now."""
+        run = self._run(name)
+        self._called[name] = asyncio.get_running_loop().time()
         return run
 
     def _make_run(self, spec: RunSpec, number: int) -> Run:

@@ -1,8 +1,12 @@
-"""`meshrl runs` lists the runs here; `meshrl compare` puts two beside each other. Both read files only."""
+"""`meshrl runs` lists the runs here, and those that a queue stores; `meshrl compare` puts two beside each other.
+
+What is listed here, and compared, is read from files only.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -11,13 +15,16 @@ from rich.table import Table
 from rich.text import Text
 
 from meshrl.api.history import HELD_OUT, STEP, RunHistory
-from meshrl.cli.options import PATH, RUN, json_option
+from meshrl.cli.find_mesh import find_mesh
+from meshrl.cli.operator import ask_runs
+from meshrl.cli.options import PATH, RUN, json_option, mesh_options
 from meshrl.cli.plain_text import text_console
 from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME
 from meshrl.contract.errors import UserError
 from meshrl.http.view.settings import compared
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME
 from meshrl.launcher.view import clock, sparkline
+from meshrl.transferqueue.operations.removal import StoredRun
 
 COMPARED = {
     "reward": STEP,
@@ -30,14 +37,30 @@ COMPARED = {
 """What is shown to the metric that it is."""
 NOT_COMPARED = ("run.name", "run.dir")
 SPARK = 20
+ANY = "-"
+"""No run in particular."""
 MARKS = (ADDRESS_BOOK_NAME, METRICS_NAME)
 """A directory with one of these is a run's."""
 
 
-@click.command()
+class _ListsByDefault(click.Group):
+    """A group whose command `list` need not be named: `meshrl runs`, `meshrl runs FOLDER`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put `list` before words that begin with no command."""
+        named = args and (args[0] in self.commands or args[0] in ("--help", "-h"))
+        return super().parse_args(ctx, args if named else ["list", *args])
+
+
+@click.group(cls=_ListsByDefault)
+def runs() -> None:
+    """List the runs in a folder (`list`, which need not be named), or what a queue stores; remove a run from it."""
+
+
+@runs.command("list")
 @click.argument("folder", type=PATH, default=Path("runs"))
 @json_option
-def runs(folder: Path, as_json: bool) -> None:
+def list_(folder: Path, as_json: bool) -> None:
     """List the runs in FOLDER, the newest last."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such directory; want one with a directory per run")
@@ -69,6 +92,63 @@ def runs(folder: Path, as_json: bool) -> None:
             datetime.fromtimestamp(when).strftime("%m-%d %H:%M") if when else "",
         )
     text_console().print(table)
+
+
+@runs.command()
+@mesh_options
+@json_option
+def stored(run_dir: Path | None, queue: str | None, run: str | None, as_json: bool) -> None:
+    """List the runs that the queue of a mesh stores, and which of them services work on."""
+    mesh = find_mesh(run_dir, queue, run or ANY, stopped=True)
+    found = ask_runs(mesh, lambda admin: admin.runs())
+    if as_json:
+        click.echo(json.dumps([_stored_json(one) for one in found], indent=2))
+        return
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("run", overflow="fold")
+    for name in ("opened by", "checkpoint", "admitted", "resident"):
+        table.add_column(name, no_wrap=True, justify="right")
+    table.add_column("worked on")
+    for one in found:
+        table.add_row(
+            Text(one.run),
+            Text(one.opened_by or "–"),
+            f"step {one.committed_step:,}",
+            f"{one.ledger.admitted:,}",
+            f"{sum(one.ledger.resident.values()):,}",
+            Text(one.attached[0] if one.attached else "no"),
+        )
+    text_console().print(table)
+
+
+@runs.command()
+@click.argument("name")
+@mesh_options
+@click.option("--force", is_flag=True, help="Also while services work on it: they end, or wait.")
+@json_option
+def remove(
+    name: str, run_dir: Path | None, queue: str | None, run: str | None, force: bool, as_json: bool
+) -> None:
+    """Remove the run NAME, which is over or abandoned, from the queue of a mesh: its rows, at once or not at all.
+
+    Other runs, and checkpoints, trajectories and metrics of this one, stay as they are.
+    """
+    if run not in (None, name):
+        raise UserError(f"--run {run} and NAME {name} are two runs: give one")
+    mesh = replace(find_mesh(run_dir, queue, name, stopped=True), run=name)
+    gone = ask_runs(mesh, lambda admin: admin.remove_run(name, force=force))
+    if as_json:
+        click.echo(json.dumps(_stored_json(gone), indent=2))
+        return
+    click.echo(f"run {name} is removed from the queue; lost: {gone.loss}")
+    if gone.committed_step:
+        click.echo(
+            f"its checkpoint of step {gone.committed_step} stays; trained on, it is fed from the first prompt"
+        )
+
+
+def _stored_json(run: StoredRun) -> dict[str, object]:
+    return {**asdict(run), "run": run.run, "lost": run.loss}
 
 
 @click.command()

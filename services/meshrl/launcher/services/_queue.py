@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.rpc.process_memory import collect_garbage_rarely, limit_malloc_arenas
-from meshrl.rpc.queue_connection import build_store, picture_folders, shard_number
+from meshrl.rpc.queue_connection import build_store, picture_remover, shard_number
 from meshrl.rpc.queue_metrics import QueueCollector
 from meshrl.rpc.runtime import GrpcServer, Servicer
 from meshrl.rpc.service_context import ServiceContext
@@ -20,9 +19,6 @@ from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding import ShardQueue
-
-if TYPE_CHECKING:
-    from meshrl.transferqueue.operations.pictures import PictureRemover
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
@@ -34,7 +30,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     """
     collect_garbage_rarely()
     limit_malloc_arenas()
-    pictures = _picture_remover(recipe)
+    pictures = picture_remover(recipe)
     store = build_store(recipe, shard_number(recipe, context.name))
     try:
         queue = await ShardQueue.open(
@@ -63,15 +59,6 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             queue.end_no_lease()
     finally:
         await queue.close()
-
-
-def _picture_remover(recipe: Recipe) -> PictureRemover | None:
-    folders = picture_folders(recipe)
-    if folders is None:
-        return None
-    from meshrl.transferqueue.operations.pictures import PictureRemover
-
-    return PictureRemover(folders, alone=recipe.queue.shards == 1)
 
 
 @asynccontextmanager

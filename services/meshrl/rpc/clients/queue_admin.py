@@ -13,6 +13,7 @@ from meshrl.contract.errors import CorruptError, UnavailableError, UserError
 from meshrl.rpc.clients.base import INTERACTIVE_RETRY_S, GrpcClient
 from meshrl.rpc.errors import from_rpc
 from meshrl.transferqueue.operations.audit import Audit
+from meshrl.transferqueue.operations.removal import StoredRun
 from meshrl.transferqueue.store import FORMAT, Operation, Table
 from meshrl.v1 import queue_admin_pb2 as pb
 from meshrl.v1 import queue_admin_pb2_grpc as rpc
@@ -73,6 +74,33 @@ class QueueAdminClient(GrpcClient):
         return await self._connection.call(
             self._stub.Verify, pb.VerifyRequest(), decode, wait_s=AUDIT_S
         )
+
+    async def runs(self) -> Sequence[StoredRun]:
+        """See QueueAdmin."""
+
+        def decode(answer: pb.StoredRuns) -> Sequence[StoredRun]:
+            return [_decode_run(run) for run in answer.runs]
+
+        return await self._connection.call(self._stub.ListRuns, pb.ListRunsRequest(), decode)
+
+    async def remove_run(self, run: str, *, force: bool) -> StoredRun:
+        """See QueueAdmin. Where the answer is lost, the next call raises NotFoundError."""
+        request = pb.RemoveRunRequest(run=run, force=force)
+        return await self._connection.call(
+            self._stub.RemoveRun, request, _decode_run, repeatable=False
+        )
+
+
+def _decode_run(message: pb.StoredRun) -> StoredRun:
+    return StoredRun(
+        ledger=codec.decode_ledger(message.ledger),
+        opened_by=message.opened_by,
+        epoch=message.epoch,
+        committed_step=message.committed_step,
+        feed_closed=message.feed_closed,
+        dead_letters=message.dead_letters,
+        attached=tuple(message.attached),
+    )
 
 
 def _operations(message: pb.BackupPiece, cut: list[bytes]) -> Iterator[Operation]:

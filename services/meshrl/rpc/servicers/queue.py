@@ -15,7 +15,7 @@ from meshrl.contract.codec.compression import TAKES_COMPRESSED
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import HeartbeatQueue
 from meshrl.contract.types import ProgressGroup
-from meshrl.rpc.identity import require_stage, served_stages
+from meshrl.rpc.identity import caller_of_quota, require_stage, served_stages
 from meshrl.rpc.interceptors import Context, bounded, collected, full_name
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
@@ -45,7 +45,7 @@ class QueueServicer(rpc.QueueServicer):
 
     async def OpenRun(self, request: pb.OpenRunRequest, context: Context) -> pb.RunState:
         spec = codec.decode_run_spec(request.spec)
-        return codec.encode_run_state(await self._queue.open_run(spec))
+        return codec.encode_run_state(await self._queue.open_run(spec, caller=caller_of_quota()))
 
     async def GetRunState(self, request: pb.RunRequest, context: Context) -> pb.RunState:
         return codec.encode_run_state(await self._queue.run_state(request.run))

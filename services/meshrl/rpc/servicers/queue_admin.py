@@ -12,6 +12,7 @@ import grpc
 from meshrl.contract import codec
 from meshrl.rpc.interceptors import Context, full_name
 from meshrl.transferqueue.admin import QueueAdmin
+from meshrl.transferqueue.operations.removal import StoredRun
 from meshrl.transferqueue.store import FORMAT, Operation, Table
 from meshrl.v1 import queue_admin_pb2 as pb
 from meshrl.v1 import queue_admin_pb2_grpc as rpc
@@ -49,6 +50,24 @@ class QueueAdminServicer(rpc.QueueAdminServicer):
             nbytes=audit.nbytes,
             problems=map(codec.printable, audit.problems),
         )
+
+    async def ListRuns(self, request: pb.ListRunsRequest, context: Context) -> pb.StoredRuns:
+        return pb.StoredRuns(runs=map(_encode_run, await self._admin.runs()))
+
+    async def RemoveRun(self, request: pb.RemoveRunRequest, context: Context) -> pb.StoredRun:
+        return _encode_run(await self._admin.remove_run(request.run, force=request.force))
+
+
+def _encode_run(run: StoredRun) -> pb.StoredRun:
+    return pb.StoredRun(
+        ledger=codec.encode_ledger(run.ledger),
+        opened_by=run.opened_by,
+        epoch=run.epoch,
+        committed_step=run.committed_step,
+        feed_closed=run.feed_closed,
+        dead_letters=run.dead_letters,
+        attached=map(codec.printable, run.attached),
+    )
 
 
 def encode_piece(piece: Sequence[Operation]) -> Iterator[pb.BackupPiece]:

@@ -65,6 +65,8 @@ class RunRecord:
     next_dead: int = 0
     dropped_letters: int = 0
     """Dead letters that were dropped because there were too many; stored once there are any."""
+    opened_by: str = ""
+    """The role of whoever opened the run; stored where somebody was asked."""
 
     def encode(self) -> Json:
         """As JSON."""
@@ -81,6 +83,7 @@ class RunRecord:
             "next_batch": self.next_batch,
             "next_dead": self.next_dead,
             **({"dropped_letters": self.dropped_letters} if self.dropped_letters else {}),
+            **({"opened_by": self.opened_by} if self.opened_by else {}),
         }
 
     @classmethod
@@ -113,6 +116,10 @@ class KnownTasks:
         """A task was admitted as group `number`."""
         self._numbers[task_id] = number
         self._commit_log.put(Table.META, self._prefix + task_id.encode(), encode_record(number))
+
+    def keys(self) -> Iterator[bytes]:
+        """The keys of their records."""
+        return (self._prefix + task_id.encode() for task_id in self._numbers)
 
     def mark_departed(self, task_id: str) -> None:
         """The task left for good."""
@@ -258,6 +265,12 @@ class AuditLog:
     def encode(self) -> bytes:
         """The record of the sum."""
         return encode_record(dict(self.older))
+
+    def keys(self) -> Iterator[bytes]:
+        """The keys of all its records."""
+        yield self.key
+        for number, _ in self._records:
+            yield self._prefix + number.to_bytes(8, "big")
 
     def note(self, task: str, rows: int, exit_: str, reason: str = "") -> None:
         """`rows` of `task` came in (`admitted`) or left."""

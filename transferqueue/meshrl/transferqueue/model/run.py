@@ -5,7 +5,7 @@ The attributes of a run change by its methods alone; `operations/` decides which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,7 +28,7 @@ from meshrl.transferqueue.model.specs import Quota
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.model.waiting import Expiry
 from meshrl.transferqueue.sampling import Sampler
-from meshrl.transferqueue.store import CommitLog, Durations, Table, encode_record
+from meshrl.transferqueue.store import CommitLog, Durations, Record, Table, encode_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +136,42 @@ class Run(Rows):
             if self._groups.get(group.number) is group:
                 self._commit_log.touch(group)
 
+    def record_keys(self) -> Iterator[bytes]:
+        """The keys of all records of the run."""
+        yield self.spec_key
+        yield self.key
+        yield from self.known_tasks.keys()
+        yield from self.audit_log.keys()
+        records: Iterable[Record] = (
+            *self._groups.values(),
+            *self._batches.values(),
+            *self._dead.by_uid.values(),
+        )
+        for record in records:
+            yield record.key
+
+    def needed_payload(self) -> dict[bytes, str]:
+        """The payload that the run's records refer to: key to a description."""
+        needed: dict[bytes, str] = {}
+        for group in self._groups.values():
+            needed[group.task_key] = f"task {self.name}/{group.task_id}"
+            for frame in group.frames:
+                stage = self.spec.stages[frame.stage].name
+                needed[group.frame_key(frame.number)] = (
+                    f"columns of {self.name}/{group.task_id}, {stage}"
+                )
+        for dead in self._dead.by_uid.values():
+            needed[task_key(self.number, dead.group)] = f"task of dead letter {dead.letter.uid}"
+        for batch in self._batches.values():
+            needed[batch.manifest_key] = f"manifest of batch {batch.batch_id}"
+        return needed
+
+    def end_leases(self) -> None:
+        """Nobody holds a row any more: the run is removed."""
+        for group in self._groups.values():
+            for grant in group.grants:
+                grant.mask = 0
+
     # --- trainer and versions
 
     def begin_epoch(self, epoch: int, owner: str) -> None:
@@ -150,6 +186,10 @@ class Run(Rows):
         self.recount()
 
     # --- the feed
+
+    def opened_by(self, caller: str) -> None:
+        """Note who opened the run."""
+        self.record.opened_by = caller
 
     def admit(self, task_id: str, metadata: TaskMetadata, payload: bytes, size: int) -> Group:
         """A task that is not known comes in as a group of `size` rows; `payload` is the packed task."""

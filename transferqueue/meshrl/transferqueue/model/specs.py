@@ -16,6 +16,7 @@ class Quota:
     """What one run may ask of a queue: whoever opens a run sends its bounds, and these bound them."""
 
     runs: int = 1000
+    """In all; whoever opens runs may open three quarters of them, the operator all."""
     stages: int = 64
     group_rows: int = 16_384
     lease_rows: int = 65_536
@@ -23,6 +24,25 @@ class Quota:
     resident_bytes: int = 1 << 40
     dead_letters: int = 100_000
     dead_letter_bytes: int = 1 << 30
+
+
+CALLERS_SHARE = 3 / 4
+CALLERS_LEAST = 2
+"""A training run and its evaluation."""
+
+
+def check_opener(caller: str, opened: int, quota: Quota) -> None:
+    """Refuse a caller that has `opened` so many runs, and leaves no room for others; "": one that may open all.
+
+    Raises:
+        CapacityError.
+    """
+    most = max(CALLERS_LEAST, int(CALLERS_SHARE * quota.runs))
+    if caller and opened >= most:
+        raise CapacityError(
+            f"the role {caller} has opened {opened} runs of this queue and may open {most} (queue.quota.runs):"
+            " remove some that are over with `meshrl runs remove`"
+        )
 
 
 def check_spec(spec: RunSpec, quota: Quota) -> None:

@@ -19,7 +19,7 @@ from meshrl.contract.errors import CorruptError
 from meshrl.contract.frames import strip_checksum
 from meshrl.contract.types import Ledger, RunSpec
 from meshrl.transferqueue import sampling
-from meshrl.transferqueue.model.group import bits, task_key
+from meshrl.transferqueue.model.group import bits
 from meshrl.transferqueue.model.records import ADMITTED
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.waiting import Expiry
@@ -110,7 +110,7 @@ async def audit(
     for run in runs.values():
         result.ledgers[run.name] = run.ledger.snapshot(run.name)
         result.add_problems(_ledger_problems(run))
-        needed = _needed(run)
+        needed = run.needed_payload()
         result.add_problems(
             f"{what}: not stored" for key, what in needed.items() if key not in payload
         )
@@ -192,20 +192,3 @@ def _audit_log_problems(run: Run) -> Iterator[str]:
         for task in sorted(wanted.keys() | resident.keys()):
             if wanted[task] != resident[task]:
                 yield f"run {run.name}: task {task} has {resident[task]} rows, {wanted[task]} in the audit log"
-
-
-def _needed(run: Run) -> dict[bytes, str]:
-    """The payload that the run's records refer to: key to a description."""
-    needed: dict[bytes, str] = {}
-    for group in run.groups.values():
-        needed[group.task_key] = f"task {run.name}/{group.task_id}"
-        for frame in group.frames:
-            stage = run.spec.stages[frame.stage].name
-            needed[group.frame_key(frame.number)] = (
-                f"columns of {run.name}/{group.task_id}, {stage}"
-            )
-    for dead in run.dead_letters.values():
-        needed[task_key(run.number, dead.group)] = f"task of dead letter {dead.letter.uid}"
-    for batch in run.batches.values():
-        needed[batch.manifest_key] = f"manifest of batch {batch.batch_id}"
-    return needed
