@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -96,6 +98,29 @@ class AppendPromises:
         await queue.release("run", "rollout", tokens_of(lease))
         with pytest.raises(FencedError, match="the lease ended"):
             await queue.append("run", "rollout", [more_of(group, 0, 1)])
+
+    @pytest.mark.parametrize(
+        ("columns", "said"),
+        [
+            ({"tokens": np.array([3, 9], np.int32)}, "tokens holds 9 at 1, want 0 to 8"),
+            ({"tokens": np.array([3], np.int64)}, "tokens is int64"),
+            ({"rollout_logprobs": np.array([-np.inf], np.float32)}, "holds -inf at 0"),
+        ],
+    )
+    async def test_a_value_that_no_row_may_have_is_not_appended(
+        self, queue: Queue, columns: dict[str, np.ndarray], said: str
+    ) -> None:
+        actors = Actors(queue)
+        await actors.start(spec(vocabulary=9))
+        await actors.feed(tasks(1))
+        lease = await actors.lease()
+        good = more_of(lease.groups[0], 0, 3, rows=1)
+        with pytest.raises(UserError, match=said) as refused:
+            await queue.append("run", "rollout", [replace(good, frame=pack([columns]))])
+        assert refused.value.details["uid"] == str(lease.rows[0].uid)
+        await queue.append("run", "rollout", [good])
+        await queue.release("run", "rollout", tokens_of(lease))
+        assert (await actors.lease()).rows[0].prefix["tokens"].tolist() == [0, 1, 2]
 
     async def test_only_a_stage_that_samples_appends(self, queue: Queue) -> None:
         actors = Actors(queue)

@@ -378,6 +378,32 @@ class WritePromises:
                 "run", "rollout", tokens_of(lease), [replace(good, columns=columns_left)]
             )
 
+    @pytest.mark.parametrize(
+        ("column", "value", "said"),
+        [
+            ("tokens", np.array([0, 1, 2, 3, 9, 5], np.int32), "holds 9 at 4, want 0 to 8"),
+            ("tokens", np.array([0, -1, 2, 3, 4, 5], np.int32), "holds -1 at 1, want 0 to 8"),
+            ("loss_mask", np.array([0, 0, 0, 1, 7, 1], np.uint8), "holds 7 at 4, want 0 or 1"),
+            ("rollout_logprobs", np.array([0, 0, 0, 0, 0, np.nan], np.float32), "holds nan at 5"),
+            ("spans", np.array([[1, 0, 3, 7]]), r"holds \[1, 0, 3, 7\] at 0, want spans"),
+            ("response_text", np.array([0xC3], np.uint8), "is no UTF-8 text"),
+        ],
+    )
+    async def test_a_value_that_no_row_may_have_is_refused_by_row_column_and_value(
+        self, queue: Queue, column: str, value: np.ndarray, said: str
+    ) -> None:
+        actors = Actors(queue)
+        await actors.start(spec(vocabulary=9))
+        await actors.feed(tasks(1))
+        lease = await actors.lease()
+        good, other = (rollout_of(row, actors.version) for row in lease.rows)
+        bad = replace(other, columns={**other.columns, column: value})
+        with pytest.raises(UserError, match=f"row {other.uid}: column {column} {said}") as refused:
+            await queue.write("run", "rollout", tokens_of(lease), [good, bad])
+        assert refused.value.details["uid"] == str(bad.uid)
+        assert await actors.resident() == {"leased": 2}
+        await queue.write("run", "rollout", tokens_of(lease), [good, other])
+
     @pytest.mark.parametrize("reward", [[np.nan], [-np.inf], [1.0, 1.0], []])
     async def test_a_reward_that_is_no_number_never_gets_in(
         self, queue: Queue, reward: list[float]

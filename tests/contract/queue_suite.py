@@ -45,6 +45,17 @@ class RunPromises:
         await queue.open_run(wanted)
         assert (await queue.run_state("run")).spec == wanted
 
+    async def test_the_vocabulary_of_a_run_is_filled_in_by_whoever_knows_it_first(
+        self, queue: Queue
+    ) -> None:
+        await queue.open_run(spec())
+        assert (await queue.open_run(spec(vocabulary=9))).spec.vocabulary == 9
+        assert (await queue.open_run(spec())).spec.vocabulary == 9
+        with pytest.raises(ConflictError, match="vocabulary = 9, not 10"):
+            await queue.open_run(spec(vocabulary=10))
+        with pytest.raises(UserError, match="vocabulary is -1, want 0 to 2147483648"):
+            await queue.open_run(spec(vocabulary=-1))
+
     async def test_an_unknown_run_is_not_found(self, queue: Queue) -> None:
         with pytest.raises(NotFoundError, match="nowhere"):
             await queue.run_state("nowhere")
@@ -55,6 +66,7 @@ class RunPromises:
             ({"group_size": 0}, "group_size"),
             ({"max_staleness": -1.0}, "max_staleness"),
             ({"group_policy": GroupPolicy.K_OF_N, "group_k": 3}, "group_k"),
+            ({"vocabulary": -1}, "vocabulary"),
             ({"stages": (REWARD_STAGE,)}, "response_text"),
             ({"stages": (ROLLOUT_STAGE, ROLLOUT_STAGE)}, "tokens"),
             ({"sampler": "fifi"}, "did you mean 'fifo'"),

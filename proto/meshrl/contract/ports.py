@@ -48,7 +48,10 @@ class Queue(Protocol):
     """The transfer queue. See transferqueue/README.md for the life of a row."""
 
     async def open_run(self, spec: RunSpec) -> RunState:
-        """Declare a run; idempotent. Raises ConflictError, naming the field, if it exists with another spec."""
+        """Declare a run; idempotent. Raises ConflictError, naming the field, if it exists with another spec.
+
+        A spec that knows no vocabulary fits one that does, and the run's has it from then on.
+        """
         ...
 
     async def run_state(self, run: str) -> RunState:
@@ -110,8 +113,8 @@ class Queue(Protocol):
     ) -> None:
         """Add columns to leased rows, all or none, durable on return; writing twice is writing once.
 
-        Raises FencedError (with `uid`) when a row is leased to somebody else, UserError when a column does not
-        belong to the stage or a shape is wrong.
+        Raises FencedError (with `uid`) when a row is leased to somebody else, UserError (with `uid`) when a column
+        does not belong to the stage, a shape is wrong, or a value is one that no row may have (row_values.py).
         """
         ...
 
@@ -127,7 +130,7 @@ class Queue(Protocol):
 
         The next holder of a row of this stage gets it (`LeasedRow.prefix`); the stage's write deletes it. Frames hold
         any columns, each with the same number of entries per row. Raises FencedError (with `uid`); ConflictError
-        (with `uid`) when entries before `starts` are missing.
+        (with `uid`) when entries before `starts` are missing; UserError (with `uid`) as `write` does.
         """
         ...
 

@@ -116,6 +116,7 @@ class RunSpec(_message.Message):
     GATED_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     RESIDENT_TOKENS_FIELD_NUMBER: _builtins.int
+    VOCABULARY_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Not empty, no "/"."""
     group_size: _builtins.int
@@ -144,6 +145,8 @@ class RunSpec(_message.Message):
     """Rows of the run with the highest priority are leased first."""
     resident_tokens: _builtins.int
     """Tokens; 0 is no bound."""
+    vocabulary: _builtins.int
+    """Tokens of rows are less than this; 0 where the caller does not know it."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageSpec]:
         """In order."""
@@ -167,10 +170,11 @@ class RunSpec(_message.Message):
         gated: _builtins.bool = ...,
         priority: _builtins.int = ...,
         resident_tokens: _builtins.int = ...,
+        vocabulary: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_groups", b"batch_groups", "gated", b"gated", "group_k", b"group_k", "group_policy", b"group_policy", "group_size", b"group_size", "lease_ttl_s", b"lease_ttl_s", "max_attempts", b"max_attempts", "max_staleness", b"max_staleness", "priority", b"priority", "resident_batches", b"resident_batches", "resident_bytes", b"resident_bytes", "resident_tokens", b"resident_tokens", "run", b"run", "sampler", b"sampler", "stages", b"stages", "stale_policy", b"stale_policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_groups", b"batch_groups", "gated", b"gated", "group_k", b"group_k", "group_policy", b"group_policy", "group_size", b"group_size", "lease_ttl_s", b"lease_ttl_s", "max_attempts", b"max_attempts", "max_staleness", b"max_staleness", "priority", b"priority", "resident_batches", b"resident_batches", "resident_bytes", b"resident_bytes", "resident_tokens", b"resident_tokens", "run", b"run", "sampler", b"sampler", "stages", b"stages", "stale_policy", b"stale_policy", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
+from meshrl.config.machine import ThisMachine
 from meshrl.config.recipe import EVAL_SUFFIX, Recipe, group_rows, groups_taken
 from meshrl.contract import plugins
 from meshrl.contract.config import Config, read_options
 from meshrl.contract.errors import ConfigError
+from meshrl.contract.row_values import ANY_TOKEN
 from meshrl.contract.types import RunSpec, StageSpec
 
 SERVICES = "meshrl.launcher.services"
@@ -198,7 +200,15 @@ def train_spec(recipe: Recipe) -> RunSpec:
         group_size=group_rows(recipe),
         batch_groups=groups_taken(recipe),
         stages=stage_specs(recipe),
+        vocabulary=vocabulary(recipe),
     )
+
+
+def vocabulary(recipe: Recipe) -> int:
+    """How many tokens the policy knows; 0 where its checkpoint is on other machines, or does not say it."""
+    config = ThisMachine().json(recipe.model.path / "config.json")
+    size = (config.get("text_config") or config).get("vocab_size")
+    return size if isinstance(size, int) and 0 < size <= ANY_TOKEN else 0
 
 
 def eval_spec(recipe: Recipe) -> RunSpec:
@@ -218,4 +228,5 @@ def eval_spec(recipe: Recipe) -> RunSpec:
         resident_bytes=recipe.queue.resident_bytes,
         gated=False,
         priority=1,
+        vocabulary=vocabulary(recipe),
     )

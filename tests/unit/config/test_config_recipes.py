@@ -439,3 +439,23 @@ reward: {custom_reward_function: {path: mine.py}}
         assert only.endswith("(actor.use_kl_loss needs `ref_logprobs`)")
         Path("my.yaml").write_text(self.TEXT)
         assert load_recipe(Path("my.yaml"), ["reference.path=frozen"])
+
+
+@pytest.mark.parametrize(
+    ("config", "vocabulary"),
+    [
+        ({"vocab_size": 23}, 23),
+        ({"vocab_size": 5, "text_config": {"vocab_size": 23}}, 23),
+        ({"vocab_size": "many"}, 0),
+        ({"vocab_size": -1}, 0),
+        ({}, 0),
+        (None, 0),
+    ],
+)
+def test_a_run_knows_the_vocabulary_where_the_checkpoint_says_it(
+    tmp_path: Path, config: dict[str, object] | None, vocabulary: int
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    recipe = load(MINIMAL, f"model.path={tmp_path}")
+    assert train_spec(recipe).vocabulary == eval_spec(recipe).vocabulary == vocabulary

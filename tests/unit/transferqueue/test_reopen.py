@@ -49,6 +49,16 @@ async def life(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
     await actors.queue.close()
 
 
+async def test_a_vocabulary_that_is_filled_in_survives(life: Life) -> None:
+    actors, reopen = life
+    await actors.start(spec())
+    await reopen()
+    assert (await actors.queue.run_state("run")).spec == spec()
+    await actors.queue.open_run(spec(vocabulary=9))
+    await reopen()
+    assert (await actors.queue.run_state("run")).spec == spec(vocabulary=9)
+
+
 async def test_every_state_of_a_row_survives(life: Life) -> None:
     actors, reopen = life
     await actors.start(spec(max_staleness=9.0))

@@ -135,6 +135,7 @@ class QueueConfig(Config):
         group_size: int,
         batch_groups: int,
         stages: tuple[StageSpec, ...] = (ROLLOUT_STAGE, REWARD_STAGE),
+        vocabulary: int = 0,
     ) -> RunSpec:
         """The spec of the training run of this configuration."""
         return RunSpec(
@@ -152,4 +153,5 @@ class QueueConfig(Config):
             resident_bytes=self.resident_bytes,
             resident_tokens=self.resident_tokens,
             sampler=self.sampler,
+            vocabulary=vocabulary,
         )

@@ -60,8 +60,8 @@ from meshrl.transferqueue.model.specs import (
     Quota,
     check_opener,
     check_spec,
-    compare_specs,
     encode_spec,
+    joined_specs,
 )
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.model.waiting import Expiry, Waits
@@ -209,7 +209,7 @@ class TransferQueue(RowMethods):
         self._check_open()
         run = self._runs.get(spec.run)
         if run is not None:
-            compare_specs(run.spec, spec)
+            run.complete_spec(joined_specs(run.spec, spec))
         else:
             check_spec(spec, self._quota)
             if len(self._runs) >= self._quota.runs:

@@ -58,6 +58,7 @@ def encode_run_spec(spec: RunSpec) -> pb.RunSpec:
         sampler=spec.sampler,
         gated=spec.gated,
         priority=spec.priority,
+        vocabulary=spec.vocabulary,
     )
 
 
@@ -84,6 +85,7 @@ def decode_run_spec(message: pb.RunSpec) -> RunSpec:
         sampler=message.sampler,
         gated=message.gated,
         priority=message.priority,
+        vocabulary=message.vocabulary,
     )
 
 

@@ -142,6 +142,8 @@ class RunSpec:
     """True: admission and leases follow the published version. False (evaluation): they do not."""
     priority: int = 0
     """A worker that serves several runs is given rows of the highest priority first."""
+    vocabulary: int = 0
+    """Tokens of rows are less than this. 0: the caller does not know it; until one does, any from 0 on are taken."""
 
     @property
     def admission_groups(self) -> float:

@@ -44,7 +44,8 @@ class Rows:
         expiry: Expiry,
         clock: Callable[[], float],
     ) -> None:
-        self.spec: Final = spec
+        self.spec = spec
+        """Its vocabulary may be filled in later; nothing else changes."""
         self.name: Final = spec.run
         self.number: Final = number
         self.stages: Final = Stages(spec.stages)

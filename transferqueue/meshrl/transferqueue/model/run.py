@@ -24,7 +24,7 @@ from meshrl.transferqueue.model.records import (
     TaskMetadata,
 )
 from meshrl.transferqueue.model.rows import Rows
-from meshrl.transferqueue.model.specs import Quota
+from meshrl.transferqueue.model.specs import Quota, encode_spec
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.model.waiting import Expiry
 from meshrl.transferqueue.sampling import Sampler
@@ -65,7 +65,7 @@ class Run(Rows):
         self.key: Final = b"s" + number.to_bytes(4, "big")
         """The key of the record that every transition rewrites."""
         self.spec_key: Final = b"r" + number.to_bytes(4, "big")
-        """The key of the record that never changes."""
+        """The key of the spec's record, which changes once at most: when somebody first knows the vocabulary."""
         self._batches: dict[str, TakenBatch] = {}
         self.batches: Final[Mapping[str, TakenBatch]] = self._batches
         """The batches that are taken or settled, by id."""
@@ -171,6 +171,12 @@ class Run(Rows):
         for group in self._groups.values():
             for grant in group.grants:
                 grant.mask = 0
+
+    def complete_spec(self, spec: RunSpec) -> None:
+        """The spec says more than before: the vocabulary."""
+        if spec != self.spec:
+            self.spec = spec
+            self._commit_log.put(Table.META, self.spec_key, encode_record(encode_spec(spec)))
 
     # --- trainer and versions
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from meshrl.contract.errors import CapacityError, ConflictError, UserError
+from meshrl.contract.row_values import ANY_TOKEN
 from meshrl.contract.types import GroupPolicy, Json, RunSpec, StageSpec, StalePolicy, name_fault
 
 RUN_BYTES = 200
@@ -67,11 +68,17 @@ def check_spec(spec: RunSpec, quota: Quota) -> None:
         problem = f"group_k is {spec.group_k}, k_of_n wants 1 to {spec.group_size}"
     if problem:
         raise UserError(f"run {spec.run[:RUN_BYTES]!r}: {problem}")
+    _check_vocabulary(spec)
     _check_quota(spec, quota)
     for stage in spec.stages:
         for name in (stage.name, *stage.reads, *stage.writes):
             if fault := name_fault(name):
                 raise UserError(f"run {spec.run!r}: stage or column {name[:80]!r}: {fault}")
+
+
+def _check_vocabulary(spec: RunSpec) -> None:
+    if not 0 <= spec.vocabulary <= ANY_TOKEN:
+        raise UserError(f"run {spec.run!r}: vocabulary is {spec.vocabulary}, want 0 to {ANY_TOKEN}")
 
 
 def _check_quota(spec: RunSpec, quota: Quota) -> None:
@@ -91,14 +98,24 @@ def _check_quota(spec: RunSpec, quota: Quota) -> None:
             )
 
 
-def compare_specs(old: RunSpec, new: RunSpec) -> None:
-    """Raises ConflictError naming the first field that differs."""
+def joined_specs(old: RunSpec, new: RunSpec) -> RunSpec:
+    """The spec of a run that is opened again: the old one, with the vocabulary if only the new one knows it.
+
+    Raises:
+        ConflictError: names the first field that differs.
+        UserError: no vocabulary is so large.
+    """
+    _check_vocabulary(new)
+    known = old.vocabulary or new.vocabulary
+    old = dataclasses.replace(old, vocabulary=known)
+    new = dataclasses.replace(new, vocabulary=new.vocabulary or known)
     for field in dataclasses.fields(RunSpec):
         had, wants = getattr(old, field.name), getattr(new, field.name)
         if had != wants:
             raise ConflictError(
                 f"run {old.run} is open with {field.name} = {had}, not {wants}", field=field.name
             )
+    return old
 
 
 def encode_spec(spec: RunSpec) -> Json:
@@ -106,6 +123,8 @@ def encode_spec(spec: RunSpec) -> Json:
     fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(RunSpec)}
     fields["stages"] = [[stage.name, stage.reads, stage.writes] for stage in spec.stages]
     fields["max_staleness"] = None if spec.max_staleness == float("inf") else spec.max_staleness
+    if not spec.vocabulary:  # as it was stored before runs had one
+        del fields["vocabulary"]
     return fields
 
 

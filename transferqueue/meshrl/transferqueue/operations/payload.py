@@ -14,6 +14,7 @@ import numpy as np
 from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, NotFoundError, UserError
 from meshrl.contract.frames import Column, Frame, checksum_of, is_shared, pack, strip_checksum
+from meshrl.contract.row_values import value_fault
 from meshrl.contract.types import (
     CONVERSATION,
     DATA_SOURCE,
@@ -29,6 +30,7 @@ from meshrl.contract.types import (
     PackedTask,
     Part,
     PayloadGroup,
+    ProgressGroup,
     Uid,
 )
 from meshrl.transferqueue.model.group import Group, StoredFrame, bits
@@ -92,11 +94,24 @@ def check(run: Run, write: PackedGroup, frame: Frame, stage: Stage, group: Group
             known = [group.facts[index] if group else None for index in write.indices]
             lengths = tuple([facts.num_tokens if facts else 0 for facts in known])
         for name, column in frame.columns.items():
-            _check_column(name, column, lengths)
+            _check_column(name, column, lengths, run.spec.vocabulary)
     except _Refused as refused:
-        at = refused.position
-        uid = Uid(run.name, write.task, write.indices[at], write.attempts[at])
-        raise UserError(f"row {uid}: {refused}", uid=uid) from None
+        raise _named(refused, run, write) from None
+
+
+def check_progress(run: Run, write: ProgressGroup, frame: Frame, lengths: Sequence[int]) -> None:
+    """Check entries that are appended, `lengths` of them to each row. Raises UserError as `check` does."""
+    try:
+        for name, column in frame.columns.items():
+            _check_column(name, column, tuple(lengths), run.spec.vocabulary)
+    except _Refused as refused:
+        raise _named(refused, run, write) from None
+
+
+def _named(refused: _Refused, run: Run, rows: GroupRows) -> UserError:
+    at = refused.position
+    uid = Uid(run.name, rows.task, rows.indices[at], rows.attempts[at])
+    return UserError(f"row {uid}: {refused}", uid=uid)
 
 
 def _check_names(frame: Frame, stage: Stage) -> None:
@@ -121,7 +136,7 @@ def _lengths_by_facts(write: PackedGroup, stage: Stage) -> tuple[int, ...]:
     return tuple([facts.num_tokens for facts in write.facts])
 
 
-def _check_column(name: str, column: Column, num_tokens: tuple[int, ...]) -> None:
+def _check_column(name: str, column: Column, num_tokens: tuple[int, ...], vocabulary: int) -> None:
     entry = column.entry
     dtype, rank = TYPES.get(name, (entry.dtype, entry.rank))
     if entry.dtype != dtype or entry.rank != rank:
@@ -132,12 +147,14 @@ def _check_column(name: str, column: Column, num_tokens: tuple[int, ...]) -> Non
         pairs = enumerate(zip(column.lengths, num_tokens, strict=True))
         position, (length, wanted) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
         raise _Refused(f"column {name} has {length} entries, the row {wanted} tokens", position)
-    if name == "token_rewards":
-        _check_finite(name, column)
     if name == "spans" and entry.tail != (4,):
         raise _Refused(f"column spans is {_shape(column)}, want int64[n, 4]")
     if name == "reward":
         _check_reward(column)
+    elif fault := value_fault(
+        name, column.values, column.lengths, tokens=num_tokens, vocabulary=vocabulary
+    ):
+        raise _Refused(fault.problem, fault.row)
 
 
 def _check_reward(column: Column) -> None:
@@ -151,15 +168,6 @@ def _check_reward(column: Column) -> None:
         if length != 1 or not np.isfinite(array[0]):
             raise _Refused(f"column reward is {array}, want one finite number", position)
         at += length
-
-
-def _check_finite(name: str, column: Column) -> None:
-    assert column.lengths is not None
-    values = column.values
-    bad = np.flatnonzero(~np.isfinite(values))
-    if len(bad):
-        position = int(np.searchsorted(np.cumsum(column.lengths), bad[0], side="right"))
-        raise _Refused(f"column {name} holds {values[bad[0]]}, want finite numbers", position)
 
 
 def _shape(column: Column) -> str:

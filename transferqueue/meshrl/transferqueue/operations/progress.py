@@ -16,7 +16,7 @@ from meshrl.contract.types import ProgressGroup, Uid
 from meshrl.transferqueue.model.group import Group
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.stages import Stage
-from meshrl.transferqueue.operations import leases
+from meshrl.transferqueue.operations import leases, payload
 
 
 class CheckedAppend(NamedTuple):
@@ -35,7 +35,7 @@ def checked(run: Run, stage: Stage, groups: Sequence[ProgressGroup]) -> list[Che
     Raises:
         FencedError: with `uid`; another worker holds the row, or the lease ended.
         ConflictError: with `uid`; the entries before these are missing.
-        UserError: columns of unequal length (with `uid`), or a stage that reads columns.
+        UserError: a column is wrong (with `uid`), or the stage reads columns.
     """
     if not stage.first:
         raise UserError(f"stage {stage.name} reads columns: only a stage that samples can append")
@@ -43,6 +43,7 @@ def checked(run: Run, stage: Stage, groups: Sequence[ProgressGroup]) -> list[Che
     for group_rows in groups:
         frame = leases.read_frame(run, group_rows)
         lengths = _lengths(run, group_rows, frame)
+        payload.check_progress(run, group_rows, frame, lengths)
         group = run.by_task.get(group_rows.task)
         held = group.held_under(stage.number, group_rows.token) if group else 0
         new: list[int] = []
