@@ -8,9 +8,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from meshrl.contract.frames import Frame, pack
 from meshrl.contract.types import GroupRows, PayloadGroup, StalePolicy
 from meshrl.simulation.campaign import kind_of, minimise, story
 from meshrl.simulation.conversations import Program
@@ -267,6 +270,37 @@ class _DamagesWhatIsTaken(ShardQueue):
         return await super().fetch_packed(run, groups, columns)
 
 
+class _MixesUpMasks(ShardQueue):
+    """The first group of every fifth fetch of a trainer has a mask that no step can be computed from."""
+
+    _fetches = 0
+
+    async def fetch_packed(
+        self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
+    ) -> Sequence[PayloadGroup]:
+        found = list(await super().fetch_packed(run, groups, columns))
+        if "loss_mask" not in columns or not groups:
+            return found
+        self._fetches += 1
+        if self._fetches % 5 == 1:
+            _mixed_up.add(groups[0].task)
+        return [self._mixed(group) if group.task in _mixed_up else group for group in found]
+
+    def _mixed(self, group: PayloadGroup) -> PayloadGroup:
+        parts = []
+        for part in group.parts:
+            frame = Frame(part.frame)
+            rows = [frame.row(position) for position in range(frame.rows)]
+            if "loss_mask" in frame.columns:
+                rows = [{**row, "loss_mask": row["loss_mask"] + np.uint8(7)} for row in rows]
+            parts.append(replace(part, frame=pack(rows)))
+        return replace(group, parts=tuple(parts))
+
+
+_mixed_up: set[str] = set()
+
+
+@pytest.mark.parametrize("queue", [_DamagesWhatIsTaken, _MixesUpMasks])
 @pytest.mark.parametrize(
     "shape",
     [
@@ -276,9 +310,10 @@ class _DamagesWhatIsTaken(ShardQueue):
     ],
 )
 def test_rows_that_are_damaged_between_take_and_fetch_cost_their_group_and_no_training(
-    shape: Shape,
+    shape: Shape, queue: type[ShardQueue]
 ) -> None:
-    report = simulate(5, shape=shape, faults=(), parts=Parts(queue=_DamagesWhatIsTaken))
+    _mixed_up.clear()
+    report = simulate(5, shape=shape, faults=(), parts=Parts(queue=queue))
     assert report.problems == []
     assert sum("trainer begins at" in line for line in report.log) == 1
     assert 0 < report.trained < 20 * shape.group

@@ -177,8 +177,9 @@ class Queue(Protocol):
     async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:
         """Taken rows leave the run untrained, counted under `reason`.
 
-        Where the reason begins with `contract.rows.DAMAGED` they are rows that the trainer could not read: they leave
-        as dead letters, and their groups leave the batch, too, and do what the run's policy says.
+        Where the reason begins with `contract.rows.DAMAGED` or `UNTRAINABLE` they are rows that the trainer could not
+        read, or not compute with: they leave as dead letters, and their groups leave the batch, too, and do what the
+        run's policy says.
         """
         ...
 

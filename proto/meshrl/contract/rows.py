@@ -294,6 +294,8 @@ def trajectory(uid: Uid, columns: Columns) -> Trajectory:
 
 DAMAGED = "damaged in the store"
 """How the reason of a row begins whose payload cannot be read any more: nobody could do anything with it."""
+UNTRAINABLE = "cannot be trained on"
+"""How the reason of a row begins that came as it was written, and that no step can be computed from."""
 
 
 def _experts(uid: Uid, column: Uint8, tokens: int) -> RoutedExperts:

@@ -234,6 +234,8 @@ class StandInLearner:
     """As much of `Learner` as the loop uses."""
 
     optimizers = None
+    vocabulary = 0
+    """Tokens are versions, of any number."""
 
     def __init__(
         self,
@@ -260,6 +262,9 @@ class StandInLearner:
         self._reference = reference
         self.columns = (*COLUMNS, "ref_logprobs") if reference else COLUMNS
         self._running: tuple[int, asyncio.Future[None]] | None = None
+
+    def check(self, rows: Sequence[Trajectory]) -> None:
+        """Nothing: they have neither pictures nor experts."""
 
     def schedule(self, batch: Batch) -> Schedule:
         """The real one."""

@@ -1,8 +1,13 @@
-"""Rows of a batch that the store has damaged since they were taken: they become dead letters, the rest is trained."""
+"""Rows of a batch that cannot be read, or not be computed with: they become dead letters, the rest is trained.
+
+The store has damaged them since they were taken, or values got in that no row may have: those would end the step of
+the whole batch, of this trainer and of each one after it.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
@@ -10,22 +15,52 @@ import numpy as np
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.ports import Queue
-from meshrl.contract.rows import DAMAGED
-from meshrl.contract.types import Batch, Uid
+from meshrl.contract.row_values import row_fault
+from meshrl.contract.rows import DAMAGED, UNTRAINABLE, trajectory
+from meshrl.contract.types import Batch, Columns, Trajectory, Uid
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.distributed import World
+
+log = logging.getLogger(__name__)
+
+MALFORMED = (CorruptError, ValueError, TypeError, LookupError, RecursionError)
+"""What reading columns of another form raises."""
+
+
+class UntrainableError(CorruptError):
+    """A row came as it was written, and no step can be computed from it."""
+
+
+def trainable(uid: Uid, columns: Columns, *, vocabulary: int) -> Trajectory:
+    """A row's columns as a Trajectory that a step can be computed from. Raises UntrainableError."""
+    if fault := row_fault(columns, vocabulary=vocabulary):
+        raise UntrainableError(f"row {uid}: {fault}")
+    try:
+        row = trajectory(uid, columns)
+    except MALFORMED as error:
+        raise UntrainableError(f"row {uid}: {error}") from error
+    if row.reward is None:
+        raise UntrainableError(f"row {uid}: it has no reward")
+    for start in {0, *(part.start for part in row.parts)}:
+        if row.loss_mask[start : start + 1].any():
+            # Nothing stands before it that it could have been sampled from.
+            raise UntrainableError(
+                f"row {uid}: column loss_mask holds 1 at {start}, where a sequence begins: want 0"
+            )
+    return row
 
 
 async def unreadable(
     read: Callable[[list[Uid]], Awaitable[object]], uids: Iterable[Uid]
 ) -> dict[Uid, str]:
-    """Those of the rows at which `read` raises CorruptError, with what is wrong; each is read by itself."""
+    """Those of the rows at which `read` raises CorruptError, with the reason that is kept; each is read by itself."""
     found: dict[Uid, str] = {}
     for uid in uids:
         try:
             await read([uid])
         except CorruptError as error:
-            found[uid] = error.message
+            kind = UNTRAINABLE if isinstance(error, UntrainableError) else DAMAGED
+            found[uid] = f"{kind}: {error.message}"
     return found
 
 
@@ -42,12 +77,13 @@ async def of_all_ranks(
 
 
 async def dead_letter(queue: Queue, run: str, epoch: int, damaged: Mapping[Uid, str]) -> None:
-    """Tell the queue which rows of its batches cannot be read."""
-    by_fault: defaultdict[str, list[Uid]] = defaultdict(list)
-    for uid, fault in damaged.items():
-        by_fault[fault].append(uid)
-    for fault, uids in by_fault.items():
-        await queue.filter(run, epoch=epoch, uids=uids, reason=f"{DAMAGED}: {fault}")
+    """Tell the queue which rows of its batches cannot be read or computed with, and why."""
+    by_reason: defaultdict[str, list[Uid]] = defaultdict(list)
+    for uid, reason in damaged.items():
+        log.error("%s", reason)
+        by_reason[reason].append(uid)
+    for reason, uids in by_reason.items():
+        await queue.filter(run, epoch=epoch, uids=uids, reason=reason)
 
 
 def without(batch: Batch, damaged: Iterable[Uid]) -> Batch:

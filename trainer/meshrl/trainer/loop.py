@@ -37,7 +37,7 @@ from typing import NamedTuple
 from meshrl.contract import tracing
 from meshrl.contract.errors import AWAY, CorruptError, UnavailableError
 from meshrl.contract.ports import Publisher, Queue, WeightSource
-from meshrl.contract.rows import trajectory, with_media
+from meshrl.contract.rows import with_media
 from meshrl.contract.types import MEDIA, Batch, Json, TrainerPhase, Trajectory, Uid, Version
 from meshrl.trainer.batch_source import BatchSource, Command
 from meshrl.trainer.checkpoint import checkpoint
@@ -45,7 +45,7 @@ from meshrl.trainer.checkpoint.async_checkpointer import AsyncCheckpointer
 from meshrl.trainer.checkpoint.checkpoint import Checkpoints, TrainerState
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.compute import Compute
-from meshrl.trainer.damaged_rows import of_all_ranks, unreadable, without
+from meshrl.trainer.damaged_rows import of_all_ranks, trainable, unreadable, without
 from meshrl.trainer.evaluation_schedule import EvaluationSchedule
 from meshrl.trainer.evaluator import Evaluator
 from meshrl.trainer.learner.experience import Schedule
@@ -250,7 +250,7 @@ class Trainer:
         return True
 
     async def _fetched(self, batch: Batch) -> Fetched | None:
-        """What this rank needs of the batch, from which groups with damaged rows leave.
+        """What this rank needs of the batch, from which groups leave that have rows which it cannot compute with.
 
         None where none is left, or some rank cannot read its rows now.
         """
@@ -288,10 +288,13 @@ class Trainer:
     async def _read(self, uids: Sequence[Uid]) -> list[Trajectory]:
         """Rows from the queue. Raises CorruptError."""
         columns = await self._batches.fetch(self._settings.run, uids, self._learner.columns)
-        rows = [trajectory(uid, column) for uid, column in zip(uids, columns, strict=True)]
+        rows = [
+            trainable(uid, column, vocabulary=self._learner.vocabulary)
+            for uid, column in zip(uids, columns, strict=True)
+        ]
         if MEDIA in self._learner.columns:
             rows = with_media(rows)
-            self._learner.check(rows)
+        self._learner.check(rows)
         return rows
 
     def _profiled(

@@ -30,7 +30,7 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.held_rows import HeldLeases, renewing
 from meshrl.contract.ports import every_stage
-from meshrl.contract.rows import DAMAGED, RowMethods
+from meshrl.contract.rows import DAMAGED, UNTRAINABLE, RowMethods
 from meshrl.contract.types import (
     MEDIA,
     Batch,
@@ -540,7 +540,7 @@ class TransferQueue(RowMethods):
         """See the port."""
         state = self._worked(run)
         state.check_epoch(epoch)
-        if reason.startswith(DAMAGED):
+        if reason.startswith((DAMAGED, UNTRAINABLE)):
             log.error("run %s: rows become dead letters: %s", run, reason)
             dead_letters.quarantine_unread(state, uids, reason)
         else:
@@ -677,7 +677,7 @@ class TransferQueue(RowMethods):
             return False  # the queue went back to what is stored, or another trainer has the run
         if not batch.answered and damaged:
             for damage in damaged.values():
-                log.error("run %s: rows become dead letters: %s", run.name, damage.fault)
+                log.error("run %s: rows become dead letters: %s", run.name, damage.reason)
             dead_letters.quarantine_taken(run, batch, damaged)
             lifecycle.shrink(run, batch)
             return False

@@ -116,6 +116,7 @@ class Learner:
         self.world = world
         self.needs = objective.needs
         self.trains_parts = parts
+        self.vocabulary: int = policy.hf.config.get_text_config().vocab_size
         self._routing = policy.replay_routing() if routed_experts else None
         asked = (*(TOKEN_REWARDS,) * token_rewards, *(PARTS,) * parts)
         asked += (*(ROUTED_EXPERTS,) * routed_experts, *(MEDIA, ROW_MEDIA) * (reader is not None))
@@ -135,10 +136,12 @@ class Learner:
         )
 
     def check(self, rows: Sequence[Trajectory]) -> None:
-        """Raises CorruptError for rows whose pictures are not those of their tokens."""
-        if self._reader is not None:
-            for row in rows:
+        """Raises CorruptError for rows whose pictures or experts are not those of their tokens and of the policy."""
+        for row in rows:
+            if self._reader is not None:
                 self._reader.check(row)
+            if self._routing is not None:
+                self._routing.of(row)
 
     @property
     def beside(self) -> dict[str, Trained]:

@@ -44,7 +44,7 @@ def quarantine_leased(run: Run, stage: Stage, rows: GroupRows, token: int, fault
         if group is None or not group.held_under(stage.number, token) >> uid.index & 1:
             continue
         run.return_rows(stage, group, 1 << uid.index)
-        _quarantine(run, group, uid.index, stage, fault)
+        _quarantine(run, group, uid.index, stage, f"{DAMAGED}: {fault}")
 
 
 def quarantine_taken(run: Run, batch: TakenBatch, damaged: Mapping[int, Damage]) -> None:
@@ -58,22 +58,21 @@ def quarantine_taken(run: Run, batch: TakenBatch, damaged: Mapping[int, Damage])
         damage = damaged[group.number]
         for index in bits(damage.rows & group.present):
             if run.groups.get(group.number) is group:  # a dead letter may take its siblings with it
-                _quarantine(run, group, index, damage.stage, damage.fault)
+                _quarantine(run, group, index, damage.stage, damage.reason)
         if run.groups.get(group.number) is group:
             lifecycle.offer_if_complete(run, group)
 
 
 def quarantine_unread(run: Run, uids: Sequence[Uid], reason: str) -> None:
-    """Taken rows that their trainer could not read leave as dead letters, as in `quarantine_taken`.
+    """Taken rows that their trainer could not read or compute with leave as dead letters, as in `quarantine_taken`.
 
     Their batches are answered without them from now on. Raises NotFoundError, ConflictError; see `lifecycle.taken`.
     """
     damaged: defaultdict[str, dict[int, Damage]] = defaultdict(dict)
     for group, mask in lifecycle.taken(run, uids):
         assert group.batch is not None
-        fault = reason.removeprefix(f"{DAMAGED}: ")
         stage = run.stages.ordered[0]
-        damaged[group.batch.batch_id][group.number] = Damage(mask, stage, fault)
+        damaged[group.batch.batch_id][group.number] = Damage(mask, stage, reason)
     for batch_id, groups in damaged.items():
         quarantine_taken(run, run.batches[batch_id], groups)
         lifecycle.rewrite_manifest(run, run.batches[batch_id])
@@ -89,8 +88,8 @@ async def with_prompts(rows: Sequence[DeadRow], payload: PayloadReader) -> Seque
     ]
 
 
-def _quarantine(run: Run, group: Group, index: int, stage: Stage, fault: str) -> None:
-    dead_letter(run, group, index, stage, Outcome.INFRA_FAULT, f"{DAMAGED}: {fault}")
+def _quarantine(run: Run, group: Group, index: int, stage: Stage, reason: str) -> None:
+    dead_letter(run, group, index, stage, Outcome.INFRA_FAULT, reason)
 
 
 def replay(run: Run, uids: Iterable[Uid]) -> int:

@@ -15,6 +15,7 @@ from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, NotFoundError, UserError
 from meshrl.contract.frames import Column, Frame, checksum_of, is_shared, pack, strip_checksum
 from meshrl.contract.row_values import value_fault
+from meshrl.contract.rows import DAMAGED
 from meshrl.contract.types import (
     CONVERSATION,
     DATA_SOURCE,
@@ -186,7 +187,8 @@ class Damage(NamedTuple):
     """Their set."""
     stage: Stage
     """The one that wrote what is damaged."""
-    fault: str
+    reason: str
+    """What their dead letters say."""
 
 
 PROMPT_SHOWN = 200
@@ -424,7 +426,7 @@ class PayloadReader:
             stored = await self._read([key for _, _, key in part])
             for group, frame, key in part:
                 if fault := _fault(key, stored[key], frame.checksum):
-                    fault = f"task {group.task_id}, {fault}"
+                    fault = f"{DAMAGED}: task {group.task_id}, {fault}"
                     found.setdefault(
                         group.number, Damage(frame.live, run.stages.ordered[frame.stage], fault)
                     )

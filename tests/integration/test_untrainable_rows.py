@@ -1,0 +1,125 @@
+"""A row that no step can be computed from leaves as a dead letter, with its reason; the step has the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshrl.contract.types import Columns, GroupPolicy, Uid
+from meshrl.trainer.distributed import World
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
+
+from .trainer_mesh import GROUP_SIZE, GROUPS, VOCABULARY, mesh, save_model
+
+BATCH = GROUPS * GROUP_SIZE
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def queue() -> AsyncIterator[TransferQueue]:
+    queue = await TransferQueue.open(MemoryStore())
+    yield queue
+    await queue.close()
+
+
+class Changes:
+    """Gives a trainer one row's column as it must not be: it came in before anybody looked, or in another way."""
+
+    def __init__(self, queue: TransferQueue, column: str, change: Callable[[Any], Any]) -> None:
+        self._queue = queue
+        self._column = column
+        self._change = change
+        self.changed: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    async def fetch(
+        self, run: str, uids: Sequence[Uid], columns: Sequence[str]
+    ) -> Sequence[Columns]:
+        found: list[Mapping[str, Any]] = list(await self._queue.fetch(run, uids, columns))
+        for at, uid in enumerate(uids):
+            if (
+                uid.task == "000001"
+                and (uid.index, uid.attempt) == (2, 0)
+                and self._column in columns
+            ):
+                value = self._change(found[at][self._column].copy())
+                found[at] = {**found[at], self._column: value}
+                self.changed.add(str(uid))
+        return found
+
+
+def holding(at: int, value: float) -> Callable[[Any], Any]:
+    def change(array: Any) -> Any:
+        array[at] = value
+        return array
+
+    return change
+
+
+def text(said: str) -> Callable[[Any], Any]:
+    return lambda array: np.frombuffer(said.encode(), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("column", "change", "said"),
+    [
+        ("loss_mask", holding(5, 7), "column loss_mask holds 7 at 5, want 0 or 1"),
+        ("loss_mask", holding(0, 1), "column loss_mask holds 1 at 0, where a sequence begins"),
+        ("tokens", holding(-1, VOCABULARY), f"column tokens holds {VOCABULARY} at "),
+        ("tokens", holding(5, -1), f"column tokens holds -1 at 5, want 0 to {VOCABULARY - 1}"),
+        ("tokens", lambda array: array[:-1], "column spans holds [1, 0, 4, "),
+        ("rollout_logprobs", holding(-1, np.nan), "column rollout_logprobs holds nan"),
+        ("reward", holding(0, np.inf), "column reward holds inf at 0"),
+        ("reward_components", text("{"), "column reward_components holds '{'"),
+        ("replica", lambda array: np.array([0xFF], np.uint8), "column replica is no UTF-8 text"),
+    ],
+)
+async def test_a_row_that_nothing_can_be_computed_from_costs_its_group_and_no_training(
+    queue: TransferQueue,
+    model: Path,
+    tmp_path: Path,
+    world: World,
+    column: str,
+    change: Callable[[Any], Any],
+    said: str,
+) -> None:
+    async with mesh(queue, model, tmp_path, world, max_staleness=2.0) as made:
+        feeding = asyncio.create_task(made.feed(GROUPS * 2, close=True))
+        made.queue = changes = Changes(queue, column, change)  # type: ignore[assignment]
+        assert await made.train(None) == 2
+        await feeding
+        ledger = await queue.ledger("run")
+        assert ledger.balanced and ledger.admitted == 2 * BATCH
+        assert ledger.trained == 2 * BATCH - GROUP_SIZE
+        assert ledger.filtered == {"group_incomplete": GROUP_SIZE - 1}
+        (letter,) = await queue.dead_letters("run")
+        assert {str(letter.uid)} == changes.changed
+        assert letter.reason.startswith(f"cannot be trained on: row {letter.uid}: ")
+        assert said in letter.reason
+        assert made.lines()[0]["batch/rows"] == BATCH - GROUP_SIZE
+
+
+async def test_a_row_that_nothing_can_be_computed_from_is_replaced_where_the_run_says_so(
+    queue: TransferQueue, model: Path, tmp_path: Path, world: World
+) -> None:
+    policy = {"group_policy": GroupPolicy.REPLACE_SIBLING}
+    async with mesh(queue, model, tmp_path, world, max_staleness=2.0, **policy) as made:
+        feeding = asyncio.create_task(made.feed(GROUPS * 2, close=True))
+        made.queue = Changes(queue, "loss_mask", holding(5, 7))  # type: ignore[assignment]
+        await made.train(None)
+        await feeding
+        ledger = await queue.ledger("run")
+        assert ledger.balanced and ledger.trained == 2 * BATCH
+        assert sum(ledger.dead_lettered.values()) == 1 and not ledger.filtered
