@@ -26,6 +26,8 @@ BUILT_IN = ("queue", "rollout", "reward", "reference", "trainer", "feeder")
 """The kinds that every recipe may have, in an order that is stored with a run: its stages follow it."""
 
 LONGEST_LOAD_S = 900.0
+MOST_EVALUATED = 1 << 20
+"""Held-out prompts of one evaluation that the queue may hold."""
 
 C = TypeVar("C", bound=Config)
 
@@ -214,17 +216,18 @@ def vocabulary(recipe: Recipe) -> int:
 def eval_spec(recipe: Recipe) -> RunSpec:
     """What evaluation asks of the queue: a run of its own, ahead of training, bound to no version.
 
-    Its admission bound lies beyond any held-out set: an evaluation admits all its prompts at once.
+    It may hold as many prompts as the queue allows: an evaluation admits all of its own at once, where they fit.
     """
+    rows, answers = recipe.queue.quota.resident_rows, recipe.rollout.val_kwargs.n
     return RunSpec(
         run=recipe.run.name + EVAL_SUFFIX,
-        group_size=recipe.rollout.val_kwargs.n,
+        group_size=answers,
         batch_groups=1,
         max_staleness=math.inf,
         stages=stage_specs(recipe, evaluation=True),
         max_attempts=recipe.queue.max_attempts,
         lease_ttl_s=recipe.queue.lease_ttl_s,
-        resident_batches=1 << 20,
+        resident_batches=max(1, min(MOST_EVALUATED, rows // answers)),
         resident_bytes=recipe.queue.resident_bytes,
         gated=False,
         priority=1,

@@ -234,7 +234,7 @@ async def test_the_evaluator_stores_what_it_decides_and_the_next_trainer_reads_i
     await second.open()
     assert (await second._decide(GYM, Version(2, 20), scored))["gcd/level"] == 1
     assert (await second._decide(GYM, Version(2, 30), scored))["gcd/score"] == 0.5
-    await second._admit([tasks[0]])  # the next evaluation's tasks leave the history in place
+    await second._admit([tasks[0]], 0.0)  # the next evaluation's tasks leave the history in place
     history = LevelHistory.parse((await queue.run_state("r.eval")).cursor)
     assert history.step == 30 and history.at(20) == {"gcd": 1}
     await queue.close()

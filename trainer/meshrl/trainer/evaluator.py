@@ -143,8 +143,7 @@ class Evaluator:
             dataclasses.replace(task, run=self.run, task_id=f"{version}-{index}")
             for index, task in enumerate(self._tasks)
         ]
-        await self._admit(tasks)
-        rows, lost_tasks = await self._collect({task.task_id for task in tasks})
+        rows, lost_tasks = await self._answers(tasks)
         if self._trajectories:
             self._trajectories.evaluated(version, {task.task_id: task for task in tasks}, rows)
         scored = [(row, row.reward) for row in rows if row.reward is not None]
@@ -200,33 +199,38 @@ class Evaluator:
                 levels[f"{task}/score"] = score
         return levels
 
-    async def _admit(self, tasks: Sequence[Task]) -> None:
+    async def _admit(self, tasks: Sequence[Task], wait_s: float) -> int:
+        """Admit as many of `tasks` as the run has room for, and return how many."""
         cursor = self._history.text() if self._curriculum else tasks[-1].task_id
-        admitted = 0
-        while admitted < len(tasks):
-            try:
-                admitted += await self._queue.admit(
-                    self.run,
-                    tasks[admitted:],
-                    cursor=cursor,
-                    wait_s=self._take_wait_s,
-                )
-            except WaitTimeoutError:
+        try:
+            return await self._queue.admit(self.run, tasks, cursor=cursor, wait_s=wait_s)
+        except WaitTimeoutError:
+            if wait_s:
                 await self._log_waits()
+            return 0
 
-    async def _collect(self, tasks: set[str]) -> tuple[list[Trajectory], int]:
-        """Rows of `tasks`, and how many of the tasks were dead-lettered."""
-        missing = set(tasks)
+    async def _answers(self, tasks: Sequence[Task]) -> tuple[list[Trajectory], int]:
+        """Rows of `tasks`, and how many of the tasks were dead-lettered.
+
+        Where the run has no room for all of them, the rest is admitted when those before it have left.
+        """
+        admitted, missing = 0, set[str]()
         rows: list[Trajectory] = []
         lost_tasks = 0
-        while missing:
+        while admitted < len(tasks) or missing:
+            if admitted < len(tasks):
+                rest = tasks[admitted:]
+                count = await self._admit(rest, 0.0 if missing else self._take_wait_s)
+                missing |= {task.task_id for task in rest[:count]}
+                admitted += count
             batch_id = f"{self.run}/{self._epoch}.{self._step}"
             try:
                 batch = await self._queue.take(
                     self.run,
                     epoch=self._epoch,
                     step=self._step,
-                    groups=len(missing),
+                    # Without one of its own the run is full of a predecessor's.
+                    groups=max(1, len(missing)),
                     batch_id=batch_id,
                     wait_s=self._take_wait_s,
                 )
