@@ -223,7 +223,8 @@ class TorchEngineConfig(Config):
     stream_interval: PositiveInt = Field(default=16)
     """Decode steps between two deltas of a request: waking a consumer costs more than a token."""
     eos_token_ids: tuple[int, ...] | None = None
-    """Tokens that end a response; None: the checkpoint's. Empty: responses end at stop strings and lengths only."""
+    """Tokens that end a response; None: all that generation_config.json, config.json and the tokenizer (`eos_token`)
+    name. Empty: responses end at stop strings and lengths only."""
 
     def faults(self, machine: Machine, model: Path) -> Iterator[tuple[str, str]]:
         """What this machine, or the model, cannot do: the option, and one sentence."""

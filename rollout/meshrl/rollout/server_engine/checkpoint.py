@@ -17,6 +17,7 @@ from meshrl.contract.chunk_digest import digest
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Uint8, WeightManifest
 from meshrl.images import ImageProcessor, reads_images, shared_processor
+from meshrl.rollout.end_tokens import eos_token_ids
 
 SAFETENSORS_DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
@@ -56,15 +57,13 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read `config.json`, `generation_config.json` and the headers of the weights.
+    """Read `config.json`, what ends a response, and the headers of the weights.
 
     Raises:
         UserError: one of them is missing or unreadable.
     """
     config = _json(path / "config.json")
     text = config.get("text_config") or config  # multimodal models keep the decoder's part there
-    generation = path / "generation_config.json"
-    sources = (_json(generation) if generation.is_file() else {}, config, text)
     try:
         return Checkpoint(
             path=path,
@@ -73,7 +72,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
             vocab_size=int(text["vocab_size"]),
             max_length=int(text["max_position_embeddings"]),
-            eos_token_ids=next((ids for each in sources if (ids := _eos(each))), ()),
+            eos_token_ids=eos_token_ids(path),
             experts=(
                 int(text.get("num_hidden_layers") or 0),
                 int(text.get("num_experts_per_tok") or 0),
@@ -245,14 +244,6 @@ def _shapes(path: Path) -> Shapes:
             raise UserError(f"{path / file}: unreadable weights: {error}") from error
     # Old Llama checkpoints store the rotary frequencies, which follow from config.json.
     return {name: shape for name, shape in shapes.items() if not name.endswith(".inv_freq")}
-
-
-def _eos(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """`eos_token_id` may be one id or a list of them."""
-    ids = config.get("eos_token_id")
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (int(ids),)
 
 
 def _json(path: Path) -> dict[str, Any]:

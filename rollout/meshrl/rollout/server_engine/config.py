@@ -59,7 +59,8 @@ class ServerConfig(BaseConfig):
     stream_interval: PositiveInt = 16
     """Decode steps between two deltas of a request."""
     eos_token_ids: tuple[int, ...] | None = None
-    """Tokens that end a response; None: the checkpoint's. Empty: responses end at stop strings and lengths only."""
+    """Tokens that end a response; None: all that generation_config.json, config.json and the tokenizer (`eos_token`)
+    name. Empty: responses end at stop strings and lengths only."""
     start_s: PositiveFloat | None = None
     """Deadline of the server's start, in seconds; None: 900 for one that is started here, 10 for a `url`."""
     update_s: PositiveFloat = 600.0

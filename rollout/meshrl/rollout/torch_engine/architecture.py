@@ -12,6 +12,7 @@ import torch
 
 from meshrl.contract.errors import UserError
 from meshrl.rollout.config import STATIC_ROPES, TORCH_ARCHITECTURES
+from meshrl.rollout.end_tokens import eos_token_ids
 from meshrl.rollout.torch_engine.latent import Latent, query_scale
 
 
@@ -164,7 +165,7 @@ def _dense_shapes(module: str, hidden: int, ffn: int, *, bias: bool) -> dict[str
 
 
 def read_architecture(checkpoint: Path) -> Architecture:
-    """Read `config.json` (and `generation_config.json`, for the end-of-sequence ids) of a checkpoint directory.
+    """Read `config.json` of a checkpoint directory, and what ends a response.
 
     Raises:
         UserError: no such file, or a model that this decoder cannot run; says which it can.
@@ -215,7 +216,7 @@ def read_architecture(checkpoint: Path) -> Architecture:
         max_length=min(longest, window) if windowed else longest,
         inverse_frequencies=frequencies,
         rope_factor=factor,
-        eos_token_ids=_eos_token_ids(_json(checkpoint / "generation_config.json") or {}, raw),
+        eos_token_ids=eos_token_ids(checkpoint),
     )
 
 
@@ -307,15 +308,6 @@ def _frequencies(config: Any, head_dim: int, checkpoint: Path) -> tuple[torch.Te
     if 2 * len(frequencies) != head_dim:
         raise UserError(f"{checkpoint}: partial rotary embeddings are not supported")
     return frequencies, float(factor)
-
-
-def _eos_token_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:
-    """The first `eos_token_id` found; it may be one id or a list of them."""
-    for config in configs:
-        found = config.get("eos_token_id")
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (int(found),)
-    return ()
 
 
 def _json(path: Path) -> dict[str, Any] | None:
