@@ -221,6 +221,10 @@ def test_pairs_come_in_the_forms_of_trl_and_verl(tmp_path: Path, row: Row, pair:
         ({"prompt": "\ud83d", "chosen": "b", "rejected": "c"}, "'prompt' has .* half of a"),
         ({"prompt": "a", "chosen": "\ud83d", "rejected": "c"}, "'chosen' has .* half of a"),
         ({"prompt": "", "chosen": "b", "rejected": "c"}, r"train\.jsonl:1: empty prompt"),
+        ({"prompt": "a", "chosen": "", "rejected": "c"}, r"train\.jsonl:1: 'chosen' is empty"),
+        ({"prompt": "a", "chosen": "b", "rejected": " \n"}, "'rejected' is empty, want a response"),
+        ({"prompt": ask("a"), "chosen": "b", "rejected": ask("a", "")}, "'rejected' is empty"),
+        ({"prompt": "a", "chosen": "b", "rejected": float("nan")}, r"1: no 'rejected' \(the row"),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]},
             r"train\.jsonl:1: 'images' cannot be used \(preferences are text\)",

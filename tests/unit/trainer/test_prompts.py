@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Message
 from meshrl.trainer.config import DataConfig, FewShotExample
-from meshrl.trainer.data.files import file_rows
+from meshrl.trainer.data.files import FileRow, file_rows
 from meshrl.trainer.data.prompts import load_prompts
 from meshrl.trainer.data.readers import parquet as parquet_reader
 
@@ -151,11 +152,23 @@ MISTAKES = {
         "no 'answer'; the row has prompt, anwser; say where the answer is (data.answer_key), or that tasks have none"
         " (data.answer_required: false)",
     ),
-    "null answer": (options(answer=None), "no 'answer'; the row has prompt, answer; say where"),
+    "null answer": (options(answer=None), "no 'answer'; it is null or NaN; say where"),
+    "no number as an answer": (options(answer=math.nan), "no 'answer'; it is null or NaN; say"),
+    "empty answer": (options(answer=""), "no 'answer'; it is empty; say where"),
+    "blank answer": (options(answer=" \n"), "no 'answer'; it is empty; say where"),
+    "answer without items": (options(answer=[]), "no 'answer'; it is empty; say where"),
     "null ground truth": (
         options(reward_model={"ground_truth": None}),
-        "no 'reward_model.ground_truth'; the row has prompt, answer, reward_model; say where",
+        "no 'reward_model.ground_truth'; it is null or NaN; say where",
     ),
+    "no number as a ground truth": (
+        options(reward_model={"ground_truth": math.nan}),
+        "no 'reward_model.ground_truth'; it is null or NaN; say where",
+    ),
+    "no number as a prompt": (options(prompt=math.nan), "'prompt' is null, want text or a list"),
+    "no number in a message": (options(prompt=user(math.nan)), "'prompt.content' is null, want"),
+    "blank": (options(prompt=" \n"), "the prompt is empty"),
+    "blank message": (options(prompt=user(" ")), "the prompt is empty: the user's last message"),
     "truth": (options(reward_model={}), "want an object with ground_truth"),
     "extra": (options(extra_info=[1]), "extra_info is list, want an object"),
 }
@@ -187,6 +200,33 @@ def test_columns_that_parquet_fills_with_nothing_are_no_fault(tmp_path: Path) ->
     assert prompt.messages == (Message(role="tool", content="4"),)
 
 
+def test_cells_that_pandas_has_nothing_for_are_null(tmp_path: Path) -> None:
+    """Columns of numbers, in parquet and in jsonl, and what is nested in them."""
+    nothing = math.nan
+    row = {
+        "prompt": "2?", "answer": 4.0, "images": nothing, "tools": nothing, "data_source": nothing,
+        "reward_model": nothing, "extra_info": {"level": nothing, "of": [1.0, nothing]},
+    }  # fmt: skip
+    file = tmp_path / "a.parquet"
+    parquet.write_table(arrow.Table.from_pylist([row]), file)
+    for path in (file, jsonl(tmp_path / "a.jsonl", row)):
+        (prompt,) = load_prompts([path], DataConfig(), Characters()).prompts
+        assert (prompt.ground_truth, prompt.data_source) == (4.0, "")
+        assert prompt.extra_info == {"level": None, "of": [1.0, None]}
+    unanswered = tmp_path / "b.parquet"
+    parquet.write_table(arrow.table({"prompt": ["a", "b"], "answer": [1.0, nothing]}), unanswered)
+    with pytest.raises(UserError, match=r"b\.parquet:1: no 'answer'; it is null or NaN; say where"):
+        load_prompts([unanswered], DataConfig(), Characters())
+    optional = DataConfig(answer_required=False)
+    assert load_prompts([unanswered], optional, Characters()).prompts[1].ground_truth is None
+
+
+def test_the_empty_answer_of_a_task_that_code_has_made_is_one(tmp_path: Path) -> None:
+    made = [FileRow("data.reasoning_gym:0", {"prompt": "?", "answer": ""}, made=True)]
+    (prompt,) = load_prompts([], DataConfig(), Characters(), made).prompts
+    assert prompt.ground_truth == ""
+
+
 def test_the_answer_is_found_in_the_column_that_the_recipe_names(tmp_path: Path) -> None:
     row = {"prompt": "?", "solution": "7", "reward_model": {"ground_truth": "8"}}
     file = jsonl(tmp_path / "a.jsonl", row)
@@ -202,7 +242,7 @@ def test_tasks_without_answers_are_read_where_the_recipe_says_so(tmp_path: Path)
 
 def test_a_system_prompt_and_solved_examples_come_before_each_prompt(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "2?"}]
-    rows = [{"prompt": prompt, "answer": ""} for prompt in ("1?", own[1:], own)]
+    rows = [{"prompt": prompt, "answer": "1"} for prompt in ("1?", own[1:], own)]
     file = jsonl(tmp_path / "a.jsonl", *rows)
     shot = {"prompt": "0?", "answer": "0"}
     config = DataConfig(

@@ -1,8 +1,12 @@
-"""Rows of data files, each with the place where it stands; a reader is found by the file's suffix."""
+"""Rows of data files, each with the place where it stands; a reader is found by the file's suffix.
+
+A cell that pandas has nothing for is NaN in a column of numbers or objects: it is read as null, as parquet's own is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,6 +26,8 @@ class FileRow:
     where: str
     """`file:number`, as the reader counts: rows from 0 in parquet, lines from 1 in jsonl."""
     values: dict[str, Any]
+    made: bool = False
+    """By code, whose empty answer is one."""
 
 
 def file_rows(paths: Sequence[Path], reader: str | None = None) -> Iterator[FileRow]:
@@ -51,7 +57,18 @@ def rows_of(path: Path, reader: str | None = None) -> Iterator[FileRow]:
     if not has_reader(path, reader):
         raise UserError(f"{path}: cannot read {path.suffix or 'this'} (want {readable_files()})")
     read: Read = plugins.load(READERS, reader or path.suffix[1:], "read")
-    return map(lambda row: FileRow(f"{path}:{row[0]}", row[1]), read(path))
+    return map(lambda row: FileRow(f"{path}:{row[0]}", _without_nan(row[1])), read(path))
+
+
+def _without_nan(value: Any) -> Any:
+    """The value with null for each NaN in it."""
+    if isinstance(value, float):
+        return None if math.isnan(value) else value
+    if isinstance(value, Mapping):
+        return {name: _without_nan(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(part) for part in value]
+    return value
 
 
 def has_reader(path: Path, reader: str | None) -> bool:

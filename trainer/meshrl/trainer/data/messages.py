@@ -127,3 +127,8 @@ def _message(message: object, where: str, key: str, pictures: bool) -> Message:
 def is_empty(value: object) -> bool:
     """True for what parquet writes into a column or a field that a row does not have."""
     return value is None or (isinstance(value, str | Sequence | Mapping) and not value)
+
+
+def is_blank(value: object) -> bool:
+    """True for what says nothing: an empty value, or text of white space alone."""
+    return is_empty(value) or (isinstance(value, str) and not value.strip())

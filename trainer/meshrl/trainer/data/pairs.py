@@ -17,6 +17,7 @@ from meshrl.contract.errors import UserError
 from meshrl.trainer.data.files import FileRow, file_rows
 from meshrl.trainer.data.messages import (
     as_dicts,
+    is_blank,
     read_messages,
     read_prompt,
     read_text,
@@ -58,6 +59,9 @@ def _pair(source: FileRow, config: PreferenceConfig) -> Pair:
             raise UserError(f"{where}: no {key!r} (the row has {', '.join(map(str, row))})")
     sides = [(key, row[key]) for key in (config.chosen_key, config.rejected_key)]
     (before, chosen), (other, rejected) = (_split(value, where, key) for key, value in sides)
+    for key, response in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
+        if is_blank(response):
+            raise UserError(f"{where}: {key!r} is empty, want a response")
     given = row.get(config.prompt_key)
     prompt = None if given is None else read_prompt(given, where, config.prompt_key)
     if before or other:

@@ -25,6 +25,7 @@ from meshrl.trainer.data.files import FileRow, file_rows
 from meshrl.trainer.data.messages import (
     UNUSABLE,
     as_dicts,
+    is_blank,
     read_prompt,
     refuse_unusable,
 )
@@ -178,7 +179,7 @@ def read_prompt_row(source: FileRow, config: DataConfig, *, pictures: bool = Fal
     extra_info = row.get("extra_info") or {}
     if not isinstance(extra_info, Mapping):
         raise UserError(f"{where}: extra_info is {type(extra_info).__name__}, want an object")
-    answer = _ground_truth(row, where, config)
+    answer = _ground_truth(source, config)
     return PromptRow(
         prompt=_introduced(prompt, config),
         media=media,
@@ -220,7 +221,7 @@ def prompt_text(row: PromptRow, where: str, config: DataConfig, tokenizer: Promp
 def prompt_ids(text: str, where: str, tokenizer: PromptTokenizer) -> Int32:
     """int32[P] of a prompt's text. Raises UserError where there are none."""
     ids = tokenizer.encode(text, add_special_tokens=False)
-    if not ids:
+    if not ids or is_blank(text):
         raise UserError(f"{where}: the prompt is empty")
     return np.array(ids, dtype=np.int32)
 
@@ -269,6 +270,8 @@ def templated(
     messages: Sequence[Mapping[str, Any]], where: str, tokenizer: PromptTokenizer, **variables: Any
 ) -> str:
     """The text of a chat that is a prompt, by the chat template. Raises UserError, which names `where`."""
+    if messages[-1]["role"] == "user" and is_blank(messages[-1]["content"]):
+        raise UserError(f"{where}: the prompt is empty: the user's last message has no text")
     if not tokenizer.chat_template:
         raise UserError(f"{where}: the prompt is a chat and the tokenizer has no chat template")
     try:
@@ -277,21 +280,27 @@ def templated(
         raise UserError(f"{where}: {error.message}") from error
 
 
-def _ground_truth(row: Mapping[str, Any], where: str, config: DataConfig) -> Json:
+def _ground_truth(source: FileRow, config: DataConfig) -> Json:
     """`data.answer_key`, else what the row's schema says. Raises UserError where an answer is required."""
-    key = config.answer_key or "answer"
-    answer = row.get(key)
+    row, where, key = source.values, source.where, config.answer_key or "answer"
+    there, answer = key in row, row.get(key)
     if config.answer_key is None and row.get("reward_model") is not None:
         model, key = row["reward_model"], "reward_model.ground_truth"
         if not isinstance(model, Mapping) or "ground_truth" not in model:
             raise UserError(
                 f"{where}: reward_model is {model!r:.80}, want an object with ground_truth"
             )
-        answer = model["ground_truth"]
-    if answer is None and config.answer_required:
+        there, answer = True, model["ground_truth"]
+    if answer is None:
+        problem = "it is null or NaN" if there else _columns(row)
+    elif is_blank(answer) and not source.made:
+        problem = "it is empty"
+    else:
+        return answer
+    if config.answer_required:
         raise UserError(
-            f"{where}: no {key!r}; {_columns(row)}; say where the answer is (data.answer_key), or that tasks have"
-            " none (data.answer_required: false)"
+            f"{where}: no {key!r}; {problem}; say where the answer is (data.answer_key), or that tasks have none"
+            " (data.answer_required: false)"
         )
     return answer
 

@@ -72,7 +72,7 @@ def _made(config: ReasoningGymConfig, wanted: str) -> Iterator[FileRow]:
         process.stdin.write(config.model_dump_json())
         process.stdin.close()
         for number, line in enumerate(process.stdout):
-            yield FileRow(f"data.reasoning_gym:{number}", json.loads(line))
+            yield FileRow(f"data.reasoning_gym:{number}", json.loads(line), made=True)
         *_, reason = ["it ended without a word", *process.stderr.read().splitlines()]
         if code := process.wait():
             what = "" if code == REFUSED else f"making rows ended with exit code {code}: "
