@@ -100,13 +100,15 @@ def show(
     for source in itertools.islice(rows, limit or None):
         row = read_prompt_row(source, loaded.data, pictures=images is not None)
         text = prompt_text(row, source.where, loaded.data, tokenizer)
-        ids = prompt_ids(text, source.where, tokenizer)
+        plain = isinstance(row.prompt, str)
+        ids = prompt_ids(text, source.where, tokenizer, plain=plain)
+        added = len(ids) - len(tokenizer.encode(text, add_special_tokens=False))
         facts = {
             "where": source.where,
             "data_source": row.data_source,
             "tokens": len(expanded(ids, row, source.where, images)),
             "pictures": [each.sha256 for each in row.media],
-            "text": text,
+            "text": tokenizer.decode(ids[:added].tolist()) + text if added else text,
             "ground_truth": row.ground_truth,
             "extra_info": dict(row.extra_info),
         }

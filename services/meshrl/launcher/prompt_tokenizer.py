@@ -32,6 +32,8 @@ SPECIAL = (
 )
 CHANGES = ("add_prefix_space", "split_special_tokens", "auto_map", "extra_special_tokens", "legacy")
 """Settings that change how a tokenizer encodes, or which one it is."""
+ADDS = ("add_bos_token", "add_eos_token")
+"""Settings for which transformers makes anew what the file says of tokens around a text."""
 
 
 def load_prompt_tokenizer(path: Path) -> PromptTokenizer:
@@ -87,7 +89,11 @@ def _from_files(path: Path) -> FileTokenizer | None:
         template = beside.read_text(encoding="utf-8")
     if (path / "additional_chat_templates").exists() or not isinstance(template, str | None):
         return None
-    return FileTokenizer(Tokenizer.from_str(text), special, template)
+    tokenizer = Tokenizer.from_str(text)
+    adds = [settings[name] for name in ADDS if name in settings]
+    if any(adds) or (adds and tokenizer.num_special_tokens_to_add(False)):
+        return None
+    return FileTokenizer(tokenizer, special, template)
 
 
 def _model_type(path: Path) -> str:
@@ -134,6 +140,11 @@ class FileTokenizer:
         """Token ids."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Their text, special tokens included."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
 
     def apply_chat_template(
         self,

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from meshrl.cli.demo.tiny_model import write_tiny_model
@@ -61,9 +62,29 @@ def test_the_tokens_are_those_of_transformers(directory: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     assert isinstance(ours, FileTokenizer)
     for text in TEXTS:
-        assert ours.encode(text, add_special_tokens=False) == theirs.encode(
-            text, add_special_tokens=False
-        )
+        for special in (False, True):
+            ids = ours.encode(text, add_special_tokens=special)
+            assert ids == theirs.encode(text, add_special_tokens=special)
+        assert ours.decode(ids) == theirs.decode(ids)
+
+
+@pytest.mark.parametrize("setting", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
+def test_a_text_begins_with_what_transformers_puts_before_it(
+    setting: dict[str, Any], tmp_path: Path
+) -> None:
+    """The file's own beginning, or the one that transformers makes where the settings say something of it."""
+    write_tiny_model(tmp_path)
+    file, settings = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    inner = Tokenizer.from_file(str(file))
+    inner.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 2)])
+    inner.save(str(file))
+    stated = {**json.loads(settings.read_text()), "bos_token": "<unk>", **setting}
+    settings.write_text(json.dumps(stated))
+    ours = load_prompt_tokenizer(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert isinstance(ours, FileTokenizer) == (not setting)
+    for text in TEXTS:
+        assert ours.encode(text, add_special_tokens=True) == theirs.encode(text)
 
 
 def test_a_chat_is_rendered_as_transformers_renders_it(directory: Path) -> None:

@@ -24,9 +24,15 @@ class Characters:
 
     chat_template: Any = "{role}:{content}"
 
+    def __init__(self, begin: str = "", end: str = "") -> None:
+        self._begin, self._end = begin, end
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        assert not add_special_tokens
+        text = f"{self._begin}{text}{self._end}" if add_special_tokens else text
         return [ord(letter) for letter in text]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(map(chr, token_ids))
 
     def apply_chat_template(
         self,
@@ -51,6 +57,20 @@ def test_plain_rows_give_their_answer_as_ground_truth(tmp_path: Path) -> None:
     (prompt,) = load_prompts([file], DataConfig(), Characters()).prompts
     assert "".join(map(chr, prompt.prompt_ids)) == "1+1?"
     assert prompt.ground_truth == "2" and prompt.prompt_ids.dtype == "int32"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "read"),
+    [
+        ("1+1?", "^1+1?"),
+        ("^1+1?", "^1+1?"),  # once
+        ([{"role": "user", "content": "1+1?"}], "u:1+1?;a:"),  # a template has its own
+    ],
+)
+def test_text_begins_as_the_tokenizer_begins_it(tmp_path: Path, prompt: object, read: str) -> None:
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": prompt, "answer": "2"})
+    (found,) = load_prompts([file], DataConfig(), Characters("^", "$")).prompts
+    assert "".join(map(chr, found.prompt_ids)) == read
 
 
 def test_verls_parquet_rows_are_read_as_they_are(tmp_path: Path) -> None:
@@ -168,6 +188,11 @@ MISTAKES = {
     "no number as a prompt": (options(prompt=math.nan), "'prompt' is null, want text or a list"),
     "no number in a message": (options(prompt=user(math.nan)), "'prompt.content' is null, want"),
     "blank": (options(prompt=" \n"), "the prompt is empty"),
+    "the assistant last": (
+        options(prompt=[*user("2?"), {"role": "assistant", "content": "<think>"}]),
+        "the prompt ends with a message of the assistant, and a chat template would open another one: leave it out,"
+        " or give the prompt as the text that the policy goes on with, its template applied",
+    ),
     "blank message": (options(prompt=user(" ")), "the prompt is empty: the user's last message"),
     "truth": (options(reward_model={}), "want an object with ground_truth"),
     "extra": (options(extra_info=[1]), "extra_info is list, want an object"),

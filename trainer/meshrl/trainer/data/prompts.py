@@ -41,6 +41,10 @@ class PromptTokenizer(Protocol):
         """Token ids."""
         ...
 
+    def decode(self, token_ids: list[int]) -> str:
+        """Their text, special tokens included."""
+        ...
+
     def apply_chat_template(
         self,
         conversation: list[dict[str, str]],
@@ -218,12 +222,26 @@ def prompt_text(row: PromptRow, where: str, config: DataConfig, tokenizer: Promp
     return templated(messages, where, tokenizer, **variables)
 
 
-def prompt_ids(text: str, where: str, tokenizer: PromptTokenizer) -> Int32:
-    """int32[P] of a prompt's text. Raises UserError where there are none."""
-    ids = tokenizer.encode(text, add_special_tokens=False)
+def prompt_ids(text: str, where: str, tokenizer: PromptTokenizer, *, plain: bool) -> Int32:
+    """int32[P] of a prompt's text; `plain`: no chat template has made it. Raises UserError where there are none."""
+    ids = text_ids(text, tokenizer) if plain else tokenizer.encode(text, add_special_tokens=False)
     if not ids or is_blank(text):
         raise UserError(f"{where}: the prompt is empty")
     return np.array(ids, dtype=np.int32)
+
+
+def text_ids(text: str, tokenizer: PromptTokenizer) -> list[int]:
+    """The tokens of a text that no chat template has made, behind those that a text begins with, once."""
+    ids, begin = tokenizer.encode(text, add_special_tokens=False), beginning(tokenizer)
+    return ids if ids[: len(begin)] == begin else [*begin, *ids]
+
+
+def beginning(tokenizer: PromptTokenizer) -> list[int]:
+    """The tokens that the tokenizer puts before a text: BOS, where it adds one."""
+    alone = tokenizer.encode("a", add_special_tokens=False)
+    whole = tokenizer.encode("a", add_special_tokens=True)
+    places = range(len(whole) - len(alone) + 1)
+    return whole[: next((at for at in places if whole[at : at + len(alone)] == alone), 0)]
 
 
 def _prompt(
@@ -236,7 +254,7 @@ def _prompt(
     row = read_prompt_row(source, config, pictures=images is not None)
     messages, plain = ((), row.prompt) if isinstance(row.prompt, str) else (row.prompt, "")
     text = prompt_text(row, source.where, config, tokenizer)
-    ids = prompt_ids(text, source.where, tokenizer)
+    ids = prompt_ids(text, source.where, tokenizer, plain=isinstance(row.prompt, str))
     return Prompt(
         index=index,
         prompt_ids=expanded(ids, row, source.where, images),
@@ -270,14 +288,28 @@ def templated(
     messages: Sequence[Mapping[str, Any]], where: str, tokenizer: PromptTokenizer, **variables: Any
 ) -> str:
     """The text of a chat that is a prompt, by the chat template. Raises UserError, which names `where`."""
-    if messages[-1]["role"] == "user" and is_blank(messages[-1]["content"]):
-        raise UserError(f"{where}: the prompt is empty: the user's last message has no text")
+    check_open(messages, where)
     if not tokenizer.chat_template:
         raise UserError(f"{where}: the prompt is a chat and the tokenizer has no chat template")
     try:
         return rendered(tokenizer, messages, add_generation_prompt=True, **variables)
     except UserError as error:
         raise UserError(f"{where}: {error.message}") from error
+
+
+def check_open(messages: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Refuse a conversation that is no prompt: the assistant has spoken last, or nobody has said anything.
+
+    Raises:
+        UserError: it is none; names `where`.
+    """
+    if messages[-1]["role"] == "assistant":
+        raise UserError(
+            f"{where}: the prompt ends with a message of the assistant, and a chat template would open another one:"
+            " leave it out, or give the prompt as the text that the policy goes on with, its template applied"
+        )
+    if messages[-1]["role"] == "user" and is_blank(messages[-1]["content"]):
+        raise UserError(f"{where}: the prompt is empty: the user's last message has no text")
 
 
 def _ground_truth(source: FileRow, config: DataConfig) -> Json:

@@ -177,7 +177,8 @@ def _count(
     where = source.where
     row = read_prompt_row(source, config, pictures=images is not None)
     weight = source_of(where, row.data_source, config.weights) if weighted else None
-    ids = prompt_ids(prompt_text(row, where, config, tokenizer), where, tokenizer)
+    text = prompt_text(row, where, config, tokenizer)
+    ids = prompt_ids(text, where, tokenizer, plain=isinstance(row.prompt, str))
     length = len(expanded(ids, row, where, images))
     too_long = length > config.max_prompt_length
     if too_long and config.truncation == "error" and not config.filter_overlong_prompts:
