@@ -25,6 +25,7 @@ from meshrl.trainer.learner.value_learner import ValueLearner
 from meshrl.trainer.model.critic import build_critic
 from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.model.vision import VisionReader
+from meshrl.trainer.offline.turn_ends import ended
 
 
 def build_learner(recipe: Recipe, total_steps: int | None, world: World) -> Learner:
@@ -78,7 +79,8 @@ def _answers(recipe: Recipe) -> dict[int, Int32]:
     found = {}
     for prompt in read_prompts(recipe).prompts:
         text = own_answer(prompt.response, prompt.where, recipe.data)
-        ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        text = ended(text, tokenizer, prompt.where, recipe.data.apply_chat_template_kwargs)
+        ids = tokenizer.encode(text, add_special_tokens=False)
         found[prompt.index] = np.array(ids[: recipe.data.max_response_length], dtype=np.int32)
     return found
 

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshrl.contract.errors import UserError
 from meshrl.trainer.config import ModelConfig
@@ -49,6 +50,33 @@ def test_fine_tuning_learns_a_rule_and_writes_a_model_that_knows_it(
     assert done.step < 150  # the target stops it
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(("known", "ends"), [(None, [36, 35]), ([36, 35], [36, 35]), (7, [7, 35])])
+def test_engines_are_told_the_end_that_was_learned(
+    text_model: Path, tmp_path: Path, known: object, ends: list[int]
+) -> None:
+    """The template ends a turn with 9; the tokenizer, and the checkpoint of a base model, with $."""
+    model = shutil.copytree(text_model, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["9"]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}9\n{% endfor %}"
+    tokenizer.save_pretrained(model)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**settings, "eos_token_id": 36}))
+    (model / "generation_config.json").unlink(missing_ok=True)
+    if known is not None:
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": known}))
+    config = SftConfig(
+        model=ModelConfig(path=model),
+        train_files=[write(tmp_path / "train.jsonl", doubling())],
+        output_dir=tmp_path / "out",
+        steps=1,
+        device="cpu",
+    )
+    sft.run(config)
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written["eos_token_id"] == ends
 
 
 def test_equal_seeds_give_bit_identical_weights(text_model: Path, tmp_path: Path) -> None:

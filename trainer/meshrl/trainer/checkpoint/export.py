@@ -47,6 +47,7 @@ def export_policy(
     tokenizer: Path,
     dtype: str = "float32",
     max_shard_size: str = MAX_SHARD_SIZE,
+    end: int | None = None,
 ) -> Path:
     """Write config, safetensors and tokenizer files to `target`, replacing what is there; LoRA is merged.
 
@@ -60,6 +61,7 @@ def export_policy(
         tokenizer: Where to copy the tokenizer's files from.
         dtype: Type of the stored weights; buffers keep theirs.
         max_shard_size: Largest safetensors file, such as `5GB`; a model that is larger gets several and an index.
+        end: The token with which the model has learned to end; generation_config.json names it, so that engines do.
 
     Raises:
         InfraError: a rank cannot write.
@@ -97,6 +99,8 @@ def export_policy(
         raise InfraError(problem)
     if world.is_main:
         _describe(policy, writing, dtype, files)
+        if end is not None:
+            _end_with(end, writing, getattr(policy.hf.config, "eos_token_id", None))
         _finish(writing, target, tokenizer)
     world.barrier()
     return target
@@ -135,6 +139,17 @@ def _describe(policy: Policy, folder: Path, dtype: str, files: StateDictSplit) -
         index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True)
         (folder / "model.safetensors.index.json").write_text(text)
+
+
+def _end_with(end: int, folder: Path, known: int | list[int] | None) -> None:
+    """Add `end` to what generation_config.json ends a response with; `known` counts where it says nothing."""
+    file = folder / GENERATION_FILE
+    settings = json.loads(file.read_text()) if file.is_file() else {}
+    given = settings.get("eos_token_id", known)
+    ends = given if isinstance(given, list) else [] if given is None else [given]
+    if end not in ends:
+        settings["eos_token_id"] = [*ends, end]
+        file.write_text(json.dumps(settings, indent=2))
 
 
 def export_adapter(

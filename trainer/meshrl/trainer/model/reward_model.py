@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Outcome, Sample, Score
 from meshrl.trainer.config import RewardModelJudgeConfig as Config
-from meshrl.trainer.offline.conversation import judged_text
+from meshrl.trainer.offline.conversation import NO_PAD, judged_text
 
 
 class ModelJudge:
@@ -89,6 +89,8 @@ class ModelJudge:
             )
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
+        if tokenizer.pad_token_id is None:
+            raise ConfigError(f"judge model {config.path}: {NO_PAD}")
         model.config.pad_token_id = tokenizer.pad_token_id
         tokenizer.truncation_side = "left"
         self._tokenizer = tokenizer

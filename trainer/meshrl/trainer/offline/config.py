@@ -74,7 +74,8 @@ class SftConfig(OfflineConfig):
     apply_chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     """Variables of the chat template: `{enable_thinking: false}`."""
     append_eos: bool = True
-    """End every response with the tokenizer's end-of-sequence token."""
+    """End every response with what the chat template puts behind the assistant's text, once; without a template, with
+    the tokenizer's `eos_token`."""
     target_exact_match: PositiveFloat | None = None
     """Stop as soon as the exact match on held-out rows is at least this; None runs all `steps`."""
 
@@ -101,7 +102,8 @@ class DpoConfig(PreferenceConfig):
     """Offline preference optimisation."""
 
     append_eos: bool = True
-    """End every response with the tokenizer's end-of-sequence token."""
+    """End every response with what the chat template puts behind the assistant's text, once; without a template, with
+    the tokenizer's `eos_token`."""
     reference_path: Path | None = None
     """The frozen model, asked once before the first step; None takes `model.path`."""
     policy_loss: PolicyLossConfig = PolicyLossConfig(loss_mode="dpo")

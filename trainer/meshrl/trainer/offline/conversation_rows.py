@@ -3,7 +3,8 @@
     {"messages": [{"role", "content", ...}], "tools": [...]} ──template──▶ text, spans ──▶ tokens, mask
 
 Where the template marks what is generated (`{% generation %}`), its marks count. Else a turn of the assistant is what
-the template adds to the conversation before it, which must begin as the longer conversation does.
+the template adds to the conversation before it, which must begin as the longer conversation does, up to the token
+that ends the turn (`turn_ends.py`).
 """
 
 from __future__ import annotations
@@ -25,11 +26,24 @@ from meshrl.trainer.data.messages import MEDIA, is_empty, read_text, refuse_unus
 from meshrl.trainer.data.pictures import pictures_of
 from meshrl.trainer.offline.config import SftConfig
 from meshrl.trainer.offline.example import Example
+from meshrl.trainer.offline.turn_ends import MARK as MARKED
+from meshrl.trainer.offline.turn_ends import (
+    end_token,
+    first_token,
+    next_turn,
+    turn_end,
+    without_end,
+)
 
 Turn: TypeAlias = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+CURE = "give the row as a prompt and its response, or mark what is generated in the template ({% generation %})"
+OTHERWISE = (
+    "the chat template writes message {} otherwise where the conversation goes on or ends, so its tokens cannot be"
+    " told: end the row with it, or mark what is generated in the template ({{% generation %}})"
+)
 
 
 def conversation(
@@ -62,10 +76,21 @@ def conversation(
         raise UserError(
             f"{where}: {key!r} is a conversation and the tokenizer has no chat template"
         )
-    options = dict(config.apply_chat_template_kwargs) | ({"tools": tools} if tools else {})
+    variables = dict(config.apply_chat_template_kwargs)
+    options = variables | ({"tools": tools} if tools else {})
+    for number, turn in enumerate(turns):
+        if turn["role"] == "assistant" and isinstance(turn.get("content"), str):
+            said = without_end(turn["content"], tokenizer, variables)
+            if not (said.strip() or turn.keys() & {"tool_calls", "reasoning_content"}):
+                raise UserError(
+                    f"{where}: '{key}.{number}' of the assistant is empty, so there is nothing to learn in it"
+                )
+            turns[number] = {**turn, "content": said}
     try:
-        marked = GENERATION.search(str(tokenizer.chat_template)) is not None
-        text, spans = (_marked if marked else _added)(turns, tokenizer, options)
+        if GENERATION.search(str(tokenizer.chat_template)):
+            text, spans = _marked(turns, tokenizer, options)
+        else:
+            text, spans = _added(turns, tokenizer, options, config)
     except UserError as error:
         raise UserError(f"{where}: {error.message}") from error
     tokens, mask = _encoded(text, spans, tokenizer)
@@ -198,49 +223,89 @@ def _marked(turns: Sequence[Turn], tokenizer: Any, options: Mapping[str, Any]) -
     return text, [(begin, end) for begin, end in spans]
 
 
-def _added(turns: Sequence[Turn], tokenizer: Any, options: Mapping[str, Any]) -> Rendered:
+def _added(
+    turns: Sequence[Turn], tokenizer: Any, options: Mapping[str, Any], config: SftConfig
+) -> Rendered:
     """By what each turn of the assistant adds. Raises UserError where a longer conversation begins otherwise."""
     text, spans = rendered(tokenizer, turns, **options), []
+    variables = config.apply_chat_template_kwargs
     for number, turn in enumerate(turns):
         if turn["role"] != "assistant":
             continue
-        before = (
-            rendered(tokenizer, turns[:number], add_generation_prompt=True, **options)
-            if number
-            else ""
-        )
-        after = (
-            text
-            if number + 1 == len(turns)
-            else rendered(tokenizer, turns[: number + 1], **options)
-        )
-        if not after.startswith(before) or not text.startswith(after):
-            raise UserError(
-                f"the chat template writes message {number} otherwise where the conversation goes on or ends, so"
-                " its tokens cannot be told: end the row with it, or mark what is generated in the template"
-                " ({% generation %})"
-            )
-        spans.append((len(before), _end(after, len(before), tokenizer)))
+        last = number + 1 == len(turns)
+        after = text if last else rendered(tokenizer, turns[: number + 1], **options)
+        begin = _begin(turns, number, after, tokenizer, options)
+        if found := end_token(after[begin:], tokenizer):
+            stop = begin + found[1]
+            if not text.startswith(after[:stop]):
+                stop = begin + found[0]  # an earlier turn has another end: it is not learned there
+        elif after.rstrip().endswith(turn_end(tokenizer, variables) or "\n"):
+            stop = len(after.rstrip())
+        elif last:
+            mark = next_turn(turns, tokenizer, options) or turn_end(tokenizer, variables)
+            text = after = after + (mark if config.append_eos else "")
+            stop = len(after)
+        else:
+            after += first_token(text[len(after) :], tokenizer)
+            stop = len(after)
+        if not text.startswith(after[:stop]):
+            raise UserError(OTHERWISE.format(number))
+        said = after[begin : begin + found[0] if found else stop]
+        if any(call["function"]["name"] not in said for call in turn.get("tool_calls", ())):
+            raise UserError(f"the chat template leaves out the tool calls of message {number}")
+        spans.append((begin, stop))
     return text, spans
 
 
-def _end(text: str, begin: int, tokenizer: Any) -> int:
-    """Where a turn that begins at `begin` ends: behind its end token, before white space that no model samples."""
-    stop = tokenizer.eos_token
-    last = text.rfind(stop, begin) if stop else -1
-    return len(text) if last < 0 else last + len(stop)
+def _begin(
+    turns: Sequence[Turn],
+    number: int,
+    after: str,
+    tokenizer: Any,
+    options: Mapping[str, Any],
+) -> int:
+    """Where turn `number` begins in `after`, the conversation up to its end: behind what a template asks for it with.
+
+    Raises:
+        UserError: it cannot be told.
+    """
+    if number:
+        before = rendered(tokenizer, turns[:number], add_generation_prompt=True, **options)
+        if after.startswith(before):
+            return len(before)
+        known = rendered(tokenizer, turns[:number], **options)
+        if not (before.startswith(known) and after.startswith(known)):
+            raise UserError(OTHERWISE.format(number))
+        raise UserError(
+            f"the chat template asks for message {number} with {before[len(known) :]!r:.60} and writes it without,"
+            f" so its tokens cannot be told: {CURE}"
+        )
+    # Nothing comes before it that could be asked with: a template may refuse a conversation without messages.
+    opened, mark, _ = rendered(
+        tokenizer, [{**turns[0], "content": f"{MARKED}{turns[0].get('content') or ''}"}], **options
+    ).partition(MARKED)
+    if not mark or not after.startswith(opened):
+        raise UserError(
+            "it cannot be told where the chat template begins the assistant's text in message 0: put the user's"
+            " message before it"
+        )
+    return len(opened)
 
 
 def _encoded(text: str, spans: Sequence[tuple[int, int]], tokenizer: Any) -> tuple[Any, Any]:
     """int32[T] and bool[T]. Turns are tokenised apart from what is around them, as a model samples them."""
     ids: list[int] = []
     mask: list[bool] = []
-    at = 0
+    at, ended = 0, ""
     for begin, end in [*spans, (len(text), len(text))]:
         for part, learned in ((text[at:begin], False), (text[begin:end], True)):
-            piece = tokenizer.encode(part, add_special_tokens=False) if part else []
+            # Some end tokens take the white space behind them in, which is no part of the turn.
+            led = tokenizer.encode(ended + part, add_special_tokens=False) if part else []
+            piece = led[1:] if ended and led[:1] == ids[-1:] else led
             ids += piece
             mask += [learned] * len(piece)
+            found = end_token(part, tokenizer) if learned else None
+            ended = part[found[0] :] if found else ""
         at = end
     if mask:
         mask[0] = False  # nothing predicts the first token

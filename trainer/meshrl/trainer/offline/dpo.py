@@ -34,6 +34,7 @@ from meshrl.trainer.offline.example import Example, packed
 from meshrl.trainer.offline.loop import Progress, Report, fit
 from meshrl.trainer.offline.pairwise import PairLearner
 from meshrl.trainer.offline.sft import tokenised
+from meshrl.trainer.offline.turn_ends import turn_end_id
 
 LOSSES = "meshrl.trainer.algorithms.losses"
 
@@ -90,7 +91,9 @@ def run(config: DpoConfig, report: Report | None = None) -> Progress:
             lesson, policy, optimizers, config, world,
             kind=config.policy_loss.loss_mode, count=len(train), rows=rows, report=report,
         )  # fmt: skip
-        export_policy(policy, world, config.output_dir, tokenizer=config.tokenizer_dir)
+        tokenizer: Any = AutoTokenizer.from_pretrained(config.tokenizer_dir)
+        end = turn_end_id(tokenizer, {}) if config.append_eos else None
+        export_policy(policy, world, config.output_dir, tokenizer=config.tokenizer_dir, end=end)
         return done
     finally:
         world.close()

@@ -26,6 +26,7 @@ from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Int32
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.data.pairs import Pair, read_pairs
+from meshrl.trainer.data.prompts import check_open
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.metric_sums import MetricSums
 from meshrl.trainer.learner.optimizer import Optimizers
@@ -33,7 +34,7 @@ from meshrl.trainer.model import attention
 from meshrl.trainer.model.packing import Pack, pack
 from meshrl.trainer.model.policy import HfModel, Policy, response_hidden, shard
 from meshrl.trainer.offline.config import RewardModelConfig
-from meshrl.trainer.offline.conversation import judged_text
+from meshrl.trainer.offline.conversation import NO_PAD, judged_text
 from meshrl.trainer.offline.loop import Progress, Report, fit
 from meshrl.trainer.offline.pairwise import PairLearner
 
@@ -69,6 +70,8 @@ def run(config: RewardModelConfig, report: Report | None = None) -> Progress:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(config.tokenizer_dir)
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        if pad is None:
+            raise UserError(f"{config.tokenizer_dir}: {NO_PAD}")
         train = conversations(config, read_pairs(config, config.train_files), tokenizer)
         held_out = read_pairs(config, config.val_files)[: config.val_max_samples]
         pairs = [*train, *conversations(config, held_out, tokenizer)]
@@ -190,16 +193,15 @@ def conversations(
     """Both conversations of each pair, as the judge reads them.
 
     Raises:
-        UserError: one is empty or longer than `max_length`.
+        UserError: a prompt is empty or ends with the assistant, or a conversation is longer than `max_length`.
     """
 
     def tokens(pair: Pair, response: str) -> Int32:
         prompt = pair.prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        check_open(messages, pair.where)
         text = judged_text(messages, response, tokenizer)
         ids = tokenizer.encode(text, add_special_tokens=False)
-        if not ids:
-            raise UserError(f"{pair.where}: empty prompt and response")
         if len(ids) > config.max_length:
             raise UserError(f"{pair.where}: {len(ids)} tokens > max_length {config.max_length}")
         return np.array(ids, dtype=np.int32)

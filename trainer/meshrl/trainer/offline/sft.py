@@ -25,12 +25,13 @@ from meshrl.trainer.data.files import FileRow, file_rows
 from meshrl.trainer.data.messages import (
     UNUSABLE,
     as_dicts,
+    is_blank,
     read_prompt,
     read_text,
     refuse_unusable,
 )
 from meshrl.trainer.data.pictures import pictures_of
-from meshrl.trainer.data.prompts import templated
+from meshrl.trainer.data.prompts import templated, text_ids
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf
@@ -39,6 +40,7 @@ from meshrl.trainer.offline.config import SftConfig
 from meshrl.trainer.offline.conversation_rows import conversation, with_pictures
 from meshrl.trainer.offline.example import Example, packs
 from meshrl.trainer.offline.loop import Progress, fit
+from meshrl.trainer.offline.turn_ends import ended, turn_end_id, without_end
 
 log = logging.getLogger(__name__)
 EXACT_MATCH = "val/exact_match"
@@ -106,7 +108,11 @@ def run(config: SftConfig, report: Callable[[SftProgress], None] | None = None) 
             report=lambda progress: log_progress(SftProgress.of(progress)),
             enough=lambda numbers: target is not None and numbers[EXACT_MATCH] >= target,
         )  # fmt: skip
-        export_policy(policy, world, config.output_dir, tokenizer=tokenizer_path)
+        tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_path)
+        end = (
+            turn_end_id(tokenizer, config.apply_chat_template_kwargs) if config.append_eos else None
+        )
+        export_policy(policy, world, config.output_dir, tokenizer=tokenizer_path, end=end)
         return SftProgress.of(done)
     finally:
         world.close()
@@ -228,17 +234,22 @@ def tokenised(
 ) -> Example:
     """A prompt (text, or messages that go through the chat template, with `variables`) and its response as tokens.
 
+    With `append_eos` the response has the end of an assistant's turn behind it, once.
+
     Raises:
-        UserError: it is too long, has an empty prompt or response, or is a chat without a chat template.
+        UserError: it is too long, has an empty prompt or response, is a chat without a chat template, or nothing ends
+            a response.
     """
-    if not isinstance(prompt, str):
-        prompt = templated(prompt, where, tokenizer, **(variables or {}))
-    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
-    response_ids = tokenizer.encode(response, add_special_tokens=False)
-    if append_eos:
-        response_ids = [*response_ids, tokenizer.eos_token_id]
-    if not prompt_ids or not response_ids:
+    if is_blank(prompt) or is_blank(without_end(response, tokenizer, variables)):
         raise UserError(f"{where}: empty prompt or response")
+    if isinstance(prompt, str):
+        prompt_ids = text_ids(prompt, tokenizer)
+    else:
+        text = templated(prompt, where, tokenizer, **(variables or {}))
+        prompt_ids = tokenizer.encode(text, add_special_tokens=False)
+    if append_eos:
+        response = ended(response, tokenizer, where, variables)
+    response_ids = tokenizer.encode(response, add_special_tokens=False)
     total = len(prompt_ids) + len(response_ids)
     if total > max_length:
         raise UserError(f"{where}: {total} tokens > max_length {max_length}")
