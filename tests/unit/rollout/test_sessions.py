@@ -178,6 +178,36 @@ async def test_tool_calls_are_recognised_by_their_ids_however_the_client_formats
     ]
 
 
+@pytest.mark.parametrize("named", [0, 1], ids=["at first", "later"])
+async def test_a_result_is_the_same_with_the_name_of_its_tool_and_without(
+    tokenizer: HuggingFaceTokenizer, named: int
+) -> None:
+    engine = Scripted(tokenizer, CALL, "3", "yes")
+    session = session_of(tokenizer, engine)
+    first = await say(session, user("1+2?"), tools=(ADD,))
+    (call,) = first.tool_calls
+    result = {"role": "tool", "content": "3", "tool_call_id": call.id}
+    results = [result, result]
+    results[named] = {**result, "name": "add"}
+    asked = (user("1+2?"), assistant("", call))
+    second = await say(session, *asked, results[0], tools=(ADD,))
+    more = (assistant(second.text), user("sure?"))
+    await say(session, *asked, results[1], *more, tools=(ADD,))
+    check_sampled(row(session), engine.sampled)
+    assert session.left_out == 0
+
+
+async def test_results_without_ids_are_told_apart_by_their_names(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    engine = Scripted(tokenizer, "one", "two")
+    session = session_of(tokenizer, engine)
+    first = await say(session, user("x"), {"role": "tool", "content": "3", "name": "add"})
+    other = {"role": "tool", "content": "3", "name": "sub"}
+    await say(session, user("x"), other, assistant(first.text), user("y"))
+    check_sampled(row(session), engine.sampled[1:])
+
+
 @pytest.mark.parametrize(
     "change",
     [

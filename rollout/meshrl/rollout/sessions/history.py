@@ -150,11 +150,16 @@ class History:
         self.turns.append(completion.turn)
 
     def _step(self, key: Key, message: ChatMessage) -> Key:
-        """The key after one more message; an assistant's message matches the newest recorded one."""
+        """The key after one more message; an assistant's message matches the newest recorded one.
+
+        The call's id says whose result a tool's message is, so a client may name the tool once and not the next time.
+        """
         if message.get("role") == "assistant":
             for before, shown, after in reversed(self._shown):
                 if before == key and shown.is_message(message):
                     return after
+        if message.get("tool_call_id"):
+            message = {key: value for key, value in message.items() if key != "name"}
         return _chain(key, message)
 
 
