@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshrl.contract.types import EngineStats, Outcome
+from meshrl.contract.types import EngineStats, Outcome, PostedReward, Trajectory
 from meshrl.rollout.programs import verifiers as program
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.testing.engines.echo import Behaviour
@@ -166,3 +166,69 @@ async def test_a_taskset_of_nemo_gym_has_its_tools_and_is_judged_by_its_resource
         assert mesh.posted(uid).score == 1
     server.shutdown()
     server.server_close()
+
+
+HERE = str(Path(__file__).parent)
+PRICE = '<tool_call>{"name": "price", "arguments": {"thing": "tea"}}</tool_call>'
+
+
+def sampled(engine: Scripted, *numbers: int) -> list[int]:
+    """The tokens of some answers."""
+    return [token for number in numbers for token in engine.sampled[number][0]]
+
+
+def trained(row: Trajectory) -> list[int]:
+    return [int(token) for token in row.tokens[row.loss_mask.astype(bool)]]
+
+
+async def test_best_of_n_trains_one_try_with_the_reward_of_that_try(
+    talking_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    env = {"id": "best-of-n", "n": 3, "taskset": {"id": "verifiers_sums"}}
+    engine = _Says(load_tokenizer(talking_model), "7", "4", "4")
+    row_options = {"program": "verifiers", "extra_info": {"index": 3}, "deadline_s": 240.0}
+    given = options(env, PYTHONPATH=HERE)
+    async with agents_mesh(talking_model, given, engine=engine, **row_options) as mesh:
+        ((uid, row),) = (await mesh.rows(1)).items()
+        assert trained(row) == sampled(engine, 0)
+        assert mesh.posted(uid) == PostedReward(score=0.5, components={"exact": 0.0, "said": 0.5})
+    assert "an episode has 3 traces of agent: a row is the first one" in caplog.text
+
+
+async def test_a_modelled_user_is_not_trained_and_tools_between_its_turns_stay_one_history(
+    talking_model: Path,
+) -> None:
+    env = {"id": "user-sim", "taskset": {"id": "verifiers_shop"}}
+    said = ["tea?", PRICE, "3 it is", "buy it", "done", "###DONE###"]
+    engine = _Says(load_tokenizer(talking_model), *said)
+    row_options = {"program": "verifiers", "extra_info": {"index": 0}, "deadline_s": 240.0}
+    async with agents_mesh(
+        talking_model,
+        options(env, PYTHONPATH=HERE),
+        engine=engine,
+        prompt_tokens=2000,
+        sampling={"max_tokens": 2000},
+        **row_options,
+    ) as mesh:
+        ((uid, row),) = (await mesh.rows(1)).items()
+        assert trained(row) == sampled(engine, 1, 2, 4)
+        assert mesh.tokenizer.decode_all(row.tokens.tolist()) == (
+            f"[price]U:tea?<eos>A:{PRICE}<eos>T:3<eos>A:3 it is<eos>U:buy it<eos>A:done<eos>"
+        )
+        assert mesh.posted(uid).score == 3
+
+
+async def test_an_episode_that_is_too_long_is_scored_as_far_as_it_came(
+    talking_model: Path,
+) -> None:
+    env = {"taskset": {"id": "verifiers_shop"}}
+    engine = _Says(load_tokenizer(talking_model), PRICE)
+    row_options = {"program": "verifiers", "extra_info": {"index": 0}, "deadline_s": 240.0}
+    most = {"max_tokens": len(load_tokenizer(talking_model).encode(PRICE)) + 3}
+    given = options(env, PYTHONPATH=HERE)
+    async with agents_mesh(
+        talking_model, given, engine=engine, sampling=most, **row_options
+    ) as mesh:
+        ((uid, row),) = (await mesh.rows(1)).items()
+        assert trained(row) == sampled(engine, 0)
+        assert mesh.posted(uid).score == 1

@@ -15,7 +15,7 @@ from meshrl.contract.types import PostedReward
 from meshrl.rollout.programs import verifiers
 from meshrl.rollout.sessions import agents
 from meshrl.rollout.sessions.agent_server import AgentServer
-from meshrl.rollout.sessions.agents import AgentError
+from meshrl.rollout.sessions.agents import AgentError, Led
 from meshrl.rollout.sessions.gateway import Address
 
 from . import some_tools
@@ -32,6 +32,10 @@ async def server() -> AsyncIterator[AgentServer]:
 
 
 async def lead(server: AgentServer, do: Any) -> PostedReward | None:
+    return (await led(server, do)).reward
+
+
+async def led(server: AgentServer, do: Any) -> Led:
     async with asyncio.timeout(60):
         return await server({"do": do}, ADDRESS)
 
@@ -131,7 +135,7 @@ async def test_functions_that_never_return_are_not_started_without_end(
     async with asyncio.timeout(60):
         while True:
             try:
-                assert await agent({}, ADDRESS) == PostedReward(score=0.5)
+                assert (await agent({}, ADDRESS)).reward == PostedReward(score=0.5)
                 break
             except AgentError:
                 await asyncio.sleep(0.01)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,87 @@ async def test_results_without_ids_are_told_apart_by_their_names(
     other = {"role": "tool", "content": "3", "name": "sub"}
     await say(session, user("x"), other, assistant(first.text), user("y"))
     check_sampled(row(session), engine.sampled[1:])
+
+
+SEVERAL = SessionRules(conversations=True)
+
+
+@pytest.mark.parametrize("branch", Branch)
+async def test_the_row_is_the_conversation_that_is_named_and_nothing_of_the_others(
+    tokenizer: HuggingFaceTokenizer, branch: Branch
+) -> None:
+    """Two tries at one task, word for word the same at first, a turn of one after a turn of the other."""
+    engine = Scripted(tokenizer, "one", "one", "two", "three", "four")
+    session = session_of(tokenizer, engine, replace(SEVERAL, branch=branch))
+    for conversation in ("a", "b"):
+        await say(session, user("x"), conversation=conversation)
+    said = (user("x"), assistant("one"), user("y"))
+    await say(session, *said, conversation="a")
+    await say(session, *said, conversation="b")
+    more = (assistant("three"), user("z"))
+    await say(session, *said, *more, conversation="b")
+    session.conversation = "a"
+    check_sampled(row(session), [engine.sampled[0], engine.sampled[2]])
+    assert session.left_out == sum(len(engine.sampled[i][0]) for i in (1, 3, 4))
+    session.conversation = "b"
+    check_sampled(row(session), [engine.sampled[i] for i in (1, 3, 4)])
+
+
+async def test_completions_continue_those_of_their_conversation(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    engine = Scripted(tokenizer, "one", "one", "two", "three")
+    session = session_of(tokenizer, engine, SEVERAL)
+    for conversation in ("a", "b"):
+        await write(session, "x", conversation=conversation)
+    await write(session, "xone y", conversation="a")
+    ids = tuple(session.history.turns[1].observed) + tuple(engine.sampled[1][0])
+    await write(session, (*ids, 9), conversation="b")
+    session.conversation = "a"
+    check_sampled(row(session), [engine.sampled[0], engine.sampled[2]])
+    session.conversation = "b"
+    check_sampled(row(session), [engine.sampled[1], engine.sampled[3]])
+
+
+async def test_conversations_that_nobody_chose_from_are_no_row(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    engine = Scripted(tokenizer, "one", "two")
+    session = session_of(tokenizer, engine, SEVERAL)
+    await say(session, user("x"), conversation="a")
+    await say(session, user("x"), conversation="b")
+    with pytest.raises(InfraError, match="which of 2 conversations is the row"):
+        row(session)
+    session.conversation = "c"
+    with pytest.raises(InfraError, match="gave no answer"):
+        row(session)
+
+
+async def test_names_of_conversations_mean_nothing_where_there_is_one(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    """A client that sends a header of its own to every endpoint."""
+    engine = Scripted(tokenizer, "one", "two")
+    session = session_of(tokenizer, engine)
+    await say(session, user("x"), conversation="1")
+    await say(session, user("x"), assistant("one"), user("y"), conversation="2")
+    check_sampled(row(session), engine.sampled)
+
+
+async def test_only_the_row_s_conversation_makes_it_too_long(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    engine = Scripted(tokenizer, "1", "12345")
+    session = session_of(tokenizer, engine, SEVERAL, max_tokens=20)
+    for conversation in ("a", "b"):
+        await say(session, user("x"), conversation=conversation)
+    with pytest.raises(ContextLengthError):
+        longer = user("0123456789abc")
+        await say(session, user("x"), assistant("12345"), longer, conversation="b")
+    session.conversation = "a"
+    assert not session.full
+    session.conversation = "b"
+    assert "no room for an answer in 20" in session.full
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from pydantic import Field, PositiveInt, model_validator
 from meshrl.contract.config import Config as BaseConfig
 from meshrl.contract.config import read_options
 from meshrl.contract.errors import ConfigError, InfraError
-from meshrl.contract.types import Outcome, Task, Uid
+from meshrl.contract.types import Outcome, PostedReward, Task, Uid
 from meshrl.rollout.ports import Generator, GiveBackError, Program, Rollout
 from meshrl.rollout.sessions.agent_server import AgentServer
 from meshrl.rollout.sessions.agents import (
@@ -111,12 +111,16 @@ def _agent(config: Config) -> Agent | None:
 class OpenAIProgram:
     """Satisfies `meshrl.rollout.ports.Program`."""
 
-    def __init__(self, config: Config, gateway: Gateway, agent: Agent | None = None) -> None:
+    def __init__(
+        self, config: Config, gateway: Gateway, scoring_agent: Agent | None = None
+    ) -> None:
+        """`scoring_agent` leads instead of the agent of `config`, names its conversations, and scores every row."""
         self.external = config.external
         """Rows are leased when external agents request them."""
         self._config = config
         self._gateway = gateway
-        self._agent = agent or _agent(config)
+        self._agent = scoring_agent or _agent(config)
+        self._scores_all = scoring_agent is not None
         self._rules = SessionRules(
             branch=config.branch,
             client_sampling=config.client_sampling,
@@ -124,6 +128,7 @@ class OpenAIProgram:
             concurrent=config.concurrent,
             requests=config.max_requests,
             prompt_tokens=gateway.prompt_tokens,
+            conversations=self._scores_all,
         )
 
     async def start(self) -> None:
@@ -168,6 +173,10 @@ class OpenAIProgram:
                 raise session.fault.result()
             leading.result()
         except AgentError as error:
+            session.conversation = error.conversation
+            if session.full and self._scores_all:
+                log.info("%s: scored 0: %s; and so %s", session.uid, session.full, error)
+                session.post(PostedReward(score=0.0))
             return error
         finally:
             leading.cancel()
@@ -182,9 +191,10 @@ class OpenAIProgram:
             if not session.asked:
                 raise GiveBackError
             return
-        reward = await self._agent(task_json(session.task, session.uid, tokenizer), address)
-        if reward is not None:
-            session.post(reward)
+        led = await self._agent(task_json(session.task, session.uid, tokenizer), address)
+        session.conversation = led.conversation
+        if led.reward is not None:
+            session.post(led.reward)
 
     def _outcome(self, session: Session, failure: AgentError | None) -> Outcome | None:
         """None: the outcome of the last answer. Raises InfraError for a failure that is not the policy's."""

@@ -36,6 +36,8 @@ class Config(BaseConfig):
     """The interpreter that has verifiers: an environment of its own."""
     env: dict[str, Any] = Field(min_length=1)
     """The `env` section of a verifiers configuration: `{taskset: {id: textarena, game: Hangman-v0}}`."""
+    seat: str = ""
+    """The seat that is trained, where the environment has several that may be; empty: the one that may be."""
     variables: dict[str, str] = Field(default_factory=dict)
     """Additional environment variables of the process."""
     start_timeout_s: PositiveFloat = 120.0
@@ -73,7 +75,7 @@ def build(options: Mapping[str, object], *, gateway: Gateway | None) -> Program:
             "the program verifiers needs a gateway, and only a rollout service has one"
         )
     agent = AgentServer(
-        [config.python, "-P", str(SERVER), "serve", json.dumps(config.env)],
+        [config.python, "-P", str(SERVER), "serve", json.dumps(config.env), config.seat],
         env={"HF_HUB_OFFLINE": "1", "UV_OFFLINE": "1", **config.variables},
         start_timeout_s=config.start_timeout_s,
         cancel_timeout_s=config.cancel_timeout_s,

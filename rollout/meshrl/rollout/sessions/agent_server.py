@@ -5,6 +5,9 @@
            ◀──{"ready": true}───────────────────────────             once, before anything else
            ◀──{"id": 1, "reward": 0.5 | {…} | null}─────             or {"id": 1, "error": "…"}
 
+With "conversation" in an answer it names the one that becomes the row, of several in its session; with "note" it says
+what the run should know: the worker logs each note once.
+
 consumes: conversations. waits for: the answer. unblocked by: the answer, the server's end, or the row's deadline,
 which cancels the call. A server that does not answer a cancelled conversation either, or is not ready in time, is
 killed; the next conversation starts another.
@@ -25,8 +28,15 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.types import Json, PostedReward
-from meshrl.rollout.sessions.agents import GUARD, MAX_LINE_BYTES, PRIVATE, AgentError, posted
+from meshrl.contract.types import Json
+from meshrl.rollout.sessions.agents import (
+    GUARD,
+    MAX_LINE_BYTES,
+    PRIVATE,
+    AgentError,
+    Led,
+    posted,
+)
 from meshrl.rollout.sessions.gateway import Address
 
 log = logging.getLogger(__name__)
@@ -63,6 +73,7 @@ class AgentServer:
         self._start_timeout_s = start_timeout_s
         self._cancel_timeout_s = cancel_timeout_s
         self._numbers = itertools.count(1)
+        self._notes: set[str] = set()
         self._server: _Server | None = None
         self._starting = asyncio.Lock()
 
@@ -79,7 +90,7 @@ class AgentServer:
             await self._server.kill("the worker ends")
             self._server = None
 
-    async def __call__(self, task: Mapping[str, Json], address: Address) -> PostedReward | None:
+    async def __call__(self, task: Mapping[str, Json], address: Address) -> Led:
         """See `Agent`."""
         server, number = await self._ready(), next(self._numbers)
         call = {"id": number, "base_url": address.base_url, "api_key": address.api_key}
@@ -90,11 +101,16 @@ class AgentServer:
         except asyncio.CancelledError:
             server.cancel(number, self._cancel_timeout_s)
             raise
+        conversation = found.get("conversation")
+        if (note := found.get("note")) and note not in self._notes:
+            self._notes.add(note)
+            log.warning("%s: %s", server.name, note)
         if (fault := found.get("error")) is not None:
             # The guard's answer for a line that is too long has an object.
-            raise AgentError(str(fault["message"] if isinstance(fault, dict) else fault)[:2000])
+            said = str(fault["message"] if isinstance(fault, dict) else fault)[:2000]
+            raise AgentError(said, conversation=conversation)
         try:
-            return posted(found.get("reward"))
+            return Led(reward=posted(found.get("reward")), conversation=conversation)
         except UserError as error:
             raise AgentError(f"{self._command[0]}: {error.message}") from error
 

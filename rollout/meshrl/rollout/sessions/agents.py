@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,12 +44,27 @@ PRIVATE = ("MESHRL_", "OPENAI_")
 class AgentError(Exception):
     """The agent failed: an exception, or an exit code other than 0."""
 
+    def __init__(self, message: str, *, conversation: str | None = None) -> None:
+        """`conversation` as in `Led`."""
+        super().__init__(message)
+        self.conversation = conversation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Led:
+    """How an agent ended."""
+
+    reward: PostedReward | None = None
+    """None: it returns none."""
+    conversation: str | None = None
+    """The name of the conversation that becomes the row, of those in its session; None: whichever."""
+
 
 class Agent(Protocol):
-    """Leads one conversation to its end."""
+    """Leads one session to its end."""
 
-    async def __call__(self, task: Mapping[str, Json], address: Address) -> PostedReward | None:
-        """Its reward, if the agent returns one. Raises AgentError. Cancelling the call ends the agent."""
+    async def __call__(self, task: Mapping[str, Json], address: Address) -> Led:
+        """How it ended. Raises AgentError. Cancelling the call ends the agent."""
         ...
 
 
@@ -104,13 +120,13 @@ class FunctionAgent:
         for chatty in CHATTY_LOGGERS:
             logging.getLogger(chatty).setLevel(logging.WARNING)
 
-    async def __call__(self, task: Mapping[str, Json], address: Address) -> PostedReward | None:
+    async def __call__(self, task: Mapping[str, Json], address: Address) -> Led:
         """See `Agent`."""
         arguments = {"base_url": address.base_url, "api_key": address.api_key, "task": task}
         try:
             if inspect.iscoroutinefunction(self._function):
-                return posted(await self._function(**arguments))
-            return posted(await self._in_thread(arguments))
+                return Led(reward=posted(await self._function(**arguments)))
+            return Led(reward=posted(await self._in_thread(arguments)))
         except Exception as error:
             raise AgentError(f"{self._name}: {type(error).__name__}: {error}") from error
 
@@ -162,7 +178,7 @@ class CommandAgent:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(PRIVATE)}
         self._env = {**inherited, **env}
 
-    async def __call__(self, task: Mapping[str, Json], address: Address) -> PostedReward | None:
+    async def __call__(self, task: Mapping[str, Json], address: Address) -> Led:
         """See `Agent`; a command sets its reward with `POST {OPENAI_BASE_URL}/reward`."""
         address_env = {"OPENAI_BASE_URL": address.base_url, "OPENAI_API_KEY": address.api_key}
         guarded = (sys.executable, "-S", "-E", str(GUARD), str(os.getpid()), str(MAX_LINE_BYTES))
@@ -183,7 +199,7 @@ class CommandAgent:
         if code:
             lines = output.decode(errors="replace").strip().splitlines()
             raise AgentError(f"{self._command[0]} ended with {code}: {lines[-1] if lines else ''}")
-        return None
+        return Led()
 
 
 async def _send_task(process: asyncio.subprocess.Process, task: Mapping[str, Json]) -> None:

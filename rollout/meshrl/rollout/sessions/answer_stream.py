@@ -28,9 +28,12 @@ class AnswerStream:
         *,
         ended: Callable[[Response, Answer], None],
         fault: Callable[[MeshError], None],
+        conversation: str = "",
     ) -> None:
         """`ended` gets a complete response, before the client gets its end; `fault` gets a fault of the engine."""
         self.answer: Answer | None = None
+        self.conversation = conversation
+        """The name of the conversation that it continues."""
         self._engine = engine
         self._request = request
         self._visible = visible

@@ -42,6 +42,8 @@ class Turn:
     """Pictures in `observed`, which has one placeholder for each."""
     messages: tuple[ChatMessage, ...] = ()
     """What the request added to the conversation, and the answer; empty for completions of text."""
+    conversation: str = ""
+    """The name that its client gave to the conversation."""
 
     def path(self) -> list[Turn]:
         """From the first turn to this one."""
@@ -108,9 +110,11 @@ class History:
         """The conversation before a message, the message, the conversation with it."""
         self._completions: list[Completion] = []
 
-    def find_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Json]) -> Place:
-        """The longest conversation that `messages` repeat, under the same tools."""
-        key = _chain(b"", list(tools))
+    def find_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Json], *, conversation: str = ""
+    ) -> Place:
+        """The longest conversation of that name that `messages` repeat, under the same tools."""
+        key = _chain(b"", [conversation, *tools])
         turn, known = None, 0
         for number, message in enumerate(messages):
             key = self._step(key, message)
@@ -125,9 +129,10 @@ class History:
         self._chats[after] = turn
         self.turns.append(turn)
 
-    def find_text(self, prompt: str) -> tuple[Place, str]:
+    def find_text(self, prompt: str, *, conversation: str = "") -> tuple[Place, str]:
         """The longest recorded text that `prompt` begins with; the rest of `prompt` that is new."""
-        matches = [w for w in self._completions if w.text and prompt.startswith(w.text)]
+        known = self._of(conversation)
+        matches = [w for w in known if w.text and prompt.startswith(w.text)]
         if not matches:
             return Place(turn=None, known=0), prompt
         best = max(reversed(matches), key=lambda completion: len(completion.text))
@@ -135,10 +140,10 @@ class History:
             best.hidden
         )
 
-    def find_tokens(self, prompt: Sequence[int]) -> Place:
+    def find_tokens(self, prompt: Sequence[int], *, conversation: str = "") -> Place:
         """As `find_text`, for token ids."""
         ids = tuple(prompt)
-        matches = [w for w in self._completions if ids[: len(w.tokens)] == w.tokens]
+        matches = [w for w in self._of(conversation) if ids[: len(w.tokens)] == w.tokens]
         if not matches:
             return Place(turn=None, known=0)
         best = max(reversed(matches), key=lambda completion: len(completion.tokens))
@@ -148,6 +153,9 @@ class History:
         """Record a completion."""
         self._completions.append(completion)
         self.turns.append(completion.turn)
+
+    def _of(self, conversation: str) -> list[Completion]:
+        return [w for w in self._completions if w.turn.conversation == conversation]
 
     def _step(self, key: Key, message: ChatMessage) -> Key:
         """The key after one more message; an assistant's message matches the newest recorded one.

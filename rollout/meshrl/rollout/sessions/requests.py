@@ -35,6 +35,9 @@ class SessionRequest:
     temperature: float | None = None
     """This and `top_p` are used only if the session allows it (`client_sampling`); None: the task's."""
     top_p: float | None = None
+    conversation: str = ""
+    """The name that the client gave to the conversation, of several in one session; used only if the session's rules
+    say so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,6 +85,8 @@ class SessionRules:
     """Requests of one session in total."""
     prompt_tokens: int | None = None
     """The longest prompt of a conversation's first request; None: the engine's limit."""
+    conversations: bool = False
+    """Requests name their conversation, of several; one of them becomes the row (`Session.conversation`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +126,16 @@ class Session:
         """Authorises requests; 256 random bits."""
         self.history = History()
         self.reward: PostedReward | None = None
+        self.conversation: str | None = None
+        """The name of the conversation that becomes the row; None: whichever."""
         self.finished = asyncio.Event()
         """The agent has declared the conversation finished."""
         self.fault: asyncio.Future[MeshError] = asyncio.get_running_loop().create_future()
         """The first fault of the engine; later failures are not attributed to the agent."""
         self.asked = 0
         """Requests so far."""
-        self.full = False
-        """A request left no tokens for an answer, or exceeded the number of requests."""
+        self._full: dict[str, str] = {}
+        """Conversations that had a request which left no tokens for an answer, or one too many; why."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._rules = rules or SessionRules()
@@ -144,14 +148,21 @@ class Session:
         return self._ended
 
     @property
+    def full(self) -> str:
+        """Why the row's conversation had to end: no token or no request was left; empty: it had not to."""
+        if self.conversation is not None:
+            return self._full.get(self.conversation, "")
+        return next(iter(self._full.values()), "")
+
+    @property
     def _running(self) -> list[AnswerStream]:
         return [stream for stream in self._streams if not stream.task.done()]
 
     async def look_at(self, request: SessionRequest) -> None:
         """Have the pictures of a request read beside the event loop, before `ask`. Raises as that does."""
-        self._admit()
+        self._admit(request)
         if request.prompt is None and has_pictures(request.messages):
-            known = self.history.find_chat(request.messages, request.tools).known
+            known = self._find_chat(request).known
             await look_at(self._tokenizer, taken_out(request.messages[known:])[1])
 
     def ask(self, request: SessionRequest) -> AnswerStream:
@@ -163,7 +174,7 @@ class Session:
             CapacityError: too many requests at once.
             SessionEndedError: the session is over.
         """
-        self._admit()
+        self._admit(request)
         if request.prompt is None:
             return self._ask_chat(request)
         return self._ask_text(request, request.prompt)
@@ -186,11 +197,17 @@ class Session:
         """The row: the branch that the rules choose. `outcome` replaces that of its last answer.
 
         Raises:
-            InfraError: nothing was sampled.
+            InfraError: nothing was sampled, or there are several conversations and none of them was named.
         """
+        names = {turn.conversation for turn in self._turns}
+        if len(names) > 1:
+            raise InfraError(
+                f"the agent ended without a word on which of {len(names)} conversations is the row"
+            )
         chosen = self._chosen()
         if chosen is None:
-            raise InfraError("the session gave no answer, so there is nothing to train on")
+            why = f": {self.full}" if self.full else ""
+            raise InfraError(f"the session gave no answer, so there is nothing to train on{why}")
         rollout = self._conversation(chosen).rollout(outcome=outcome)
         path = chosen.path()
         # What the first request said is the prompt.
@@ -198,7 +215,7 @@ class Session:
         messages = tuple(chain(*said)) if len(path) > 1 else ()
         columns = {POSTED_REWARD: posted_column(self.reward)}
         if self._rules.branch is Branch.EACH:
-            turns = self.history.turns
+            turns = self._turns
             row, parts = joined(turns, lambda leaf: self._conversation(leaf).rollout().trajectory)
             columns = {**columns, PARTS: parts_column(parts)}
             messages = tuple(chain(*(turn.messages[-2:] for turn in turns)))
@@ -208,20 +225,34 @@ class Session:
     @property
     def left_out(self) -> int:
         """Sampled tokens that are not in the row."""
-        if self._rules.branch is Branch.EACH:
-            return 0
         every = sum(len(turn.response.tokens) for turn in self.history.turns)
+        if self._rules.branch is Branch.EACH:
+            return every - sum(len(turn.response.tokens) for turn in self._turns)
         chosen = self._chosen()
         return every - (chosen.sampled if chosen else 0)
 
     def _chosen(self) -> Turn | None:
         """The last turn of the branch that becomes the row."""
-        turns = self.history.turns
+        turns = self._turns
         if self._rules.branch is Branch.LONGEST:
             return max(reversed(turns), key=lambda turn: turn.sampled, default=None)
         return turns[-1] if turns else None
 
-    def _admit(self) -> None:
+    @property
+    def _turns(self) -> list[Turn]:
+        """Those of the conversation that becomes the row, in the order in which they ended."""
+        name = self.conversation
+        return [turn for turn in self.history.turns if name is None or turn.conversation == name]
+
+    def _name(self, request: SessionRequest) -> str:
+        return request.conversation if self._rules.conversations else ""
+
+    def _find_chat(self, request: SessionRequest) -> Place:
+        return self.history.find_chat(
+            request.messages, request.tools, conversation=self._name(request)
+        )
+
+    def _admit(self, request: SessionRequest) -> None:
         if self._ended:
             raise SessionEndedError(f"the session has ended: {self._ended}")
         if (running := len(self._running)) >= self._rules.concurrent:
@@ -229,11 +260,12 @@ class Session:
                 f"{running} requests of this session run at once already", retry_after_s=1
             )
         if self.asked >= self._rules.requests:
-            self.full = True
-            raise SessionEndedError(f"the session has had its {self._rules.requests} requests")
+            why = f"the session has had its {self._rules.requests} requests"
+            self._full[self._name(request)] = why
+            raise SessionEndedError(why)
 
     def _ask_chat(self, request: SessionRequest) -> AnswerStream:
-        place = self.history.find_chat(request.messages, request.tools)
+        place = self._find_chat(request)
         messages, media = taken_out(request.messages[place.known :])
         if media and self._rules.branch is Branch.EACH:
             raise UserError("pictures: rollout.program_options.branch: each trains text only")
@@ -265,10 +297,10 @@ class Session:
 
     def _ask_text(self, request: SessionRequest, prompt: str | Sequence[int]) -> AnswerStream:
         if isinstance(prompt, str):
-            place, rest = self.history.find_text(prompt)
+            place, rest = self.history.find_text(prompt, conversation=self._name(request))
             observed = self._tokenizer.encode(rest)
         else:
-            place = self.history.find_tokens(prompt)
+            place = self.history.find_tokens(prompt, conversation=self._name(request))
             observed = list(prompt[place.known :])
         visible = VisibleText(self._tokenizer, stop=request.stop, tools=False)
 
@@ -290,13 +322,16 @@ class Session:
         ended: Ended,
     ) -> AnswerStream:
         """Start the answer that continues `place` after the tokens `observed`."""
-        last = next(reversed(self.history.turns), None)
-        if self._rules.branch is Branch.ONLY and (place.turn is not last or self._running):
+        name = self._name(asked)
+        own = [turn for turn in self.history.turns if turn.conversation == name]
+        last = own[-1] if own else None
+        running = any(stream.conversation == name for stream in self._running)
+        if self._rules.branch is Branch.ONLY and (place.turn is not last or running):
             raise UserError(
                 "this request does not continue the last answer, and the run trains one branch only "
                 "(rollout.program_options.branch)"
             )
-        request = self._request(asked, self._before(place, observed))
+        request = self._request(asked, self._before(place, observed, name))
         self.asked += 1
 
         def complete(response: Response, answer: Answer) -> None:
@@ -307,10 +342,18 @@ class Session:
                 response=response,
                 media=observed.media,
                 messages=said,
+                conversation=name,
             )
             ended(turn, answer)
 
-        stream = AnswerStream(self._engine, request, visible, ended=complete, fault=self._failed)
+        stream = AnswerStream(
+            self._engine,
+            request,
+            visible,
+            ended=complete,
+            fault=self._failed,
+            conversation=name,
+        )
         self._streams = [*self._running, stream]
         return stream
 
@@ -318,24 +361,27 @@ class Session:
         if not self.fault.done():
             self.fault.set_result(error)
 
-    def _before(self, place: Place, observed: Observed) -> Conversation:
+    def _before(self, place: Place, observed: Observed, name: str) -> Conversation:
         """The conversation up to the start of the answer. Raises ContextLengthError."""
+
+        def too_long(why: str) -> ContextLengthError:
+            self._full[name] = why
+            return ContextLengthError(why)
+
         most = self._rules.prompt_tokens
         if place.turn is None:
             if not observed.tokens:
                 raise UserError("the prompt is empty")
             conversation = self._beginning(observed.tokens, observed.media)
             if most is not None and (length := len(conversation.tokens)) > most:
-                self.full = True
-                raise ContextLengthError(
+                raise too_long(
                     f"the prompt has {length} tokens, and may have {most} (data.max_prompt_length)"
                 )
             return conversation
         conversation = self._conversation(place.turn)
         if not conversation.observe_tokens(observed.tokens, observed.media):
-            self.full = True
             added = len(observed.tokens)
-            raise ContextLengthError(
+            raise too_long(
                 f"the conversation has {len(conversation.tokens)} tokens and this request adds {added}: "
                 f"no room for an answer in {self.task.sampling.max_tokens} (data.max_response_length)"
             )

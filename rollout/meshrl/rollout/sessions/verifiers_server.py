@@ -1,11 +1,12 @@
 """Plays episodes of a `verifiers` environment for a rollout worker, in verifiers' own Python environment.
 
-    python -P verifiers_server.py serve ENV    for `meshrl.rollout.sessions.agent_server`, which says the protocol
+    python -P verifiers_server.py serve ENV [SEAT]    for `meshrl.rollout.sessions.agent_server`: protocol there
     python -P verifiers_server.py rows ENV START COUNT    prints tasks START … START + COUNT as rows for training
 
-ENV is the `env` section of a verifiers configuration as JSON: `{"taskset": {"id": "textarena", …}}`. Seats whose
-harness is not named get `Chat`, a plain loop in this process, since the package's own start a process with uv for
-every turn. Imports nothing of meshrl. https://github.com/PrimeIntellect-ai/verifiers 0.4
+SEAT is the one that is trained. ENV is the `env` section of a verifiers configuration as JSON: `{"taskset": {"id":
+"textarena", …}}`. Seats whose harness is not named get `Chat`, a plain loop in this process, since the package's own
+start a process with uv for every turn. Imports nothing of meshrl.
+https://github.com/PrimeIntellect-ai/verifiers 0.4
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import httpx
 import verifiers.v1 as vf
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.env import RunSlot
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.utils.generic import concrete_type
 from verifiers.v1.utils.loaders import environment_class, load_environment
@@ -89,14 +91,17 @@ class Chat(vf.Harness[ChatConfig]):  # type: ignore[misc]
                 )
                 if not answer.is_success:
                     said = f"HTTP {answer.status_code}: {answer.text[:500]}"
-                    return vf.ProgramResult(1, "", said)
+                    # No room is left: the episode ends here, and is scored as far as it came.
+                    full = "context_length_exceeded" in answer.text
+                    return vf.ProgramResult(0 if full else 1, "", said)
                 message = answer.json()["choices"][0]["message"]
                 if not message.get("tool_calls"):
                     return vf.ProgramResult(0, "", "")
                 messages.append(message)
                 for call in message["tool_calls"]:
                     found = await _called(call["function"], names, servers)
-                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": found})
+                    of = {"tool_call_id": call["id"], "name": call["function"]["name"]}
+                    messages.append({"role": "tool", **of, "content": found})
 
 
 async def _called(function: dict[str, Any], names: dict[str, Any], servers: dict[str, Any]) -> Any:
@@ -120,7 +125,8 @@ class Environment:
         config = copy.deepcopy(config)  # its validation changes it
         kind = environment_class(config.get("taskset", {}).get("id", ""), config.get("id", ""))
         config_type = concrete_type(kind, vf.EnvConfig, origin=vf.Env) or vf.EnvConfig
-        for seat in agent_config_fields(config_type.model_construct()):
+        self.seats = list(agent_config_fields(config_type.model_construct()))
+        for seat in self.seats:
             own = config.setdefault(seat, {})
             own.setdefault("harness", {"id": NAME})
             own.setdefault("runtime", {"type": "subprocess"})
@@ -131,6 +137,12 @@ class Environment:
         self._loading = asyncio.Lock()
         self._open: Opening | None = None
         self._opening = asyncio.Lock()
+
+    def check_seat(self, seat: str) -> None:
+        """Raises ValueError where the environment has no such seat."""
+        if seat and seat not in self.seats:
+            listed = ", ".join(self.seats)
+            raise ValueError(f"rollout.program_options.seat is {seat!r}, want one of {listed}")
 
     async def task(self, index: Any) -> Any:
         """The task with that number. Raises ValueError where there is none."""
@@ -201,34 +213,68 @@ class Opening:
                 self.ready.set_exception(error)
 
 
-async def play(environment: Environment, call: dict[str, Any]) -> dict[str, float]:
-    """One episode: its reward, and each named part of it. Raises RuntimeError for an episode that failed."""
+async def play(environment: Environment, call: dict[str, Any], seat: str) -> dict[str, Any]:
+    """One episode. The answer names the trace that is trained, and has its reward, or why the episode failed."""
     task = await environment.task(call["task"]["extra_info"].get("index"))
-    variable = f"VERIFIERS_SESSION_{call['id']}"
+    begun: list[Any] = []
+    # Under a name that verifiers keeps from the processes that it starts.
+    variable = f"VERIFIERS_SESSION_{call['id']}_API_KEY"
     os.environ[variable] = call["api_key"]
     try:
         client = vf.EvalClientConfig(base_url=call["base_url"], api_key_var=variable)
         context = vf.ModelContext(client=client, model=MODEL, sampling=vf.SamplingConfig())
         async with environment.opened() as env:
-            episode = await env.run_episode(task, context)
+            slot = RunSlot(task)
+            episode = await env.run_slot(slot, context, on_trace=begun.append)
+            complete = env.complete(episode)
     finally:
         del os.environ[variable]
-    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-    if errors or not episode.traces:
-        last = errors[-1] if errors else None
-        raise RuntimeError(f"{last.type}: {last.message}" if last else "no agent took part")
-    parts = {
-        name: reward.value
-        for trace in episode.traces
-        for name, reward in trace.rewards.items()
-        if reward is not None
-    }
-    return {**parts, "score": sum(trace.reward for trace in episode.traces)}
+    return outcome_of(episode, begun, seat, complete=complete)
 
 
-async def serve(config: dict[str, Any], answers: int) -> None:
+def outcome_of(episode: Any, begun: Sequence[Any], seat: str, *, complete: bool) -> dict[str, Any]:
+    """The trace that is trained, its reward and each named part of it, or why there is none.
+
+    It is the first that began, of the seat's that are in the episode: a choice that does not look at how it ended.
+
+    Args:
+        episode: A finished one.
+        begun: All traces that were ever begun, in that order; also those that were tried again.
+        seat: The one that is trained; empty: the one that may be.
+        complete: Whether the environment takes the episode for a result.
+    """
+    finished = {trace.id: trace for trace in episode.traces}
+    mine = [
+        finished[trace.id]
+        for trace in begun
+        if trace.id in finished and trace.agent.trainable and seat in ("", trace.agent.name)
+    ]
+    seats = sorted({trace.agent.name for trace in mine})
+    found: dict[str, Any] = {"conversation": mine[0].id} if len(seats) == 1 else {}
+    if not complete or not all(trace.ok for trace in mine[:1]):
+        failed = [trace.last_error for trace in (*mine, *episode.traces) if not trace.ok]
+        errors = [error for error in (*failed, episode.last_error) if error]
+        said = [f"{error.type}: {error.message}" for error in errors]
+        return {**found, "error": said[0] if said else "the environment takes it for no result"}
+    if not seats:
+        return {"error": f"no agent took part that may be trained{seat and f' as {seat}'}"}
+    if len(seats) > 1:
+        several = " and ".join(seats)
+        return {"error": f"{several} may be trained: want one in rollout.program_options.seat"}
+    trace = mine[0]
+    if len(mine) > 1:
+        found["note"] = (
+            f"an episode has {len(mine)} traces of {seats[0]}: a row is the first one, and the others are not "
+            "trained (instead of several tries in one episode set rollout.n)"
+        )
+    parts = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+    return {**found, "reward": {**parts, "score": trace.reward}}
+
+
+async def serve(config: dict[str, Any], seat: str, answers: int) -> None:
     """Play what stdin asks for until it ends; `answers` is the file descriptor of the answers."""
     environment = Environment(config)
+    environment.check_seat(seat)
     await environment.task(0)
     running: dict[int, asyncio.Task[None]] = {}
 
@@ -239,7 +285,7 @@ async def serve(config: dict[str, Any], answers: int) -> None:
 
     async def lead(call: dict[str, Any]) -> None:
         try:
-            say({"id": call["id"], "reward": await play(environment, call)})
+            say({"id": call["id"], **await play(environment, call, seat)})
         except asyncio.CancelledError:
             say({"id": call["id"], "error": "cancelled"})
         except Exception as error:
@@ -282,7 +328,8 @@ def main() -> int:
             for row in asyncio.run(rows(config, int(sys.argv[3]), int(sys.argv[4]))):
                 os.write(answers, json.dumps(row).encode() + b"\n")
         else:
-            asyncio.run(serve(config, answers))
+            seat = sys.argv[3] if len(sys.argv) > 3 else ""
+            asyncio.run(serve(config, seat, answers))
     except Exception as error:
         print(f"{type(error).__name__}: {error}".replace("\n", " "), file=sys.stderr)
         return 1

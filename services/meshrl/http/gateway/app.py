@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -36,6 +37,9 @@ PROTECTED = ("/v1/", "/sessions/")
 """Paths that need the API key of a session."""
 CLAIMS = "/v1/sessions"
 """Needs none: who claims a session has no key yet."""
+CONVERSATION = "x-session-id"
+"""The header in which a client of several conversations names one, as routers read it, too."""
+MAX_NAME = 256
 CLIENT_GONE = 499
 """Status for a client that has disconnected; nobody reads it."""
 PROBLEMS: dict[int | str, dict[str, Any]] = {
@@ -146,7 +150,9 @@ def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRout
             logprobs=logprobs,
             usage=body.usage_in_stream,
         )
-        session, asked = find(request, token), body.ask()
+        session = find(request, token)
+        named = request.headers.get(CONVERSATION, "")[:MAX_NAME]
+        asked = replace(body.ask(), conversation=named)
         await session.look_at(asked)
         asking = session.ask(asked)
         return await _answered(asking, format, request, stream=bool(body.stream))
