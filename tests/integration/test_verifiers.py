@@ -232,3 +232,19 @@ async def test_an_episode_that_is_too_long_is_scored_as_far_as_it_came(
         ((uid, row),) = (await mesh.rows(1)).items()
         assert trained(row) == sampled(engine, 0)
         assert mesh.posted(uid).score == 1
+
+
+async def test_a_tool_server_that_cannot_start_is_a_fault_with_its_own_reason(
+    talking_model: Path, tmp_path: Path
+) -> None:
+    env = {"taskset": {"id": "verifiers_shop"}}
+    missing = tmp_path / "catalogue.txt"
+    given = options(env, PYTHONPATH=HERE, SHOP_CATALOGUE=str(missing))
+    row_options = {"program": "verifiers", "extra_info": {"index": 0}, "deadline_s": 600.0}
+    async with agents_mesh(talking_model, given, max_attempts=1, **row_options) as mesh:
+        (letter,) = await mesh.dead()
+        assert letter.outcome is Outcome.INFRA_FAULT
+        assert letter.reason.endswith(
+            "tool server '' ended with 1: "
+            f"FileNotFoundError: [Errno 2] No such file or directory: '{missing}'"
+        )

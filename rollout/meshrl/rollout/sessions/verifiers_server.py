@@ -5,7 +5,8 @@
 
 SEAT is the one that is trained. ENV is the `env` section of a verifiers configuration as JSON: `{"taskset": {"id":
 "textarena", …}}`. Seats whose harness is not named get `Chat`, a plain loop in this process, since the package's own
-start a process with uv for every turn. Imports nothing of meshrl.
+start a process with uv for every turn. Tool servers on this machine are forked from a process that has imported
+verifiers, which takes seconds of a core each time. Imports nothing of meshrl.
 https://github.com/PrimeIntellect-ai/verifiers 0.4
 """
 
@@ -17,8 +18,11 @@ import copy
 import itertools
 import json
 import os
+import runpy
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextvars import ContextVar
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,9 @@ import verifiers.v1 as vf
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.env import RunSlot
+from verifiers.v1.errors import ToolsetError
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+from verifiers.v1.mcp import launch
 from verifiers.v1.utils.generic import concrete_type
 from verifiers.v1.utils.loaders import environment_class, load_environment
 
@@ -38,6 +44,18 @@ MODEL = "policy"
 GENERATION_ROWS = 256
 """Episodes after which an environment is opened anew: it keeps a client of each endpoint that it saw."""
 MOST_INDEX = 1_000_000
+FORKS = get_context("forkserver")
+PRELOADED = [
+    "verifiers.v1.mcp.launch",
+    "verifiers.v1.utils.loaders",
+    "mcp.server.mcpserver",
+    "mcp.server.transport_security",
+    "uvicorn",
+]
+"""What the process that tool servers are forked from imports: what they import, but for their own modules."""
+start_limit: ContextVar[float] = ContextVar("start_limit", default=360.0)
+"""Seconds that a tool server may take to start: verifiers' own limit, or half of the row's deadline."""
+serve_elsewhere = launch.serve_in_runtime
 
 
 class ChatConfig(vf.HarnessConfig):  # type: ignore[misc]
@@ -115,6 +133,143 @@ async def _called(function: dict[str, Any], names: dict[str, Any], servers: dict
     if function["name"] not in names:
         return f"Error: no tool {function['name']!r:.80}"
     return await call_mcp(servers, names, function["name"], arguments)
+
+
+def run_tool_server(module: str, env: dict[str, str], directory: str, log: str, port: Any) -> None:
+    """What `python -m module` would do, in a process that has been forked. Its port is written to `port`."""
+    os.setsid()
+    os.write(port.fileno(), b"\n")  # from here on its process group is its own
+    os.environ.clear()
+    os.environ.update(env, MCP_PORT_FILE=f"/dev/fd/{port.fileno()}")
+    os.chdir(directory)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+class ToolServer:
+    """A forked tool server, with what a runtime of verifiers needs of a process to end it and its group."""
+
+    def __init__(self, process: Any) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(process.sentinel, self._see_end)
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs."""
+        code: int | None = self._process.exitcode
+        return code
+
+    async def wait(self) -> int | None:
+        """Wait for its end."""
+        await self._ended.wait()
+        return self.returncode
+
+    def _see_end(self) -> None:
+        self._loop.remove_reader(self._process.sentinel)
+        self._ended.set()
+
+
+async def serve_in_runtime(
+    server: Any,
+    runtime: Any,
+    *,
+    exposed: bool,
+    state_url: str | None = None,
+    state_secret: str = "",
+) -> int:
+    """Start a tool server, in verifiers' place where that would start a process on this machine; returns its port.
+
+    Raises:
+        ToolsetError: it has ended, or does not serve in time; with the last line that it wrote.
+    """
+    if runtime.type != "subprocess":
+        served: int = await serve_elsewhere(
+            server, runtime, exposed=exposed, state_url=state_url, state_secret=state_secret
+        )
+        return served
+    env = {
+        "VF_CONFIG": server.config.model_dump_json(),
+        "VF_STATE_URL": state_url or "",
+        "VF_STATE_SECRET": state_secret,
+        "TMPDIR": str(runtime.workdir),
+    }
+    inherited = {k: v for k, v in os.environ.items() if "API_KEY" not in k.upper()}
+    log = runtime.workdir / f"vf_tool_{server.server_name}.log"
+    reading, writing = FORKS.Pipe(duplex=False)
+    module = type(server).__module__
+    process = FORKS.Process(
+        target=run_tool_server,
+        args=(
+            module,
+            {**inherited, **runtime.process_env(env)},
+            str(runtime.workdir),
+            str(log),
+            writing,
+        ),
+        daemon=True,
+    )
+    FORKS.set_forkserver_preload(PRELOADED)
+    starting = asyncio.create_task(asyncio.to_thread(process.start))
+
+    def give_up(started: asyncio.Task[None]) -> None:
+        if not started.exception():
+            process.kill()
+
+    try:
+        await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        starting.add_done_callback(give_up)  # a thread cannot be cancelled
+        raise
+    finally:
+        starting.add_done_callback(lambda started: writing.close())
+    tools = ToolServer(process)
+    serving = asyncio.ensure_future(_port_of(reading, runtime, tools))
+    ended = asyncio.ensure_future(tools.wait())
+    limit = start_limit.get()
+    try:
+        await asyncio.wait({serving, ended}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            return serving.result()
+        what = f"does not serve after {limit:g} s"
+        if ended.done():
+            what = f"ended with {tools.returncode}"
+            if tools.returncode == 0:
+                what += (
+                    f": {module} wants `if __name__ == '__main__': {type(server).__name__}.run()`"
+                )
+        said = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+        last = f": {said[-1][-500:]}" if said else ""
+        raise ToolsetError(f"tool server {server.server_name!r} {what}{last}")
+    finally:
+        for task in (serving, ended):
+            task.cancel()
+        await asyncio.gather(serving, ended, return_exceptions=True)
+        if tools not in runtime._background:
+            process.kill()
+
+
+async def _port_of(reading: Any, runtime: Any, tools: ToolServer) -> int:
+    """The port of a tool server that serves. Waits for ever for one that has ended."""
+    said = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(said), reading)
+    try:
+        if await said.readline():
+            runtime._background.append(tools)  # the runtime ends it from here on
+        port = await said.read(64) or await loop.create_future()
+    finally:
+        pipe.close()
+    while True:
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection("127.0.0.1", int(port))
+            writer.close()
+            return int(port)
+        await asyncio.sleep(0.02)
 
 
 class Environment:
@@ -219,6 +374,7 @@ async def play(environment: Environment, call: dict[str, Any], seat: str) -> dic
     begun: list[Any] = []
     # Under a name that verifiers keeps from the processes that it starts.
     variable = f"VERIFIERS_SESSION_{call['id']}_API_KEY"
+    start_limit.set(call["task"]["deadline_s"] / 2)
     os.environ[variable] = call["api_key"]
     try:
         client = vf.EvalClientConfig(base_url=call["base_url"], api_key_var=variable)
@@ -276,6 +432,8 @@ async def serve(config: dict[str, Any], seat: str, answers: int) -> None:
     environment = Environment(config)
     environment.check_seat(seat)
     await environment.task(0)
+    async with environment.opened():
+        pass
     running: dict[int, asyncio.Task[None]] = {}
 
     def say(message: dict[str, Any]) -> None:
@@ -319,6 +477,7 @@ async def rows(config: dict[str, Any], start: int, count: int) -> list[dict[str,
 def main() -> int:
     """See the first lines of this file."""
     sys.modules[NAME] = sys.modules[__name__]  # where verifiers looks for the harness
+    launch.serve_in_runtime = serve_in_runtime
     # Whatever an environment prints is no answer.
     answers = os.dup(1)
     os.dup2(2, 1)
