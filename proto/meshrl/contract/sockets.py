@@ -6,8 +6,10 @@ import fcntl
 import ipaddress
 import socket
 import struct
+from collections.abc import MutableMapping
 from urllib.parse import urlsplit
 
+THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 SIOCGIFADDR = 0x8915
 """Asks Linux for the address of an interface."""
 
@@ -27,6 +29,21 @@ def listen_fd(host: str, port: int = 0) -> tuple[int, int]:
         listener.listen(socket.SOMAXCONN)
         chosen: int = listener.getsockname()[1]
         return listener.detach(), chosen
+
+
+def reach_directly(environment: MutableMapping[str, str]) -> None:
+    """Keep calls to this machine out of the proxies that `environment` names, in place.
+
+    A proxy elsewhere cannot call this machine back. Both spellings are set, since libraries differ in which they
+    read; what is spared already stays. Where no proxy is named nothing changes.
+    """
+    names = {name.lower() for name, value in environment.items() if value}
+    if not any(name.endswith("_proxy") for name in names - {"no_proxy"}):
+        return
+    spared = [environment.get("no_proxy", ""), environment.get("NO_PROXY", ""), *THIS_MACHINE]
+    entries = dict.fromkeys(entry.strip() for entry in ",".join(spared).split(","))
+    if "*" not in entries:
+        environment["no_proxy"] = environment["NO_PROXY"] = ",".join(filter(None, entries))
 
 
 def loopback_interface() -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import click
 
 from meshrl.contract.errors import MeshError, UserError
+from meshrl.contract.sockets import reach_directly
 from meshrl.rpc.exit_codes import Exit
 
 COMMANDS = "meshrl.cli.commands"
@@ -133,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit with its code."""
     # Progress bars of libraries; in a log of several services each redraw would be a line.
     os.environ.setdefault("TQDM_DISABLE", "1")
+    reach_directly(os.environ)
     try:
         code = cli.main(
             args=list(arguments) if arguments is not None else None,

@@ -26,8 +26,8 @@ from meshrl.rpc.connections import reloaded, server_context
 from meshrl.rpc.credentials import Credential, Metadata, Reloaded
 
 CA_VARIABLE: Final = "MESHRL_TLS_CA"
-DIRECT: Final = (("grpc.enable_http_proxy", 0),)
-"""Where nothing is encrypted, no proxy of the environment comes between."""
+PROXY: Final = "MESHRL_GRPC_PROXY"
+"""The variable that names a proxy for the mesh's own connections: `http://host:port`."""
 
 _in_use = Certificates()
 
@@ -55,6 +55,7 @@ def channel(
 ) -> grpc.aio.Channel:
     """A channel to a service of the mesh, with the certificates of `use` or the environment (MESHRL_TLS_CA, ...).
 
+    It goes through no proxy but one that MESHRL_GRPC_PROXY names: those of the environment lead out of the mesh.
     Every call through it carries `credential`, or the one of this process.
 
     Raises:
@@ -85,6 +86,8 @@ def _open(
 def _open_as(
     library: Any, address: str, options: Sequence[tuple[str, Any]], source: Credential | None
 ) -> Any:
+    proxy = os.environ.get(PROXY)
+    options = (*options, ("grpc.http_proxy", proxy) if proxy else ("grpc.enable_http_proxy", 0))
     tls = _in_use if _in_use.on else _from_environment()
     if tls.on:
         open_with = partial(library.secure_channel, address, options=options)
@@ -95,7 +98,7 @@ def _open_as(
             f" command), or {credentials.TRUSTED_VARIABLE}=1 in a network that you trust",
             address=address,
         )
-    opened = library.insecure_channel(address, options=(*options, *DIRECT))
+    opened = library.insecure_channel(address, options=options)
     return opened if source is None else _Channel(lambda _: opened, None, source)
 
 

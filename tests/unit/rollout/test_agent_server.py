@@ -141,6 +141,15 @@ async def test_functions_that_never_return_are_not_started_without_end(
                 await asyncio.sleep(0.01)
 
 
+def test_agents_reach_their_gateway_past_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    env = {"http_proxy": "http://proxy:3128"}
+    for agent in (AgentServer(COMMAND, env=env), agents.CommandAgent(COMMAND, env=env)):
+        assert agent._env["http_proxy"] == "http://proxy:3128"
+        assert "127.0.0.1" in agent._env["NO_PROXY"].split(",")
+
+
 def test_options_of_the_program_verifiers_are_checked_before_it_starts() -> None:
     with pytest.raises(ConfigError, match="no program 'none/python' here: make venv-verifiers"):
         verifiers.check(verifiers.Config(python="none/python", env={"taskset": {"id": "x"}}))

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.contract.errors import ConfigError, UserError
+from meshrl.contract.sockets import reach_directly
 from meshrl.contract.types import Json
 from meshrl.rollout.sessions.agents import (
     GUARD,
@@ -69,6 +70,7 @@ class AgentServer:
         self._command = tuple(command)
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(PRIVATE)}
         self._env = {**inherited, **env}
+        reach_directly(self._env)  # its gateway is here
         self._cwd = cwd
         self._start_timeout_s = start_timeout_s
         self._cancel_timeout_s = cancel_timeout_s

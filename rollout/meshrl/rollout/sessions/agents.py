@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshrl.contract.errors import UserError
+from meshrl.contract.sockets import reach_directly
 from meshrl.contract.types import Json, PostedReward, Task, Uid
 from meshrl.images.messages import as_openai
 from meshrl.rollout.sessions.gateway import Address
@@ -177,6 +178,7 @@ class CommandAgent:
         self._cwd = cwd
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(PRIVATE)}
         self._env = {**inherited, **env}
+        reach_directly(self._env)  # its gateway is here
 
     async def __call__(self, task: Mapping[str, Json], address: Address) -> Led:
         """See `Agent`; a command sets its reward with `POST {OPENAI_BASE_URL}/reward`."""

@@ -33,7 +33,8 @@ class Retriever:
             query: What to search for.
         """
         if self._client is None:
-            self._client = httpx.AsyncClient(timeout=None)  # made by the loop that uses it
+            # Made by the loop that uses it. Not through the environment's proxies, as judges and engines are reached.
+            self._client = httpx.AsyncClient(timeout=None, trust_env=False)
         url = self._config.url
         asked = {"queries": [query], "topk": self._config.top_k, "return_scores": True}
         try:

@@ -1,0 +1,36 @@
+"""Calls to this machine and the proxies of a company's environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshrl.contract.sockets import reach_directly
+
+LOOPBACK = "localhost,127.0.0.1,::1"
+
+
+@pytest.mark.parametrize(
+    "name", ["http_proxy", "HTTP_PROXY", "https_proxy", "ALL_PROXY", "grpc_proxy"]
+)
+def test_calls_to_this_machine_go_through_no_proxy(name: str) -> None:
+    environment = {name: "http://proxy:3128"}
+    reach_directly(environment)
+    assert environment == {name: "http://proxy:3128", "no_proxy": LOOPBACK, "NO_PROXY": LOOPBACK}
+
+
+def test_what_is_spared_already_stays_in_both_spellings() -> None:
+    environment = {"http_proxy": "p", "no_proxy": "a.local, ::1", "NO_PROXY": "b.local"}
+    for _ in range(2):
+        reach_directly(environment)
+        assert environment["no_proxy"] == environment["NO_PROXY"]
+        assert environment["NO_PROXY"] == "a.local,::1,b.local,localhost,127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"NO_PROXY": "a"}, {"http_proxy": "", "PATH": "/bin"}, {"HTTP_PROXY": "p", "NO_PROXY": "*"}],
+)
+def test_an_environment_that_needs_nothing_stays_as_it_is(environment: dict[str, str]) -> None:
+    before = dict(environment)
+    reach_directly(environment)
+    assert environment == before
