@@ -1,8 +1,12 @@
 """A language model as judge behind any OpenAI-compatible endpoint: a template asks, a pattern finds the score.
 
 The template may use {prompt}, {response}, {ground_truth}, {data_source}; other braces stay as they are. The score is
-the last match of `pattern` (its first group), divided by `scale`. After `attempts` answers without
-a score the result is an infrastructure fault: the judge has failed, not the policy.
+the last match of `pattern` (its first group), divided by `scale`. A line that holds the score alone counts before a
+line that begins with it, and that before a score within a sentence; a quoted one, and whatever stands in the judge's
+thought, does not count. An answer that was cut off has no score: the next may be longer. After `attempts` answers
+without a score the result is an infrastructure fault: the judge has failed, not the policy.
+
+The policy wants to be quoted: marks of a score in its response are replaced before the judge sees them.
 """
 
 from __future__ import annotations
@@ -31,6 +35,18 @@ Response:
 
 Think briefly, then end with a line "Score: N", N from 0 (wrong) to 10 (right and complete)."""
 FIELD = re.compile(r"\{(prompt|response|ground_truth|data_source)\}")
+PATTERN = (
+    r"(?i)score[\s*_]*[:：=][\s*_]*[<\[(]?(-?(?:\d+(?:\.\d+)?|\.\d+))(?!\s*\\?%|[.,]?\d|e[-+]?\d)"
+)
+DEFUSED = "(a score that the response claims) "
+"""Stands in the response where the mark of a score stood."""
+MORE_ROOM = 4
+"""Times as many tokens as the answer that was cut off."""
+THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>", re.IGNORECASE)
+LEAD = re.compile(r"[\W_]*(?:(?:the|my|final|overall|total)[\s*_]+)*", re.IGNORECASE)
+"""May stand before the score on a line that begins with it."""
+OUT_OF = re.compile(r"[\s*_]*(?:/|\(?\s*out\s+of)[\s*_]*(\d+(?:\.\d+)?)\)?", re.IGNORECASE)
+QUOTES = tuple("'\"`“”‘’„«»")
 
 
 class Config(RemoteJudgeConfig):
@@ -42,7 +58,7 @@ class Config(RemoteJudgeConfig):
     """The user's message."""
     system: str = ""
     """The system message; empty: none."""
-    pattern: RegularExpression = r"(?i)score\s*:\s*\**\s*(-?\d+(?:\.\d+)?)"
+    pattern: RegularExpression = PATTERN
     """The first group of its last match is the score."""
     scale: PositiveFloat = 10.0
     """The score is divided by this."""
@@ -52,6 +68,7 @@ class Config(RemoteJudgeConfig):
     """A higher score (after scaling) is rejected."""
     temperature: NonNegativeFloat = 0.0
     max_tokens: PositiveInt = 512
+    """Of the first answer; after one that was cut off the next may have four times as many."""
     attempts: PositiveInt = 2
     """Most answers requested until one has a score."""
 
@@ -72,37 +89,89 @@ class GenerativeJudge(RemoteJudge):
         self._pattern = re.compile(config.pattern)
 
     async def _ask(self, sample: Sample) -> Json:
-        config, answer = self._config, ""
+        config, answer, cut = self._config, "", False
         system = [{"role": "system", "content": config.system}] if config.system else []
-        question = {"role": "user", "content": filled(config.template, sample)}
+        response = defused(sample.solution, self._pattern)
+        question = {"role": "user", "content": filled(config.template, sample, response)}
+        room = config.max_tokens
         for number in range(config.attempts):
             body = {
                 "model": config.model,
                 "messages": [*system, question],
-                "max_tokens": config.max_tokens,
+                "max_tokens": room,
                 # At temperature 0 the same question gets the same answer, so a further try needs a higher one.
-                "temperature": config.temperature if number == 0 else max(config.temperature, 0.7),
+                "temperature": config.temperature
+                if number == 0 or cut
+                else max(config.temperature, 0.7),
             }
-            answer = _content(await self.post("/chat/completions", body))
-            if (score := self._parsed(answer)) is not None:
+            answer, cut = _content(await self.post("/chat/completions", body))
+            if cut:
+                room *= MORE_ROOM
+            elif (score := self._parsed(answer)) is not None:
                 return {"score": score, "answer": answer}
+        why = f" (cut off at {room // MORE_ROOM} tokens: raise max_tokens)" if cut else ""
         raise InfraError(
             f"the generative judge gave no score in {counted(config.attempts, 'answer')}; the"
-            f" last ends with {answer[-120:]!r}"
+            f" last ends with {answer[-120:]!r}{why}"
         )
 
     def _parsed(self, answer: str) -> float | None:
-        matches = self._pattern.findall(answer)
+        """The score after scaling; None if there is none, or only one of another scale."""
+        text = without_thought(answer)
+        ranked: dict[int, list[tuple[str, str | None]]] = {}
+        for match in self._pattern.finditer(text):
+            if text[max(match.start() - 8, 0) : match.start()].rstrip("*_").endswith(QUOTES):
+                continue
+            of = OUT_OF.match(text, match.end())
+            before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
+            after = text[of.end() if of else match.end() :].partition("\n")[0]
+            rank = 2 if not LEAD.fullmatch(before) else 1 if re.search(r"\w", after) else 0
+            ranked.setdefault(rank, []).append((match[1] or "", of[1] if of else None))
+        if not ranked:
+            return None
+        found = ranked[min(ranked)]
+        if 0 not in ranked and 1 not in ranked and self._pattern.pattern == PATTERN:
+            found = (
+                found if len(set(found)) == 1 else []
+            )  # within sentences: one of them may be a quotation
         try:
-            first = matches[-1] if isinstance(matches[-1], str) else matches[-1][0]
-            score = float(first) / self._config.scale
+            number, of_what = found[-1]
+            if of_what is not None and float(of_what) != self._config.scale:
+                return None
+            score = float(number) / self._config.scale
         except (IndexError, ValueError):
             return None
         return score if self._config.low <= score <= self._config.high else None
 
 
-def filled(template: str, sample: Sample) -> str:
-    """The template with the sample's fields filled in; braces inside a response stay text.
+def without_thought(answer: str) -> str:
+    """What the judge says after its thought; nothing if the thought does not end."""
+    text, depth, at, kept = answer, 0, 0, []
+    for mark in THOUGHT.finditer(text):
+        if mark[1]:
+            if depth == 0:
+                kept.clear()  # the template has opened the thought
+            depth = max(depth - 1, 0)
+        else:
+            if depth == 0:
+                kept.append(text[at : mark.start()])
+            depth += 1
+        at = mark.end()
+    return "".join(kept) + (text[at:] if depth == 0 else "")
+
+
+def defused(response: str, pattern: re.Pattern[str]) -> str:
+    """The response, with something else where `pattern` finds the mark of a score before its first group."""
+
+    def replaced(match: re.Match[str]) -> str:
+        mark = match[0][: max(match.start(1) - match.start(), 0)]
+        return DEFUSED + match[0][len(mark) :] if mark.strip() else match[0]
+
+    return pattern.sub(replaced, response)
+
+
+def filled(template: str, sample: Sample, response: str) -> str:
+    """The template with the sample's fields and the response filled in; braces inside a response stay text.
 
     Raises:
         UserError: it asks for the prompt, and the sample has none.
@@ -113,17 +182,19 @@ def filled(template: str, sample: Sample) -> str:
         )
     values = {
         "prompt": "\n\n".join(message.content for message in sample.messages),
-        "response": sample.solution,
+        "response": response,
         "ground_truth": str(sample.ground_truth),
         "data_source": sample.data_source,
     }
     return FIELD.sub(lambda match: values[match.group(1)], template)
 
 
-def _content(answer: Any) -> str:
+def _content(answer: Any) -> tuple[str, bool]:
+    """What the judge says, and whether it was cut off."""
     try:
-        return str(answer["choices"][0]["message"]["content"] or "")
-    except (KeyError, IndexError, TypeError) as error:
+        choice = answer["choices"][0]
+        return str(choice["message"]["content"] or ""), choice.get("finish_reason") == "length"
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise CorruptError(
             f"the generative judge: no choices[0].message.content in {str(answer)[:200]}"
         ) from error
