@@ -83,6 +83,10 @@ class RewardConfig(Config):
     """Scoring processes."""
     deadline_s: PositiveFloat = 30.0
     """Wall-clock seconds of one sample, all functions together; then its process is killed."""
+    own_timeout: Literal["infra_fault", "policy_fault"] = "infra_fault"
+    """A sample on which a function of your own, or one beside it, runs out of time or memory: `infra_fault` delivers
+    its row again, and in the end leaves it out; `policy_fault` scores it as an empty response, at most 0. Built-in
+    rewards alone always do the latter."""
     start_deadline_s: PositiveFloat = 60.0
     """Seconds that a scoring process may take to import the functions."""
     batch_size: PositiveInt = 64

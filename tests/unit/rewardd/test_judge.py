@@ -169,6 +169,45 @@ async def test_a_regular_expression_that_never_ends_is_killed_too(make: Make) ->
     assert good.score == 1.0
 
 
+async def test_a_policy_cannot_hide_from_a_built_in_reward_behind_its_deadline() -> None:
+    never_ends = {"name": "regex_match", "kwargs": {"pattern": "(a+)+b", "penalty": -1}}
+    config = RewardConfig.model_validate({"functions": [never_ends], "deadline_s": 0.5})
+    judge = build_judge(config)
+    try:
+        bad, good = await judge.score(samples("a" * 60, "aab"))
+    finally:
+        await judge.close()
+    assert (bad.outcome, bad.score) == (Outcome.POLICY_FAULT, -1.0)  # what an empty response gets
+    assert bad.components == {"regex_match": -1.0}
+    assert bad.texts["policy_fault"].startswith("no score after 0.5 s")
+    assert (good.outcome, good.score) == (Outcome.OK, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("statement", "named"),
+    [
+        ("while True: pass", "no score after 0.5 s"),
+        ("os._exit(7)", "exit code 7"),
+        ("raise MemoryError", "MemoryError"),
+        ("compute_score(*['bad'] * 4)", "RecursionError"),
+    ],
+)
+@pytest.mark.parametrize("always", [True, False])
+async def test_a_recipe_says_whether_the_deadline_of_its_own_function_is_the_policys_fault(
+    make: Make, statement: str, named: str, always: bool
+) -> None:
+    source = (
+        "import os\n" + HEAD + f"    if solution_str != 'good' and ({always} or solution_str):\n"
+    )
+    judge = make(
+        f"{source}        {statement}\n    return 1\n", deadline_s=0.5, own_timeout="policy_fault"
+    )
+    bad, good = await judge.score(samples("bad", "good"))
+    assert (bad.outcome, bad.score) == (Outcome.POLICY_FAULT, 0.0)  # not the 1 of an empty response
+    assert named in bad.texts["policy_fault"]
+    assert good.score == 1.0
+
+
 @pytest.mark.parametrize(
     ("death", "named"),
     [

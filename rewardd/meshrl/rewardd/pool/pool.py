@@ -7,6 +7,9 @@
 consumes: samples. waits for: a process with room, an answer. unblocked by: an answer, the end of a process, a
 deadline. produces: exactly one score per sample.
 
+A policy cannot hide from its score: a response on which built-in rewards twice run out of time or memory is scored
+as an empty one, and at most 0 (a policy fault). So with functions of the user's own if `reward.own_timeout` says so.
+
 Which sample ended a process? Plain functions run in order, so it was the oldest unanswered sample; with `async def`
 it may be any that ran. These suspects are scored again, each alone in a process. A suspect whose process ends again
 gets a fault; all others get their scores. So a process killed from outside costs no score.
@@ -22,7 +25,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshrl.contract.errors import MeshError, UnavailableError
@@ -62,6 +65,8 @@ class _Item:
     """Length of the response, if the caller counted it."""
     deaths: int = 0
     """Processes that ended while this sample was a suspect."""
+    blamed: str = ""
+    """Why the response is scored as an empty one; empty: it is not."""
 
 
 class _Slot:
@@ -106,6 +111,9 @@ class PoolJudge:
         self._config = config
         self._sandbox = sandbox = sandbox or _recipe_sandbox(rule, config)
         self._deadline_s = sandbox.limits.deadline_s
+        built_in = all(function.is_built_in for function in rule.functions)
+        self._policy_answers = built_in or config.own_timeout == Outcome.POLICY_FAULT
+        """Whether a sample that takes too much time or memory is the policy's fault."""
         self._pending: deque[_Item] = deque()
         self._suspects: deque[_Item] = deque()
         self._slots: list[_Slot] = []
@@ -342,8 +350,13 @@ class PoolJudge:
         elif not slot.worker.concurrent and slot.in_flight:
             slot.since[next(iter(slot.in_flight))] = now  # the next one has just begun
         slot.mean_s += 0.1 * (took_s - slot.mean_s)
+        if score.outcome is Outcome.TIMEOUT or message.get("exceeded"):
+            suspects = [item]
+            self._exceeded(suspects, score.outcome, score.reason)
+            self._suspect(suspects)
+            return True
         if not item.done.done():
-            item.done.set_result(score)
+            item.done.set_result(self._blamed(score, item.blamed) if item.blamed else score)
         return True
 
     def _remaining(self, slot: _Slot) -> float:
@@ -361,7 +374,7 @@ class PoolJudge:
         suspects = self._suspects_of(slot)
         if len(suspects) == 1:
             reason = f"no score after {self._deadline_s:g} s{line}"
-            self._fail(suspects.pop(), Outcome.TIMEOUT, reason)
+            self._exceeded(suspects, Outcome.TIMEOUT, reason)
         self._requeue(slot, suspects)
 
     async def _on_exit(self, slot: _Slot) -> None:
@@ -373,21 +386,53 @@ class PoolJudge:
             log.warning("a scoring process ended (%s) with %d samples", why, len(slot.in_flight))
         if code == -signal.SIGXCPU and len(suspects) == 1:
             reason = f"more than {self._sandbox.limits.cpu_s} s of CPU time"
-            self._fail(suspects.pop(), Outcome.TIMEOUT, reason)
+            self._exceeded(suspects, Outcome.TIMEOUT, reason)
         elif len(suspects) == 1 and suspects[0].deaths:
             reason = f"the function ended its process: {why}"
-            self._fail(suspects.pop(), Outcome.INFRA_FAULT, reason)
+            self._exceeded(suspects, Outcome.INFRA_FAULT, reason)
         self._requeue(slot, suspects)
+
+    def _exceeded(self, suspects: list[_Item], outcome: Outcome, reason: str) -> None:
+        """Answer the only suspect with its fault, or leave it to be scored once more: as it is, then as if empty."""
+        (item,) = suspects
+        if not self._policy_answers:
+            self._fail(suspects.pop(), outcome, reason)
+        elif item.blamed:
+            suspects.pop()
+            if not item.done.done():
+                fault = Score(uid=item.uid, outcome=outcome, reward_hash=self.reward_hash)
+                item.done.set_result(self._blamed(fault, item.blamed))
+        elif item.deaths:
+            item.blamed = reason
+            item.encoded = json.dumps({**json.loads(item.encoded), "solution_str": ""}).encode()
+
+    def _blamed(self, score: Score, why: str) -> Score:
+        """The score of a response that took too much, from that of an empty one."""
+        fault = not score.outcome.trainable
+        return replace(
+            score,
+            outcome=Outcome.POLICY_FAULT,
+            score=0.0 if fault else min(score.score, 0.0),
+            components=dict.fromkeys((f.component for f in self._rule.functions), 0.0)
+            if fault
+            else score.components,
+            token_rewards=None,
+            reason="",
+            texts={"policy_fault": why},
+        )
 
     def _suspects_of(self, slot: _Slot) -> list[_Item]:
         """Samples that may have run when the process ended: the oldest for plain functions, else all."""
         held = list(slot.in_flight.values())
         return held if slot.worker.concurrent or slot.worker.batched else held[:1]
 
-    def _requeue(self, slot: _Slot, suspects: list[_Item]) -> None:
-        for item in suspects:
+    def _suspect(self, items: Sequence[_Item]) -> None:
+        for item in items:
             item.deaths += 1
             self._suspects.append(item)
+
+    def _requeue(self, slot: _Slot, suspects: list[_Item]) -> None:
+        self._suspect(suspects)
         others = [
             item
             for item in slot.in_flight.values()

@@ -48,6 +48,11 @@ class FunctionSpec:
     digest: str
     """Hash of the source; for a built-in also of its helpers and the package versions that it declares."""
 
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it comes with meshrl."""
+        return self.module.startswith(f"{REWARDS}.")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:

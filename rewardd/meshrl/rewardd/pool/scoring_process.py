@@ -100,7 +100,7 @@ class ScoringLoop:
                 line = where(error.__context__ or error)
                 reason = f"no score after {self._deadline_s:g} s{line}"
                 return {"id": number, "fault": Outcome.TIMEOUT, "reason": reason}
-            return {"id": number, "fault": Outcome.INFRA_FAULT, "reason": describe(error)}
+            return {"id": number, **_fault(error)}
 
     def score_together(self, samples: list[Json]) -> list[Json]:
         """Run a batch function once on all samples; if it fails, run it on each sample alone."""
@@ -115,8 +115,7 @@ class ScoringLoop:
         except (Exception, SystemExit) as error:
             if len(samples) > 1:
                 return [answer for sample in samples for answer in self.score_together([sample])]
-            fault = {"fault": Outcome.INFRA_FAULT, "reason": describe(error)}
-            return [{"id": samples[0]["id"], **fault}]
+            return [{"id": samples[0]["id"], **_fault(error)}]
 
     def _combined(self, result: Any, length: int | None) -> Json:
         """The answer for one sample; a bad score is a fault of that sample only."""
@@ -145,6 +144,12 @@ class ScoringLoop:
 
     async def _score_and_reply(self, sample: Json) -> None:
         self.reply(await self.score(sample))
+
+
+def _fault(error: BaseException) -> Json:
+    """The answer for a sample on which a function raised; whether it took more than there is."""
+    fault: Json = {"fault": Outcome.INFRA_FAULT, "reason": describe(error)}
+    return {**fault, "exceeded": True} if isinstance(error, MemoryError | RecursionError) else fault
 
 
 def _length(sample: Json) -> int | None:
