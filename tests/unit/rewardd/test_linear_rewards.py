@@ -88,7 +88,9 @@ def test_an_answer_far_longer_than_the_truth_is_not_rewritten(
     monkeypatch.setattr(prime_math, "plain", rewrite)
     nested = "\\frac{" * (LENGTH // 6)
     for response in (nested, f"\\boxed{{{nested}", f"\\boxed{{1{nested}{'}' * len(nested)}}}"):
-        assert prime_math.compute_score("", response, "2") == 0.0
-        assert geo3k.compute_score("", response, "2") == 0.0
+        for conventions in ("meshrl", "verl"):
+            prime, geo = (m.Config(conventions=conventions) for m in (prime_math, geo3k))
+            assert prime_math.compute_score("", response, "2", config=prime) == 0.0
+            assert geo3k.compute_score("", response, "2", config=geo) == 0.0
     long = "\\frac{1}{2}+" * 500 + "1"
     assert prime_math.compute_score("", f"\\boxed{{{long}}}", long) == 1.0

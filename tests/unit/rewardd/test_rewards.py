@@ -14,6 +14,7 @@ from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.rewards import (
     _algebra,
+    _equality,
     exact_match,
     format,
     gsm8k,
@@ -27,16 +28,19 @@ from meshrl.rewardd.rewards import (
 )
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "rewards.json").read_text())
+VERL = verl.Config(conventions="verl")
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=range(len(GOLDEN)))
 def test_a_public_pair_has_its_score(case: dict[str, Any]) -> None:
-    result = verl.compute_score(case["data_source"], case["solution_str"], case["ground_truth"])
+    solution, truth = case["solution_str"], case["ground_truth"]
+    result = verl.compute_score(case["data_source"], solution, truth, config=VERL)
     assert result == case["result"]
 
 
 async def test_the_public_pairs_have_their_scores_through_the_processes() -> None:
-    judge = build_judge(RewardConfig(workers=2))
+    by_verl = {"name": "verl", "kwargs": {"conventions": "verl"}}
+    judge = build_judge(RewardConfig.model_validate({"functions": [by_verl], "workers": 2}))
     samples = [
         Sample(
             uid=Uid("run", "golden", index),
@@ -79,12 +83,15 @@ async def test_the_public_pairs_have_their_scores_through_the_processes() -> Non
         ("#### 42" + " x" * 200, "42", 0.0),
     ],
 )
-def test_gsm8k_compares_the_last_marked_number(solution: str, truth: str, score: float) -> None:
-    assert gsm8k.compute_score("openai/gsm8k", solution, truth) == score
+def test_under_verls_conventions_gsm8k_compares_the_last_marked_number_as_text(
+    solution: str, truth: str, score: float
+) -> None:
+    config = gsm8k.Config(conventions="verl")
+    assert gsm8k.compute_score("openai/gsm8k", solution, truth, config=config) == score
 
 
 def test_gsm8k_flexible_takes_the_last_number_and_pays_for_the_form() -> None:
-    config = gsm8k.Config(method="flexible", format_score=0.1)
+    config = gsm8k.Config(method="flexible", format_score=0.1, conventions="verl")
     assert gsm8k.compute_score("", "it is 42.", "42.", config=config) == 1.0
     assert gsm8k.compute_score("", "5 apples . , .", "6", config=config) == 0.1
     assert gsm8k.compute_score("", "none", "5", config=config) == 0.0
@@ -106,11 +113,14 @@ def test_gsm8k_flexible_takes_the_last_number_and_pays_for_the_form() -> None:
         (r"\boxed{.5}", "0.5", 1.0),
         (r"\boxed{\frac}", r"\frac", 1.0),
         ("7", "7", 0.0),
-        (r"\boxed{", "", 0.0),
+        (r"\boxed{", "x", 0.0),
     ],
 )
-def test_math_reward_compares_spellings(solution: str, truth: str, score: float) -> None:
-    assert math_reward.compute_score("lighteval/MATH", solution, truth) == score
+def test_under_verls_conventions_math_reward_compares_spellings(
+    solution: str, truth: str, score: float
+) -> None:
+    config = math_reward.Config(conventions="verl")
+    assert math_reward.compute_score("lighteval/MATH", solution, truth, config=config) == score
 
 
 @pytest.mark.parametrize(
@@ -125,10 +135,11 @@ def test_math_reward_compares_spellings(solution: str, truth: str, score: float)
         ("42", "42", False, "[INVALID]"),
     ],
 )
-def test_math_dapo_reads_the_answer_line(
+def test_under_verls_conventions_math_dapo_reads_the_answer_line(
     solution: str, truth: str, right: bool, prediction: str
 ) -> None:
-    result = math_dapo.compute_score("math_dapo", solution, truth)
+    config = math_dapo.Config(conventions="verl")
+    result = math_dapo.compute_score("math_dapo", solution, truth, config=config)
     assert result == {"score": 1.0 if right else -1.0, "acc": right, "pred": prediction}
 
 
@@ -154,8 +165,11 @@ def test_math_dapo_reads_the_answer_line(
         ("it is x", "4", 0.0),
     ],
 )
-def test_prime_math_grades_by_algebra(solution: str, truth: str, score: float) -> None:
-    assert prime_math.compute_score("numina_olympiads", solution, truth) == score
+def test_under_verls_conventions_prime_math_grades_by_algebra(
+    solution: str, truth: str, score: float
+) -> None:
+    config = prime_math.Config(conventions="verl")
+    assert prime_math.compute_score("numina_olympiads", solution, truth, config=config) == score
 
 
 @pytest.mark.parametrize(
@@ -193,8 +207,12 @@ def test_a_name_that_python_knows_is_a_symbol_for_algebra() -> None:
         ("<answer>Paris", "paris", 0.0),
     ],
 )
-def test_search_qa_matches_the_last_answer(solution: str, target: Json, score: float) -> None:
-    assert search_qa.compute_score("searchR1_nq", solution, {"target": target}) == score
+def test_under_verls_conventions_search_qa_matches_the_last_answer(
+    solution: str, target: Json, score: float
+) -> None:
+    config = search_qa.Config(conventions="verl")
+    truth = {"target": target}
+    assert search_qa.compute_score("searchR1_nq", solution, truth, config=config) == score
 
 
 def test_a_data_source_without_a_scorer_is_an_error_and_not_scored() -> None:
@@ -238,8 +256,13 @@ def test_math_can_insist_on_a_box() -> None:
 
 def test_math_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
+    monkeypatch.setitem(__import__("sys").modules, "mpmath", None)
+    _equality._context.cache_clear()
+    config = math.Config(conventions="verl")
     with pytest.raises(ConfigError, match=r"pip install 'meshrl\[rewards\]'"):
         math.prepare()
+    with pytest.raises(ConfigError, match=r"pip install 'meshrl\[rewards\]'"):
+        math.compute_score("", r"\boxed{1}", "1", config=config)
 
 
 def test_exact_match_finds_the_answer_and_compares_it() -> None:

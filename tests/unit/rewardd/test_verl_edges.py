@@ -10,13 +10,15 @@ from meshrl.rewardd.rewards import verl
 @pytest.mark.parametrize(
     ("solution", "truth", "right", "prediction"),
     [
-        (r"so \boxed{1,000}", "1000", True, "1000"),
+        (r"so \boxed{1,000}", "1000", True, "1,000"),
         (r"\boxed{ 12 }", "12", True, "12"),
         (r"\boxed{42} Answer: 7", "42", False, "7"),
-        (r"\boxed{42}" + "." * 100, "42", False, "[INVALID]"),
+        (r"Answer: 7, no: \boxed{42}", "42", True, "42"),
+        (r"\boxed{42}" + "." * 1000, "42", True, "42"),
+        ("none", "42", False, "[INVALID]"),
     ],
 )
-def test_dapo_reads_a_box_only_where_no_answer_is_stated_and_normalises_it(
+def test_dapo_reads_the_last_box_or_answer_line(
     solution: str, truth: str, right: bool, prediction: str
 ) -> None:
     wanted = {"score": 1.0 if right else -1.0, "acc": right, "pred": prediction}
@@ -63,4 +65,5 @@ def test_under_verls_conventions_dapo_compares_a_box_character_for_character(
 def test_numina_reads_the_announced_answer_and_tells_intervals_apart(
     solution: str, truth: str, score: float
 ) -> None:
-    assert verl.compute_score("numina_olympiads", solution, truth) == score
+    options = verl.Config(conventions="verl")
+    assert verl.compute_score("numina_olympiads", solution, truth, config=options) == score

@@ -146,7 +146,8 @@ class GenerativeJudge(RemoteJudge):
 
 def without_thought(answer: str) -> str:
     """What the judge says after its thought; nothing if the thought does not end."""
-    text, depth, at, kept = answer, 0, 0, []
+    kept: list[str] = []
+    text, depth, at = answer, 0, 0
     for mark in THOUGHT.finditer(text):
         if mark[1]:
             if depth == 0:

@@ -112,7 +112,7 @@ class PoolJudge:
         self._sandbox = sandbox = sandbox or _recipe_sandbox(rule, config)
         self._deadline_s = sandbox.limits.deadline_s
         built_in = all(function.is_built_in for function in rule.functions)
-        self._policy_answers = built_in or config.own_timeout == Outcome.POLICY_FAULT
+        self._policy_answers = built_in or config.own_timeout == "policy_fault"
         """Whether a sample that takes too much time or memory is the policy's fault."""
         self._pending: deque[_Item] = deque()
         self._suspects: deque[_Item] = deque()

@@ -33,6 +33,7 @@ from meshrl.rewardd.rewards._blocks import blocks
 SCORES = "verl.utils.reward_score"
 INVALID = "[INVALID]"
 BOX = "\\boxed{"
+VERL_MATH = math_reward.Config(conventions="verl")
 ANSWER_LINE = r"(?i)Answer\s*:\s*([^\n]+)"
 
 
@@ -102,7 +103,7 @@ class MathReward:
     @staticmethod
     def compute_score(solution_str: str, ground_truth: Any) -> float:
         """1 or 0."""
-        return math_reward.compute_score("", solution_str, ground_truth)
+        return math_reward.compute_score("", solution_str, ground_truth, None, VERL_MATH)
 
 
 class MathBatch:
@@ -189,7 +190,8 @@ class MathVerify:
         model_output: str, ground_truth: str, timeout_score: float = 0, timeout: float = 30.0
     ) -> float:
         """1 or 0; the deadline of a sample is the pool's."""
-        return math.compute_score("", model_output, ground_truth)
+        config = math.Config(conventions="verl")
+        return math.compute_score("", model_output, ground_truth, None, config)
 
 
 class PrimeMath:
@@ -200,7 +202,8 @@ class PrimeMath:
     @staticmethod
     def compute_score(model_output: str, ground_truth: Any) -> tuple[bool, bool, str]:
         """Whether it is right, whether it could be read, and the answer."""
-        right = bool(prime_math.compute_score("", model_output, ground_truth))
+        config = prime_math.Config(conventions="verl")
+        right = bool(prime_math.compute_score("", model_output, ground_truth, None, config))
         return right, True, prime_math.stated(model_output)
 
 
@@ -236,7 +239,7 @@ class SearchQa:
         score: float = 1.0,
     ) -> float:
         """`score`, `format_score` or 0."""
-        config = search_qa.Config(format_score=format_score, score=score)
+        config = search_qa.Config(format_score=format_score, score=score, conventions="verl")
         return search_qa.compute_score("", solution_str, ground_truth, None, config)
 
 

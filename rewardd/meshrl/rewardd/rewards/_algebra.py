@@ -20,8 +20,13 @@ from meshrl.contract.errors import ConfigError
 
 SAFE = re.compile(r"[0-9a-zA-Z+\-*/^().,\s!|]*")
 ATTRIBUTE = re.compile(r"\.\s*[a-zA-Z_]|[a-zA-Z)]\s*\.")
+CONSTRUCTORS = re.compile(r"(?i)(Integer|Float|Rational|Symbol|Function|Pow|Mul|Add|Tuple)")
+"""Names that the parser itself writes; in an answer they would build what the operators may not."""
 TALL = re.compile(r"\^\s*\(?[0-9]+\s*\^|\*\*.*\*\*|(\^|\*\*)\s*\(?\s*[0-9]{3,}|[0-9]{3,}\s*!|!\s*!")
 MAX_CHARACTERS = 300
+MOST_BITS = 1 << 14
+"""Of a number that an expression may come to."""
+MOST_FACTORIAL = 1000
 OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -80,19 +85,47 @@ def parse(text: str) -> Any | None:
     """A sympy expression, or None if `text` is not plain mathematics."""
     if len(text) > MAX_CHARACTERS or not SAFE.fullmatch(text):
         return None
-    if ATTRIBUTE.search(text) or TALL.search(text):
+    if ATTRIBUTE.search(text) or TALL.search(text) or CONSTRUCTORS.search(text):
         return None
     if any(keyword.iskeyword(word) for word in re.findall(r"[a-zA-Z]+", text)):
         return None  # "it is 4" would be a comparison
     parser = importlib.import_module("sympy.parsing.sympy_parser")
     rules = (*parser.standard_transformations, parser.implicit_multiplication_application)
+    written = text.replace("^", "**")
     try:
-        return parser.parse_expr(
-            text.replace("^", "**"), transformations=rules, global_dict=dict(_names())
-        )
+        with sympy().evaluate(False):
+            tree = parser.parse_expr(written, transformations=rules, global_dict=dict(_names()))
+        _bits(tree)
+        return parser.parse_expr(written, transformations=rules, global_dict=dict(_names()))
     except Exception:
         # sympy raises half a dozen unrelated types for text that it cannot read; then it is not mathematics.
         return None
+
+
+def _bits(tree: Any) -> int:
+    """An upper bound of the size of what an unevaluated expression comes to. Raises ValueError if it is too large."""
+    package, size = sympy(), 8
+    if isinstance(tree, tuple | list) or not hasattr(tree, "args"):
+        parts = list(tree) if isinstance(tree, tuple | list) else []
+    else:
+        parts = list(tree.args)
+    if getattr(tree, "is_Rational", False):
+        size = int(max(tree.p.bit_length(), tree.q.bit_length()))
+    elif isinstance(tree, package.Pow):
+        base, exponent = map(_bits, parts)
+        size = base << exponent if exponent <= 14 else MOST_BITS + 1
+    elif isinstance(tree, package.exp):
+        size = 2 << min(_bits(parts[0]), 15)
+    elif isinstance(tree, package.factorial):
+        size = _bits(parts[0])
+        if size > 64 or (parts[0].is_number and parts[0].doit() > MOST_FACTORIAL):
+            raise ValueError("a tall factorial")
+        size = 16 * int(parts[0].doit()) if parts[0].is_number else 64
+    elif parts:
+        size = sum(map(_bits, parts)) + len(parts)
+    if size > MOST_BITS:
+        raise ValueError("a tall expression")
+    return size
 
 
 def equal(left: str, right: str) -> bool:

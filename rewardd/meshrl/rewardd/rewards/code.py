@@ -1,6 +1,7 @@
 """Programs that the policy wrote, run against unit tests: HumanEval, MBPP, APPS, CodeContests, TACO, Codeforces.
 
-The program is the last fenced block of the response, or all of it. The ground truth is one of
+The program is the last fenced block of the response that is named Python, else the last without a name, else all of
+it. The ground truth is one of
 
     {"test": "def check(candidate): …", "entry_point": "f", "prompt": "…"}   HumanEval: the prompt's code goes before
     {"asserts": ["assert f(1) == 2", …]}                                      one test each
@@ -12,10 +13,15 @@ first two forms, whose tests are code), without files, network or other processe
 (`reward.recipe_sandbox: strict`). A program that fails, loops or crashes is a bad answer: a policy fault, whose score
 counts. So are tests for which `reward.deadline_s` leaves no time. The score is the share of the first `max_tests`
 that pass, or with `all_or_nothing` 1 when all do.
+
+Printed text must be the wanted one, but for white space at the ends of lines and empty lines at the end; a result
+must be the wanted one as JSON. Where the wanted number is a float, the program's may differ by a millionth of it.
 """
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
 import re
 import secrets
@@ -23,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -31,13 +38,20 @@ from pydantic import PositiveFloat, PositiveInt
 from meshrl.contract import config
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json, Outcome
+from meshrl.rewardd.rewards._truth import said, same
 from meshrl.sandbox import confinement
 
 SHARE_OF_DEADLINE = 0.8
 """Of the sample's deadline, for all its tests: a program that loops in each is a bad answer, which has a score."""
 NEEDS_SANDBOX = "strict"
 """The `reward.recipe_sandbox` without which it refuses to run; `config check` reads it."""
-FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+FENCE = re.compile(r"[ \t]*(?:[-*+][ \t]+|\d+[.)][ \t]+)?(`{3,}|~{3,})[ \t]*([^`\n]*)")
+PYTHON = re.compile(r"\{?[ .]*(?:python|py)(?:[23](?:\.\d+)*)?(?![\w.+#-])", re.IGNORECASE)
+ENDS_TRIED = 8
+"""Closing fences that may stand in a string of the program, before one that ends it."""
+TOLERANCE = 1e-6
+FLOAT = re.compile(r"[+-]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][+-]?\d+)?")
+NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 
 
 class Config(config.Config):
@@ -84,7 +98,7 @@ def compute_score(
         ConfigError: not in a sandbox.
     """
     prepare()
-    program, tests = _program(solution_str), list(_tests(ground_truth))[: config.max_tests]
+    program, tests = program_of(solution_str), list(_tests(ground_truth))[: config.max_tests]
     if not tests:
         raise UserError("code: the ground truth has no tests")
     passed = 0
@@ -101,9 +115,62 @@ def compute_score(
     return {"score": score, "passed": passed, "tests": len(tests), "outcome": outcome}
 
 
-def _program(text: str) -> str:
-    blocks = FENCE.findall(text)
-    return blocks[-1] if blocks else text
+def program_of(response: str) -> str:
+    """The program of a response; an empty text where its thought does not end."""
+    text = said(response.replace("\r\n", "\n").replace("\r", "\n"))
+    named, unnamed = "", ""
+    for info, block in _blocks(text.split("\n")):
+        if not block.strip():
+            continue
+        if PYTHON.match(info):
+            named = block
+        elif not info:
+            unnamed = block
+    return named or unnamed or text
+
+
+def _blocks(lines: list[str]) -> Iterator[tuple[str, str]]:
+    """What stands behind each opening fence, and the lines up to its closing one, or to the end.
+
+    A fence closes a block that as many of its character, or fewer, have opened, with nothing behind it and no deeper
+    within a list. The first one that leaves a complete program of Python ends a block of it, as others may stand in a
+    string.
+    """
+    at = 0
+    while at < len(lines):
+        opening = FENCE.fullmatch(lines[at])
+        at += 1
+        if opening is None:
+            continue
+        marks, info, indent = opening[1], opening[2].strip(), opening.start(1)
+        ends = (n for n in range(at, len(lines)) if _closes(lines[n], marks, indent))
+        tried = list(itertools.islice(ends, ENDS_TRIED if PYTHON.match(info) else 1)) or [
+            len(lines)
+        ]
+        bodies = ["\n".join(_dedented(line, indent) for line in lines[at:end]) for end in tried]
+        best = next((n for n, body in enumerate(bodies) if len(bodies) > 1 and _parses(body)), 0)
+        yield info, bodies[best] + "\n"
+        at = tried[best] + 1
+
+
+def _closes(line: str, marks: str, indent: int) -> bool:
+    bare = line.strip()
+    deep = len(line) - len(line.lstrip())
+    return len(bare) >= len(marks) and set(bare) == {marks[0]} and deep <= indent + 3
+
+
+def _dedented(line: str, indent: int) -> str:
+    return line[min(indent, len(line) - len(line.lstrip())) :]
+
+
+def _parses(program: str) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(program)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def _tests(truth: Json) -> Iterator[Test]:
@@ -125,12 +192,14 @@ def _tests(truth: Json) -> Iterator[Test]:
             raise UserError(
                 f"code: {len(truth['inputs'])} inputs and {len(truth['outputs'])} outputs"
             )
-        for given, wanted in zip(truth["inputs"], truth["outputs"], strict=True):
-            yield (
-                _call_test(truth["fn_name"], given, wanted)
-                if truth.get("fn_name")
-                else _text_test(given, wanted)
-            )
+        if not truth.get("fn_name"):
+            yield from map(_text_test, truth["inputs"], truth["outputs"])
+            return
+        results = [_result(wanted) for wanted in truth["outputs"]]
+        # Data sets write a result as itself, or as a list that holds it alone: then all of them do.
+        alone = all(isinstance(result, list) and len(result) == 1 for result in results)
+        for given, wanted in zip(truth["inputs"], results, strict=True):
+            yield _call_test(truth["fn_name"], given, wanted, alone)
     else:
         raise UserError(
             f"code: the ground truth has neither test, asserts nor inputs and outputs (it has {', '.join(truth)})"
@@ -148,44 +217,64 @@ def _code_test(before: str, test: str) -> Test:
 def _text_test(given: Json, wanted: Json) -> Test:
     text = "\n".join(map(str, given)) if isinstance(given, list) else str(given)
     target = "\n".join(map(str, wanted)) if isinstance(wanted, list) else str(wanted)
-    return Test({"stdin": text}, lambda output: _same_lines(output, target))
+    return Test({"stdin": text}, lambda output: same_output(output, target))
 
 
-def _call_test(name: str, given: Json, wanted: Json) -> Test:
-    arguments = (
-        [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else given
+def _result(wanted: Json) -> Json:
+    """A wanted result: JSON text of it, or itself."""
+    try:
+        return json.loads(wanted) if isinstance(wanted, str) else wanted
+    except ValueError:
+        return wanted
+
+
+def _call_test(name: str, given: Json, wanted: Json, alone: bool) -> Test:
+    try:
+        arguments = (
+            [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else given
+        )
+    except ValueError as error:
+        raise UserError(f"code: arguments that are not JSON: {given[:80]!r}: {error}") from error
+    return Test(
+        {"call": name, "arguments": arguments}, lambda output: same_result(output, wanted, alone)
     )
-    expected = json.loads(wanted) if isinstance(wanted, str) else wanted
-
-    def passes(output: str) -> bool:
-        try:
-            got = json.loads(output.rstrip().rpartition("\n")[2])
-        except (ValueError, RecursionError):
-            return False
-        # Data sets write a result as itself, or as a list that holds it alone.
-        return bool(got == expected or (isinstance(expected, list) and expected == [got]))
-
-    return Test({"call": name, "arguments": arguments}, passes)
 
 
-def _same_lines(output: str, wanted: str) -> bool:
-    """Equal but for white space at the ends of lines and empty lines at the end; numbers may differ by 1e-6."""
-    some = [line.split() for line in output.strip().splitlines()]
-    others = [line.split() for line in wanted.strip().splitlines()]
+def same_result(output: str, wanted: Json, alone: bool = False) -> bool:
+    """Whether the last line that was printed is the wanted result as JSON, or with `alone` its only entry."""
+    try:
+        got = json.loads(output.rstrip().rpartition("\n")[2])
+        return same(got, wanted, TOLERANCE) or (alone and same(got, wanted[0], TOLERANCE))
+    except (ValueError, RecursionError):
+        return False
+
+
+def same_output(output: str, wanted: str) -> bool:
+    """Equal but for white space at the ends of lines, empty lines at the end and the last digits of floats."""
+    some, others = _lines(output), _lines(wanted)
     if some == others:
         return True
-    return len(some) == len(others) and all(
-        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(some, others, strict=True)
-    )
+    return len(some) == len(others) and all(map(_same_line, some, others))
 
 
-def _same_word(a: str, b: str) -> bool:
-    if a == b:
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.replace("\r\n", "\n").rstrip().split("\n")]
+
+
+def _same_line(line: str, wanted: str) -> bool:
+    """Word for word, with the same white space between them."""
+    if line == wanted:
         return True
-    try:
-        return "." in a + b and abs(float(a) - float(b)) <= 1e-6 * max(1.0, abs(float(b)))
-    except ValueError:
+    some, others = (re.split(r"(\s+)", text) for text in (line, wanted))
+    return len(some) == len(others) and all(map(_same_word, some, others))
+
+
+def _same_word(word: str, wanted: str) -> bool:
+    if word == wanted:
+        return True
+    if not FLOAT.fullmatch(wanted) or not NUMBER.fullmatch(word):
         return False
+    return same(float(word), float(wanted), TOLERANCE)
 
 
 def _passes(program: str, test: Test, deadline_s: float, memory_bytes: int) -> bool:

@@ -1,11 +1,17 @@
-"""The answer is the ground truth, character for character, or one of several."""
+"""The answer is the ground truth, character for character, or one of several.
+
+Characters of one look count as one, however they are composed (Unicode's form C).
+"""
 
 from __future__ import annotations
 
 import re
+import unicodedata
 
 from meshrl.contract import config
+from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
+from meshrl.rewardd.rewards._truth import wanted
 
 
 class Config(config.Config):
@@ -27,7 +33,15 @@ def compute_score(
     extra_info: Json = None,
     config: Config = Config(),  # noqa: B008 - frozen
 ) -> float:
-    """1 if the answer equals the ground truth (or one entry, if that is a list), else 0."""
+    """1 if the answer equals the ground truth (or one entry, if that is a list), else 0.
+
+    Raises:
+        UserError: the ground truth is no answer.
+    """
+    truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
+    if not truths:
+        raise UserError("exact_match: the ground truth [] has no answer")
+    targets = {_plain(wanted(truth, "exact_match"), config) for truth in truths}
     answer: str | None = solution_str
     if config.after is not None:
         _, mark, rest = solution_str.rpartition(config.after)
@@ -39,10 +53,9 @@ def compute_score(
         answer = found[-1] if found else None
     if answer is None:
         return 0.0
-    truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
-    return float(_plain(answer, config) in {_plain(str(truth), config) for truth in truths})
+    return float(_plain(answer, config) in targets)
 
 
 def _plain(text: str, config: Config) -> str:
-    text = text.strip() if config.strip else text
+    text = unicodedata.normalize("NFC", text.strip() if config.strip else text)
     return text.casefold() if config.ignore_case else text

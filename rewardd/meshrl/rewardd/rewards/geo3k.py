@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from meshrl.contract import config
 from meshrl.contract.types import Json
-from meshrl.rewardd.rewards import prime_math
+from meshrl.rewardd.rewards import _equality, _stated, prime_math
 from meshrl.rewardd.rewards._latex import last_boxed
+from meshrl.rewardd.rewards._truth import Conventions, said, wanted
 
-REQUIRES = ("sympy",)
+REQUIRES = ("sympy", "mpmath")
 FORM = ("</think>", "\\boxed{", "}")
 """What follows `<think>`, in this order, with anything between."""
 
@@ -17,10 +18,12 @@ class Config(config.Config):
 
     format_score: float = 0.1
     """The share of the form; the answer has the rest."""
+    conventions: Conventions = "meshrl"
+    """`verl`: verl's numbers, its mistakes included."""
 
 
 def prepare() -> None:
-    """Import sympy before the first sample."""
+    """Import what it needs before the first sample."""
     prime_math.prepare()
 
 
@@ -31,9 +34,18 @@ def compute_score(
     extra_info: Json = None,
     config: Config = Config(),  # noqa: B008 - frozen
 ) -> float:
-    """`(1 - format_score) · right + format_score · formed`."""
-    boxed = last_boxed(solution_str)
-    right = boxed is not None and prime_math.simple_equal(boxed, str(ground_truth))
+    """`(1 - format_score) · right + format_score · formed`.
+
+    Raises:
+        UserError: the ground truth is no answer.
+    """
+    truth = wanted(ground_truth, "geo3k")
+    if config.conventions == "verl":
+        boxed = last_boxed(solution_str)
+        right = boxed is not None and prime_math.simple_equal(boxed, truth)
+    else:
+        boxed = _stated.boxed(said(solution_str))
+        right = boxed is not None and _equality.equal(boxed, _stated.boxed(truth) or truth)
     formed = is_formed(solution_str)
     return (1 - config.format_score) * right + config.format_score * formed
 

@@ -1,7 +1,7 @@
-"""Mathematical equality through the math-verify package: LaTeX, fractions, sets, intervals, equations.
+"""Mathematical equality: LaTeX, fractions, roots, sets, intervals, matrices, equations; the reward for new runs.
 
-https://github.com/huggingface/Math-Verify. The reward for new mathematics runs; the data_source table
-of `verl` keeps the older string scorers for parity.
+The answer is the last box, else what the response announces. Under `conventions: verl` it is what the package
+math-verify (https://github.com/huggingface/Math-Verify) says, which is one of verl's scorers.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from types import ModuleType
 from meshrl.contract import config
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json
+from meshrl.rewardd.rewards import _equality, _stated
 from meshrl.rewardd.rewards._latex import last_boxed
+from meshrl.rewardd.rewards._truth import Conventions, said, wanted
 
-REQUIRES = ("math-verify", "latex2sympy2_extended", "sympy")
+REQUIRES = ("math-verify", "latex2sympy2_extended", "sympy", "mpmath")
 """Packages whose version is part of the reward hash."""
 
 
@@ -24,11 +26,13 @@ class Config(config.Config):
 
     boxed_only: bool = False
     r"""True: an answer outside `\boxed{}` scores 0."""
+    conventions: Conventions = "meshrl"
+    """`verl`: verl's numbers, its mistakes included."""
 
 
 def prepare() -> None:
     """Import the package before the first sample. Raises ConfigError when it is not installed."""
-    _package()
+    _equality.prepare()
 
 
 def _package() -> ModuleType:
@@ -54,19 +58,35 @@ def compute_score(
     """1 if the response's answer equals the ground truth, else 0.
 
     Raises:
-        UserError: the ground truth cannot be read; a reward of 0 would blame the policy for it.
+        UserError: the ground truth is no answer; a reward of 0 would blame the policy for it.
     """
+    truth = wanted(ground_truth, "math")
+    if config.conventions == "verl":
+        return _verified(solution_str, truth, config.boxed_only)
+    answer = _stated.boxed(response := said(solution_str))
+    if answer is None and not config.boxed_only and "\\boxed" not in response:
+        answer = _stated.announced(response)
+    return float(answer is not None and _equality.equal(answer, unboxed(truth)))
+
+
+def unboxed(truth: str) -> str:
+    """The content of the truth's box, or the whole of it."""
+    return _stated.boxed(truth) or truth
+
+
+def _verified(solution_str: str, truth: str, boxed_only: bool) -> float:
     package = _package()
-    truth = str(ground_truth)
     gold = package.parse(
         truth if "\\boxed" in truth else f"\\boxed{{{truth}}}", parsing_timeout=None
     )
     if not gold:
         raise UserError(f"math-verify cannot read the ground truth {truth[:80]!r}")
-    if config.boxed_only:
+    if boxed_only:
         boxed = last_boxed(solution_str)
         if boxed is None:
             return 0.0
         solution_str = f"\\boxed{{{boxed}}}"
+    if _equality.is_tall(_stated.boxed(solution_str) or ""):
+        return 0.0
     answer = package.parse(solution_str, parsing_timeout=None)
     return float(package.verify(gold, answer, timeout_seconds=None))

@@ -1,21 +1,24 @@
-r"""DAPO's scorer: `Answer: …` in the last 300 characters, else a box in the last 100; +1 or -1.
+r"""DAPO's scorer: the last `Answer: …` or box, whichever is later, compared as `math` does; +1 or -1.
 
-Normalisation after Lewkowycz et al. 2022 (Minerva, https://arxiv.org/abs/2206.14858, appendix D.1); the scores after
-https://arxiv.org/abs/2503.14476.
+Under `conventions: verl` the line is looked for in the last 300 characters and a box, without one, in the last 100; a
+box must be the ground truth, character for character, and a line after normalisation, which follows Lewkowycz et al.
+2022 (Minerva, https://arxiv.org/abs/2206.14858, appendix D.1). The scores after https://arxiv.org/abs/2503.14476.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Literal
 
 from meshrl.contract import config
 from meshrl.contract.types import Json
+from meshrl.rewardd.rewards import _equality, _stated
 from meshrl.rewardd.rewards._latex import last_boxed
+from meshrl.rewardd.rewards._truth import Conventions, said, wanted
 
 TAIL = 300
 BOX_TAIL = 100
 ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
+LINE = re.compile(r"\banswers?[\s*_]*[:：][\s*_]*", re.IGNORECASE)
 INVALID = "[INVALID]"
 
 REPLACED: tuple[tuple[str, str], ...] = (
@@ -50,11 +53,15 @@ UNWRAPPED: tuple[tuple[str, str], ...] = (
 
 
 class Config(config.Config):
-    """How a box is compared."""
+    """Whose mistakes it makes."""
 
-    conventions: Literal["meshrl", "verl"] = "meshrl"
-    r"""`meshrl`: a box is normalised as an answer line is; `verl`: its content must be the ground truth, character
-    for character, so that `\boxed{\frac12}` is wrong where the truth is `\frac{1}{2}`."""
+    conventions: Conventions = "meshrl"
+    """`verl`: verl's numbers, its mistakes included."""
+
+
+def prepare() -> None:
+    """Import what it needs before the first sample. Raises ConfigError when it is not installed."""
+    _equality.prepare()
 
 
 def compute_score(
@@ -64,16 +71,33 @@ def compute_score(
     extra_info: Json = None,
     config: Config = Config(),  # noqa: B008 - frozen
 ) -> dict[str, Json]:
-    """`score` +1 or -1, `acc` whether it is right, `pred` the answer that was read."""
-    tail, truth = solution_str[-TAIL:], str(ground_truth)
+    """`score` +1 or -1, `acc` whether it is right, `pred` the answer that was read.
+
+    Raises:
+        UserError: the ground truth is no answer.
+    """
+    truth = wanted(ground_truth, "math_dapo")
+    if config.conventions == "meshrl":
+        found = stated(said(solution_str))
+        right = found is not None and _equality.equal(found, _stated.boxed(truth) or truth)
+        return {"score": 1.0 if right else -1.0, "acc": right, "pred": found or INVALID}
+    tail = solution_str[-TAIL:]
     answers = ANSWER.findall(tail)
     found = answers[-1] if answers else last_boxed(tail[-BOX_TAIL:], ("\\boxed{",))
-    if config.conventions == "verl" and not answers and found is not None:
+    if not answers and found is not None:
         prediction, right = found, found == truth
     else:
         prediction = INVALID if found is None else normal(found)
         right = prediction == normal(truth)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": prediction}
+
+
+def stated(response: str) -> str | None:
+    """The answer after the last `Answer:`, or in a box that is later; None without one."""
+    at = max((match.end() for match in LINE.finditer(response)), default=-1)
+    if at < 0 or response.rfind("\\boxed") >= at:
+        return _stated.boxed(response)
+    return _stated.sentence(response[at:]) or None
 
 
 def normal(answer: str) -> str:

@@ -1,7 +1,7 @@
-r"""MATH: string equality after normalisation, the metric of Hendrycks et al. 2021 (https://arxiv.org/abs/2103.03874).
+r"""MATH (Hendrycks et al. 2021, https://arxiv.org/abs/2103.03874): the last `\boxed{}`, compared as `math` does.
 
-The answer is the last `\boxed{}`. Both sides are rewritten to one spelling (fractions, roots, units, spaces) and
-compared as strings: 0.5 is 1/2 and 10\% is 10, but \text{yes} is not yes. What has no such spelling stays as it is.
+Under `conventions: verl` it is the metric of the paper: both sides are rewritten to one spelling (fractions, roots,
+units, spaces) and compared as strings, so that \text{yes} is not yes. What has no such spelling stays as it is.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ from collections.abc import Callable
 
 from meshrl.contract import config
 from meshrl.contract.types import Json
+from meshrl.rewardd.rewards import _equality, _stated
 from meshrl.rewardd.rewards._latex import closing
+from meshrl.rewardd.rewards._truth import Conventions, said, wanted
 
 
 class Config(config.Config):
-    """Nothing to set."""
+    """Whose mistakes it makes."""
+
+    conventions: Conventions = "meshrl"
+    """`verl`: verl's numbers, its mistakes included."""
 
 
 class UnreadableError(Exception):
@@ -36,6 +41,11 @@ SPELLINGS: tuple[tuple[str, str], ...] = (
 )
 
 
+def prepare() -> None:
+    """Import what it needs before the first sample. Raises ConfigError when it is not installed."""
+    _equality.prepare()
+
+
 def compute_score(
     data_source: str,
     solution_str: str,
@@ -43,9 +53,17 @@ def compute_score(
     extra_info: Json = None,
     config: Config = Config(),  # noqa: B008 - frozen
 ) -> float:
-    """1 if the boxed answer has the normal spelling of the ground truth, else 0."""
-    answer = boxed_answer(solution_str)
-    return float(answer is not None and equal(answer, str(ground_truth)))
+    """1 if the boxed answer is the ground truth, else 0.
+
+    Raises:
+        UserError: the ground truth is no answer.
+    """
+    truth = wanted(ground_truth, "math_reward")
+    if config.conventions == "verl":
+        answer = boxed_answer(solution_str)
+        return float(answer is not None and equal(answer, truth))
+    answer = _stated.boxed(said(solution_str))
+    return float(answer is not None and _equality.equal(answer, _stated.boxed(truth) or truth))
 
 
 def boxed_answer(text: str) -> str | None:

@@ -1,8 +1,9 @@
-r"""PRIME's scorer for NuminaMath: the last box, graded first by simple algebra, then by numbers and expressions.
+r"""PRIME's scorer for NuminaMath: the last box, or what the response announces, compared as `math` does.
 
-The first stage follows the grader of PRM800K (Lightman et al. 2023, https://arxiv.org/abs/2305.20050): one spelling,
-then element by element, fractions reduced, integers only against integers, the rest by sympy. The second is lenient
-as in ToRA (Gou et al. 2023, https://arxiv.org/abs/2309.17452): 1e-4 relative, percentages count, π is π or 3.14.
+Under `conventions: verl` it is graded first by simple algebra, then by numbers and expressions. The first stage
+follows the grader of PRM800K (Lightman et al. 2023, https://arxiv.org/abs/2305.20050): one spelling, then element by
+element, fractions reduced, integers only against integers, the rest by sympy. The second is lenient as in ToRA (Gou
+et al. 2023, https://arxiv.org/abs/2309.17452): 1e-4 relative, percentages count, π is π or 3.14.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import re
 
 from meshrl.contract import config
 from meshrl.contract.types import Json
-from meshrl.rewardd.rewards import _algebra, math_reward
+from meshrl.rewardd.rewards import _algebra, _equality, _stated, math_reward
 from meshrl.rewardd.rewards._latex import closing, last_boxed
+from meshrl.rewardd.rewards._truth import Conventions, said, wanted
 
-REQUIRES = ("sympy",)
+REQUIRES = ("sympy", "mpmath")
 TOLERANCE = 1e-4
 UNITS = tuple(
     word
@@ -54,12 +56,15 @@ the square of a text's length."""
 
 
 class Config(config.Config):
-    """Nothing to set."""
+    """Whose mistakes it makes."""
+
+    conventions: Conventions = "meshrl"
+    """`verl`: verl's numbers, its mistakes included."""
 
 
 def prepare() -> None:
-    """Import sympy before the first sample. Raises ConfigError when it is not installed."""
-    _algebra.sympy()
+    """Import what it needs before the first sample. Raises ConfigError when it is not installed."""
+    _equality.prepare()
 
 
 def compute_score(
@@ -69,8 +74,18 @@ def compute_score(
     extra_info: Json = None,
     config: Config = Config(),  # noqa: B008 - frozen
 ) -> float:
-    """1 if the answer that the response ends in equals the ground truth, else 0."""
-    answer, truth = stated(solution_str), str(ground_truth)
+    """1 if the answer that the response ends in equals the ground truth, else 0.
+
+    Raises:
+        UserError: the ground truth is no answer.
+    """
+    truth = wanted(ground_truth, "prime_math")
+    if config.conventions == "meshrl":
+        found = _stated.boxed(response := said(solution_str))
+        if found is None and "\\boxed" not in response:
+            found = _stated.announced(response)
+        return float(found is not None and _equality.equal(found, _stated.boxed(truth) or truth))
+    answer = stated(solution_str)
     if simple_equal(answer, truth):
         return 1.0
     if is_too_long(answer, truth):

@@ -11,6 +11,7 @@ from functools import lru_cache
 from meshrl.contract import config
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
+from meshrl.rewardd.rewards._truth import wanted
 
 
 class Config(config.Config):
@@ -39,9 +40,9 @@ def compute_score(
     """`score` if the pattern matches, else `penalty`.
 
     Raises:
-        UserError: the ground truth is no regular expression.
+        UserError: the ground truth is no regular expression, or empty: that matches everything.
     """
-    text = config.pattern if config.pattern is not None else str(ground_truth)
+    text = config.pattern if config.pattern is not None else wanted(ground_truth, "regex_match")
     flags = re.DOTALL | (re.IGNORECASE if config.ignore_case else 0)
     pattern = _compiled(text, flags | (re.MULTILINE if config.multiline else 0))
     match = pattern.fullmatch if config.whole else pattern.search

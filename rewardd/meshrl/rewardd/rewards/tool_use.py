@@ -19,6 +19,8 @@ from meshrl.contract import config
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
 from meshrl.rewardd.rewards._blocks import blocks
+from meshrl.rewardd.rewards._truth import same
+from meshrl.rewardd.rewards._truth import wanted as wanted_text
 
 BLOCKS = ("think", "tool_call", "response")
 MAX_CALLS = 64
@@ -50,6 +52,7 @@ def compute_score(
         raise UserError(
             f"tool_use wants the wanted response as ground truth, got {type(ground_truth).__name__}"
         )
+    ground_truth = wanted_text(ground_truth, "tool_use")
     formed = _form(solution_str) == _form(ground_truth) != ()
     form = config.format_max if formed else 0.0
     wanted = _calls(ground_truth)
@@ -88,14 +91,27 @@ def _calls(text: str) -> list[tuple[str, dict[str, Json]]] | None:
         if not line.strip():
             continue
         try:
-            call = json.loads(line)
-            parameters = call.get("parameters", call.get("arguments", {}))
-            calls.append((str(call["name"]), dict(parameters)))
+            call = json.loads(line, object_pairs_hook=_distinct, parse_constant=_refused)
+            name, parameters = call["name"], call.get("parameters", call.get("arguments", {}))
+            if not isinstance(name, str) or not isinstance(parameters, dict):
+                return None
+            calls.append((name, parameters))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
         if len(calls) > MAX_CALLS:
             return None
     return calls
+
+
+def _distinct(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    """An object; ValueError for two values under one name, of which one could be a guess."""
+    if len(found := dict(pairs)) != len(pairs):
+        raise ValueError("two values under one name")
+    return found
+
+
+def _refused(constant: str) -> Json:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def agreement(
@@ -118,7 +134,7 @@ def agreement(
 
 def _alike(given: dict[str, Json], wanted: dict[str, Json]) -> float:
     """Common parameter names as a share, plus one for every equal value."""
-    equal = sum(key in given and given[key] == value for key, value in wanted.items())
+    equal = sum(key in given and same(given[key], value) for key, value in wanted.items())
     return _common(given, wanted) + float(equal)
 
 

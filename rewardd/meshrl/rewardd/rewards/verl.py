@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from meshrl.contract import config
 from meshrl.contract.errors import UserError
@@ -16,8 +16,9 @@ from meshrl.rewardd.rewards import (
     prime_math,
     search_qa,
 )
+from meshrl.rewardd.rewards._truth import Conventions
 
-REQUIRES = ("sympy",)
+REQUIRES = ("sympy", "mpmath")
 
 SCORERS: dict[str, Any] = {
     "openai/gsm8k": gsm8k,
@@ -58,8 +59,8 @@ SCORERS: dict[str, Any] = {
 class Config(config.Config):
     """The data_source decides; this says how."""
 
-    conventions: Literal["meshrl", "verl"] = "meshrl"
-    """As in `math_dapo`."""
+    conventions: Conventions = "meshrl"
+    """`meshrl`: strict, and right as far as we know; `verl`: verl's numbers, its mistakes included."""
 
 
 def compute_score(
@@ -80,10 +81,8 @@ def compute_score(
             f"no scorer for data_source {data_source!r} (known: {', '.join(SCORERS)}, aime*); "
             "name one in reward.functions or reward.custom_reward_function"
         )
-    if scorer is math_dapo:
-        options = math_dapo.Config(conventions=config.conventions)
-        return math_dapo.compute_score(data_source, solution_str, ground_truth, extra_info, options)
+    options = {} if scorer is code else {"conventions": config.conventions}
     result: float | dict[str, Json] = scorer.compute_score(
-        data_source, solution_str, ground_truth, extra_info
+        data_source, solution_str, ground_truth, extra_info, scorer.Config(**options)
     )
     return result

@@ -1,0 +1,145 @@
+r"""Which text of a response is its answer: boxes, announcing words, the last line. The work grows with the text.
+
+The last box counts. Boxes that `or`, `and` or a comma join are one answer of several parts, so that a hedge is no
+answer to a question that has one. A box after `not` is none. If the last box does not end, the answer was cut off.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+UNBRACED = re.compile(r"[^\s${}]*")
+NEGATION = re.compile(
+    r"(?:\bnot|n't|\brather than|\binstead of|\bno longer|≠|\\neq?|!=)(?:\s+(?:equal to|the|a))?[\s$(\\*]*",
+    re.IGNORECASE,
+)
+GAP = re.compile(r"[a-zA-Z]\w?\s*=|[a-zA-Z]+|[^\s\w]")
+CONNECTORS = {"or", "and", ",", ";", "&", "/", "maybe", "perhaps", "possibly", "alternatively"}
+FILLERS = {"either", "text", "quad", "qquad", "mbox", *"{}()[]$\\*"}
+LONGEST_GAP = 48
+"""Characters between two boxes of one answer."""
+ANSWER_IS = re.compile(
+    r"answers?(?: to [^.:\n]{1,60})?\s*(?:\bis\b|\bare\b|\bwas\b|\bto be\b|=|:|：)\s*(?:simply |just |then )?[:：]?",
+    re.IGNORECASE,
+)
+IS_ANSWER = re.compile(r"\s(?:is|are) (?:the|my|our) (?:final |correct )?answers?\b", re.IGNORECASE)
+ANNOUNCING = re.compile(
+    r"(?:\b(?:is|are|be|get|obtain|gives|equals|equal to|have|leaves)\b|[=:≈])\s*", re.IGNORECASE
+)
+SENTENCE = re.compile(r"[.!?](?=\s|$)")
+ASIDE = re.compile(
+    r",?\s+(?:because|since|as|which|so|where|for|when|after|by|in total|altogether|I hope)\b",
+    re.IGNORECASE,
+)
+NUMBER = re.compile(r"[$€£]?-?[\d.,/]*\d%?")
+HEDGE = re.compile(r"\d|\b(?:or|not|maybe|perhaps|possibly)\b", re.IGNORECASE)
+
+
+def boxed(text: str) -> str | None:
+    """The content of the last box, or of several that are joined; None without one, and where it was cut off."""
+    found = list(_boxes(text))
+    if not found or found[-1][2] is None:
+        return None
+    kept = [box for box in found if box[2] is not None and not _is_negated(text, box[0])]
+    if not kept:
+        return None
+    parts: list[str] = []
+    for before, box in zip([None, *kept[:-1]], kept, strict=True):
+        if before is not None and not _joins(text[before[1] : box[0]][: LONGEST_GAP + 1]):
+            parts.clear()
+        if (content := str(box[2]).strip()) not in parts:
+            parts.append(content)
+    return ", ".join(parts)
+
+
+def _boxes(text: str) -> Iterator[tuple[int, int, str | None]]:
+    """Start, end and content of each box that is in no other; None for one that does not end."""
+    partners: dict[int, int] = {}
+    opened: list[int] = []
+    for match in BRACE.finditer(text):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif match[0] == "}" and opened:
+            partners[opened.pop()] = match.start()
+    at = 0
+    for match in BOX.finditer(text):
+        start, opening = match.start(), match.end()
+        if start < at:
+            continue
+        if text[opening : opening + 1] == "{":
+            end = partners.get(opening)
+            if end is None:
+                yield start, len(text), None
+                continue
+            yield start, end + 1, BOX.sub("", text[opening + 1 : end])
+            at = end + 1
+        elif content := UNBRACED.match(text, opening):
+            at = content.end()
+            yield start, at, content[0].rstrip(".,;:") or None
+
+
+def _is_negated(text: str, at: int) -> bool:
+    before = text[max(at - 32, 0) : at]
+    return any(match.end() == len(before) for match in NEGATION.finditer(before))
+
+
+def _joins(gap: str) -> bool:
+    if len(gap) > LONGEST_GAP:
+        return False
+    words = [word.casefold() for word in GAP.findall(gap)]
+    known = all(word in CONNECTORS or word in FILLERS or word.endswith("=") for word in words)
+    return known and any(word in CONNECTORS for word in words)
+
+
+def announced(text: str) -> str | None:
+    """What the words `the answer is` announce, else what the last line ends in; None for an empty text."""
+    if places := [match.end() for match in ANSWER_IS.finditer(text)]:
+        return sentence(text[places[-1] :])
+    if places := [match.start() for match in IS_ANSWER.finditer(text)]:
+        before = text[: places[-1]].rpartition("\n")[2]
+        return plain(SENTENCE.split(before)[-1])
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        return None
+    last = SENTENCE.split(lines[-1].strip(" .*"))[-1]
+    if formula := _formula(last):
+        return formula
+    places = [match.end() for match in ANNOUNCING.finditer(last)]
+    return plain(last[places[-1] :] if places else last)
+
+
+def sentence(text: str) -> str:
+    """The answer at the beginning of `text`: up to the end of its line, of its sentence, or an aside."""
+    line = text.lstrip(" \t\r\n*").partition("\n")[0]
+    line = SENTENCE.split(line, maxsplit=1)[0]
+    if formula := _formula(line):
+        return formula
+    line = plain(ASIDE.split(line, maxsplit=1)[0])
+    number = NUMBER.match(line)
+    rest = line[number.end() :] if number else ""
+    if number and re.match(r"\s+[a-zA-Z]{3,}", rest) and not HEDGE.search(rest):
+        return number[0]
+    return line
+
+
+def _formula(line: str) -> str | None:
+    r"""The formula of a line that has one between dollar signs, or in `\(…\)`."""
+    for opening, closing in (("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+        parts = line.replace("$$", "$").replace("\\$", "\0").split(opening)
+        if opening == closing and len(parts) == 3 and parts[1].strip():
+            outside = parts[0] + parts[2]
+        elif opening != closing and len(parts) == 2 and closing in parts[1]:
+            inside, _, after = parts[1].partition(closing)
+            parts, outside = ["", inside], parts[0] + after
+        else:
+            continue
+        return None if HEDGE.search(outside) else parts[1].replace("\0", "\\$").strip()
+    return None
+
+
+def plain(text: str) -> str:
+    """Without emphasis and a full stop around it."""
+    return text.strip().strip("*_` ").rstrip(".").strip()
