@@ -162,6 +162,8 @@ def _different(items: Sequence[Node]) -> list[Node]:
 
 
 def _same_answer(given: list[Node], wanted: list[Node]) -> bool:
+    if len(given) == len(wanted) == 1 and _same_item(given[0], wanted[0]):
+        return True
     given, wanted = _as_intervals(given), _as_intervals(wanted)
     if len(given) == len(wanted) == 1:
         return _same_item(given[0], wanted[0])
@@ -267,8 +269,8 @@ def _same_structure(given: Node, wanted: Node) -> bool:
 
 def _same_relation(given: Node, wanted: Node) -> bool:
     names = _name(given), _name(wanted)
-    if None not in names:
-        return names[0] == names[1] and _same_item(given[3], wanted[3])
+    if None not in names and names[0] == names[1] and _same_item(given[3], wanted[3]):
+        return True
     if len(given[1]) != 1 or len(wanted[1]) != 1:
         return given[1] == wanted[1] and _same_ordered(given[2:], wanted[2:])
     (one,), (other,) = given[1], wanted[1]
@@ -353,7 +355,10 @@ def _same_scalar(given: Node, wanted: Node) -> bool:
         return False
     if (given[0] == "percent") != (wanted[0] == "percent"):
         share, other = (given, wanted) if given[0] == "percent" else (wanted, given)
-        return _same_value(share[1], other) or _same_value(share, other)
+        if _same_value(share, other):
+            return True
+        value = _real(other)  # 10 for 10%, but not 0.25 for 0.25%
+        return _same_value(share[1], other) and (value is None or abs(value) >= 1)
     return _same_value(given, wanted) or _rounds_to(given, wanted)
 
 

@@ -35,6 +35,9 @@ ASIDE = re.compile(
     re.IGNORECASE,
 )
 NUMBER = re.compile(r"[$€£]?-?[\d.,/]*\d%?")
+CONCLUDING = re.compile(
+    r"^[\s*_]*(?:so|thus|hence|therefore|then|and|finally|now)\b,?\s*", re.IGNORECASE
+)
 HEDGE = re.compile(r"\d|\b(?:or|not|maybe|perhaps|possibly)\b", re.IGNORECASE)
 
 
@@ -141,5 +144,6 @@ def _formula(line: str) -> str | None:
 
 
 def plain(text: str) -> str:
-    """Without emphasis and a full stop around it."""
+    """Without emphasis and a full stop around it, and without a word that begins a conclusion."""
+    text = CONCLUDING.sub("", text)
     return text.strip().strip("*_` ").rstrip(".").strip()

@@ -21,6 +21,7 @@ TAIL = 300
 """Only this many characters from the end are searched: an answer before them is not the final one."""
 MARKED = re.compile(r"#### (-?[0-9.,]+)")
 NUMBER = re.compile(r"-?[0-9.,]+")
+RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]")
 HASHES = re.compile(r"(?<!#)####(?!#)")
 SPACED = re.compile(r"(?<![\d.,/])[1-9]\d{0,2}(?: \d{3})+(?![\d/.,]| \d)")
 MOST_CHARACTERS = 400
@@ -85,10 +86,13 @@ def compute_score(
         answers = [a for a in (number(box or ""), number(last[-1] if last else "")) if a][:1]
     if not answers:
         return 0.0
-    value, is_share = answers[-1]
-    right = value == target[0] or (
-        is_share != target[1] and _hundredth(answers[-1]) == _hundredth(target)
-    )
+    (value, is_share), (sought, sought_share) = answers[-1], target
+    if is_share != sought_share:  # 42% is 42 and 0.42, and 0.42% neither
+        right = _hundredth(answers[-1]) == _hundredth(target) or (
+            value == sought and abs(value) >= 1
+        )
+    else:
+        right = value == sought
     return config.score if right else config.format_score
 
 
@@ -98,7 +102,8 @@ def _hundredth(found: tuple[Fraction, bool]) -> Fraction:
 
 def _tidy(text: str) -> str:
     """With plain digits, minus signs and commas."""
-    text = unicodedata.normalize("NFKC", text.replace("\u2212", "-").replace("\u2013", "-"))
+    text = RAISED.sub("^", text.replace("\u2212", "-").replace("\u2013", "-"))
+    text = unicodedata.normalize("NFKC", text)
     text = text.replace("{,}", ",").replace("\\!", "").replace("\\,", "").replace("\\$", "$")
     return SPACED.sub(lambda match: match[0].replace(" ", ""), text).replace("\\%", "%")
 
@@ -112,6 +117,8 @@ def number(text: str) -> tuple[Fraction, bool] | None:
     if match is None or HEDGED.match(line, match.end()):
         return None
     sign, whole, over, under, digits, power = match.groups()
+    if sign.count("-") + sign.count("+") > 1:
+        return None
     try:
         if under:
             value = Fraction(int(whole or 0)) + Fraction(int(over), int(under))
@@ -119,7 +126,7 @@ def number(text: str) -> tuple[Fraction, bool] | None:
             value = Fraction(digits.replace(",", "") + (power or ""))
     except (ValueError, ZeroDivisionError):
         return None
-    return (-value if sign and "-" in sign else value), bool(re.match(r"\s*%", line[match.end() :]))
+    return (-value if "-" in sign else value), bool(re.match(r"\s*%", line[match.end() :]))
 
 
 def _as_verl(solution_str: str, truth: str, config: Config) -> float:
