@@ -122,3 +122,58 @@ async def test_an_order_that_is_left_out_later_is_another_order(
     with pytest.raises(UserError, match=f"was fed {next(iter(options))} .*, now it is None"):
         await feeder(queue, epochs=None).run()
     await queue.close()
+
+
+async def test_other_data_that_were_accepted_are_fed_from_their_beginning_with_new_names(
+    tmp_path: Path,
+) -> None:
+    queue = await open_queue(tmp_path)
+    names: list[str] = []
+    for seed, count in ((0, 7), (1, 13), (0, 10)):
+        stopping = feeder(queue, epochs=None, seed=seed, chunk=1, accept_changes=True)
+        feeding = asyncio.create_task(stopping.run())
+        names += await eat(queue, count)
+        stopping.stop()
+        await asyncio.wait_for(feeding, 120)
+    assert len(names) == len(set(names)) == 30
+    again = feeder(queue, epochs=None, seed=0, chunk=1)
+    feeding = asyncio.create_task(again.run())
+    names += await eat(queue, 10)
+    again.stop()
+    await asyncio.wait_for(feeding, 120)
+    assert len(names) == len(set(names)), "a start without a change goes on where it was"
+    await queue.close()
+
+
+async def test_other_data_are_noticed_from_the_first_task_on(tmp_path: Path) -> None:
+    queue = await open_queue(tmp_path)
+    stopping = feeder(queue, epochs=None)
+    feeding = asyncio.create_task(stopping.run())
+    names = await eat(queue, 2)
+    stopping.stop()
+    await asyncio.wait_for(feeding, 120)
+    with pytest.raises(UserError, match="was fed seed 0, now it is 1"):
+        await feeder(queue, epochs=None, seed=1).run()
+    stopping = feeder(queue, epochs=None, seed=1, accept_changes=True)
+    feeding = asyncio.create_task(stopping.run())
+    names += await eat(queue, 12)
+    stopping.stop()
+    await asyncio.wait_for(feeding, 120)
+    assert len(set(names)) == 14
+    assert len({name for name in names if int(name.split("-")[0]) > 1}) >= 8
+    await queue.close()
+
+
+async def test_fewer_data_that_were_accepted_end_the_feed_where_all_epochs_are_through(
+    tmp_path: Path,
+) -> None:
+    queue = await open_queue(tmp_path)
+    first = feeder(queue, epochs=2, chunk=1)
+    feeding = asyncio.create_task(first.run())
+    await eat(queue, 12)
+    first.stop()
+    await asyncio.wait_for(feeding, 120)
+    last = feeder(queue, epochs=1, seed=1, accept_changes=True)
+    await asyncio.wait_for(last.run(), 120)
+    assert (await queue.run_state("r")).feed_closed
+    await queue.close()

@@ -56,6 +56,7 @@ class Feeder:
         weights: Mapping[str, float] | None = None,
         levels: LevelStream | None = None,
         chunk: int = CHUNK,
+        accept_changes: bool = False,
     ) -> None:
         """Prepare; nothing is admitted before `run`.
 
@@ -71,11 +72,17 @@ class Feeder:
             weights: Shares of the sources in each epoch; see `Mixture`. None: every prompt once.
             levels: Prompts of the level that each task has now, instead of all.
             chunk: Tasks per call.
+            accept_changes: Go on with other prompts, or in another order, than were fed before: from their beginning.
 
         Raises:
             ConfigError: no such curriculum. UserError: the weights do not fit the prompts.
         """
         self.position = 0
+        self._began = 0
+        """The position at which these prompts, in this order, were begun."""
+        self._first_turn = 0
+        """The number of the first pass over them in the names of tasks, which none of other prompts has."""
+        self._accept_changes = accept_changes
         self._queue = queue
         self._run = run
         self._prompts = prompts
@@ -110,6 +117,10 @@ class Feeder:
         if state.feed_closed:
             return
         self.position = self._start(state)
+        if state.cursor != self._cursor(self.position):
+            await self._admit(
+                []
+            )  # before the first task: whose data a task was is known from then on
         tasks = self._tasks(self.position)
         waiting: list[Task] = []
         while not self._stop.is_set():
@@ -174,19 +185,19 @@ class Feeder:
 
     def _tasks(self, start: int) -> Iterator[Task]:
         """The tasks from position `start` on, without end or up to the last epoch."""
-        size = len(self._prompts.prompts)
-        position = start
-        while self._levels and (self._total is None or position < self._total):
-            turn, place = self._levels.draw(position)
+        left = None if self._total is None else max(0, self._total - start)
+        for turn, place in itertools.islice(self._places(start - self._began), left):
             prompt = self._prompts.prompts[place]
-            yield self._make_task(prompt, f"{turn}-{prompt.index}")
-            position += 1
-        while self._total is None or position < self._total:
-            epoch = position // size
-            for turn, place in self._draws(epoch)[position % size :]:
-                prompt = self._prompts.prompts[place]
-                yield self._make_task(prompt, f"{turn}-{prompt.index}")
-            position = (epoch + 1) * size
+            yield self._make_task(prompt, f"{self._first_turn + turn}-{prompt.index}")
+
+    def _places(self, start: int) -> Iterator[tuple[int, int]]:
+        """From position `start` of these prompts on: for the how-manieth time each is asked, and its place."""
+        size = len(self._prompts.prompts)
+        while self._levels:
+            yield self._levels.draw(self._began + start)
+            start += 1
+        for epoch in itertools.count(start // size):
+            yield from self._draws(epoch)[max(0, start - epoch * size) :]
 
     def _draws(self, epoch: int) -> list[tuple[int, int]]:
         """The epoch's prompts in order: for the how-manieth time each is asked, and its place."""
@@ -214,7 +225,8 @@ class Feeder:
 
     def _cursor(self, position: int) -> str:
         levels = {"levels": self._levels.state()} if self._levels else {}
-        return json.dumps({"position": position, **levels, **self._identity()})
+        began = {"began": self._began, "first_turn": self._first_turn} if self._first_turn else {}
+        return json.dumps({"position": position, **began, **levels, **self._identity()})
 
     def _identity(self) -> dict[str, object]:
         seed = self._seed if self._shuffle or self._curriculum or self._levels else None
@@ -230,14 +242,22 @@ class Feeder:
             return 0
         stored = json.loads(state.cursor)
         position: int = stored.pop("position")
+        self._began = stored.pop("began", 0)
+        self._first_turn = stored.pop("first_turn", 0)
         levels = stored.pop("levels", None)
         identity = self._identity()
-        for key in (*identity, *(stored.keys() - identity)):
-            if stored.get(key) != identity.get(key):
+        other = [k for k in (*identity, *stored) if stored.get(k) != identity.get(k)]
+        if other:
+            was = f"run {self._run} was fed {other[0]} {stored.get(other[0])}, now it is {identity.get(other[0])}"
+            if not self._accept_changes:
                 raise UserError(
-                    f"run {self._run} was fed {key} {stored.get(key)}, now it is {identity.get(key)}: a resumed run"
-                    " needs the same prompts in the same order; use another run.name for other data"
+                    f"{was}: a resumed run needs the same prompts in the same order; use another run.name for other"
+                    " data, or --accept-changes"
                 )
-        if self._levels:
+            log.warning("%s: it goes on from their beginning", was)
+            # No prompt was asked more often than prompts were, those of the chunk that was being admitted included.
+            self._first_turn += position - self._began + CHUNK
+            self._began = position
+        elif self._levels:
             self._levels.restore(levels)
         return position

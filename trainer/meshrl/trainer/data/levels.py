@@ -127,6 +127,7 @@ class LevelStream:
         self.evaluation, self.batch = evaluation, batch
         self._names = sorted(gym.tasks)
         self._seed = seed
+        self._top = gym.levels - 1
         self._pools: dict[tuple[str, int], list[int]] = {
             (name, level): [] for name in self._names for level in range(gym.levels)
         }
@@ -156,7 +157,7 @@ class LevelStream:
     def draw(self, position: int) -> tuple[int, int]:
         """The next prompt, which is the run's at `position`: the how-manieth pass over its level, and its place."""
         name = self._names[self._turns[position % len(self._turns)]]
-        level = self._levels.get(name, 0)
+        level = min(self._levels.get(name, 0), self._top)
         key = f"{name}/{level}"
         drawn = self._drawn.get(key, 0)
         self._drawn[key] = drawn + 1
