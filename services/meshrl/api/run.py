@@ -165,7 +165,12 @@ class Run:
 _STOPPED = (-signal.SIGINT, 130, 143)
 
 
-def run(recipe: Path | str, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Run:
+def run(
+    recipe: Path | str,
+    overrides: Mapping[str, Any] | Sequence[str] = (),
+    *,
+    accept_changes: bool = False,
+) -> Run:
     """Train as a recipe says, in processes beside this one; returns when they are started.
 
     A run that is finished is not started again, and one that was stopped goes on, as with `meshrl up`.
@@ -173,6 +178,7 @@ def run(recipe: Path | str, overrides: Mapping[str, Any] | Sequence[str] = ()) -
     Args:
         recipe: A YAML file.
         overrides: Keys to values, `{"rollout.n": 16}`, or as on the command line, `["rollout.n=16"]`.
+        accept_changes: Go on with other data, another model, reward, program or seed than the run began with.
 
     Raises:
         ConfigError: the recipe would not start; one line per problem.
@@ -190,9 +196,10 @@ def run(recipe: Path | str, overrides: Mapping[str, Any] | Sequence[str] = ()) -
         return Run(directory)
     logs = directory / "logs"
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    options = ["--plain", *(["--accept-changes"] if accept_changes else [])]
     with (logs / ERRORS_NAME).open("wb") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "meshrl.cli", "up", str(path), *words, "--plain"],
+            [sys.executable, "-P", "-m", "meshrl.cli", "up", str(path), *words, *options],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # the lines of services are in their logs
             stderr=errors,

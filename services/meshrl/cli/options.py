@@ -126,3 +126,13 @@ def preload_option(function: F) -> F:
         show_default=True,
         help="Fork services from a process that has imported what they do; --no-preload starts each afresh.",
     )(function)
+
+
+def accept_changes_option(function: F) -> F:
+    """`--accept-changes`."""
+    return click.option(
+        "--accept-changes",
+        is_flag=True,
+        envvar="MESHRL_ACCEPT_CHANGES",
+        help="Go on with other data, another model, reward, program or seed than the run began with.",
+    )(function)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -204,17 +205,42 @@ def load_run(path: Path) -> Recipe:
     Raises:
         ConfigError: no such file, or no recipe.
     """
-    recipe, here = load_recipe(path, check=False), path.parent
+    return moved(load_recipe(path, check=False), path.parent)
+
+
+def recorded(tree: Mapping[str, Any], directory: Path) -> Recipe:
+    """The recipe that a run in `directory` recorded as JSON, with paths as `load_run` has them.
+
+    Keys that are gone are dropped.
+
+    Raises:
+        ConfigError: it is no recipe.
+    """
+    kept = copy.deepcopy(dict(tree))
+    _drop_retired(kept, {})
+    try:
+        recipe = Recipe.model_validate(kept)
+    except ValidationError as error:
+        for each in error.errors():
+            if each["type"] == "extra_forbidden":
+                *path, last = each["loc"]
+                _section(kept, path).pop(last, None)
+        recipe = Written(kept, {(): str(directory)}).as_config(Recipe)
+    return moved(recipe, directory)
+
+
+def moved(recipe: Recipe, here: Path) -> Recipe:
+    """The recipe of a run whose directory is `here` now."""
     before = recipe.run.path
 
-    def moved(each: Path) -> Path:
+    def change(each: Path) -> Path:
         if each.is_relative_to(before):
             return here / each.relative_to(before)
         beside = here.absolute().parent.parent / each
         return beside if not each.exists() and beside.exists() else each
 
     run = recipe.run.model_copy(update={"dir": before})
-    return _with_paths(recipe.model_copy(update={"run": run}), moved)
+    return _with_paths(recipe.model_copy(update={"run": run}), change)
 
 
 def _with_paths(recipe: Recipe, change: Callable[[Path], Path]) -> Recipe:

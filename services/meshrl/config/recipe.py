@@ -32,6 +32,8 @@ from meshrl.transferqueue.config import QueueConfig
 EVAL_SUFFIX = ".eval"
 RECIPE_NAME, METRICS_NAME = "recipe.yaml", "metrics.jsonl"
 """In a run's directory."""
+RUNNING_NAME = "recipe.running.yaml"
+"""The recipe that services of `up` read, in the run's directory."""
 
 
 class RunConfig(Config):
@@ -42,7 +44,8 @@ class RunConfig(Config):
     dir: Path | None = None
     """Logs, queue, checkpoints, metrics; null is `runs/<run.name>`."""
     seed: int = 0
-    """Seeds the samplers, the trainer and everything else that draws."""
+    """Seeds the samplers, the trainer and everything else that draws, with the names of rows, which begin with the
+    run's: two runs of other names sample differently."""
     log_max_bytes: PositiveInt = 16 << 20
     """A service's log of this size is moved aside: `queue.log` becomes `queue.log.1`, that one `queue.log.2`."""
     log_keep: PositiveInt = 4

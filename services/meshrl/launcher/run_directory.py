@@ -10,12 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from meshrl.config.loading import anchored, save_recipe
-from meshrl.config.recipe import RECIPE_NAME, Recipe, uses_gateway
+from meshrl.config.recipe import RECIPE_NAME, RUNNING_NAME, Recipe, uses_gateway
 from meshrl.contract.files import replace_file
 from meshrl.launcher.ports import is_taken
 from meshrl.launcher.status import MeshStatus
 
-RUNNING_NAME = "recipe.running.yaml"
 FINISHED_NAME = "finished.json"
 EXPORT_NAME = "export"
 HOST = "127.0.0.1"

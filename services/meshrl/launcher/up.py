@@ -17,6 +17,7 @@ from rich.live import Live
 from meshrl.config.machine import ThisMachine
 from meshrl.config.placement import place
 from meshrl.config.recipe import Recipe
+from meshrl.config.run_record import begin
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import TrainerStatus
 from meshrl.deploy.machines import Machines
@@ -62,15 +63,18 @@ def up(
     fixed_ports: Mapping[str, int],
     plain: bool,
     view: bool = False,
+    accept_changes: bool = False,
     preloading: Preloading | None = None,
     machines: Machines | None = None,
 ) -> int:
     """Run the mesh of `recipe` to its end, with `view` beside a page over it; the exit code.
 
-    `machines` says where services run; None: here.
+    `machines` says where services run; None: here. `accept_changes` lets the run go on with other data, another model
+    or another reward than it began with.
 
     Raises:
-        UserError: the run's directory is in use, `fixed_ports` names no service, or `machines` do not fit the recipe.
+        UserError: the run's directory is in use, `fixed_ports` names no service, `machines` do not fit the recipe, or
+            the recipe is not that of the run in the directory.
     """
     tls.use(recipe.tls.certificates)
     recipe = with_recorded_shards(recipe)
@@ -100,7 +104,7 @@ def up(
             )
         placement = place(recipe, ThisMachine())
         recipe = placement.recipe
-        for line in placement.lines():
+        for line in (*placement.lines(), *begin(recipe, accept_changes=accept_changes)):
             console.print(line)
         with recipe_on_trial(recipe, directory) as trial:
             book = directory / ADDRESS_BOOK_NAME

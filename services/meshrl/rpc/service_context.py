@@ -22,6 +22,8 @@ class ServiceContext:
     """Which machine of the service this is, of one that has several."""
     addresses: Mapping[str, str] = field(default_factory=dict)
     """Address (`host:port`) by kind of service (`queue`, `trainer`)."""
+    accept_changes: bool = False
+    """The run may go on with other data, another model or another reward than it began with."""
 
     def address_of(self, kind: str) -> str:
         """The address of a service. Raises UserError if it is unknown."""

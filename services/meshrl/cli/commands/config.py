@@ -12,7 +12,12 @@ import click
 import yaml
 
 from meshrl.cli.commands.from_verl import from_verl
-from meshrl.cli.options import completed, json_option, recipe_argument
+from meshrl.cli.options import (
+    accept_changes_option,
+    completed,
+    json_option,
+    recipe_argument,
+)
 from meshrl.cli.root import uncollected
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.explain import Key, config_of, defined_at, nearest, walk
@@ -20,6 +25,7 @@ from meshrl.config.loading import Written
 from meshrl.config.machine import AssumedMachine, Assumptions, ThisMachine
 from meshrl.config.placement import place
 from meshrl.config.plugin_checks import names_at
+from meshrl.config.run_record import begin
 from meshrl.config.stages import options_class
 from meshrl.contract.errors import ConfigError
 
@@ -39,8 +45,13 @@ config.add_command(from_verl)
     type=click.Path(path_type=Path),
     help="A YAML file of what another machine has: gpus, gpu_memory_gib, packages, programs, models, rows, files.",
 )
-def check(recipe: Path, overrides: tuple[str, ...], assume: Path | None) -> None:
+@accept_changes_option
+def check(
+    recipe: Path, overrides: tuple[str, ...], assume: Path | None, accept_changes: bool
+) -> None:
     """Say whether a recipe would start: keys, files and what stands in them, options, packages, sizes that must fit.
+
+    Of a run that has begun: also whether it would go on, and what was changed since.
 
     `meshrl up` checks the same before it starts anything.
     """
@@ -52,7 +63,11 @@ def check(recipe: Path, overrides: tuple[str, ...], assume: Path | None) -> None
         machine = AssumedMachine(assumed)
     with uncollected():
         loaded = load_recipe(recipe, overrides, machine=machine)
-    for line in place(loaded, machine).lines():
+    placement = place(loaded, machine)
+    lines = list(placement.lines())
+    if assume is None:
+        lines += begin(placement.recipe, accept_changes=accept_changes, writes=False)
+    for line in lines:
         click.echo(line)
     click.echo(f"{recipe} is good: run {loaded.run.name!r}, files under {loaded.run.path}")
 

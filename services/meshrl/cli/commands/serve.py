@@ -15,10 +15,12 @@ from typing import Any
 
 import click
 
-from meshrl.cli.options import PATH, recipe_argument
+from meshrl.cli.options import PATH, accept_changes_option, recipe_argument
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.machine import ThisMachine
 from meshrl.config.placement import Placement, place
+from meshrl.config.recipe import RUNNING_NAME
+from meshrl.config.run_record import begin
 from meshrl.config.stages import SERVICES, module_of, service_kind
 from meshrl.contract import plugins, tracing
 from meshrl.contract.device_share import DEVICES
@@ -88,6 +90,7 @@ log = logging.getLogger(__name__)
     type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
     default="INFO",
 )
+@accept_changes_option
 @click.option(
     "--stay-on-user-error",
     envvar="MESHRL_STAY_ON_USER_ERROR",
@@ -138,6 +141,8 @@ def _serve(service: str, recipe: Path, overrides: tuple[str, ...], options: dict
     name = options["name"] or placed
     placed = placed if service == "trainer" else name
     loaded = take_share(loaded, service, placed, ThisMachine(), os.environ)
+    if recipe.name != RUNNING_NAME:  # `up` has compared what it wrote
+        _compare(loaded, service, node_rank, options["accept_changes"])
     # The runtime is imported here, not above: with it comes gRPC, which `--help` can do without.
     from meshrl.rpc import credentials, tls
     from meshrl.rpc.runtime import ServerSettings, run_service
@@ -185,9 +190,35 @@ def _serve(service: str, recipe: Path, overrides: tuple[str, ...], options: dict
     )
     run = plugins.load(SERVICES, module_of(loaded, service), "run")
     context = ServiceContext(
-        name=name, kind=service, settings=settings, node_rank=node_rank, addresses=peers
+        name=name,
+        kind=service,
+        settings=settings,
+        node_rank=node_rank,
+        addresses=peers,
+        accept_changes=options["accept_changes"],
     )
     return run_service(lambda: run(loaded, context))
+
+
+def _compare(recipe: Recipe, service: str, node_rank: int, accept_changes: bool) -> None:
+    """Refuse what the run did not begin with, and say what was changed.
+
+    The trainer remembers it, of several machines and ranks the first. Others compare the files that they open.
+
+    Raises:
+        UserError: a line for each key that cannot be changed like this.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    trains = service == "trainer"
+    lines = begin(
+        recipe,
+        accept_changes=accept_changes,
+        writes=trains and not node_rank,
+        sections=None if trains else _sections(service, recipe),
+    )
+    for line in lines:
+        log.info("%s", line)
 
 
 def _node_rank(recipe: Recipe, service: str, given: int | None) -> int:

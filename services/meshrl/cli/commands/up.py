@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from meshrl.cli.options import preload_option, recipe_argument
+from meshrl.cli.options import accept_changes_option, preload_option, recipe_argument
 from meshrl.contract.errors import UserError
 from meshrl.launcher.preloading import preloading
 
@@ -52,6 +52,7 @@ def _ports(
     metavar="COMMAND",
     help="What `meshrl` is on those machines, e.g. 'apptainer exec mesh.sif meshrl'; this very Python if not given.",
 )
+@accept_changes_option
 @preload_option
 def up(
     recipe: Path,
@@ -62,12 +63,13 @@ def up(
     machines: str | None,
     launcher: str | None,
     program: str | None,
+    accept_changes: bool,
     preload: bool,
 ) -> None:
     """Train as RECIPE says: start every service here, watch over them, drain at the end.
 
     The first Ctrl-C ends the step, saves a checkpoint and drains; the second kills. The same command goes on from
-    the last checkpoint.
+    the last checkpoint. What was changed since the run began is told, or refused before anything starts.
     """
     if (machines is None) != (launcher is None) or (program and not machines):
         raise UserError("--machines and --launcher go together, --program with them")
@@ -92,6 +94,7 @@ def up(
             fixed_ports=ports,
             plain=plain,
             view=view,
+            accept_changes=accept_changes,
             preloading=preloaders,
             machines=elsewhere,
         )

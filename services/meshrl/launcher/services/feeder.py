@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from meshrl.config.recipe import EVAL_SUFFIX, Recipe, train_sampling
+from meshrl.config.run_record import changes_accepted, mark_fed
 from meshrl.config.stages import ServiceKind, train_spec
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             curriculum=recipe.data.curriculum,
             weights=recipe.data.weights,
             levels=_levels(recipe, prompts),
+            accept_changes=context.accept_changes or changes_accepted(recipe.run.path),
         )
+        mark_fed(recipe.run.path)
         await server.ready()
         await work_until_stopped(server, feeder.run(), feeder.stop)
 
