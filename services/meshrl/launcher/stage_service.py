@@ -20,7 +20,7 @@ from meshrl.rpc.process_memory import freeze_startup_objects
 from meshrl.rpc.queue_connection import connect_mesh_queue
 from meshrl.rpc.runtime import GrpcServer
 from meshrl.rpc.service_context import ServiceContext
-from meshrl.transferqueue.model.specs import compare_specs
+from meshrl.transferqueue.model.specs import joined_specs
 from meshrl.transferqueue.sharding import ShardedQueue, check_alone
 
 STAGE_GRACE_S = 10.0
@@ -127,7 +127,7 @@ async def until_run_differs(queue: Queue, recipe: Recipe) -> None:
 async def _is_open(queue: Queue, spec: RunSpec, recipe: Recipe) -> bool:
     """Raises UserError when a run of this name exists with other settings."""
     try:
-        compare_specs((await queue.run_state(spec.run)).spec, spec)
+        joined_specs((await queue.run_state(spec.run)).spec, spec)
     except NotFoundError:
         return False
     except ConflictError as error:
