@@ -148,6 +148,25 @@ def test_the_python_clients_send_no_token_unencrypted_beyond_this_machine() -> N
         kind("http://mesh:1", token="mrl_", allow_plain_http=True)
 
 
+async def test_a_proxy_of_the_environment_sees_no_token_on_its_way_to_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[bytes] = []
+
+    async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.read(1 << 16))
+        writer.close()
+
+    async with await asyncio.start_server(proxy, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("no_proxy", "")
+        async with AsyncRewardClient("http://127.0.0.1:1", token="mrl_") as client:
+            with pytest.raises(UnavailableError):
+                await client.list()
+    assert heard == []
+
+
 async def test_the_python_clients_return_the_service_s_answers(tmp_path: Path) -> None:
     async with serving(tmp_path, closed=True) as service:
         token = service.tokens["boss"]

@@ -81,6 +81,8 @@ class _Methods:
             headers=_headers(url, token, allow_plain_http),
             timeout=TIMEOUT_S,
             verify=verify,
+            # A proxy of the environment would see a token on its way to this machine.
+            trust_env=not url.startswith("http://"),
         )
 
     def _send(self, verb: str, path: str, **arguments: Any) -> Any:
