@@ -24,20 +24,46 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def replace_file(path: Path, content: str | bytes) -> None:
+def replace_file(path: Path, content: str | bytes, *, private: bool = False) -> None:
     """Write a file; a reader sees the old one or this one, never a part, whoever is killed. Not synced.
+
+    A `private` one, of rows, is nobody else's to read, whatever the umask.
 
     Raises:
         OSError: the folder is not there, or the disk refuses; it names the file, beside which nothing is left.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        if private:
+            draft.unlink(missing_ok=True)
+            draft.touch(mode=0o600, exist_ok=False)
         draft.write_bytes(content if isinstance(content, bytes) else content.encode())
         draft.replace(path)
     except OSError as error:
         draft.unlink(missing_ok=True)
         error.filename, error.filename2 = str(path), None  # a write names none
         raise
+
+
+def check_owner(path: Path, what: str) -> None:
+    """Refuse a file or directory that somebody else owns, who may say what it holds; root's is fine.
+
+    Args:
+        path: The file; a link's target counts.
+        what: How the message calls it.
+
+    Raises:
+        ConfigError: it is another user's, or is not there.
+    """
+    try:
+        owner = path.stat().st_uid
+    except OSError as error:
+        raise ConfigError(f"{what}: {path}: {error.strerror}") from error
+    if owner not in (0, os.geteuid()):
+        raise ConfigError(
+            f"{what}: {path} belongs to user {owner}, who may change it at any time: want one of your own"
+            f" (this is user {os.geteuid()}), or root's"
+        )
 
 
 def check_private_file(path: Path, what: str) -> None:
@@ -50,12 +76,10 @@ def check_private_file(path: Path, what: str) -> None:
         what: How the message calls it, such as the recipe's key.
 
     Raises:
-        ConfigError: the file is open to others, or is not there.
+        ConfigError: the file is open to others, or another user's, or is not there.
     """
-    try:
-        mode = path.stat().st_mode
-    except OSError as error:
-        raise ConfigError(f"{what}: {path}: {error.strerror}") from error
+    check_owner(path, what)
+    mode = path.stat().st_mode
     if mode & FOR_OTHERS:
         may = " and ".join(
             word for bit, word in ((stat.S_IROTH, "read"), (stat.S_IWOTH, "change")) if mode & bit

@@ -16,6 +16,7 @@ import click
 from meshrl.config.loading import load_run
 from meshrl.config.recipe import EVAL_SUFFIX, METRICS_NAME, Recipe
 from meshrl.contract.errors import NotFoundError, UnavailableError, UserError
+from meshrl.contract.files import check_owner
 from meshrl.contract.ports import Queue
 from meshrl.launcher.address_book import (
     ADDRESS_BOOK_NAME,
@@ -123,8 +124,9 @@ def _enter(directory: Path, address_book: AddressBook, role: MeshRole = MeshRole
     """Call the services of `directory` with its certificates and the credential of `role` from now on.
 
     Raises:
-        UnavailableError: it does not run.
+        UnavailableError: it does not run. ConfigError: it is another user's, who says where credentials are shown.
     """
+    check_owner(directory, "the run's directory")
     if not is_up(directory):
         raise UnavailableError(
             f"the mesh in {directory} is not running; start it with: meshrl up {address_book.recipe}"

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.files import check_private_file
+from meshrl.contract.files import check_owner, check_private_file
 
 log = logging.getLogger(__name__)
 
@@ -273,12 +273,13 @@ def open_run_directory(run_dir: Path) -> None:
     """Make the directory of a run and its credentials where they are missing, closed to other users.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: it cannot be written. ConfigError: it is another user's.
     """
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"run.dir: {run_dir}: {error.strerror}") from error
+    check_owner(run_dir, "run.dir")
     tighten(run_dir)
     ensure_credentials(run_dir)
 
@@ -308,10 +309,11 @@ def ensure_credentials(run_dir: Path) -> None:
     """Make the credentials that a run lacks. Safe for several processes and machines at once.
 
     Raises:
-        UserError: the directory cannot be written.
+        UserError: the directory cannot be written. ConfigError: it is another user's.
     """
     folder = run_dir / FOLDER
     if folder.exists():
+        check_owner(folder, "credentials")
         tighten(folder)
         try:
             _add_roles(folder)

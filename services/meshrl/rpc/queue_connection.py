@@ -146,7 +146,7 @@ def build_store(recipe: Recipe, number: int) -> Store:
         prefix = config.redis_prefix and f"{config.redis_prefix}-{number}"
         config = config.model_copy(update={"path": path, "redis_prefix": prefix})
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"queue.path: {path}: {error.strerror}") from error
     return stores.build(config, path)

@@ -89,7 +89,8 @@ def evaluate(
         report = asyncio.run(run(loaded, model, tasks, right=right, answered=answered))
     if out is not None:
         lines = (json.dumps(asdict(answer), ensure_ascii=False) for answer in report.answers)
-        replace_file(out, "".join(f"{line}\n" for line in lines).encode(errors="replace"))
+        text = "".join(f"{line}\n" for line in lines)
+        replace_file(out, text.encode(errors="replace"), private=True)
     if as_json:
         shown = asdict(replace(report, answers=())) | {"checkpoint": str(source)}
         del shown["answers"]

@@ -91,7 +91,7 @@ def restore(folder: Path, recipe: Path, overrides: tuple[str, ...], as_json: boo
                 await store.close()
         return copied
 
-    wanted.run.path.mkdir(parents=True, exist_ok=True)
+    wanted.run.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with run_lock(wanted.run.path):
         copied = asyncio.run(fill())
     _tell_copied(f"restored {folder} for run {wanted.run.name}", copied, as_json)

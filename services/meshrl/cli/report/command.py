@@ -53,7 +53,7 @@ def report(run: Path | None, out: Path | None) -> None:
         made_unix_s=time.time(),
     )
     path = out or directory / REPORT_NAME
-    replace_file(path, page(made))
+    replace_file(path, page(made), private=True)
     click.echo(str(path))
 
 

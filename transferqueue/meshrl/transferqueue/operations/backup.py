@@ -77,7 +77,7 @@ def _begin(folder: Path) -> Path:
     partial = folder.with_name(folder.name + PARTIAL)
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        partial.mkdir(mode=0o700, parents=True)  # it holds rows
     except OSError as error:
         raise UserError(f"cannot write a backup to {folder}: {error.strerror}") from error
     return partial

@@ -214,7 +214,7 @@ class FrameFile:
 
     def _open_file(self) -> None:
         fresh = not self.path.exists()
-        self._cached = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._cached = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             direct = os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0)
             self._file = os.open(self.path, direct)

@@ -184,7 +184,7 @@ class CommitNumberFile:
     def __init__(self, path: Path) -> None:
         self._file: int | None = None
         try:
-            self._file = os.open(path / COMMIT_NUMBER_FILE, os.O_WRONLY | os.O_CREAT, 0o644)
+            self._file = os.open(path / COMMIT_NUMBER_FILE, os.O_WRONLY | os.O_CREAT, 0o600)
         except OSError:
             # A full disk: the store can still be read, and rows can leave.
             return

@@ -222,7 +222,12 @@ class DiskStore:
         size = max(self._grow_bytes, self._file_bytes())
         fsync = self._durability == "always"
         self._environment = lmdb.open(
-            str(self._path), map_size=size, max_dbs=len(Table), sync=fsync, readahead=False
+            str(self._path),
+            map_size=size,
+            max_dbs=len(Table),
+            sync=fsync,
+            readahead=False,
+            mode=0o600,
         )
         _lmdb_walk.fill_up(self._path / "data.mdb", self._environment)
         for table in Table:
@@ -241,8 +246,8 @@ class DiskStore:
         if self._lock is not None:
             return
         try:
-            self._path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self._path / "owner.lock", os.O_RDWR | os.O_CREAT, 0o644)
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(self._path / "owner.lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise UserError(f"cannot keep a queue at {self._path}: {error.strerror}") from error
         try:
