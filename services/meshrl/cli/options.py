@@ -99,22 +99,27 @@ def json_option(function: F) -> F:
     )
 
 
-def mesh_options(function: F) -> F:
-    """How to find a running mesh."""
+def queue_options(
+    function: F, help: str = "Ask this queue (all its shards, separated by commas)."
+) -> F:
+    """How to find the queue of a mesh."""
     run_dir = click.option(
         "--run-dir",
         type=RUN,
         envvar="MESHRL_RUN_DIR",
         help="The run's directory; the newest runs/*/mesh.json if not given.",
     )
-    queue = click.option(
-        "--queue",
-        metavar="HOST:PORT",
-        envvar="MESHRL_QUEUE",
-        help="Ask this queue (all its shards, separated by commas); needs --run.",
+    return run_dir(
+        click.option("--queue", metavar="HOST:PORT", envvar="MESHRL_QUEUE", help=help)(function)
     )
+
+
+def mesh_options(function: F) -> F:
+    """How to find a running mesh."""
     run = click.option("--run", metavar="NAME", envvar="MESHRL_RUN", help="The run's name.")
-    return run_dir(queue(run(function)))
+    return queue_options(
+        run(function), "Ask this queue (all its shards, separated by commas); needs --run."
+    )
 
 
 def preload_option(function: F) -> F:

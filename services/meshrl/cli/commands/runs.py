@@ -6,7 +6,7 @@ What is listed here, and compared, is read from files only.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from rich.text import Text
 from meshrl.api.history import HELD_OUT, STEP, RunHistory
 from meshrl.cli.find_mesh import find_mesh
 from meshrl.cli.operator import ask_runs
-from meshrl.cli.options import PATH, RUN, json_option, mesh_options
+from meshrl.cli.options import PATH, RUN, json_option, queue_options
 from meshrl.cli.plain_text import text_console
 from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME
 from meshrl.contract.errors import UserError
@@ -95,11 +95,11 @@ def list_(folder: Path, as_json: bool) -> None:
 
 
 @runs.command()
-@mesh_options
+@queue_options
 @json_option
-def stored(run_dir: Path | None, queue: str | None, run: str | None, as_json: bool) -> None:
+def stored(run_dir: Path | None, queue: str | None, as_json: bool) -> None:
     """List the runs that the queue of a mesh stores, and which of them services work on."""
-    mesh = find_mesh(run_dir, queue, run or ANY, stopped=True)
+    mesh = find_mesh(run_dir, queue, ANY, stopped=True)
     found = ask_runs(mesh, lambda admin: admin.runs())
     if as_json:
         click.echo(json.dumps([_stored_json(one) for one in found], indent=2))
@@ -123,19 +123,15 @@ def stored(run_dir: Path | None, queue: str | None, run: str | None, as_json: bo
 
 @runs.command()
 @click.argument("name")
-@mesh_options
+@queue_options
 @click.option("--force", is_flag=True, help="Also while services work on it: they end, or wait.")
 @json_option
-def remove(
-    name: str, run_dir: Path | None, queue: str | None, run: str | None, force: bool, as_json: bool
-) -> None:
+def remove(name: str, run_dir: Path | None, queue: str | None, force: bool, as_json: bool) -> None:
     """Remove the run NAME, which is over or abandoned, from the queue of a mesh: its rows, at once or not at all.
 
     Other runs, and checkpoints, trajectories and metrics of this one, stay as they are.
     """
-    if run not in (None, name):
-        raise UserError(f"--run {run} and NAME {name} are two runs: give one")
-    mesh = replace(find_mesh(run_dir, queue, name, stopped=True), run=name)
+    mesh = find_mesh(run_dir, queue, name, stopped=True)
     gone = ask_runs(mesh, lambda admin: admin.remove_run(name, force=force))
     if as_json:
         click.echo(json.dumps(_stored_json(gone), indent=2))
