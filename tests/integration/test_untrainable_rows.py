@@ -10,8 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshrl.contract.errors import PartFailedError
 from meshrl.contract.types import Columns, GroupPolicy, Uid
+from meshrl.trainer.config import AlgorithmConfig
 from meshrl.trainer.distributed import World
+from meshrl.trainer.learner.experience import Schedule
+from meshrl.trainer.learner.learner import Learner
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -123,3 +127,45 @@ async def test_a_row_that_nothing_can_be_computed_from_is_replaced_where_the_run
         ledger = await queue.ledger("run")
         assert ledger.balanced and ledger.trained == 2 * BATCH
         assert sum(ledger.dead_lettered.values()) == 1 and not ledger.filtered
+
+
+@pytest.mark.parametrize("filters", [False, True])
+async def test_what_trainers_die_of_is_found_and_the_run_goes_on(
+    queue: TransferQueue,
+    model: Path,
+    tmp_path: Path,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    filters: bool,
+) -> None:
+    """Nobody foresaw it: neither the queue nor the trainer knows what is wrong with the row."""
+    learn, deadly = Learner.learn, list[str]()
+
+    def fails(self: Learner, schedule: Schedule, *rest: Any) -> Any:
+        tasks = [row.uid.task for row in schedule.rows]
+        deadly[:] = deadly or [tasks[GROUP_SIZE]]  # one of the first batch
+        if deadly[0] in tasks:
+            raise RuntimeError("split_with_sizes")
+        return learn(self, schedule, *rest)
+
+    monkeypatch.setattr(Learner, "learn", fails)
+    errors: list[type[Exception]] = []
+    async with mesh(queue, model, tmp_path, world, max_staleness=9.0) as made:
+        if filters:  # takes others for groups of equal rewards, and never beside those that trainers died with
+            made.algorithm = AlgorithmConfig.model_validate({"filter_groups": {"enable": True}})
+        feeding = asyncio.create_task(made.feed(GROUPS * 3, close=True))
+        steps = None
+        while steps is None and len(errors) < 9:
+            try:
+                steps = await made.train(None, save_freq=1)
+            except Exception as error:
+                errors.append(type(error))
+        await feeding
+    # With all four groups, with two of them, and twice alone.
+    assert errors == [RuntimeError, RuntimeError, PartFailedError, PartFailedError, PartFailedError]
+    ledger = await queue.ledger("run")
+    equal = ledger.filtered.get("equal_rewards", 0)
+    assert ledger.balanced and ledger.trained == 3 * BATCH - GROUP_SIZE - equal
+    (letter,) = await queue.dead_letters("run")
+    assert letter.uid.task == deadly[0]
+    assert letter.reason.endswith("5 trainers died with its group in hand, 2 with no other")

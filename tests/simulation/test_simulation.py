@@ -13,8 +13,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from meshrl.contract.errors import InfraError
 from meshrl.contract.frames import Frame, pack
-from meshrl.contract.types import GroupRows, PayloadGroup, StalePolicy
+from meshrl.contract.types import Batch, GroupRows, PayloadGroup, StalePolicy
 from meshrl.simulation.campaign import kind_of, minimise, story
 from meshrl.simulation.conversations import Program
 from meshrl.simulation.faults import Fault, Kind
@@ -22,6 +23,7 @@ from meshrl.simulation.mesh import simulate
 from meshrl.simulation.mutants import MUTANTS, hunt
 from meshrl.simulation.services import Parts
 from meshrl.simulation.shape import Shape
+from meshrl.trainer.loop import Trainer
 from meshrl.transferqueue.sharding import ShardQueue
 from meshrl.transferqueue.store import Operation, Table
 
@@ -317,3 +319,36 @@ def test_rows_that_are_damaged_between_take_and_fetch_cost_their_group_and_no_tr
     assert report.problems == []
     assert sum("trainer begins at" in line for line in report.log) == 1
     assert 0 < report.trained < 20 * shape.group
+
+
+class _DiesOfOneTask(Trainer):
+    """A trainer that dies of the rows of one task, whenever it has them."""
+
+    async def _train(self, batch: Batch) -> bool:
+        if any(group.task.endswith("7") for group in batch.groups):
+            raise InfraError("the step failed")
+        return await super()._train(batch)
+
+
+@pytest.mark.parametrize(
+    ("shape", "faults"),
+    [
+        (Shape(prompts=10, batch=4, max_staleness=2.0), ()),
+        (Shape(prompts=10, batch=4, max_staleness=0.0, ranks=2), ()),
+        (Shape(prompts=10, batch=3, max_staleness=2.0, filter_groups=True), ()),
+        (
+            Shape(prompts=10, batch=4, max_staleness=2.0),
+            tuple(
+                Fault(at_s=10.0 * number, kind=Kind.KILL, target=target)
+                for number, target in enumerate(("queue", "rollout-0", "trainer", "queue"), 1)
+            ),
+        ),
+    ],
+)
+def test_what_trainers_die_of_costs_its_group_and_nothing_else(
+    shape: Shape, faults: tuple[Fault, ...]
+) -> None:
+    report = simulate(5, shape=shape, faults=faults, parts=Parts(trainer=_DiesOfOneTask))
+    assert report.problems == []
+    assert 0 < report.trained <= 9 * shape.group
+    assert shape.filter_groups or report.trained == 9 * shape.group

@@ -23,6 +23,7 @@ from meshrl.launcher.service import Service
 from meshrl.launcher.supervisor import (
     FIRST_BACKOFF_S,
     LONGEST_BACKOFF_S,
+    PARTS_FAILED,
     PORT_TRIES,
     QUICK_FAILURES,
     QUICK_S,
@@ -358,6 +359,20 @@ async def test_lives_in_which_nothing_got_done_are_failures_however_long() -> No
         Exit.FAILED,
         "rollout-0 failed 3 times in a row; it last said: error: the engine fails",
     )
+
+
+@in_virtual_time
+async def test_a_trainer_that_finds_out_what_it_dies_of_may_fail_more_often() -> None:
+    mesh = Mesh()
+    dies = Life(seconds=1, code=1)
+    looks = Life(seconds=1, code=Exit.PART_FAILED)
+    found = [dies, dies, *[looks] * PARTS_FAILED, Life(seconds=1, code=0)]
+    trainer = mesh.service("trainer", *found, finite=True, leads=True)
+    assert (await mesh.supervise(trainer).run()).finished
+    mesh = Mesh()
+    verdict = await mesh.supervise(mesh.service("trainer", dies, dies, looks)).run()
+    assert verdict.line.startswith("trainer failed 3 times in a row")
+    assert mesh.supervisor.states["trainer"].restarts == 2 + PARTS_FAILED
 
 
 @in_virtual_time

@@ -15,6 +15,7 @@
     │   └── BusyError          … or has as much to do as it takes: RESOURCE_EXHAUSTED
     ├── CorruptError           stored or sent bytes are not what they were
     └── InfraError             anything else that broke on our side
+        └── PartFailedError    … while a trainer computed a part of a batch that trainers had died with
 
 A `code` is the class's name over the network; `details` travel with it, so that a client raises the same class with
 the same values.
@@ -130,6 +131,10 @@ class InfraError(MeshError):
     """Something broke on our side."""
 
     code = "infra"
+
+
+class PartFailedError(InfraError):
+    """A step of a part of a batch failed that trainers had died with; the next one gets another part."""
 
 
 def _tree(root: type[MeshError]) -> dict[str, type[MeshError]]:

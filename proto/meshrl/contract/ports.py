@@ -61,7 +61,9 @@ class Queue(Protocol):
     async def acquire(self, run: str, owner: str) -> RunState:
         """Take the run over as its trainer: a new epoch; every older epoch is fenced.
 
-        Rows that an older epoch had taken and not settled return to ready.
+        Rows that an older epoch had taken and not settled return to ready. It is taken to have died with them in
+        hand: what they are in at two deaths is taken in ever smaller parts, and a group that was alone in hand at two
+        leaves as dead letters.
         """
         ...
 
@@ -155,9 +157,10 @@ class Queue(Protocol):
     async def take(
         self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
     ) -> Batch:
-        """Exactly `groups` complete groups for optimizer step `step`; fewer only when the feed is closed.
+        """Exactly `groups` complete groups for optimizer step `step`.
 
-        Taking twice with one `batch_id` is taking once. Groups older than `max_staleness` leave as stale here.
+        Fewer come only when the feed is closed, or of groups that were in hand at two deaths of a trainer. Taking
+        twice with one `batch_id` is taking once. Groups older than `max_staleness` leave as stale here.
         Raises FencedError, WaitTimeoutError, EndOfDataError, ConflictError (the step is committed).
         """
         ...

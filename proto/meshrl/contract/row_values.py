@@ -59,8 +59,8 @@ class _Rows(NamedTuple):
     vocabulary: int
 
     def fault(self, bad: Array, wanted: str) -> ValueFault | None:
-        """The first entry where `bad`, bool[entries], is true; None: there is none."""
-        found = np.flatnonzero(bad)
+        """The first entry where `bad`, bool[entries, values of one], is true; None: there is none."""
+        found = np.flatnonzero(bad.any(axis=1))
         if not len(found):
             return None
         at = int(found[0])
@@ -91,21 +91,21 @@ def _tokens(rows: _Rows) -> ValueFault | None:
     unsigned = rows.values.view(np.uint32)
     if not unsigned.size or int(unsigned.max()) < limit:
         return None
-    bad = (unsigned >= limit).reshape(len(unsigned), -1).any(axis=1)
+    bad = (unsigned >= limit).reshape(len(unsigned), -1)
     return rows.fault(bad, f"0 to {limit - 1}, the vocabulary" if rows.vocabulary else "0 or more")
 
 
 def _mask(rows: _Rows) -> ValueFault | None:
     if not rows.values.size or int(rows.values.max()) <= 1:
         return None
-    return rows.fault(rows.values > 1, "0 or 1")
+    return rows.fault((rows.values > 1)[:, None], "0 or 1")
 
 
 def _finite(rows: _Rows) -> ValueFault | None:
     finite = np.isfinite(rows.values)
     if finite.all():
         return None
-    return rows.fault(~finite.reshape(len(finite), -1).all(axis=1), "finite numbers")
+    return rows.fault(~finite.reshape(len(finite), -1), "finite numbers")
 
 
 def _spans(rows: _Rows) -> ValueFault | None:
@@ -118,7 +118,9 @@ def _spans(rows: _Rows) -> ValueFault | None:
     bad = (starts < before) | (ends < starts) | (ends > np.repeat(rows.tokens, lengths))
     if not bad.any():
         return None
-    return rows.fault(bad, "spans [epoch, step, start, end) in order and within the row's tokens")
+    return rows.fault(
+        bad[:, None], "spans [epoch, step, start, end) in order and within the row's tokens"
+    )
 
 
 def _text(rows: _Rows) -> ValueFault | None:

@@ -967,7 +967,7 @@ class TakeRequest(_message.Message):
     step: _builtins.int
     """The optimizer step that the batch is for."""
     groups: _builtins.int
-    """Groups wanted, exactly; fewer come only when the feed is closed."""
+    """Groups wanted, exactly; fewer come only when the feed is closed, or of groups that trainers died with."""
     batch_id: _builtins.str
     """Chosen by the caller: makes the call repeatable."""
     wait_s: _builtins.float

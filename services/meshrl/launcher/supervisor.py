@@ -32,6 +32,8 @@ QUICK_S = 5.0
 """A service that ends before it was ready, or less than this after, failed quickly."""
 QUICK_FAILURES = 3
 """That many in a row are a crash loop; so are as many lives in which nothing got done."""
+PARTS_FAILED = 16
+"""So many lives in a row may end with a part of a batch: each leaves half of the rows that it may have died of."""
 FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 5.0
 PROBE_EVERY_S = 0.1
@@ -259,7 +261,7 @@ class Supervisor:
     async def _keep_running(self, service: Service) -> None:
         """Start one service again whenever it ends, until the run is over, its work is done, or it is drained."""
         state, drain_requested = self.states[service.name], self._drain_requested[service.name]
-        failures, ports_tried = 0, 0
+        failures, ports_tried, parts_failed = 0, 0, 0
         while not self._over.is_set() and not drain_requested.is_set():
             state.phase = "starting"
             if self._preloading is not None:
@@ -308,7 +310,9 @@ class Supervisor:
                 return
             alive_s = asyncio.get_running_loop().time() - (process.ready_at or process.started)
             useless = not ready or alive_s < self._quick_s or code == Exit.NO_PROGRESS
-            failures = failures + 1 if useless else 1
+            parts_failed = parts_failed + 1 if code == Exit.PART_FAILED else 0
+            if not 0 < parts_failed <= PARTS_FAILED:
+                failures = failures + 1 if useless else 1
             if not await self._backed_off(
                 service, failures, _exit_text(code), f"it last said: {process.last_error}"
             ):

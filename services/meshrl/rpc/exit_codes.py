@@ -15,6 +15,8 @@ class Exit(enum.IntEnum):
     """A recipe, an option or a file is wrong: the same command would fail again."""
     NO_PROGRESS = 69
     """EX_UNAVAILABLE: the service's engine failed all the time, and nothing was done."""
+    PART_FAILED = 70
+    """EX_SOFTWARE: the step of a part of a batch failed that trainers had died with; the next start narrows it."""
     PORT_IN_USE = 75
     """EX_TEMPFAIL: another process has the port; another port would work."""
     DRAINED = 143

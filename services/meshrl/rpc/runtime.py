@@ -36,7 +36,7 @@ from pydantic import Field, NonNegativeFloat
 from meshrl.contract import tracing
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.config import Config
-from meshrl.contract.errors import InfraError, MeshError, UserError
+from meshrl.contract.errors import InfraError, MeshError, PartFailedError, UserError
 from meshrl.contract.sockets import is_loopback, join_address
 from meshrl.rpc import tls
 from meshrl.rpc.auth import TokenStore
@@ -443,6 +443,8 @@ def _report(error: MeshError) -> int:
     print(f"error: {error}", file=sys.stderr)
     if isinstance(error, NoProgressError):
         return Exit.NO_PROGRESS
+    if isinstance(error, PartFailedError):
+        return Exit.PART_FAILED
     if isinstance(error, PortInUseError):
         return Exit.PORT_IN_USE
     return Exit.USER_ERROR if isinstance(error, UserError) else Exit.FAILED

@@ -54,6 +54,9 @@ class ModelGroup:
     """The resident rows, by index."""
     batch: ModelBatch | None = None
     position: int | None = None
+    deaths: int = 0
+    """Trainers that died with it since it was settled or had other rows; `alone` with no other group in hand."""
+    alone: int = 0
 
     @property
     def complete(self) -> bool:
@@ -64,6 +67,7 @@ class ModelGroup:
         self.replaced.subtract({index: self.replaced[index] for index in indices})
         self.rows += [ModelRow(self, index, self.attempts[index]) for index in indices]
         self.rows.sort(key=lambda row: row.index)
+        self.deaths = self.alone = 0
 
 
 @dataclass(eq=False)
@@ -138,8 +142,10 @@ class Model:
 
     def fail(self, row: ModelRow, stage: str, reason: str) -> None:
         del row.held[stage]
-        if row.delivered[stage] < self.attempts:
-            return
+        if row.delivered[stage] >= self.attempts:
+            self._die(row, reason)
+
+    def _die(self, row: ModelRow, reason: str) -> None:
         group = row.group
         attempts = [*group.attempts]
         self.letters.append(ModelLetter(group.number, group.task, row.index, row.attempt, attempts))
@@ -185,7 +191,11 @@ class Model:
                 break
             for group in stale:
                 self._retire(group)
-        if len(chosen) < count:
+        if suspects := [group for group in chosen if group.deaths >= 2]:
+            fewest = min(group.deaths for group in suspects)
+            part = [group for group in suspects if group.deaths == fewest]
+            chosen = part[: max(1, count // 2 ** (fewest - 1))]
+        elif len(chosen) < count:
             return None
         batch = ModelBatch(name, step, chosen)
         self.batches.append(batch)
@@ -236,6 +246,28 @@ class Model:
                 self.trained += len(group.rows)
                 self._leave(group)
         self.committed = step
+
+    def died(self) -> None:
+        """A trainer died, and another one has the run."""
+        batches = [batch for batch in self.batches if not batch.settled]
+        in_hand = [group for batch in batches for group in batch.groups]
+        self.give_back(batches)
+        for group in in_hand:
+            group.deaths += 1
+            group.alone += len(in_hand) == 1
+            if group.alone >= 2:
+                reason = (
+                    f"cannot be trained on: {group.deaths} trainers died with its group in hand,"
+                    f" {group.alone} with no other"
+                )
+                for row in list(group.rows):
+                    if group in self.groups:
+                        self._die(row, reason)
+
+    def settle(self, batch: ModelBatch) -> None:
+        batch.settled = True
+        for group in batch.groups:
+            group.deaths = group.alone = 0
 
     def give_back(self, batches: list[ModelBatch]) -> int:
         for batch in batches:

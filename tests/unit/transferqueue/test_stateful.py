@@ -207,7 +207,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _settle(self, batch: ModelBatch) -> None:
         self.run(self.actors.settle(batch.step, batch.name))
-        batch.settled = True
+        self.model.settle(batch)
 
     @rule()
     def settle_all(self) -> None:
@@ -257,7 +257,7 @@ class QueueMachine(RuleBasedStateMachine):
     def resume(self, back: int) -> None:
         """A trainer dies and another resumes at the last checkpoint or a little later."""
         self.actors.epoch = self.run(self.actors.queue.acquire("run", "next")).epoch
-        self.model.give_back([b for b in self.model.batches if not b.settled])
+        self.model.died()
         step = self.model.committed + back
         later = [b for b in self.model.batches if b.step >= step]
         expected = self.model.give_back(later)
@@ -265,6 +265,13 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.run(rewound) == expected
         self.model.published = step
         self.run(self.actors.publish(step))
+
+    @rule(times=st.integers(2, 5), count=st.integers(1, 3))
+    def die_of_it(self, times: int, count: int) -> None:
+        """Trainers that die of what they take, one after the other."""
+        for _ in range(times):
+            self.take(0, count, settle=False)
+            self.resume(0)
 
     # --- the queue itself
 

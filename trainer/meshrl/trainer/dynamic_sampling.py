@@ -113,7 +113,7 @@ class DynamicSampling:
         }
 
     async def add(self, taken: Batch) -> bool:
-        """Judge the groups of `taken`; True when the step has its batch.
+        """Judge the groups of `taken`; True when the step has its batch, or gets no more.
 
         Raises:
             UserError: not one group was kept in as many takes as are allowed.
@@ -121,7 +121,11 @@ class DynamicSampling:
         if not self._config.enable:
             self._parts.append(taken)
             return True
+        asked = self.wanted
         self._parts.append(await self._judged(taken))
+        if 2 * len(taken.groups) <= asked:
+            # The data end, or trainers died with these groups: then they are to be trained without others.
+            return True
         limit = self._config.max_num_gen_batches
         if self._kept >= self._groups:
             return True

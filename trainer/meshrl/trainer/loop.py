@@ -28,17 +28,25 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 from meshrl.contract import tracing
-from meshrl.contract.errors import AWAY, CorruptError, UnavailableError
+from meshrl.contract.errors import (
+    AWAY,
+    CorruptError,
+    PartFailedError,
+    UnavailableError,
+    UserError,
+)
 from meshrl.contract.ports import Publisher, Queue, WeightSource
 from meshrl.contract.rows import with_media
 from meshrl.contract.types import MEDIA, Batch, Json, TrainerPhase, Trajectory, Uid, Version
+from meshrl.contract.words import counted
 from meshrl.trainer.batch_source import BatchSource, Command
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.async_checkpointer import AsyncCheckpointer
@@ -59,6 +67,8 @@ from meshrl.trainer.status import LiveStatus, RunControl
 from meshrl.trainer.time_slices import Always, Turns
 from meshrl.trainer.trajectories.log import TrajectoryLog
 from meshrl.trainer.utilisation import peak_memory, peak_tflops
+
+log = logging.getLogger(__name__)
 
 ENDS = (Command.END, Command.STOP, Command.DRAIN)
 
@@ -218,12 +228,15 @@ class Trainer:
         await self._have_device()
         with self._status.phase(TrainerPhase.TRAINING):
             async with self._log_rows(schedule) as observe:
-                metrics = await self._compute.run(
-                    self._profiled(
-                        batch.step,
-                        lambda: self._learner.learn(schedule, rows, batch.step, baselines, observe),
+                with self._telling_of_parts(batch):
+                    metrics = await self._compute.run(
+                        self._profiled(
+                            batch.step,
+                            lambda: self._learner.learn(
+                                schedule, rows, batch.step, baselines, observe
+                            ),
+                        )
                     )
-                )
         unsettled = await self._source.settle(batch, self._state.epoch)
         if self._world.is_main and tracing.is_on():
             trained = (row.uid for row in batch.rows)
@@ -248,6 +261,26 @@ class Trainer:
         if self._metrics:
             self._metrics.write(batch.step, metrics)
         return True
+
+    @contextmanager
+    def _telling_of_parts(self, batch: Batch) -> Iterator[None]:
+        """Around a step: if it fails, and its batch is a part of one that trainers had died with, say so.
+
+        Raises:
+            PartFailedError: that is no sign that nothing will ever be trained.
+        """
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            if 2 * len(batch.groups) > self._settings.batch_groups:
+                raise
+            log.exception("step %d: a part of a batch cannot be trained", batch.step)
+            groups = counted(len(batch.groups), "group")
+            raise PartFailedError(
+                f"step {batch.step} of {groups}: {type(error).__name__}: {error}"
+            ) from error
 
     async def _fetched(self, batch: Batch) -> Fetched | None:
         """What this rank needs of the batch, from which groups leave that have rows which it cannot compute with.

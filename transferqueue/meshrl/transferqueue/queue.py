@@ -270,12 +270,16 @@ class TransferQueue(RowMethods):
         """See the port."""
         _check_name("owner", owner)
         state = self._worked(run)
-        state.begin_epoch(state.record.epoch + 1, owner)
+        dead_letters.take_over(state, owner, self._in_hand(state))
         state.save()
         state.notify_all()
         answer = state.state()
         await self._commit_log.flush()
         return answer
+
+    def _in_hand(self, run: Run) -> Sequence[TakenBatch]:
+        """What the run's trainer was told of and has not settled."""
+        return [batch for batch in run.batches.values() if batch.answered and not batch.settled]
 
     async def publish(self, run: str, version: Version) -> None:
         """See the port. A version older than the published one, of the same epoch, changes nothing."""

@@ -149,6 +149,10 @@ class Group:
     complete: bool = False
     """It is among the run's complete groups and can be taken."""
     batch: TakenBatch | None = None
+    deaths: int = 0
+    """Trainers that died with these rows in hand since a step was last made of them."""
+    deaths_alone: int = 0
+    """Those that had no other group in hand."""
     position: int = -1
     """Place in the order of all takes, which a repeated take follows. -1: never taken."""
     sampled_from: int | None = None
@@ -281,6 +285,7 @@ class Group:
             self.done[stage] &= ~bit
             self.deliveries[stage][index] = self.writers[stage][index] = 0
         self.set_facts([index], [None])
+        self.deaths = self.deaths_alone = 0
         self.replacements[index] = replacements
         if self.recorded_progress:
             self.recorded_progress[index] = 0
@@ -439,6 +444,7 @@ class Group:
                 self.next_frame,
                 self.recorded_progress,
                 [(g.stage, g.token, g.worker, hexed(g.mask)) for g in self.grants],
+                *([self.deaths, self.deaths_alone] if self.deaths else ()),
             ]
         )
 
@@ -449,7 +455,7 @@ class Group:
             stored
         )
         done, deliveries, writers, replacements, facts, frames, next_frame, *rest = rest
-        recorded_progress, grants = rest
+        recorded_progress, grants, *deaths = rest
         group = cls(
             *(
                 run,
@@ -478,6 +484,8 @@ class Group:
             position=position,
             since=now,
         )
+        if deaths:
+            group.deaths, group.deaths_alone = deaths
         for stage, token, worker, mask in grants:
             grant = Grant(group, stage, token, worker, int(mask, 16), now, now)
             group.grants.append(grant)

@@ -185,6 +185,14 @@ class Run(Rows):
         self.record.epoch, self.record.owner = epoch, owner
         self.give_back([batch for batch in self._batches.values() if not batch.settled])
 
+    def note_deaths(self, batches: Sequence[TakenBatch]) -> list[Group]:
+        """A trainer died with all of `batches` in hand; returns their groups."""
+        groups = [group for batch in batches for group in self.groups_of(batch)]
+        for group in groups:
+            group.deaths += 1
+            group.deaths_alone += len(groups) == 1
+        return groups
+
     def publish(self, version: Version) -> None:
         """`version` is the newest one; batches of earlier steps may become consumed."""
         self.record.published = version
@@ -246,6 +254,9 @@ class Run(Rows):
         """The batch went into its optimizer step."""
         batch.settled = True
         for group in self.groups_of(batch):
+            if group.deaths:
+                group.deaths = group.deaths_alone = 0
+                self._commit_log.touch(group)
             self._refresh(group)
         self._commit_log.touch(batch)
         self.recount()

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from meshrl.contract.rows import DAMAGED
+from meshrl.contract.rows import DAMAGED, UNTRAINABLE
 from meshrl.contract.types import DeadLetter, GroupRows, Outcome, Uid
 from meshrl.transferqueue.model.group import Group, bits, task_key
 from meshrl.transferqueue.model.records import DeadRow, TakenBatch
@@ -61,6 +61,35 @@ def quarantine_taken(run: Run, batch: TakenBatch, damaged: Mapping[int, Damage])
                 _quarantine(run, group, index, damage.stage, damage.reason)
         if run.groups.get(group.number) is group:
             lifecycle.offer_if_complete(run, group)
+
+
+def take_over(run: Run, owner: str, in_hand: Sequence[TakenBatch]) -> None:
+    """`owner` has the run now; a trainer that has lost it had the batches `in_hand`, which are not settled.
+
+    Its groups are complete again. One that was all that a trainer had in hand, for the second time, leaves as dead
+    letters: nothing else can be what they died of.
+    """
+    groups = run.note_deaths(in_hand)
+    run.begin_epoch(run.record.epoch + 1, owner)
+    if groups and groups[0].deaths >= lifecycle.DEATHS:
+        log.warning(
+            "run %s: %d trainers died with the groups of task %s and %d others in hand",
+            *(run.name, groups[0].deaths, groups[0].task_id, len(groups) - 1),
+        )
+    for group in groups:
+        if group.deaths_alone >= lifecycle.DEATHS:
+            _give_up(run, group)
+
+
+def _give_up(run: Run, group: Group) -> None:
+    reason = f"{UNTRAINABLE}: {group.deaths} trainers died with its group in hand, {group.deaths_alone} with no other"
+    log.error("run %s: task %s becomes dead letters: %s", run.name, group.task_id, reason)
+    run.withdraw(group)
+    for index in bits(group.present):
+        if run.groups.get(group.number) is group:  # a dead letter may take its siblings with it
+            _quarantine(run, group, index, run.stages.ordered[0], reason)
+    if run.groups.get(group.number) is group:
+        lifecycle.offer_if_complete(run, group)
 
 
 def quarantine_unread(run: Run, uids: Sequence[Uid], reason: str) -> None:

@@ -281,9 +281,9 @@ def take(
 ) -> Batch | None:
     """Take a batch of `count` complete groups; None if there are not enough yet, or groups are due that are not.
 
-    A closed feed ends with one smaller batch. With `due_by` the batch is one shard's share of a batch, and what is
-    due is known of all shards together: none is waited for, and groups sampled from that step or earlier on come
-    first.
+    A closed feed ends with one smaller batch. Groups that trainers died with come in smaller ones, see `suspects`.
+    With `due_by` the batch is one shard's share of a batch, and what is due is known of all shards together: none is
+    waited for, and groups sampled from that step or earlier on come first.
 
     Raises:
         EndOfDataError: the feed is closed and nothing is left to take.
@@ -296,6 +296,8 @@ def take(
             committed_step=run.record.committed_step,
         )
     groups = fresh_enough(run, step, count)
+    if due_by is None and (part := suspects(groups, count)):
+        return _taken(run, part, step, epoch, batch_id)
     if len(groups) < count:
         open_groups = len(run.groups) - run.in_batches
         if not run.record.feed_closed or len(run.complete) < open_groups:
@@ -313,6 +315,11 @@ def take(
             else window.earliest(known, len(groups), due_by)
         )
         groups = _with_due(run, groups, step, wanted_by)
+    return _taken(run, groups, step, epoch, batch_id)
+
+
+def _taken(run: Run, groups: Sequence[Group], step: int, epoch: int, batch_id: str) -> Batch:
+    """The batch of these complete groups."""
     for group in groups:
         run.withdraw(group)
         if unfinished := group.unfinished:
@@ -321,6 +328,22 @@ def take(
     run.open_batch(batch_id, step, epoch, groups, _encoded(manifest))
     run.save(groups)
     return Batch(batch_id=batch_id, run=run.name, step=step, groups=manifest)
+
+
+DEATHS = 2
+"""Trainers that die with a batch in hand before it is taken apart: one may have been killed for any reason."""
+
+
+def suspects(groups: Sequence[Group], count: int) -> list[Group]:
+    """A part of those of `groups` that trainers died with, for a take of `count`; empty where there are none.
+
+    One of them may be what trainers die of. With each death the parts have half as many groups, and those that were
+    in fewer come first: they are trained, or they are known to be what is looked for.
+    """
+    known = [group for group in groups if group.deaths >= DEATHS]
+    fewest = min((group.deaths for group in known), default=DEATHS)
+    most = max(1, count >> fewest - DEATHS + 1)
+    return [group for group in known if group.deaths == fewest][:most]
 
 
 def fresh_enough(run: Run, step: int, count: int) -> list[Group]:

@@ -31,6 +31,7 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.contract.types import Batch, RunSpec, RunState, Task, Version
+from meshrl.transferqueue.model.records import TakenBatch
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.signals import Signal, any_signal
 from meshrl.transferqueue.model.stages import Stage
@@ -307,6 +308,11 @@ class ShardQueue(TransferQueue):
             return await self._take(run, epoch, step, groups, batch_id, wait_s, due_by=plan.due_by)
         except EndOfDataError:  # the share was damaged: the other shards give theirs
             return await self._take(run, epoch, step, 0, batch_id, wait_s)
+
+    def _in_hand(self, run: Run) -> Sequence[TakenBatch]:
+        """Not the shares of batches that several shards give: no shard knows the whole batch."""
+        found = super()._in_hand(run)
+        return [batch for batch in found if parse_batch_name(batch.batch_id)[1] is None]
 
     async def publish_and_tell(self, run: str, version: Version) -> str:
         """See the port."""
