@@ -60,6 +60,16 @@ MACHINE = {
         "question.jsonl": rows({"question": "1+1?", "answer": "2"}),
         "empty.jsonl": [],
         "unanswered.jsonl": rows({"prompt": "1+1?"}),
+        "nothing.jsonl": rows({"prompt": "1+1?", "answer": " "}),
+        "spoken.jsonl": rows(
+            {
+                "prompt": [
+                    {"role": "user", "content": "x"},
+                    {"role": "assistant", "content": "<think>"},
+                ],
+                "answer": "2",
+            }
+        ),
         "misspelt.jsonl": rows({"prompt": "1+1?", "answer": "2"}, {"prompt": "?", "anwser": "2"}),
         "image.jsonl": rows({"prompt": "<image>x", "images": ["x.png"], "answer": "2"}),
         "parts.jsonl": rows(
@@ -102,6 +112,17 @@ WRONG: list[tuple[str, str]] = [
         "data.train_files=[unanswered.jsonl]",
         "data.train_files.0: unanswered.jsonl:1: no 'answer'; the row has prompt; say where the answer is"
         " (data.answer_key), or that tasks have none (data.answer_required: false)",
+    ),
+    (
+        "data.train_files=[nothing.jsonl]",
+        "data.train_files.0: nothing.jsonl:1: no 'answer'; it is empty; say where the answer is (data.answer_key), or"
+        " that tasks have none (data.answer_required: false)",
+    ),
+    (
+        "data.val_files=[spoken.jsonl]",
+        "data.val_files.0: spoken.jsonl:1: the prompt ends with a message of the assistant, and a chat template would"
+        " open another one: leave it out, or give the prompt as the text that the policy goes on with, its template"
+        " applied",
     ),
     (
         "data.train_files=[misspelt.jsonl]",

@@ -177,6 +177,7 @@ def read_prompt_row(source: FileRow, config: DataConfig, *, pictures: bool = Fal
     key = config.image_key
     refuse_unusable(row, where, [name for name in UNUSABLE if not (pictures and name == key)])
     prompt = read_prompt(value, where, config.prompt_key, pictures=pictures)
+    check_open(prompt if isinstance(prompt, str) else as_dicts(prompt), where)
     texts = prompt if isinstance(prompt, str) else [message.content for message in prompt]
     most, beyond = config.most_media_bytes, "" if config.media_store else MORE_MEDIA
     media = pictures_of(row, texts, where, key, most, beyond) if pictures else ()
@@ -225,7 +226,7 @@ def prompt_text(row: PromptRow, where: str, config: DataConfig, tokenizer: Promp
 def prompt_ids(text: str, where: str, tokenizer: PromptTokenizer, *, plain: bool) -> Int32:
     """int32[P] of a prompt's text; `plain`: no chat template has made it. Raises UserError where there are none."""
     ids = text_ids(text, tokenizer) if plain else tokenizer.encode(text, add_special_tokens=False)
-    if not ids or is_blank(text):
+    if not ids:
         raise UserError(f"{where}: the prompt is empty")
     return np.array(ids, dtype=np.int32)
 
@@ -288,7 +289,6 @@ def templated(
     messages: Sequence[Mapping[str, Any]], where: str, tokenizer: PromptTokenizer, **variables: Any
 ) -> str:
     """The text of a chat that is a prompt, by the chat template. Raises UserError, which names `where`."""
-    check_open(messages, where)
     if not tokenizer.chat_template:
         raise UserError(f"{where}: the prompt is a chat and the tokenizer has no chat template")
     try:
@@ -297,18 +297,23 @@ def templated(
         raise UserError(f"{where}: {error.message}") from error
 
 
-def check_open(messages: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Refuse a conversation that is no prompt: the assistant has spoken last, or nobody has said anything.
+def check_open(prompt: str | Sequence[Mapping[str, Any]], where: str) -> None:
+    """Refuse what is no prompt: the assistant has spoken last, or nobody has said anything.
 
     Raises:
         UserError: it is none; names `where`.
     """
-    if messages[-1]["role"] == "assistant":
+    if isinstance(prompt, str):
+        if is_blank(prompt):
+            raise UserError(f"{where}: the prompt is empty")
+        return
+    role, content = prompt[-1]["role"], prompt[-1]["content"]
+    if role == "assistant":
         raise UserError(
             f"{where}: the prompt ends with a message of the assistant, and a chat template would open another one:"
             " leave it out, or give the prompt as the text that the policy goes on with, its template applied"
         )
-    if messages[-1]["role"] == "user" and is_blank(messages[-1]["content"]):
+    if role == "user" and is_blank(content):
         raise UserError(f"{where}: the prompt is empty: the user's last message has no text")
 
 

@@ -198,8 +198,8 @@ def conversations(
 
     def tokens(pair: Pair, response: str) -> Int32:
         prompt = pair.prompt
+        check_open(prompt, pair.where)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        check_open(messages, pair.where)
         text = judged_text(messages, response, tokenizer)
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) > config.max_length:

@@ -31,7 +31,7 @@ from meshrl.trainer.data.messages import (
     refuse_unusable,
 )
 from meshrl.trainer.data.pictures import pictures_of
-from meshrl.trainer.data.prompts import templated, text_ids
+from meshrl.trainer.data.prompts import check_open, templated, text_ids
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf
@@ -245,6 +245,7 @@ def tokenised(
     if isinstance(prompt, str):
         prompt_ids = text_ids(prompt, tokenizer)
     else:
+        check_open(prompt, where)
         text = templated(prompt, where, tokenizer, **(variables or {}))
         prompt_ids = tokenizer.encode(text, add_special_tokens=False)
     if append_eos:
