@@ -49,7 +49,9 @@ class Life:
     drain_s: float = 0.01
     """Until SIGTERM ends it."""
     refused: bool = False
-    """The system starts no process."""
+    """The system starts no process at the moment."""
+    missing: bool = False
+    """There is no such program."""
 
 
 WORKS = Life()
@@ -115,6 +117,7 @@ class Mesh:
         self.lives: dict[str, Sequence[Life]] = {}
         self.processes: list[Process] = []
         self.log: list[tuple[str, str]] = []
+        self.steps = 0
         self._pids = itertools.count(1)
         self._starts: dict[str, int] = {}
         self.supervisor: Supervisor
@@ -129,7 +132,13 @@ class Mesh:
         return Service(name=name, argv=lambda: (name,), **{"probe": probe, **rules})  # type: ignore[arg-type]
 
     def supervise(self, *services: Service) -> Supervisor:
-        self.supervisor = Supervisor(services, self.sink, start=self.start, watchdog=NoWatchdog())
+        self.supervisor = Supervisor(
+            services,
+            self.sink,
+            start=self.start,
+            watchdog=NoWatchdog(),
+            steps=lambda: self.steps,
+        )
         return self.supervisor
 
     async def start(
@@ -141,6 +150,8 @@ class Mesh:
         service.argv()
         if life.refused:
             raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        if life.missing:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", "srun")
         process = Process(service, life, next(self._pids))
         self.processes.append(process)
         return process
@@ -192,6 +203,55 @@ async def test_a_service_that_worked_for_a_while_between_its_ends_is_no_crash_lo
     async with mesh.running(mesh.service("reward", dies)) as over:
         await until(lambda: mesh.supervisor.states["reward"].restarts == 10)
         assert not over.done()
+
+
+@in_virtual_time
+async def test_ends_between_which_the_run_made_steps_are_no_crash_loop() -> None:
+    mesh = Mesh()
+    dies = Life(seconds=QUICK_S / 2, code=-signal.SIGKILL)
+    async with mesh.running(mesh.service("trainer", dies)) as over:
+        for life in range(1, 10):
+            await until(lambda life=life: len(mesh.of("trainer")) == life)  # type: ignore[misc]
+            await until(lambda: mesh.phase("trainer") == "ready")
+            await asyncio.sleep(QUICK_S / 4)
+            mesh.steps += 1
+        assert not over.done()
+        await until(lambda: over.done())  # it makes none from here on
+        assert "trainer failed 3 times in a row" in (await over).line
+
+
+@in_virtual_time
+async def test_steps_say_nothing_of_one_of_a_fleet_nor_of_a_service_that_was_not_ready() -> None:
+    mesh = Mesh()
+
+    async def train() -> None:
+        while True:
+            mesh.steps += 1
+            await asyncio.sleep(0.05)
+
+    training = asyncio.create_task(train())
+    worker = mesh.service("rollout-1", Life(seconds=1, code=1), fleet="rollout")
+    async with mesh.running(mesh.service("rollout-0", fleet="rollout"), worker):
+        await until(lambda: mesh.phase("rollout-1") == "failed")
+    verdict = await mesh.supervise(mesh.service("reference", BURNS)).run()
+    assert verdict.line == f"reference failed 3 times in a row; {LINE}"
+    training.cancel()
+
+
+@in_virtual_time
+async def test_what_the_machine_refuses_is_not_tried_again() -> None:
+    mesh = Mesh()
+    says = "error: /dev/shm: No space left on device"
+    refused = Life(seconds=60, code=Exit.REFUSED, says=says)
+    verdict = await mesh.supervise(mesh.service("trainer", refused), mesh.service("queue")).run()
+    assert (verdict.code, verdict.line) == (
+        Exit.FAILED,
+        "trainer: /dev/shm: No space left on device",
+    )
+    assert len(mesh.of("trainer")) == 1
+    missing = mesh.service("reward", Life(missing=True))
+    verdict = await mesh.supervise(missing, mesh.service("queue")).run()
+    assert verdict.line == "reward cannot be started: srun: No such file or directory"
 
 
 @in_virtual_time

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from meshrl.contract.errors import ConfigError
 
 FOR_OTHERS = stat.S_IROTH | stat.S_IWOTH
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+LASTING = FULL | {
+    *(errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR),
+    *(errno.ENAMETOOLONG, errno.ELOOP),
+}
+"""Errors of the file system that another try meets again, until a person has done something."""
 
 
 def sync(path: Path) -> None:
@@ -64,6 +73,33 @@ def check_owner(path: Path, what: str) -> None:
             f"{what}: {path} belongs to user {owner}, who may change it at any time: want one of your own"
             f" (this is user {os.geteuid()}), or root's"
         )
+
+
+def lasting_fault(error: OSError) -> str:
+    """One line about an error that another try would meet again, with the file or the place; empty for others."""
+    if error.errno not in LASTING:
+        return ""
+    where = error.filename
+    if where is None and error.errno in FULL:
+        where = next(_full_places(), None)
+    return f"{where if where is not None else 'a file'}: {error.strerror}"
+
+
+def _full_places() -> Iterator[str]:
+    """Where nothing more can be written, of the places that a write without a name may have been to."""
+    for descriptor, name in ((1, "standard output"), (2, "standard error")):
+        try:
+            is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            if is_file and not os.fstatvfs(descriptor).f_bavail:
+                yield name
+        except OSError:
+            continue
+    for path in ("/dev/shm", tempfile.gettempdir(), "."):
+        try:
+            if not os.statvfs(path).f_bavail:
+                yield str(Path(path).absolute())
+        except OSError:
+            continue
 
 
 def check_private_file(path: Path, what: str) -> None:

@@ -5,7 +5,6 @@ Every failure a person can cause ends here as one line on stderr and exit code 2
 
 from __future__ import annotations
 
-import errno
 import gc
 import importlib
 import os
@@ -18,6 +17,7 @@ import click
 
 from meshrl.contract.errors import MeshError, UserError
 from meshrl.contract.sockets import reach_directly
+from meshrl.contract.files import lasting_fault
 from meshrl.rpc.exit_codes import Exit
 
 COMMANDS = "meshrl.cli.commands"
@@ -153,9 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except MeshError as error:
         code = report(error)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+        if not (fault := lasting_fault(error)):
             raise
-        click.echo(f"error: {error.filename or 'a file'}: {error.strerror}", err=True)
+        click.echo(f"error: {fault}", err=True)
         code = Exit.FAILED
     sys.exit(code if isinstance(code, int) else Exit.DONE)
 

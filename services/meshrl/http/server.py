@@ -15,12 +15,13 @@ from fastapi import FastAPI, Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from meshrl.contract.certificates import Certificates
-from meshrl.contract.errors import InfraError
+from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.sockets import join_address
 from meshrl.http.responses import Refuse
 from meshrl.http.web_requests import WebRequests
 from meshrl.rpc.connections import Acceptor, Connection, ConnectionLimits, listen, server_tls
 from meshrl.rpc.connections import certificate_names as peer_names
+from meshrl.rpc.errors import PortInUseError
 from meshrl.rpc.web_origin import hosts_of
 
 log = logging.getLogger(__name__)
@@ -123,7 +124,10 @@ async def serving_http(
     """
     limits = limits or ConnectionLimits(AT_ONCE)
     context = server_tls(tls)
-    listener = listen(host, port)
+    try:
+        listener = listen(host, port)
+    except PortInUseError as error:  # the recipe names this one: whoever restarts us has no other
+        raise UserError(error.message) from error
     config = uvicorn.Config(
         WebRequests(app, hosts_of(host, allowed_hosts), refuse),
         log_config=None,

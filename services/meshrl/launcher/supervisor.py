@@ -21,6 +21,7 @@ from itertools import groupby
 from typing import Literal
 
 from meshrl.contract.errors import ConflictError, MeshError, UnavailableError, UserError
+from meshrl.contract.files import lasting_fault
 from meshrl.launcher.preloading import Preloading
 from meshrl.launcher.processes import LineSink, ServiceProcess, StartProcess, Watchdog
 from meshrl.launcher.service import Service
@@ -31,7 +32,8 @@ log = logging.getLogger(__name__)
 QUICK_S = 5.0
 """A service that ends before it was ready, or less than this after, failed quickly."""
 QUICK_FAILURES = 3
-"""That many in a row are a crash loop; so are as many lives in which nothing got done."""
+"""That many in a row, between which the run made no step, are a crash loop; so are as many lives in which nothing got
+done."""
 PARTS_FAILED = 16
 """So many lives in a row may end with a part of a batch: each leaves half of the rows that it may have died of."""
 FIRST_BACKOFF_S = 0.2
@@ -97,16 +99,30 @@ class Supervisor:
         *,
         before_drain: Callable[[], Awaitable[None]] | None = None,
         quick_s: float = QUICK_S,
+        steps: Callable[[], int] = lambda: 0,
         preloading: Preloading | None = None,
         start: StartProcess = ServiceProcess.start,
         watchdog: Watchdog | None = None,
     ) -> None:
-        """Nothing runs before `run`. `start` starts a process; None: `watchdog` is a process of its own."""
+        """Nothing runs before `run`.
+
+        Args:
+            services: What to start.
+            sink: Gets the lines of all.
+            before_drain: A last look before the services go.
+            quick_s: A shorter life has failed quickly.
+            steps: How many steps the run has made. A service that was ready meanwhile, and that nobody stands in for,
+                has done its work.
+            preloading: Starts processes.
+            start: Starts a process.
+            watchdog: Ends the processes where this one is killed; None: a process of its own.
+        """
         self.states = {service.name: State() for service in services}
         self._services = list(services)
         self._sink = sink
         self._before_drain = before_drain
         self._quick_s = quick_s
+        self._steps = steps
         self._preloading = preloading
         self._processes: dict[str, ServiceProcess] = {}
         self._restart_tasks: dict[str, asyncio.Task[None]] = {}
@@ -271,14 +287,21 @@ class Supervisor:
                     break
             try:
                 process = await self._start(service)
-            except OSError as error:  # no process, descriptor or memory is to be had at this moment
-                state.start_error, failures = str(error), failures + 1
+            except OSError as error:
+                state.start_error = str(error)
+                if fault := lasting_fault(error):
+                    line = f"{service.name} cannot be started: {fault}"
+                    self._fail(service, Verdict(code=Exit.FAILED, line=line))
+                    return
+                # No process, descriptor or memory is to be had at this moment.
+                failures += 1
                 if not await self._backed_off(
                     service, failures, "could not be started", str(error)
                 ):
                     return
                 continue
             ready = await self._until_ready(process)
+            steps = self._steps()
             await first_of(asyncio.shield(process.done), drain_requested.wait())
             if drain_requested.is_set() and process.running:
                 await self._drain_one(process)
@@ -300,6 +323,10 @@ class Supervisor:
                 line = f"{service.name}: {process.last_error.removeprefix('error: ')}"
                 self._fail(service, Verdict(code=Exit.USER_ERROR, line=line))
                 return
+            if code == Exit.REFUSED:
+                line = f"{service.name}: {process.last_error.removeprefix('error: ')}"
+                self._fail(service, Verdict(code=Exit.FAILED, line=line))
+                return
             if code == Exit.PORT_IN_USE and service.on_port_taken and ports_tried < PORT_TRIES:
                 ports_tried += 1
                 service.on_port_taken()
@@ -310,9 +337,10 @@ class Supervisor:
                 return
             alive_s = asyncio.get_running_loop().time() - (process.ready_at or process.started)
             useless = not ready or alive_s < self._quick_s or code == Exit.NO_PROGRESS
+            worked = ready and not service.fleet and self._steps() > steps
             parts_failed = parts_failed + 1 if code == Exit.PART_FAILED else 0
             if not 0 < parts_failed <= PARTS_FAILED:
-                failures = failures + 1 if useless else 1
+                failures = failures + 1 if useless and not worked else 1
             if not await self._backed_off(
                 service, failures, _exit_text(code), f"it last said: {process.last_error}"
             ):

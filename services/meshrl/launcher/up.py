@@ -151,6 +151,7 @@ async def _supervise(
             services,
             log,
             before_drain=lambda: observer.read_final_ledger(),
+            steps=lambda: mesh_status.steps,
             preloading=preloading,
         )
         mesh_status = MeshStatus(run=recipe.run.name, states=supervisor.states)

@@ -17,6 +17,8 @@ class Exit(enum.IntEnum):
     """EX_UNAVAILABLE: the service's engine failed all the time, and nothing was done."""
     PART_FAILED = 70
     """EX_SOFTWARE: the step of a part of a batch failed that trainers had died with; the next start narrows it."""
+    REFUSED = 74
+    """EX_IOERR: the machine refuses what the service needs, such as room on a disk; a restart would meet it again."""
     PORT_IN_USE = 75
     """EX_TEMPFAIL: another process has the port; another port would work."""
     DRAINED = 143

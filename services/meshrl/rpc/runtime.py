@@ -36,7 +36,14 @@ from pydantic import Field, NonNegativeFloat
 from meshrl.contract import tracing
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.config import Config
-from meshrl.contract.errors import InfraError, MeshError, PartFailedError, UserError
+from meshrl.contract.errors import (
+    CapacityError,
+    InfraError,
+    MeshError,
+    PartFailedError,
+    UserError,
+)
+from meshrl.contract.files import lasting_fault
 from meshrl.contract.sockets import is_loopback, join_address
 from meshrl.rpc import tls
 from meshrl.rpc.auth import TokenStore
@@ -406,18 +413,31 @@ def _bind_error(settings: ServerSettings, address: str) -> UserError:
     return kind_of_error(f"cannot listen on {address}: {why}", address=address)
 
 
+CODES: Final[Mapping[type[MeshError], Exit]] = {
+    NoProgressError: Exit.NO_PROGRESS,
+    PartFailedError: Exit.PART_FAILED,
+    PortInUseError: Exit.PORT_IN_USE,
+    UserError: Exit.USER_ERROR,
+    CapacityError: Exit.REFUSED,
+}
+"""Of the first kind that an error is of."""
+
+
 def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> int:
-    """Run `main` on uvloop and return the exit code. A MeshError is printed as one line, without a traceback."""
+    """Run `main` on uvloop and return the exit code.
+
+    A MeshError is printed as one line, without a traceback, and so is what the machine refuses for good.
+    """
     reuse_freed_memory()
     _allow_files()
     try:
         uvloop.run(main())
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except MeshError as error:
+    except (MeshError, OSError) as error:
         return _report(error)
     except BaseExceptionGroup as group:
-        reasons, rest = group.split(MeshError)
+        reasons, rest = group.split((MeshError, OSError))
         if rest is not None or reasons is None:
             raise
         return _report(_first(reasons))
@@ -434,17 +454,21 @@ def _allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _first(group: BaseExceptionGroup[MeshError]) -> MeshError:
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+def _first(group: BaseExceptionGroup[Any]) -> MeshError | OSError:
+    error: Any = group.exceptions[0]
+    found: MeshError | OSError = _first(error) if isinstance(error, BaseExceptionGroup) else error
+    return found
 
 
-def _report(error: MeshError) -> int:
+def _report(error: MeshError | OSError) -> int:
+    """Say why a service ended, and give its exit code. Raises an OSError that may be another one the next time."""
+    if isinstance(error, OSError):
+        if not (fault := lasting_fault(error)):
+            raise error
+        print(f"error: {fault}", file=sys.stderr)
+        return Exit.REFUSED
     print(f"error: {error}", file=sys.stderr)
-    if isinstance(error, NoProgressError):
-        return Exit.NO_PROGRESS
-    if isinstance(error, PartFailedError):
-        return Exit.PART_FAILED
-    if isinstance(error, PortInUseError):
-        return Exit.PORT_IN_USE
-    return Exit.USER_ERROR if isinstance(error, UserError) else Exit.FAILED
+    for kind, code in CODES.items():
+        if isinstance(error, kind):
+            return code
+    return Exit.FAILED

@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.files import check_private_file, replace_file
+from meshrl.contract.files import check_private_file, lasting_fault, replace_file
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(
@@ -75,3 +76,19 @@ def test_a_secret_that_everybody_may_read_or_change_is_refused_with_the_remedy(
         check_private_file(secret, "tls.key")
     with pytest.raises(ConfigError, match=r"tls\.key: .*No such file"):
         check_private_file(tmp_path / "absent", "tls.key")
+
+
+def test_an_error_that_another_try_would_meet_names_its_place_and_others_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = tmp_path / "missing"
+    with pytest.raises(OSError) as error:
+        missing.read_text()
+    assert lasting_fault(error.value) == f"{missing}: No such file or directory"
+    assert lasting_fault(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")) == ""
+    assert lasting_fault(OSError(errno.EAGAIN, "Resource temporarily unavailable")) == ""
+    with pytest.raises(OSError) as error, Path("/dev/full").open("wb", buffering=0) as full:
+        full.write(b"1")
+    assert lasting_fault(error.value) == "a file: No space left on device"
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=path != "/dev/shm"))
+    assert lasting_fault(error.value) == "/dev/shm: No space left on device"

@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from meshrl.contract.errors import InfraError, MeshError, UserError
+from meshrl.contract.errors import CapacityError, InfraError, MeshError, UserError
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.parent_death import DRAIN_AT_EOF
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, run_service
@@ -149,6 +149,34 @@ def test_a_failure_inside_a_task_group_is_one_line_too(
 
     assert run_service(main) == 1
     assert capsys.readouterr().err == "error: the disk is gone\n"
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "/a/b"), "/a/b: No such file or"),
+        (OSError(28, "No space left on device", "/dev/shm/x"), "/dev/shm/x: No space left on"),
+        (PermissionError(13, "Permission denied", "key.pem"), "key.pem: Permission denied"),
+        (CapacityError("no space left in checkpoints"), "no space left in checkpoints"),
+    ],
+)
+def test_what_the_machine_refuses_for_good_has_a_code_of_its_own(
+    error: Exception, line: str, grouped: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def main() -> None:
+        raise ExceptionGroup("several", [error]) if grouped else error
+
+    assert run_service(main) == Exit.REFUSED
+    assert capsys.readouterr().err.startswith(f"error: {line}")
+
+
+def test_a_connection_that_breaks_is_none_of_these() -> None:
+    async def main() -> None:
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    with pytest.raises(ConnectionResetError):
+        run_service(main)
 
 
 def test_a_bug_is_not_hidden() -> None:
