@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,12 @@ from meshrl.config.recipe import Recipe
 from meshrl.rollout.server_engine.checkpoint import read_header
 from meshrl.trainer.data.reasoning_gym import PACKAGE
 
-BLOCK_BYTES = 1 << 22
+BLOCK_BYTES = 1 << 20
+WEIGHTS = (".safetensors", ".bin")
+WHOLE_BYTES = 1 << 30
+"""Files of weights that are larger are not read whole: a start would wait for minutes."""
+SAMPLED_BLOCKS = 256
+"""Of such a file, at equal distances, its beginning and its end among them. Other weights differ everywhere."""
 MODEL_FILES = frozenset(
     {".safetensors", ".bin", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
 )
@@ -32,7 +37,7 @@ class Mark:
     size: int
     mtime_ns: int
     digest: str
-    """xxh3-128 of its bytes."""
+    """xxh3-128 of its bytes; of a large file of weights, of some."""
 
     @property
     def name(self) -> str:
@@ -145,11 +150,16 @@ def _mark(path: Path, known: Mark | None) -> Mark:
     status = path.stat()
     if known is not None and (known.size, known.mtime_ns) == (status.st_size, status.st_mtime_ns):
         return known
-    digest = xxhash.xxh3_128()
+    digest, size = xxhash.xxh3_128(), status.st_size
+    starts: Iterable[int] = range(0, size, BLOCK_BYTES)
+    if size > WHOLE_BYTES and path.suffix in WEIGHTS:
+        last = SAMPLED_BLOCKS - 1
+        starts = (block * (size - BLOCK_BYTES) // last for block in range(last + 1))
     with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-    return Mark(str(path), status.st_size, status.st_mtime_ns, digest.hexdigest())
+        for start in starts:
+            file.seek(start)
+            digest.update(file.read(BLOCK_BYTES))
+    return Mark(str(path), size, status.st_mtime_ns, digest.hexdigest())
 
 
 def shapes_of(model: Path) -> str:

@@ -14,7 +14,7 @@ import fcntl
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -80,6 +80,10 @@ class RunRecord:
             found = cls(states=states, fed=stored["fed"], changed=stored["changed"])
         except FileNotFoundError:
             return cls._of_earlier_version(directory)
+        except (
+            PermissionError
+        ):  # another user's: a service with credentials of its own sees nothing of it
+            return None
         except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(
@@ -146,18 +150,22 @@ def begin(
 
 def mark_fed(directory: Path) -> None:
     """Note that the queue gets prompts of the run from here on, where its beginning is known."""
-    if not (directory / RECORD_NAME).exists():
-        return
-    with _locked(directory):
-        record = RunRecord.load(directory)
-        if record is not None and not record.fed:
-            replace(record, fed=True).save(directory)
+    # A feeder that may not write there, or finds no room, feeds all the same.
+    with suppress(OSError):
+        if not (directory / RECORD_NAME).exists():
+            return
+        with _locked(directory):
+            record = RunRecord.load(directory)
+            if record is not None and not record.fed:
+                replace(record, fed=True).save(directory)
 
 
 def changes_accepted(directory: Path) -> bool:
     """Whether somebody accepted at any time that the run in `directory` is bent."""
-    record = RunRecord.load(directory) if (directory / RECORD_NAME).exists() else None
-    return record is not None and record.changed
+    with suppress(OSError):
+        record = RunRecord.load(directory) if (directory / RECORD_NAME).exists() else None
+        return record is not None and record.changed
+    return False
 
 
 def state_of(

@@ -14,7 +14,8 @@ import pytest
 from click.testing import CliRunner
 
 from meshrl.cli.commands.config import check
-from meshrl.config import load_recipe
+from meshrl.config import changes, load_recipe
+from meshrl.config.explain import walk
 from meshrl.config.loading import anchored, save_recipe
 from meshrl.config.recipe import Recipe
 from meshrl.config.run_record import RunRecord, begin, changes_accepted, mark_fed
@@ -297,6 +298,36 @@ def test_a_file_that_was_only_touched_or_written_again_is_the_same(tmp_path: Pat
     for path in (Path("train.jsonl"), Path("model/model.safetensors"), Path("reward.py")):
         os.utime(path, ns=(1, 1))
     assert start() == []
+
+
+def test_of_large_weights_the_beginning_the_end_and_blocks_between_are_compared() -> None:
+    weights = Path("model/model.safetensors")
+    os.truncate(weights, (1 << 30) + 12_345)
+    start()
+    train(3)
+    for place in (20, 600 << 20, (1 << 30) + 12_344):
+        with weights.open("r+b") as file:
+            file.seek(place)
+            block = file.read(1 << 23)
+            file.seek(place)
+            file.write(bytes(255 - byte for byte in block))
+        with pytest.raises(UserError, match=r"model\.safetensors is not as it was"):
+            start()
+        with weights.open("r+b") as file:
+            file.seek(place)
+            file.write(block)
+        assert start() == []
+
+
+def test_every_key_that_is_sorted_is_a_key_of_a_recipe() -> None:
+    known = {key.dotted for key in walk(Recipe)}
+    sorted_keys = (
+        *(*changes.BENDS, *changes.BENDS_NOT, *changes.ADAPTER, *changes.ELSEWHERE),
+        *(*changes.HELD_BY_QUEUE, *changes.HELD_BY_CHECKPOINTS),
+    )
+    assert not [key for key in sorted_keys if key not in known]
+    assert len(set(sorted_keys)) == len(sorted_keys)
+    assert all(any(k.startswith(f"{b}.") for b in changes.BENDS) for k in changes.BENDS_NOT)
 
 
 def test_files_that_a_program_a_judge_or_a_module_of_ones_own_reads_count_too() -> None:
