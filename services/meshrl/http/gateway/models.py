@@ -125,9 +125,40 @@ class StreamOptions(Body):
     include_usage: bool | None = False
 
 
-class Sampling(Body):
-    """Fields of both kinds of requests."""
+CHANGING = frozenset(
+    (
+        "add_generation_prompt",
+        "chat_template",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "documents",
+        "echo",
+        "guided_choice",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+        "logits_processors",
+        "min_p",
+        "min_tokens",
+        "ebnf",
+        "json_schema",
+        "reasoning_effort",
+        "regex",
+        "repetition_penalty",
+        "structured_outputs",
+        "thinking",
+        "top_k",
+        "typical_p",
+        "verbosity",
+    )
+)
+"""Fields of servers like vLLM and SGLang that would change what the policy is asked or what it may say."""
 
+
+class Sampling(Body):
+    """Fields of both kinds of requests; others are ignored."""
+
+    model_config = ConfigDict(extra="allow")
     model: str = Field(default="policy", max_length=256)
     """Any name: there is one model, the policy."""
     max_tokens: Positive | None = None
@@ -154,6 +185,12 @@ class Sampling(Body):
     def stops(self) -> tuple[str, ...]:
         """Stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Fields that would change the prompt or the answer elsewhere, and do not here."""
+        given = self.model_extra or {}
+        return tuple(sorted(name for name in CHANGING & given.keys() if given[name] is not None))
 
     @property
     def usage_in_stream(self) -> bool:
