@@ -14,6 +14,7 @@ import numpy as np
 from meshrl.contract.chat_templates import rendered
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32, Json, Media
+from meshrl.contract.words import whole
 from meshrl.images import ImageProcessor
 from meshrl.images.messages import MOST_OF_ROW
 
@@ -142,7 +143,11 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """See `ChatTokenizer.encode`."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        # Only text with half a surrogate pair is refused: in a tool's description, or what an environment says.
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        except TypeError:
+            ids = self._tokenizer.encode(whole(text), add_special_tokens=False)
         return ids
 
     def render(

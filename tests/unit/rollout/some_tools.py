@@ -106,3 +106,39 @@ not_a_function = 3
 def hanging_agent(base_url: str, api_key: str, task: object) -> float:
     hanging.wait(30)
     return 0.5
+
+
+def scraped(x: str) -> str:
+    """A page.
+
+    Args:
+        x: Anything.
+    """
+    return "bold \ud835 text"
+
+
+def listed(x: str) -> str:
+    """A file whose name is not UTF-8, as os.listdir gives it.
+
+    Args:
+        x: Anything.
+    """
+    return b"caf\xe9.txt".decode(errors="surrogateescape")
+
+
+def written(x: str) -> dict[str, str]:
+    """A value.
+
+    Args:
+        x: Anything.
+    """
+    return {"x": "\ud835"}
+
+
+def raised(x: str) -> str:
+    """An error.
+
+    Args:
+        x: Anything.
+    """
+    raise ValueError("bad \ud835")

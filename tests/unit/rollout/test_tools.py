@@ -65,6 +65,39 @@ def test_hermes_calls_are_found(text: str, calls: list[ToolCall]) -> None:
     assert hermes.parse(text) == calls
 
 
+@pytest.mark.parametrize("written", ["null", '""', '" "', "{}", '"{}"'])
+def test_no_arguments_may_be_written_in_several_ways(written: str) -> None:
+    call = f'<tool_call>{{"name": "now", "arguments": {written}}}</tool_call>'
+    assert hermes.parse(call) == [ToolCall(name="now")]
+    assert llama3_json.parse(f'{{"name": "now", "parameters": {written}}}') == [
+        ToolCall(name="now")
+    ]
+
+
+def test_a_call_in_the_form_of_openai_is_the_one_in_it() -> None:
+    wrapped = '{"type": "function", "function": {"name": "add", "arguments": "{\\"a\\": 1}"}}'
+    assert hermes.parse(f"<tool_call>{wrapped}</tool_call>") == [
+        ToolCall(name="add", arguments={"a": 1})
+    ]
+    assert llama3_json.parse(wrapped) == [ToolCall(name="add", arguments={"a": 1})]
+    assert llama3_json.parse('{"function": {"x": 1}}') == []  # an answer that is JSON
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "[[NaN]]"])
+def test_numbers_that_json_has_not_make_a_call_invalid(number: str) -> None:
+    for written in (f'{{"x": {number}}}', f'"{{\\"x\\": {number}}}"'):
+        (call,) = hermes.parse(f'<tool_call>{{"name": "a", "arguments": {written}}}</tool_call>')
+        assert (call.name, call.arguments) == ("a", {})
+        assert "which JSON has not" in call.problem
+
+
+def test_half_a_surrogate_pair_in_a_call_is_replaced() -> None:
+    text = '{"name": "a\\ud83d", "arguments": {"\\udce9": ["\\ud83d\\ude00 \\ud83d"]}}'
+    assert hermes.parse(f"<tool_call>{text}</tool_call>") == [
+        ToolCall(name="a\ufffd", arguments={"\ufffd": ["\U0001f600 \ufffd"]})
+    ]
+
+
 @pytest.mark.parametrize(
     ("inside", "problem"),
     [
@@ -308,6 +341,18 @@ async def test_results_and_errors_are_cut_alike() -> None:
     assert GAP in await said(tools, "long", n=100_000)
     assert GAP in await said(tools, "fail", how="x" * 1000)
     assert GAP in await said(tools, "y" * 1000)
+
+
+@pytest.mark.parametrize("name", ["scraped", "listed", "written", "raised"])
+async def test_half_a_surrogate_pair_in_what_a_tool_returns_is_replaced(name: str) -> None:
+    text = await said(await tools_of(name), name, x="a")
+    assert "\ufffd" in text
+    text.encode()
+
+
+async def test_a_description_with_half_a_surrogate_pair_can_be_shown() -> None:
+    ids = TOKENIZER.encode("a \ud835 b")
+    assert ids == TOKENIZER.encode("a \ufffd b")
 
 
 def test_a_tool_error_is_no_mesh_error() -> None:

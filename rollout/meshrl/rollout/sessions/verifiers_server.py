@@ -41,6 +41,7 @@ __all__ = ["Chat"]
 
 NAME = Path(__file__).stem
 MODEL = "policy"
+JSON = "application/json"
 GENERATION_ROWS = 256
 """Episodes after which an environment is opened anew: it keeps a client of each endpoint that it saw."""
 MOST_INDEX = 1_000_000
@@ -104,8 +105,8 @@ class Chat(vf.Harness[ChatConfig]):  # type: ignore[misc]
                 asked = {"model": ctx.model, "messages": messages}
                 answer = await client.post(
                     f"{endpoint}/chat/completions",
-                    json={**asked, "tools": tools} if tools else asked,
-                    headers={"Authorization": f"Bearer {secret}"},
+                    content=_written({**asked, "tools": tools} if tools else asked),
+                    headers={"Authorization": f"Bearer {secret}", "Content-Type": JSON},
                 )
                 if not answer.is_success:
                     said = f"HTTP {answer.status_code}: {answer.text[:500]}"
@@ -120,6 +121,12 @@ class Chat(vf.Harness[ChatConfig]):  # type: ignore[misc]
                     found = await _called(call["function"], names, servers)
                     of = {"tool_call_id": call["id"], "name": call["function"]["name"]}
                     messages.append({"role": "tool", **of, "content": found})
+
+
+def _written(asked: dict[str, Any]) -> bytes:
+    """A request's JSON, with U+FFFD for each half of a surrogate pair, which a tool may return."""
+    text = json.dumps(asked, ensure_ascii=False)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
 async def _called(function: dict[str, Any], names: dict[str, Any], servers: dict[str, Any]) -> Any:

@@ -30,7 +30,7 @@ from meshrl.rollout.tools.ports import Caller, Pictured, ToolError
 if TYPE_CHECKING:
     from mcp import Client
     from mcp.client._transport import Transport, TransportStreams
-    from mcp_types import CallToolResult, ListToolsResult, Tool
+    from mcp_types import CallToolResult, ContentBlock, ListToolsResult, Tool
 
 Answer = TypeVar("Answer")
 
@@ -44,6 +44,21 @@ FAULTS = frozenset({-32000, -32001, -32600, -32603, -32700})
 """Error codes of the connection, not of a tool: closed, timed out, session unknown, internal, not JSON."""
 CLOSE_S = 10.0
 """The client gives a server 4 s to end before it is killed; the rest is for a busy machine."""
+
+
+class OneLine(logging.Filter):
+    """Takes tracebacks off the client library's records: one for each line of stdout that is no message."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keep every record."""
+        if record.exc_info and (error := record.exc_info[1]) is not None:
+            reason = " ".join(str(error).split())[:200]
+            record.msg, record.args = f"{record.getMessage()}: {reason}", ()
+            record.exc_info = None
+        return True
+
+
+logging.getLogger("mcp.client.stdio").addFilter(OneLine())
 
 
 class Connection:
@@ -302,11 +317,23 @@ async def _page(client: Client, *, cursor: str | None) -> ListToolsResult:
 
 
 def text_of(result: CallToolResult) -> str:
-    """The texts of a result; other parts are replaced by their type."""
-    parts = [getattr(each, "text", None) or f"[{each.type}]" for each in result.content]
-    if not parts and result.structured_content is not None:
+    """The texts of a result, those of its resources included; other parts are replaced by what they are."""
+    if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
-    return "\n".join(parts)
+    return "\n".join(map(_part, result.content))
+
+
+def _part(part: ContentBlock) -> str:
+    match part.type:
+        case "text":
+            return part.text
+        case "resource":
+            text: str | None = getattr(part.resource, "text", None)
+            return f"[resource {part.resource.uri}]" if text is None else text
+        case "resource_link":
+            return f"[resource_link {part.name}: {part.uri}]"
+        case kind:
+            return f"[{kind}]"
 
 
 def pictures_of(result: CallToolResult) -> tuple[bytes, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 
 from meshrl.contract.types import Json
+from meshrl.contract.words import whole
 from meshrl.rollout.tools.ports import ToolCall
 
 
@@ -30,16 +31,41 @@ def from_json(text: str) -> Json:
 
 
 def call_of(value: Json, *, arguments: str = "arguments") -> ToolCall:
-    """The call in an object with `name` and `arguments` (`arguments`: the key that the format uses)."""
+    """The call in an object with `name` and `arguments` (`arguments`: the key that the format uses).
+
+    An object in OpenAI's form, `{"type": "function", "function": {…}}`, is the one in it. No arguments may be written
+    as null or as an empty text. Numbers that JSON does not have make a call invalid.
+    """
     if isinstance(value, ToolCall):
         return value
+    if is_wrapped(value):
+        value, arguments = value["function"], "arguments"
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall(name="", problem=f"a call is an object with `name` and `{arguments}`")
-    parsed = value.get(arguments, {})
-    if isinstance(parsed, str):  # some models write the object as text in the object
+    parsed = value.get(arguments)
+    if (
+        isinstance(parsed, str) and parsed.strip()
+    ):  # some models write the object as text in the object
         parsed = from_json(parsed)
     if isinstance(parsed, ToolCall):
         return parsed
+    if parsed is None or isinstance(parsed, str):
+        parsed = {}
+    name = whole(value["name"])
     if not isinstance(parsed, dict):
-        return ToolCall(name=value["name"], problem=f"`{arguments}` must be an object")
-    return ToolCall(name=value["name"], arguments=parsed)
+        return ToolCall(name=name, problem=f"`{arguments}` must be an object")
+    try:
+        written = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return ToolCall(name=name, problem=f"`{arguments}` has NaN or Infinity, which JSON has not")
+    return ToolCall(name=name, arguments=json.loads(whole(written)))
+
+
+def is_wrapped(value: Json) -> bool:
+    """Whether a call is written in OpenAI's form."""
+    return (
+        isinstance(value, dict)
+        and "name" not in value
+        and isinstance(value.get("function"), dict)
+        and "name" in value["function"]
+    )

@@ -14,6 +14,7 @@ from typing import Literal
 
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json, Task
+from meshrl.contract.words import whole
 from meshrl.rollout.tokenizer import ChatTokenizer, reads_pictures
 from meshrl.rollout.tools.ports import Caller, Pictured, Tool, ToolCall, ToolError
 
@@ -98,9 +99,10 @@ class TaskTools:
             InfraError: the tool cannot be reached.
         """
         said = await self._said(call, caller)
+        # Names of files and scraped pages may have half a surrogate pair, whatever kind of tool returns them.
         if isinstance(said, str):
-            return self._cut(said, tokenizer)
-        text = self._cut(said.text, tokenizer)
+            return self._cut(whole(said), tokenizer)
+        text = self._cut(whole(said.text), tokenizer)
         return said.content(text) if reads_pictures(tokenizer) else text
 
     async def _said(self, call: ToolCall, caller: Caller) -> str | Pictured:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from meshrl.rollout.tools.parsing import call_of, skip
+from meshrl.rollout.tools.parsing import call_of, is_wrapped, skip
 from meshrl.rollout.tools.ports import ToolCall
 
 
@@ -25,7 +25,7 @@ def parse(text: str) -> list[ToolCall]:
             problem = "the call is nested too deeply" if deep else f"the call is not JSON: {error}"
             named = rest.find('"name"', at) >= 0
             return [*calls, ToolCall(name="", problem=problem)] if named else calls
-        if "name" not in found:
+        if "name" not in found and not is_wrapped(found):
             break
         calls.append(call_of(found, arguments="parameters"))
         at = skip(rest, end, "; \n")
