@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
 from safetensors.numpy import load_file
 
 from meshrl.cli.demo.tiny_model import chat_tokenizer
@@ -36,6 +38,29 @@ def test_each_stage_begins_with_what_the_one_before_it_wrote_and_only_the_first_
         for name in ("random", "big_steps", "model")
     )
     assert abs(last - first).max() < 1e-6 < 1e-3 < abs(last - random).max()
+
+
+@pytest.mark.parametrize(("variable", "threads"), [(None, 1), ("2,1", 2)])
+def test_it_computes_on_one_thread_unless_told_and_leaves_torch_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str | None, threads: int
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    seen: set[int] = set()
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        warm_start(
+            tmp_path,
+            STAGES[1:],
+            [],
+            seed=0,
+            report=lambda _name, _now: seen.add(torch.get_num_threads()),
+        )
+        assert (seen, torch.get_num_threads()) == ({threads}, 2)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_finished_warm_start_is_kept_and_one_that_was_interrupted_begins_anew(

@@ -54,7 +54,8 @@ def replay(run: Path | None, step: int, tolerance: float, as_json: bool) -> None
     from meshrl.trainer.trajectories.replay import replay, starting_point
 
     # As many as the services get: another number adds in another order.
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     world = World.start("cpu")
     try:
         learner = build_learner(recipe, training_steps(recipe), world)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,43 +24,21 @@ THINKING_SHARE = 0.25
 """Of the second fine-tuning's rows; the rest answer at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Assets:
-    """Where the demo's files lie."""
-
-    directory: Path
-
-    @property
-    def model(self) -> Path:
-        """The warm-started checkpoint that RL begins with."""
-        return self.directory / "model"
-
-    @property
-    def train(self) -> Path:
-        """Prompts for RL."""
-        return self.directory / "train.jsonl"
-
-    @property
-    def held_out(self) -> Path:
-        """Prompts never trained on."""
-        return self.directory / "held_out.jsonl"
-
-
 def prepare(
     directory: Path, *, seed: int, report: Callable[[str, SftProgress], None], experts: int = 0
-) -> Assets:
-    """Make what is missing under `directory`; a finished warm start is kept.
+) -> None:
+    """Make what is missing under `directory`: train.jsonl, held_out.jsonl and `model`; a finished warm start is kept.
 
     `experts` is as for `write_tiny_model`.
     """
-    assets = Assets(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    _write_prompts(assets.train, itertools.islice(programs(seed, held_out=False), RL_PROMPTS))
+    _write_prompts(
+        directory / "train.jsonl", itertools.islice(programs(seed, held_out=False), RL_PROMPTS)
+    )
     held_out = list(itertools.islice(programs(seed + 1, held_out=True), HELD_OUT))
-    _write_prompts(assets.held_out, held_out)
+    _write_prompts(directory / "held_out.jsonl", held_out)
     measured = [(row.prompt, row.thought) for row in held_out]
     warm_start(directory, _stages(seed), measured, seed=seed, report=report, experts=experts)
-    return assets
 
 
 def _stages(seed: int) -> list[Stage]:
