@@ -1,10 +1,13 @@
 """Keeps the house small: no import circles, no crowded folders, no crumbs, and a budget of lines per package.
 
+It also refuses a class that is based on a type alias, which a later numpy or Python may not permit.
+
 `python .ci/architecture.py` prints each fault and ends with 1; `--table` prints the sizes. Part of `make check`.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -96,9 +99,62 @@ def lines_of(files: Mapping[str, Path]) -> Counter[str]:
     return counted
 
 
+def named_elsewhere(tree: ast.Module) -> dict[str, tuple[str, str]]:
+    """Name to its module and the name there, for each import at any level; of a whole module, the name is empty."""
+    found: dict[str, tuple[str, str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for each in node.names:
+                found[each.asname or each.name] = (node.module, each.name)
+        elif isinstance(node, ast.Import):
+            found |= {each.asname: (each.name, "") for each in node.names if each.asname}
+    return found
+
+
+def based_on_aliases(trees: Mapping[str, ast.Module]) -> Iterator[tuple[str, int, str]]:
+    """Module, line and base of each class whose base is a type alias, numpy's included: by name, wherever it is from.
+
+    An alias is for annotations. `class Shared(npt.NDArray[Any])` worked until numpy 2.5 made a `TypeAliasType` of it.
+    """
+    elsewhere = {name: named_elsewhere(tree) for name, tree in trees.items()}
+    aliases = {
+        name: {
+            node.target.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and ast.unparse(node.annotation).endswith("TypeAlias")
+        }
+        for name, tree in trees.items()
+    }
+
+    def is_alias(module: str, name: str) -> bool:
+        if module == "numpy.typing":
+            return True
+        if name in aliases.get(module, ()):
+            return True
+        there = elsewhere.get(module, {}).get(name)
+        return there is not None and there != (module, name) and is_alias(*there)
+
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            for base in node.bases if isinstance(node, ast.ClassDef) else ():
+                named = base.value if isinstance(base, ast.Subscript) else base
+                if isinstance(named, ast.Attribute):
+                    folder, first = elsewhere[module].get(ast.unparse(named.value), ("", ""))
+                    place = (f"{folder}.{first}" if first else folder, named.attr)
+                else:
+                    place = (module, ast.unparse(named))
+                if is_alias(*place):
+                    yield module, node.lineno, ast.unparse(base)
+
+
 def faults() -> Iterator[str]:
     """One line per broken rule."""
     files = modules()
+    trees = {name: ast.parse(path.read_text()) for name, path in files.items()}
+    for name, line, base in based_on_aliases(trees):
+        yield f"{files[name]}:{line}: a class based on {base}, a type alias: name the class itself"
     graph = grimp.build_graph("meshrl", cache_dir=None)
     imports = {
         name: sorted(graph.find_modules_directly_imported_by(name)) for name in graph.modules
