@@ -133,6 +133,11 @@ venv-vllm venv-sglang:
 	@echo "$@: no wheel for $(shell uname -sm), so the tests with that server are skipped"
 endif
 
+# The installed project beside the newest packages on another Python, without the lock: `make newest PYTHON=python3.13`.
+.PHONY: newest
+newest:
+	PYTHON=$(PYTHON) bash .ci/newest.sh
+
 demo: venv
 	$(BIN)/meshrl demo
 
@@ -309,4 +314,4 @@ bench-startup: venv venv-peer-trl
 	$(BIN)/python benchmarks/startup.py
 
 clean:
-	rm -rf $(VENV) $(LOCK_VENV) .venv-vllm .venv-sglang $(VERIFIERS_VENV) .venv-peer-queue .venv-peer-reward .venv-peer-trl build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(LOCK_VENV) .venv-newest .venv-vllm .venv-sglang $(VERIFIERS_VENV) .venv-peer-queue .venv-peer-reward .venv-peer-trl build dist .mypy_cache .ruff_cache .pytest_cache
