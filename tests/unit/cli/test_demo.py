@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -131,8 +132,17 @@ def test_the_summary_is_computed_from_the_metrics(tmp_path: Path) -> None:
     assert shown["staleness"] == {"mean": 0.5, "p95": 3, "max": 3}
     assert shown["ledger"]["balanced"] is True
     json.dumps(shown)
-    draw_curves(read, tmp_path / "curves.png")
+    assert draw_curves(read, tmp_path / "curves.png") == str(tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_demo_ends_without_curves_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said = draw_curves(History.read(history(tmp_path)), tmp_path / "curves.png")
+    assert said.startswith(f"no {tmp_path / 'curves.png'}: matplotlib is not installed")
+    assert not (tmp_path / "curves.png").exists()
 
 
 def test_a_run_that_left_no_history_is_named(tmp_path: Path) -> None:

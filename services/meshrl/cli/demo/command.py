@@ -113,9 +113,9 @@ def _report(recipe: Recipe) -> None:
     ledger = asyncio.run(_stored_ledger(recipe))
     shown = summary(history, ledger, directory / "export")
     (directory / "summary.json").write_text(json.dumps(shown, indent=2) + "\n")
-    draw_curves(history, directory / "curves.png")
+    curves = draw_curves(history, directory / "curves.png")
     text_console().print(table(shown, history))
-    click.echo(f"{directory / 'summary.json'}\n{directory / 'curves.png'}\n{directory / 'export'}")
+    click.echo(f"{directory / 'summary.json'}\n{curves}\n{directory / 'export'}")
 
 
 async def _stored_ledger(recipe: Recipe) -> Ledger:

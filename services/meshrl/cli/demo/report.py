@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +116,10 @@ def table(shown: Mapping[str, Any], history: History) -> Table:
     return made
 
 
-def draw_curves(history: History, path: Path) -> None:
-    """Accuracy, share of thinking and response length over seconds of RL, as a PNG."""
+def draw_curves(history: History, path: Path) -> str:
+    """Accuracy, share of thinking and response length over seconds of RL: the PNG's name, or why there is none."""
+    if find_spec("matplotlib") is None:
+        return f"no {path}: matplotlib is not installed (meshrl's extra `torch` brings it)"
     import matplotlib
 
     matplotlib.use("Agg")
@@ -140,6 +143,7 @@ def draw_curves(history: History, path: Path) -> None:
     panels[0].legend(loc="lower right")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+    return str(path)
 
 
 def _over_time(history: History, lines: Sequence[Mapping[str, Any]]) -> list[float]:
