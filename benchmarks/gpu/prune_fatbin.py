@@ -130,10 +130,17 @@ def _fillers(data: mmap.mmap, binaries: list[FatBinary], arch: int) -> dict[bool
 
 
 def _rewrite(data: mmap.mmap, binary: FatBinary, keep: list[Entry], filler: bytes) -> None:
-    """Move what stays to the front, fill with zeros, and set the size in the header."""
+    """Move what stays to the front, fill with zeros, and set the size in the header.
+
+    A fat binary that is empty, or shorter than the filler (PTX of a few bytes), stays as it is.
+    """
+    if not binary.entries:
+        return
     start, last = binary.entries[0].start, binary.entries[-1]
     room = last.start + last.size - start
     kept = b"".join(data[entry.start : entry.start + entry.size] for entry in keep) or filler
+    if len(kept) > room:
+        return
     data[start : start + room] = kept + bytes(room - len(kept))
     struct.pack_into("<Q", data, binary.start + 8, len(kept))
 
