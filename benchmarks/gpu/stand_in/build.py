@@ -1,14 +1,16 @@
-"""Builds a GPU that computes nothing, for one environment with torch: `python build.py SITE_PACKAGES OUT`.
+"""Builds a stand-in for a GPU, beside one environment with torch: `python build.py SITE_PACKAGES OUT`.
 
-Then `source OUT/env.sh`: what Python starts from that shell sees an NVIDIA H100. The libraries stand for
+Then `source OUT/env.sh`: what Python starts from that shell sees one NVIDIA H100. The parts are
 
-    libcudart.so.13       runtime.c, kernels.c     preloaded, so before the one of torch's wheels
-    libcuda.so.1          driver.c, memory.c, fat_binary.c
-    libnvidia-ml.so.1     nvml.c
-    libstand-in-names.so  cuBLAS, cuDNN, NCCL and so on: every name that torch wants of them returns 0
+    libcudart.so.13         runtime.c, kernels.c     preloaded, so before the one of torch's wheels
+    libcuda.so.1            driver.c, memory.c, fat_binary.c
+    libnvidia-ml.so.1       nvml.c
+    libstand-in-names.so    cuBLAS, cuDNN, NCCL and so on: every name that torch wants of them returns 0
+    python/                 sitecustomize.py: torch's operations there are computed by the CPU
 
-Memory of the device is memory of the process, copies copy, `torch.ones`, `full` and `zeros` fill; every other kernel
-does nothing. All values are zeros, then, and no number that a rehearsal prints means anything.
+Memory of the device is memory of the process, copies copy, torch's own operations compute. Kernels of Triton, of
+extensions and of flash attention do nothing, so most values are zeros, and no number that a rehearsal prints means
+anything.
 
 It proves, on a machine without a GPU: that the host's code runs where `torch.cuda.is_available()`: imports, shapes,
 how much is allocated (FAKE_GPU_GIB), the capture of CUDA graphs, Triton's and Inductor's compilers for sm_90,
@@ -155,6 +157,9 @@ def build(site: Path, out: Path) -> Path:
         f"export LD_PRELOAD={here}/libcudart.so.13:{here}/{NAMES}${{LD_PRELOAD:+:$LD_PRELOAD}}\n"
         f"export LD_LIBRARY_PATH={here}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}\n"
         f"export TRITON_LIBCUDA_PATH={here} TORCH_CUDNN_SDPA_ENABLED=0\n"
+        f"export PYTHONPATH={HERE / 'python'}${{PYTHONPATH:+:$PYTHONPATH}}\n"
+        # What a kernel should have written is zero then, and not what another tensor has left.
+        "export PYTORCH_NO_CUDA_MEMORY_CACHING=1\n"
         # A cache of 79 GiB is addresses only, but what is touched is this machine's memory.
         "export FAKE_GPU_GIB=${FAKE_GPU_GIB:-4}\n"
     )

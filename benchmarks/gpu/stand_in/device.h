@@ -1,10 +1,10 @@
-/* What the driver and the runtime of the GPU that computes nothing share: its memory, and what a fat binary has code for.
+/* What the driver and the runtime of the stand-in for a GPU share: its memory, and what a fat binary has code for.
  * No header of CUDA is needed for these two: their tests run where there is none. */
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 
-#define DEVICE_NAME "NVIDIA H100 that computes nothing"
+#define DEVICE_NAME "NVIDIA H100 (a stand-in)"
 #define DEVICE_UUID "fake-gpu-0000001"
 #define PUBLIC __attribute__((visibility("default")))
 

@@ -1,4 +1,4 @@
-/* libcuda.so.1 of the GPU that computes nothing: what torch, Triton and extensions ask the driver for. Linked with memory.c
+/* libcuda.so.1 of the stand-in for a GPU: what torch, Triton and extensions ask the driver for. Linked with memory.c
  * and fat_binary.c; the runtime asks this library for the GPU's properties. */
 #define _GNU_SOURCE
 #include "device.h"
@@ -91,7 +91,7 @@ SUCCEEDS(cuCtxSynchronize(void))
 PUBLIC CUresult cuModuleLoadData(CUmodule *module, const void *image) {
   *module = (CUmodule)something;
   if (gpu_code_in(image) != NO_CODE) return CUDA_SUCCESS;
-  gpu_report("no code for sm_90", "a module that is loaded by cuModuleLoadData");
+  gpu_report("NO CODE for sm_90", "a module that is loaded by cuModuleLoadData");
   return CUDA_ERROR_NO_BINARY_FOR_GPU;
 }
 PUBLIC CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned count, CUjit_option *names, void **values) {

@@ -1,6 +1,5 @@
-/* Kernels of libcudart.so.13 of the GPU that computes nothing: registered by each library that is loaded, launched without
- * an effect. One has one: torch's fill (`torch.ones`, `full`, `zeros`), for values that count something or point somewhere
- * decide what the host does next.
+/* Kernels of libcudart.so.13 of the stand-in for a GPU: registered by each library that is loaded, launched without
+ * an effect.
  *
  * A kernel whose fat binary has no code for sm_90 fails, as on the GPU, and its name is reported. With PTX alone it runs, and is
  * reported too: there the driver would compile it. FAKE_GPU_LAUNCHES=1 reports each kernel at its first launch.
@@ -37,7 +36,7 @@ PUBLIC const char *cudaGetErrorString(cudaError_t code) {
   return code == cudaSuccess                        ? "no error"
          : code == cudaErrorNoKernelImageForDevice ? "no kernel image is available for execution on the device"
          : code == cudaErrorMemoryAllocation       ? "out of memory"
-                                                   : "an error of the GPU that computes nothing";
+                                                   : "an error of the stand-in";
 }
 
 /* What is registered: a table by the address of the host's function, which a launch names */
@@ -46,7 +45,6 @@ struct kernel {
   const void *function;
   const char *name;
   enum code code;
-  int fill_bytes; /* of one value, if this is torch's fill; else 0 */
   int reported;
 };
 
@@ -73,17 +71,6 @@ static void make_room(void) {
   free(old);
 }
 
-/* `vectorized_elementwise_kernel<4, FillFunctor<float>, ...>` by its mangled name: how long its type is. */
-static int fill_bytes(const char *name) {
-  const char *type = strstr(name, "vectorized_elementwise_kernel") ? strstr(name, "FillFunctorI") : NULL;
-  if (!type) return 0;
-  type += strlen("FillFunctorI");
-  if (strchr("bah", *type)) return 1;
-  if (*type == 's' || strncmp(type, "N3c104Half", 10) == 0 || strncmp(type, "N3c108BFloat16", 14) == 0) return 2;
-  if (strchr("if", *type)) return 4;
-  return strchr("ld", *type) ? 8 : 0;
-}
-
 /* The handle of a fat binary is one of these. It stays when its library goes: so does its kernels' place in the table. */
 static enum code codes[] = {NO_CODE, ONLY_PTX, MACHINE_CODE};
 
@@ -102,26 +89,13 @@ PUBLIC void __cudaRegisterFunction(void **binary, const char *function, char *de
   make_room();
   struct kernel *kernel = place_of(function);
   if (!kernel->function) kernel_count++;
-  *kernel = (struct kernel){function, name, *(enum code *)binary, fill_bytes(name), 0};
+  *kernel = (struct kernel){function, name, *(enum code *)binary, 0};
   pthread_mutex_unlock(&lock);
 }
 
 /* Launches */
 
-static void fill(int size, void **arguments) {
-  static const char zeros[8];
-  int count = *(int *)arguments[0];
-  const void *value = arguments[1];
-  char *to = *(char **)arguments[2];
-  size_t bytes = (size_t)count * size;
-  if (!gpu_memory_is(ON_DEVICE, to)) return;
-  if (memcmp(value, zeros, size) == 0)
-    gpu_memory_fill(to, 0, bytes);
-  else if (bytes <= (size_t)1 << 30)
-    for (size_t at = 0; at < bytes; at += size) memcpy(to + at, value, size);
-}
-
-static cudaError_t launch(const void *function, void **arguments) {
+static cudaError_t launch(const void *function) {
   pthread_mutex_lock(&lock);
   struct kernel *kernel = table_size ? place_of(function) : NULL, found = {0};
   if (kernel && kernel->function) {
@@ -136,20 +110,19 @@ static cudaError_t launch(const void *function, void **arguments) {
   }
   if (!found.reported && found.code == ONLY_PTX) gpu_report("only PTX for sm_90", found.name);
   if (!found.reported && getenv("FAKE_GPU_LAUNCHES")) gpu_report("launched", found.name);
-  if (found.fill_bytes) fill(found.fill_bytes, arguments);
   return cudaSuccess;
 }
 
 PUBLIC cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared,
                                     cudaStream_t stream) {
-  return launch(function, arguments);
+  return launch(function);
 }
 PUBLIC cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **arguments) {
-  return launch(function, arguments);
+  return launch(function);
 }
 PUBLIC cudaError_t cudaLaunchCooperativeKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared,
                                                cudaStream_t stream) {
-  return launch(function, arguments);
+  return launch(function);
 }
 PUBLIC cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
   *kernel = (cudaKernel_t)function;
@@ -157,7 +130,7 @@ PUBLIC cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
 }
 PUBLIC cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
                                       cudaStream_t stream) {
-  return launch(kernel, arguments);
+  return launch(kernel);
 }
 
 /* `kernel<<<grid, block, shared, stream>>>(…)` puts its configuration here and takes it back at once. */

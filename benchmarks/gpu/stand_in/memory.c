@@ -1,4 +1,4 @@
-/* Memory of the GPU that computes nothing: memory of this process at addresses that say whose it is. It is zero at first and
+/* Memory of the stand-in for a GPU: memory of this process at addresses that say whose it is. It is zero at first and
  * costs nothing until it is written.
  *
  * FAKE_GPU_GIB (79) is how much there is, for each process: what another one has taken is not missing here.

@@ -1,4 +1,4 @@
-/* libnvidia-ml.so.1 of the GPU that computes nothing. Linked with memory.c; no header of NVIDIA's. */
+/* libnvidia-ml.so.1 of the stand-in for a GPU. Linked with memory.c; no header of NVIDIA's. */
 #include "device.h"
 
 #include <stdio.h>

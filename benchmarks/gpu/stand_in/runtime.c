@@ -1,4 +1,4 @@
-/* libcudart.so.13 of the GPU that computes nothing: the part of CUDA's runtime that torch and extensions call, but for
+/* libcudart.so.13 of the stand-in for a GPU: the part of CUDA's runtime that torch and extensions call, but for
  * kernels (kernels.c). Linked with libcuda.so.1 of this folder, whose memory and properties it has.
  *
  * Copies copy, and all work is done when it is asked for; so streams and events have nothing to wait for.

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu/stand_in`: memory and code of the GPU that computes nothing. Needs gcc, but no CUDA."""
+"""`benchmarks/gpu/stand_in`: memory and code of the stand-in for a GPU. Needs gcc, but no CUDA."""
 
 from __future__ import annotations
 
