@@ -231,10 +231,14 @@ bench: venv
 
 # What a GPU machine without a network needs, in .gpu/, each part at most 64 MiB with the checkout; `benchmarks/gpu/day.sh`
 # says which part of the day needs which.
-.PHONY: gpu-kit
+.PHONY: gpu-kit gpu-rehearsal
 gpu-kit: venv
 	$(BIN)/python benchmarks/gpu/kit.py mesh
 	$(BIN)/python benchmarks/gpu/kit.py vllm
+# The day's parts by the GPU's paths on a machine without one: `make gpu-rehearsal PARTS=machine,mesh_nccl`.
+PARTS ?=
+gpu-rehearsal: venv
+	bash benchmarks/gpu/rehearse.sh $(PARTS)
 
 # An environment of its own for the queue benchmark's peer, which wants Ray and tensordict. torch comes first: its CPU build.
 PEER_QUEUE_VENV := .venv-peer-queue

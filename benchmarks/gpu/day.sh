@@ -95,7 +95,7 @@ vllm_day="\$python benchmarks/gpu/vllm_day.py $vllm"
 mfu="\$python benchmarks/gpu/trainer_mfu.py"
 mesh="env -u OMP_NUM_THREADS \$python benchmarks/gpu/mesh.py $short"
 [ -n "$rehearse" ] && vllm_day="$vllm_day --library stub --no-check --shape tiny --slots 8 --tokens 8 --cache 256"
-[ -n "$rehearse" ] && mfu="$mfu --device cpu --shape tiny --steps 3 --packs 2"
+[ -n "$rehearse" ] && mfu="$mfu $([ -n "${FAKE_GPU_GIB:-}" ] || echo --device cpu) --shape tiny --steps 3 --packs 2"
 tests='$python -m pytest -q -p no:cacheprovider'
 part install 60 install
 part machine 60 "\$python benchmarks/gpu/machine.py"

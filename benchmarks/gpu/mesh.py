@@ -4,9 +4,9 @@
 
 `--on-policy`: every row is sampled by the weights that it trains, so the mismatch is that of the arithmetic alone.
 `--vllm`: a vLLM server of that environment samples, instead of the embedded engine. On one GPU the services share it,
-and `nccl` puts both ranks on it, which NCCL permits from 2.30 on. `--rehearse` runs on a CPU, in float32, with
-stand-ins for NCCL and CUDA IPC. The last line is one JSON object: the mismatch between what sampled and what trained,
-tokens a second, and whether the ledger balances.
+and `nccl` puts both ranks on it, which NCCL permits from 2.30 on. `--rehearse` takes three steps, with stand-ins for
+NCCL and CUDA IPC, on a CPU in float32, or on the GPU that `stand_in/` plays. The last line is one JSON object: the
+mismatch between what sampled and what trained, tokens a second, and whether the ledger balances.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+from meshrl.config.inventory import this_machines_gpus
 
 STUBS = {
     "shm": (),
@@ -44,6 +46,7 @@ def main() -> None:
     parser.add_argument("--rehearse", action="store_true")
     given = parser.parse_args()
     engine = "vllm" if given.vllm else "torch"
+    gpu = bool(this_machines_gpus())
     name = f"gpu-{given.carrier.replace('_', '-')}-{engine}"
     shutil.rmtree(Path("runs", name), ignore_errors=True)
     overrides = [
@@ -52,8 +55,9 @@ def main() -> None:
         f"trainer.total_training_steps={3 if given.rehearse else given.steps}",
         # What takes a mesh to its steps: half a minute of a GPU machine otherwise.
         *("trainer.test_freq=-1", "trainer.val_before_train=false", "trainer.save_freq=-1"),
-        *(STUBS[given.carrier] if given.rehearse else ("placement.colocate=true",)),
-        *(ONE_GPU if given.carrier == "nccl" and not given.rehearse else ()),
+        *((*STUBS[given.carrier], "data.train_batch_size=8") if given.rehearse else ()),
+        *(("placement.colocate=true",) if gpu else ()),
+        *(ONE_GPU if gpu and given.carrier == "nccl" else ()),
         *(("queue.max_staleness=0", "rollout.on_update=drain") if given.on_policy else ()),
         *(_vllm(given.vllm) if given.vllm else ()),
     ]
