@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import click
 
 from meshrl.contract.errors import MeshError, UserError
-from meshrl.contract.sockets import reach_directly
 from meshrl.contract.files import lasting_fault
+from meshrl.contract.sockets import reach_directly
 from meshrl.rpc.exit_codes import Exit
 
 COMMANDS = "meshrl.cli.commands"
