@@ -70,7 +70,7 @@ METHODS: Final[Mapping[str, frozenset[MeshRole]]] = {
     **_methods(
         "Shard",
         Note=(*_SERVICES, _READER),
-        WriteNote=(_FEEDER, _TRAINER),  # of a run; the list of shards is the operator's
+        WriteNote=(_TRAINER,),  # of a run; the list of shards is the operator's
         Follow=(_TRAINER,),
         Room=_SERVICES,  # a turn to admit is for those who may admit
         AdmitInTurn=(_FEEDER, _TRAINER),

@@ -76,8 +76,8 @@ KINDS: Final = {
     "Shard": {
         LOOKS: "Note Room",
         WORKS: "UntilRows Rows",
-        FEEDS: "WriteNote AdmitInTurn",
-        TRAINS: "Follow Groups PlanOf PublishAndTell CommitAndTell",
+        FEEDS: "AdmitInTurn",
+        TRAINS: "WriteNote Follow Groups PlanOf PublishAndTell CommitAndTell",
     },
     "Rollout": {LOOKS: "GetStats", TRAINS: "Generate"},
     "Reference": {TRAINS: "LogProbs"},
