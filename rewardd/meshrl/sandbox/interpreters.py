@@ -3,13 +3,20 @@
     stdin  ◀── {"confinement", "limits", "imports"}, then {"id", "episode", "code"} for each run, {"end": episode}
     stdout ──▶ {"ready"} or {"refused"}, then {"id", "output" | "error" | "fault"} for each run      one line each
 
-                        ┌─ fork ─▶ interpreter of episode a: reads code, keeps its variables
-    this process ───────┼─ fork ─▶ interpreter of episode b
-     (the sandbox)      └─ kill: a run that is late, an episode that has ended
+    this process ── fork ─▶ server: reads the requests, writes the answers
+     (the sandbox)          │ ▲ │
+          ▲                 │ │ └── code, output: a socket of each episode ──┐
+          │ "fork", a socket│ │                                              ▼
+          └─────────────────┘ └── pid            fork ─▶ interpreter of episode a: reads code, keeps its variables
+        zygote ──────────────────────────────────fork ─▶ interpreter of episode b
+
+The zygote is what interpreters are copies of. No request, answer or name of an episode ever comes into its memory, so
+an interpreter finds none of another row in its own. It may neither make files nor start or signal processes, so that
+episodes cannot reach each other. Of late runs and episodes that have ended, the zygote kills the process.
 
 `error`: what became of the interpreter (late, crashed); `fault`: the sandbox has no room for one. A fork costs a
-few milliseconds, a sandbox for each episode would cost a tenth of a second or more. An interpreter may neither make
-files nor start or signal processes, so that episodes cannot reach each other.
+few milliseconds, a sandbox for each episode would cost a tenth of a second or more. When the server or the zygote
+dies, the other one ends, and so the sandbox.
 """
 
 from __future__ import annotations
@@ -25,6 +32,7 @@ import resource
 import selectors
 import signal
 import socket
+import struct
 import sys
 import time
 import traceback
@@ -43,6 +51,60 @@ MAX_REPLY_BYTES = 1 << 20
 """A longer reply did not come from our code."""
 OPEN_FILES = 64
 FILE = "<python>"
+NUMBER = struct.Struct("<q")
+"""What goes between server and zygote, beside a socket: FORK, or a pid that is to end; a pid, or how it ended."""
+FORK = 0
+
+
+class Zygote:
+    """What interpreters are forked from, as the server sees it."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+
+    def fork(self, end: socket.socket) -> int:
+        """An interpreter that talks by `end`; its pid. Raises OSError where there is no room for one."""
+        socket.send_fds(self._link, [NUMBER.pack(FORK)], [end.fileno()])
+        pid = self._answer()
+        if pid < 0:
+            raise OSError(-pid, os.strerror(-pid))
+        return pid
+
+    def end(self, pid: int) -> int:
+        """Kill an interpreter, unless it has ended by itself; how it ended, as `os.waitpid` says it."""
+        self._link.send(NUMBER.pack(pid))
+        return self._answer()
+
+    def _answer(self) -> int:
+        found = self._link.recv(NUMBER.size)
+        if not found:
+            sys.exit("the zygote has ended")
+        number: int = NUMBER.unpack(found)[0]
+        return number
+
+
+def fork_interpreters(link: socket.socket) -> None:
+    """The zygote: do what the server at the other end of `link` says, until it ends."""
+    while True:
+        said, ends, _, _ = socket.recv_fds(link, NUMBER.size, 1)
+        if not said:
+            return
+        pid: int = NUMBER.unpack(said)[0]
+        if pid == FORK:
+            try:
+                answer = os.fork()
+            except OSError as error:
+                answer = -(error.errno or 1)
+            else:
+                if answer == 0:
+                    interpret(ends[0])
+        else:
+            # It may have closed its socket and go on. One that has ended keeps its status until it is waited for.
+            os.kill(pid, signal.SIGKILL)
+            _, answer = os.waitpid(pid, 0)
+        for end in ends:
+            os.close(end)
+        link.send(NUMBER.pack(answer))
 
 
 class Episode:
@@ -59,9 +121,10 @@ class Episode:
 
 
 class Interpreters:
-    """Forks, feeds and ends the processes of the episodes; one thread, no wait without a deadline."""
+    """Starts, feeds and ends the processes of the episodes; one thread, no wait without a deadline."""
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, zygote: Zygote, deadline_s: float) -> None:
+        self._zygote = zygote
         self._deadline_s = deadline_s
         self._episodes: dict[str, Episode] = {}
         self._selector = selectors.DefaultSelector()
@@ -107,22 +170,21 @@ class Interpreters:
             return
         episode.run = request["id"]
         episode.deadline = time.monotonic() + self._deadline_s
-        episode.unsent = json.dumps(request["code"]).encode() + b"\n"
+        episode.unsent += json.dumps(request["code"]).encode() + b"\n"
         self._selector.modify(episode.end, selectors.EVENT_READ | selectors.EVENT_WRITE, name)
 
     def _start(self, name: str) -> Episode:
         ours, theirs = socket.socketpair()
         try:
-            pid = os.fork()
+            pid = self._zygote.fork(theirs)
         except OSError:
             ours.close()
-            theirs.close()
             raise
-        if pid == 0:
-            interpret(theirs.fileno(), name)
-        theirs.close()
+        finally:
+            theirs.close()
         ours.setblocking(False)
         episode = self._episodes[name] = Episode(pid, ours)
+        episode.unsent = json.dumps(name).encode() + b"\n"
         self._selector.register(ours, selectors.EVENT_READ, name)
         return episode
 
@@ -167,9 +229,7 @@ class Interpreters:
             return
         self._selector.unregister(episode.end)
         episode.end.close()
-        if why:
-            os.kill(episode.pid, signal.SIGKILL)
-        _, status = os.waitpid(episode.pid, 0)
+        status = self._zygote.end(episode.pid)
         if episode.run is not None:
             code = os.waitstatus_to_exitcode(status)
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -205,8 +265,8 @@ class BoundedOutput(io.TextIOBase):
         return self._head + gap + self._tail
 
 
-def interpret(fd: int, name: str) -> NoReturn:
-    """The process of an episode: run each line of code that arrives, in one namespace."""
+def interpret(fd: int) -> NoReturn:
+    """The process of an episode: run each line of code that arrives after its name, in one namespace."""
     code = 1
     try:
         null = os.open(os.devnull, os.O_RDWR)
@@ -216,9 +276,9 @@ def interpret(fd: int, name: str) -> NoReturn:
         os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
         confine_program()
-        random.seed(name)
         sys.modules["__main__"] = module = ModuleType("__main__")
         with open(3, "rb", closefd=False) as requests, open(3, "wb", 0, closefd=False) as replies:
+            random.seed(json.loads(requests.readline()))
             for line in requests:
                 said = json.dumps(run(json.loads(line), module)).encode() + b"\n"
                 while said:
@@ -278,8 +338,18 @@ def main() -> None:
     except Exception as error:
         reply(refused=f"{type(error).__name__}: {error}")
         return
-    reply(ready=True)
-    Interpreters(settings["limits"]["deadline_s"]).serve()
+    ours, theirs = socket.socketpair()
+    if (server := os.fork()) == 0:
+        theirs.close()
+        reply(ready=True)
+        Interpreters(Zygote(ours), settings["limits"]["deadline_s"]).serve()
+        return
+    ours.close()
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1):  # the requests and answers are the server's
+        os.dup2(null, standard)
+    fork_interpreters(theirs)
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(server, 0)[1]) and 1)
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ RUNS = [
 ]
 
 
-def config(**python: Any) -> ToolsConfig:
-    tool = {"python": python, "timeout_s": 1}
+def config(*, timeout_s: float = 1, **python: Any) -> ToolsConfig:
+    tool = {"python": python, "timeout_s": timeout_s}
     options = {"tools": [tool], "max_result_tokens": 10_000, "cut": "left"}
     return read_options(ToolsConfig, options, where="o")
 
@@ -87,6 +87,52 @@ async def test_the_policy_observes_what_its_code_does_and_nobody_else_does() -> 
     # A row that is done leaves nothing.
     builder.release(UIDS[2])
     assert "NameError" in await say(tools, UIDS[2], "y")
+    await builder.close()
+
+
+MEMORY = """
+import ctypes
+shifted = [text.encode() for text in {shifted!r}]
+table = bytes((byte + 1) % 256 for byte in range(256))
+found, seen = set(), 0
+for line in open("/proc/self/maps"):
+    span, rights = line.split()[:2]
+    start, end = (int(part, 16) for part in span.split("-"))
+    if rights.startswith("rw") and "[v" not in line:
+        data = ctypes.string_at(start, end - start).translate(table)
+        seen += len(data)
+        found.update(text for text in shifted if text in data)
+len(found), seen > 1_000_000
+"""
+"""Looks through all memory that its process can write for texts whose letters are given one letter further on."""
+
+
+@needs_bubblewrap
+async def test_a_row_finds_nothing_of_another_one_in_its_memory() -> None:
+    """Whatever interpreters are forked from has never seen a request: it would be a way to copy answers."""
+    builder = ToolBuilder(config(timeout_s=60))
+    tools = (await builder.toolbox()).of(task(TOKENIZER))
+    code, output = "the-code-of-another-row", "the-output-of-another-row"
+    told = await say(tools, UIDS[0], f"kept = {code!r}; print('{output[:9]}' + '{output[9:]}')")
+    assert told == f"{output}\n"
+
+    def looking_for(*texts: str) -> str:
+        shifted = ["".join(chr(ord(letter) + 1) for letter in text) for text in texts]
+        return MEMORY.format(shifted=shifted)
+
+    look = looking_for(code, output, str(UIDS[0]), '"episode"')
+    assert await say(tools, UIDS[1], look) == "(0, True)\n"
+    assert await say(tools, UIDS[0], looking_for(code)) == "(1, True)\n", "it would find it"
+    await builder.close()
+
+
+@needs_bubblewrap
+async def test_a_row_that_leaves_its_pipe_and_goes_on_holds_nobody_up() -> None:
+    builder = ToolBuilder(config())
+    tools = (await builder.toolbox()).of(task(TOKENIZER))
+    told = await say(tools, UIDS[0], "import os\nos.close(3)\nwhile True: pass")
+    assert "its variables are lost" in told
+    assert await say(tools, UIDS[1], "1") == "1\n"
     await builder.close()
 
 
