@@ -22,7 +22,10 @@ SAFE = re.compile(r"[0-9a-zA-Z+\-*/^().,\s!|]*")
 ATTRIBUTE = re.compile(r"\.\s*[a-zA-Z_]|[a-zA-Z)]\s*\.")
 CONSTRUCTORS = re.compile(r"(?i)(Integer|Float|Rational|Symbol|Function|Pow|Mul|Add|Tuple)")
 """Names that the parser itself writes; in an answer they would build what the operators may not."""
-TALL = re.compile(r"\^\s*\(?[0-9]+\s*\^|\*\*.*\*\*|(\^|\*\*)\s*\(?\s*[0-9]{3,}|[0-9]{3,}\s*!|!\s*!")
+TALL = re.compile(
+    r"\^\s*\(?[0-9]+\s*\^|\*\*.*\*\*|(\^|\*\*)\s*\(?\s*[0-9]{3,}|[0-9]{3,}\s*!|!\s*!"
+    r"|[0-9.][eE][+-]?[0-9]{3,}"
+)
 MAX_CHARACTERS = 300
 MOST_BITS = 1 << 14
 """Of a number that an expression may come to."""

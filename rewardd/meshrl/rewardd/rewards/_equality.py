@@ -40,6 +40,9 @@ TRUSTED_DECIMALS = 6
 LABEL = re.compile(r"\(?\s*([A-H])\s*(?:\)|[.:](?!\d))\s*(.*)", re.DOTALL)
 LETTER = re.compile(r"\(?\s*([A-Z])\s*\)?\s*[.:]?")
 WORDS = re.compile(r"[a-z][a-z' -]+")
+UNREADABLY_TALL = re.compile(
+    r"(?:\^|\*\*)[\s{(]*-?[0-9]{4,}|[0-9]{4,}[\s)}]*!|![\s)}]*!|(?:\^[^^]{1,12}){2}\^|[0-9][eE][+-]?[0-9]{3,}"
+)
 CONSTANTS = {"e", "i", "pi"}
 MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 
@@ -79,7 +82,7 @@ def equal(answer: str, truth: str) -> bool:
     given, wanted = unwrapped(answer), unwrapped(truth)
     given, wanted = _without_label(given, wanted)
     words = [_words(text) for text in (given, wanted)]
-    if any(words):
+    if all(words) or any(len(word) > 3 for word in words):
         return words[0] == words[1]
     wanted_readings = list(_readings(wanted))
     return any(_same_answer(one, other) for one in _readings(given) for other in wanted_readings)
@@ -93,7 +96,10 @@ def is_tall(text: str) -> bool:
         found.extend(name for _ in range(name.startswith("(")))
         return Fraction(3, 2)
 
-    for items in _readings(unwrapped(text)):
+    readings = list(_readings(unwrapped(text)))
+    if not readings:
+        return UNREADABLY_TALL.search(text) is not None
+    for items in readings:
         for item in items:
             with contextlib.suppress(UndefinedError, ArithmeticError, ValueError, TypeError):
                 _value(item, _context(DIGITS[0]), symbol)

@@ -191,7 +191,7 @@ WORDED = re.compile(
     r"\\(text|textbf|textit|textrm|texttt|textsf|mbox|mathrm|mathbf|mathit|mathsf|mathbb|mathcal|operatorname|rm|bf|it)"
     r"\*?(?![a-zA-Z])\s*(?:\{([^{}]*)\})?"
 )
-MONEY = re.compile(r"\\\$\s*(-?[\d.,]*\d)")
+MONEY = re.compile(r"(\\\$|€|£)\s*(-?[\d.,]*\d)")
 DEGREE = re.compile(r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})")
 THIN = re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|[\u00a0\u2009\u202f]|,\\!\s*)+(?=\d{3}(?!\d))")
 SPACED = re.compile(r"(?<![\d.,/^_\\])\b[1-9]\d{0,2}(?: \d{3})+(?![\d/.,]|\s*/| \d)")
@@ -262,13 +262,18 @@ def unwrapped(text: str) -> str:
         for c in text
     )
     text = RAISED.sub(lambda match: "^{" + match[0].translate(SUPERSCRIPTS) + "}", text)
-    text = MONEY.sub(r"\1\\text{dollar}", text).replace("\\$", "")
+    text = MONEY.sub(_money, text).replace("\\$", "")
     text = text.replace("\\(", "").replace("\\)", "").replace("\\[", "").replace("\\]", "")
     text = THIN.sub("", text).translate(CHARACTERS)
     text = unicodedata.normalize("NFKC", text).replace("…", "\\ldots ").replace("...", "\\ldots ")
     for _ in range(3):
         text = WORDED.sub(_quoted, text)
     return text
+
+
+def _money(match: re.Match[str]) -> str:
+    name = {"€": "euro", "£": "pound sterling"}.get(match[1], "dollar")
+    return f"{match[2]}\\text{{{name}}}"
 
 
 def _vulgar(c: str) -> str:

@@ -21,6 +21,10 @@ REQUIRES = ("math-verify", "latex2sympy2_extended", "sympy", "mpmath")
 """Packages whose version is part of the reward hash."""
 
 
+MOST_FORMULAS = 8
+"""From the end, that are looked at before math-verify computes them."""
+
+
 class Config(config.Config):
     """Where the answer may stand."""
 
@@ -86,7 +90,9 @@ def _verified(solution_str: str, truth: str, boxed_only: bool) -> float:
         if boxed is None:
             return 0.0
         solution_str = f"\\boxed{{{boxed}}}"
-    if _equality.is_tall(_stated.boxed(solution_str) or ""):
+    response = said(solution_str)
+    formulas = [*solution_str.split("$")[1::2][-MOST_FORMULAS:], _stated.announced(response)]
+    if any(_equality.is_tall(text) for text in (_stated.boxed(response), *formulas) if text):
         return 0.0
     answer = package.parse(solution_str, parsing_timeout=None)
     return float(package.verify(gold, answer, timeout_seconds=None))
