@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshrl.cli import main
+from meshrl.cli.commands.init import SKELETON
 from meshrl.config import load_recipe
 
 Command = Callable[..., tuple[int, str, str]]
@@ -54,6 +57,55 @@ def test_a_recipe_for_a_model_data_and_a_reward_starts_as_it_is(init: Command) -
     assert recipe.data.max_response_length == 256  # half of what the model takes
     assert recipe.reward.custom_reward_function.path == Path("my_reward.py")
     assert "n: 4  # " in Path("my.yaml").read_text()
+
+
+JUDGED = [
+    ("It is 2.", "2", 1.0),
+    ("#2", "2", 1.0),
+    ("**2**", "2", 1.0),
+    ("$\\boxed{2}$", "2", 1.0),
+    ("-2", "-2", 1.0),
+    ("It is 3.14.", "3.14", 1.0),
+    ("…#12", "2", 0.0),
+    ("not 2", "2", 0.0),
+    ("1 or 2", "2", 0.0),
+    ("-2", "2", 0.0),
+    ("\u22122", "2", 0.0),
+    ("1.2", "2", 0.0),
+    ("1/2", "2", 0.0),
+    ("10^2", "2", 0.0),
+    ("H2", "2", 0.0),
+    ("2 apples", "2", 0.0),
+    ("", "2", 0.0),
+]
+
+
+def of_tutorial() -> str:
+    text = (Path(__file__).parents[3] / "docs/tutorial/first-run.md").read_text()
+    return text[text.index("import re\n") :].partition("```")[0]
+
+
+@pytest.mark.parametrize("source", [SKELETON, of_tutorial()], ids=["init", "tutorial"])
+def test_the_reward_to_begin_with_compares_whole_words(source: str) -> None:
+    module: dict[str, Any] = {}
+    exec(source, module)
+    for response, truth, score in JUDGED:
+        found = module["compute_score"]("", response, truth)
+        assert (found["score"] if isinstance(found, dict) else found) == score, response
+    for truth in (None, "", float("nan")):
+        for response in ("", "x"):
+            with contextlib.suppress(ValueError):
+                assert module["compute_score"]("", response, truth) == 0.0
+
+
+def test_the_reward_of_init_reads_several_words_and_thousands() -> None:
+    module: dict[str, Any] = {}
+    exec(SKELETON, module)
+    judged = {"It is new york!": "New York", "so 1,234": "1234", "Yes.": "yes"}
+    for response, truth in judged.items():
+        assert module["compute_score"]("", response, truth)["score"] == 1.0
+    with pytest.raises(ValueError, match="this row has no answer: None"):
+        module["compute_score"]("", "x", None)
 
 
 def test_a_built_in_reward_needs_no_file(init: Command) -> None:

@@ -22,17 +22,23 @@ from meshrl.contract.errors import MeshError, UserError
 from meshrl.contract.files import replace_file
 from meshrl.rewardd.pool.rule import REWARDS
 
-SKELETON = '''"""How good a response is."""
+SKELETON = r'''"""How good a response is."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+WORD = re.compile(r"[-+]?(?:[\d.][\d.,/^*]*)?\d(?!\w)|[\w']+")
+"""A number with its sign and all that belongs to it, or a word."""
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None
 ) -> float | dict[str, float]:
-    """1 where the response ends with the answer, else 0. Change it to what you want to see more of.
+    """1 where the last words of the response are the answer, else 0. Change it to what you want to see more of.
+
+    Whole words and numbers count: neither `12` nor `not 2` is `2`, and `It is 2.` is.
 
     Args:
         data_source: Of the row, where it names one.
@@ -43,8 +49,18 @@ def compute_score(
     Returns:
         The reward; a dictionary has it as `score`, and its other numbers become metrics.
     """
-    right = solution_str.strip().endswith(str(ground_truth))
+    wanted, said = words(str(ground_truth)), words(solution_str)
+    if ground_truth is None or not wanted or wanted == ["nan"]:
+        raise ValueError(f"this row has no answer: {ground_truth!r}")
+    before = said[: -len(wanted)][-1:]
+    right = said[-len(wanted) :] == wanted and before not in (["not"], ["isn't"], ["or"])
     return {"score": float(right), "length": float(len(solution_str))}
+
+
+def words(text: str) -> list[str]:
+    """The words and numbers of a text in lower case, thousands without commas."""
+    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text.casefold().replace("\u2212", "-"))
+    return WORD.findall(text)
 '''
 LONGEST = 512
 """Tokens of a prompt, and of a response, where the model takes that many."""
