@@ -6,6 +6,7 @@ independent of each other. Tasks with fewer than k scored answers count in no fi
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -17,8 +18,8 @@ import numpy as np
 from meshrl.rewardd.rewards._latex import last_boxed
 
 DRAWS = 2000
-SUBSETS = 50
-"""Sets of k answers that stand for all of a task's, where there are more."""
+MOST_VOTES = 256
+"""Answers to a task of which every set of k votes; the first ones stand for more."""
 _NUMBER = re.compile(r"(?<!\d)[-+]?\d[\d,]*(?:\.\d+)?")
 
 
@@ -76,7 +77,7 @@ def pass_at(tasks: Sequence[Sequence[ScoredAnswer]], k: int) -> Estimate | None:
 
 
 def majority_at(tasks: Sequence[Sequence[ScoredAnswer]], k: int) -> Estimate | None:
-    """How often the commonest final answer of k is right; of several equally common ones the mean counts."""
+    """How often the commonest final answer of k is right, over all sets of k; ties count by their share."""
     values = [_vote(task, k) for task in tasks if len(task) >= k]
     return _estimate(values, [1] * len(values))
 
@@ -88,13 +89,39 @@ def ks_of(answers: int) -> list[int]:
 
 
 def _vote(task: Sequence[ScoredAnswer], k: int) -> float:
-    if math.comb(len(task), k) <= SUBSETS:
-        subsets = [list(subset) for subset in itertools.combinations(task, k)]
-    else:
-        draw = np.random.default_rng(0)
-        places = (draw.choice(len(task), k, replace=False) for _ in range(SUBSETS))
-        subsets = [[task[at] for at in chosen] for chosen in places]
-    return sum(map(_winner, subsets)) / len(subsets)
+    if k == len(task) or k > MOST_VOTES:
+        return _winner(task[:k])
+    finals: dict[str, list[bool]] = {}
+    for answer in task[:MOST_VOTES]:
+        finals.setdefault(answer.final, []).append(answer.right)
+    return _votes(tuple(sorted((len(right), sum(right)) for right in finals.values())))[k]
+
+
+@functools.lru_cache(maxsize=4096)
+def _votes(finals: tuple[tuple[int, int], ...]) -> tuple[float, ...]:
+    """By k: how right the commonest final answer of k is, the mean over all sets of k.
+
+    `finals` says of each final answer how many answers have it, and how many of these are right. The sets in which
+    the commonest has m votes are counted final by final: in `ways[t, x]` of the sets of x answers t finals have m
+    votes and no other has more; `right[t, x]` is the sum over these of the right shares of those t.
+    """
+    total = sum(size for size, _ in finals)
+    found = np.zeros(total + 1)
+    for m in range(1, finals[-1][0] + 1):
+        ways = np.zeros((total // m + 2, total + 1))
+        ways[0, 0] = 1.0
+        right = np.zeros_like(ways)
+        for size, good in finals:
+            more, more_right = np.zeros_like(ways), np.zeros_like(ways)
+            for votes in range(min(size, m) + 1):
+                times, tie = float(math.comb(size, votes)), int(votes == m)
+                before = (slice(None, len(ways) - tie), slice(None, total + 1 - votes))
+                after = (slice(tie, None), slice(votes, None))
+                more[after] += times * ways[before]
+                more_right[after] += times * (right[before] + tie * good / size * ways[before])
+            ways, right = more, more_right
+        found += (right[1:] / np.arange(1, len(right))[:, None]).sum(axis=0)
+    return tuple(found[k] / math.comb(total, k) for k in range(total + 1))
 
 
 def _winner(answers: Sequence[ScoredAnswer]) -> float:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
+from collections import Counter
 
 import pytest
 
@@ -40,9 +42,42 @@ def test_the_commonest_answer_counts_and_ties_count_by_their_share() -> None:
     # All sets of three of aabb: aab twice, abb twice.
     found = majority_at([answers("aabb")], 3)
     assert found and found.mean == pytest.approx(0.5)
-    # Of very many sets a sample stands for all.
-    found = majority_at([answers("a" * 30 + "b" * 10)], 5)
-    assert found and found.mean > 0.7
+
+
+@pytest.mark.parametrize("finals", ["aabbc", "aaabbcd", "abcdef", "aaaabbbb", "abbcccdddd", "ba"])
+def test_the_vote_of_k_is_the_mean_over_all_sets_of_k(finals: str) -> None:
+    task = [
+        *answers(finals),
+        ScoredAnswer(score=0.0, right=False, final="a"),
+    ]  # right once, and once not
+    for k in range(1, len(task) + 1):
+        shares = []
+        for chosen in itertools.combinations(task, k):
+            votes = Counter(a.final for a in chosen)
+            most = max(votes.values())
+            best = [a.right for a in chosen if votes[a.final] == most]
+            shares.append(sum(best) / len(best))
+        found = majority_at([task], k)
+        assert found and found.mean == pytest.approx(statistics.mean(shares))
+
+
+def test_of_64_answers_pass_and_vote_are_their_formulas() -> None:
+    """Of two finals the commonest of k is right by the hypergeometric distribution."""
+    task = answers("a" * 27 + "b" * 37)
+    for k in ks_of(64):
+        chance = [math.comb(27, n) * math.comb(37, k - n) / math.comb(64, k) for n in range(k + 1)]
+        vote = sum(c * (0.5 if 2 * n == k else 2 * n > k) for n, c in enumerate(chance))
+        passed, voted = pass_at([task], k), majority_at([task], k)
+        assert passed and passed.mean == pytest.approx(1 - chance[0])
+        assert voted and voted.mean == pytest.approx(vote)
+    assert ks_of(64) == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_of_very_many_answers_the_first_ones_vote() -> None:
+    task = answers("ab" * 150 + "b")
+    for k in (2, 255, 280, 301):
+        found = majority_at([task], k)
+        assert found and 0.0 <= found.mean <= 0.5
 
 
 def test_tasks_with_too_few_scored_answers_count_in_no_figure_at_k() -> None:
