@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -307,6 +308,36 @@ def test_a_tokenizer_without_an_end_of_its_own_has_that_of_its_template() -> Non
     with pytest.raises(UserError, match=r"^a\.jsonl:3: nothing ends a response: .* append_eos=fal"):
         tokenised("x?", "2", tokenizer, "a.jsonl:3", append_eos=True, max_length=99)
     tokenised("x?", "2", tokenizer, "a.jsonl:3", append_eos=False, max_length=99)
+
+
+def test_special_tokens_with_which_a_call_closes_are_part_of_it() -> None:
+    chatml = PUBLISHED["ChatML base"]
+    tokenizer = replace(
+        chatml, special=(*chatml.special, "<|call_end|>", "<|calls_end|>")
+    ).tokenizer()
+    tokenizer.chat_template = chatml.template.replace(
+        "message['content']",
+        "(message['content'] or '') + ('add<|call_end|><|calls_end|>' if message.tool_calls else '')",
+    )
+    row = FileRow("a.jsonl:3", {"messages": [USER, CALL, RESULT, SAID, USER]})
+    example = conversation(row, tokenizer, SftConfig.model_validate(SETTINGS))
+    said = tokenizer.decode(example.tokens[example.learned])
+    assert said == "add<|call_end|><|calls_end|><|im_end|>2<|im_end|>"
+    whole = "".join(f"<|im_start|>{t['role']}\n" for t in row.values["messages"])
+    assert tokenizer.decode(example.tokens).count("<|calls_end|>") == 1
+    assert tokenizer.decode(example.tokens).count("<|im_end|>\n") == whole.count("\n")
+
+
+def test_the_marks_of_a_template_count_with_the_line_end_that_they_hold() -> None:
+    tokenizer = PUBLISHED["ChatML base"].tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% generation %}{{ m.content + '<|im_end|>\n' }}"
+        "{% endgeneration %}{% endfor %}"
+    )
+    row = FileRow("a.jsonl:3", {"messages": [USER, SAID]})
+    example = conversation(row, tokenizer, SftConfig.model_validate(SETTINGS))
+    said = "<|im_start|>user\nx?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+    assert tokenizer.decode(example.tokens) == said
 
 
 def test_an_end_that_is_no_token_is_learned_as_text_without_the_line_end() -> None:

@@ -28,7 +28,7 @@ from meshrl.trainer.offline.config import SftConfig
 from meshrl.trainer.offline.example import Example
 from meshrl.trainer.offline.turn_ends import MARK as MARKED
 from meshrl.trainer.offline.turn_ends import (
-    end_token,
+    ending,
     first_token,
     next_turn,
     turn_end,
@@ -228,21 +228,23 @@ def _added(
 ) -> Rendered:
     """By what each turn of the assistant adds. Raises UserError where a longer conversation begins otherwise."""
     text, spans = rendered(tokenizer, turns, **options), []
-    variables = config.apply_chat_template_kwargs
+    end = turn_end(tokenizer, config.apply_chat_template_kwargs)
     for number, turn in enumerate(turns):
         if turn["role"] != "assistant":
             continue
         last = number + 1 == len(turns)
         after = text if last else rendered(tokenizer, turns[: number + 1], **options)
         begin = _begin(turns, number, after, tokenizer, options)
-        if found := end_token(after[begin:], tokenizer):
-            stop = begin + found[1]
+        content = len(after)
+        if found := [(begin + at, begin + to) for at, to in ending(after[begin:], tokenizer)]:
+            ends = (place for place in found if end.endswith(after[slice(*place)]))
+            content, stop = next(ends, found[0])
             if not text.startswith(after[:stop]):
-                stop = begin + found[0]  # an earlier turn has another end: it is not learned there
-        elif after.rstrip().endswith(turn_end(tokenizer, variables) or "\n"):
+                stop = content  # an earlier turn has another end: it is not learned there
+        elif after.rstrip().endswith(end or "\n"):
             stop = len(after.rstrip())
         elif last:
-            mark = next_turn(turns, tokenizer, options) or turn_end(tokenizer, variables)
+            mark = next_turn(turns, tokenizer, options) or end
             text = after = after + (mark if config.append_eos else "")
             stop = len(after)
         else:
@@ -250,7 +252,7 @@ def _added(
             stop = len(after)
         if not text.startswith(after[:stop]):
             raise UserError(OTHERWISE.format(number))
-        said = after[begin : begin + found[0] if found else stop]
+        said = after[begin:content]
         if any(call["function"]["name"] not in said for call in turn.get("tool_calls", ())):
             raise UserError(f"the chat template leaves out the tool calls of message {number}")
         spans.append((begin, stop))
@@ -300,12 +302,12 @@ def _encoded(text: str, spans: Sequence[tuple[int, int]], tokenizer: Any) -> tup
     for begin, end in [*spans, (len(text), len(text))]:
         for part, learned in ((text[at:begin], False), (text[begin:end], True)):
             # Some end tokens take the white space behind them in, which is no part of the turn.
-            led = tokenizer.encode(ended + part, add_special_tokens=False) if part else []
-            piece = led[1:] if ended and led[:1] == ids[-1:] else led
+            piece = tokenizer.encode(ended + part, add_special_tokens=False) if part else []
+            piece = piece[1:] if ended else piece
             ids += piece
             mask += [learned] * len(piece)
-            found = end_token(part, tokenizer) if learned else None
-            ended = part[found[0] :] if found else ""
+            found = ending(part, tokenizer) if learned else []
+            ended = part[found[-1][0] :] if found and found[-1][1] == len(part) else ""
         at = end
     if mask:
         mask[0] = False  # nothing predicts the first token

@@ -76,25 +76,25 @@ def _turn_end(tokenizer: Any, template: str, variables: str) -> str:
         return own
     if not mark:
         return own
-    if found := end_token(tail, tokenizer):
-        return tail[: found[1]]
+    if found := ending(tail, tokenizer):
+        return tail[: found[0][1]]
     return tail.rstrip() or next_turn(turns, tokenizer, options) or own
 
 
-def end_token(text: str, tokenizer: Any) -> tuple[int, int] | None:
-    """Where the end token of a turn begins and ends in `text`, which ends with the turn; None where it has none.
+def ending(text: str, tokenizer: Any) -> list[tuple[int, int]]:
+    """Where each of the special tokens begins and ends with which `text` ends; only white space is between them.
 
-    Behind the turn a template writes white space and special tokens alone (Phi-3 an end of the text, too): the first
-    of these is the end.
+    Of a text that ends with a turn the first one is that of the template, unless what is said ends with others, and
+    those behind it end more than the turn (Phi-3 writes an end of the text).
     """
     special = special_tokens(tokenizer)
-    at, found = len(text), None
+    at, found = len(text), []
     while True:
         at = len(text[:at].rstrip())
         token = next((token for token in special if text.endswith(token, 0, at)), None)
         if token is None:
-            return found
-        found = (at - len(token), at)
+            return found[::-1]
+        found.append((at - len(token), at))
         at -= len(token)
 
 
