@@ -22,7 +22,7 @@ from typing import Any
 
 from meshrl.config.changes import Change, Effect, changes
 from meshrl.config.loading import anchored, in_yaml, read_yaml, recorded
-from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME, Recipe
+from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME, Recipe, algorithm_needs
 from meshrl.config.run_files import Content, Mark, content_of, object_in, shapes_of
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.files import replace_file
@@ -212,6 +212,14 @@ def judge(record: RunRecord | None, now: State, *, accept: bool) -> tuple[RunRec
     run, last = record.states[0].recipe.run.name, record.states[-1]
     held = list(_held(last, now))
     bent = _bent(record, last, now)
+    if algorithm_needs(
+        now.recipe
+    ).data_answers:  # which are found by the numbers of rows, and some wait
+        held += [
+            f"{line}, whose answers rows in the queue wait for"
+            for line in bent
+            if line.startswith("data.")
+        ]
     states = record.states
     if bent and not accept and (before := _without_untrained(record, now)):
         states, bent = before, []

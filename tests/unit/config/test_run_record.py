@@ -369,6 +369,15 @@ def test_with_an_adapter_neither_its_shape_nor_its_base_can_change() -> None:
     assert start(lora) == []
 
 
+def test_data_whose_own_answers_are_learned_from_cannot_be_others() -> None:
+    words = ("algorithm.adv_estimator=data_answer", "rollout.n=1")
+    start(*words)
+    train(3)
+    Path("train.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"train\.jsonl .*rows in the queue wait for: keep it"):
+        start(*words, accept=True)
+
+
 def test_another_shape_is_named() -> None:
     start("critic.path=twin")
     train(3)
