@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -180,6 +182,25 @@ def test_nvml_tells_of_one_gpu(compiled: Path, monkeypatch: pytest.MonkeyPatch) 
     assert nvml.nvmlDeviceGetUUID(handle, name, 96) == 0
     assert name.value == b"GPU-66616b65-2d67-7075-2d30-303030303031"
     assert nvml.nvmlDeviceGetMemoryInfo(handle, memory) == 0 and memory[0] == 3 << 30
+
+
+def test_torch_is_changed_when_it_is_imported_also_where_somebody_looked_for_it_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("loaded = True")
+    site = script("stand_in/python/sitecustomize.py")
+    changed: list[object] = []
+    monkeypatch.setattr(site, "replace_operations", changed.append)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [site.AfterTorch(), *sys.meta_path])
+    try:
+        assert importlib.util.find_spec("torch") is not None and not changed
+        torch = importlib.import_module("torch")
+        assert torch.loaded and changed == [torch]
+        assert not any(isinstance(finder, site.AfterTorch) for finder in sys.meta_path)
+    finally:
+        sys.modules.pop("torch", None)
 
 
 def test_an_environment_without_the_headers_of_cuda_is_refused_in_one_line(tmp_path: Path) -> None:
