@@ -320,7 +320,6 @@ class SaidServices:
         member = {
             "name": "rollout-0",
             "state": "SERVING",
-            "address": "127.0.0.1:7101",
             "version": "1.120",
             "carrier": "shm",
             "last_sync_s": 0.84,
