@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -248,3 +249,34 @@ async def test_a_tool_server_that_cannot_start_is_a_fault_with_its_own_reason(
             "tool server '' ended with 1: "
             f"FileNotFoundError: [Errno 2] No such file or directory: '{missing}'"
         )
+
+
+@pytest.mark.parametrize(
+    ("seat", "refused"),
+    [
+        ({}, False),
+        ({"harness": {"id": "null"}}, False),
+        ({"harness": {"id": "bash"}}, True),
+        ({"harness": {}}, True),  # verifiers takes bash
+        ({"harness": None}, True),
+        ({"harness": {"id": "bash"}, "runtime": None}, True),
+        ({"harness": {"id": "bash"}, "runtime": {"type": "docker"}}, False),
+        ({"harness": {"id": "bash"}, "runtime": {"type": "subprocess"}}, False),
+    ],
+)
+def test_a_shell_of_the_policy_runs_in_no_process_of_this_user_unless_the_recipe_names_it(
+    seat: dict[str, Any], refused: bool
+) -> None:
+    env = {"taskset": {"id": "verifiers_sums"}, "agent": seat}
+    done = subprocess.run(
+        [str(PYTHON), "-P", str(program.SERVER), "rows", json.dumps(env), "0", "1"],
+        env={"PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = done.stderr.strip().splitlines()
+    assert (done.returncode, bool(done.stdout)) == ((1, False) if refused else (0, True)), said
+    if refused:
+        assert said[-1].startswith("ValueError: agent: harness 'bash' runs what the policy writes")
+        assert "want runtime: {type: docker}" in said[-1]

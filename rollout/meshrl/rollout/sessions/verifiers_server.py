@@ -283,17 +283,31 @@ class Environment:
     """The environment, its tasks by number, and at most two openings of it."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        """Load it. Raises whatever is wrong with the configuration."""
+        """Load it. Raises whatever is wrong with the configuration.
+
+        Raises ValueError for a seat that would run the policy's commands as this process's user, and is not told to.
+        """
         config = copy.deepcopy(config)  # its validation changes it
         kind = environment_class(config.get("taskset", {}).get("id", ""), config.get("id", ""))
         config_type = concrete_type(kind, vf.EnvConfig, origin=vf.Env) or vf.EnvConfig
         self.seats = list(agent_config_fields(config_type.model_construct()))
+        unnamed: list[str] = []
         for seat in self.seats:
             own = config.setdefault(seat, {})
             own.setdefault("harness", {"id": NAME})
-            own.setdefault("runtime", {"type": "subprocess"})
+            if own.get("runtime") is None:
+                own["runtime"] = {"type": "subprocess"}
+                unnamed.append(seat)
         self._config = config_type.model_validate(config)
         self._env: Any = load_environment(self._config)
+        for seat in unnamed:
+            harness = self._env._harnesses[seat]
+            if harness.EXECUTES_CODE:
+                raise ValueError(
+                    f"{seat}: harness {harness.config.id!r} runs what the policy writes, and no runtime is named:"
+                    " want runtime: {type: docker} or another sandbox of verifiers; with {type: subprocess} the"
+                    " policy may do all that the worker's user may"
+                )
         self._tasks: list[Any] = []
         self._source: Iterator[Any] = iter(self._env.taskset)
         self._loading = asyncio.Lock()
