@@ -247,16 +247,27 @@ def _same_item(given: Node, wanted: Node) -> bool:
 
 def _meeting(node: Node, other: Node) -> Node:
     """The value of `x = 5` or `x ∈ S` where the other side has no relation."""
+    value: Node = node[-1]
+    if node[0] == "about" or (node[0] == "relation" and node[1:3] == (("~",), node[2])):
+        return value if other[0] == "number" and other[2] else node
     if node[0] != "relation" or other[0] == "relation":
         return node
-    value: Node = node[-1]
     if _name(node) is not None or (node[1] == ("in",) and node[2][0] == "symbol"):
         return value
     if set(node[1]) == {"="}:  # x = 2 + 3 = 5, or 6·7 = 42
         parts = node[3:] if node[2][0] == "symbol" else node[2:]
         if all(_is_scalar(part) and _same_scalar(part, value) for part in parts):
             return value
+        if len(parts) == 2 and _is_of_symbols(parts[0]) and not _symbols(value):
+            return value  # m + n = 34
     return node
+
+
+def _is_of_symbols(node: Node) -> bool:
+    """Whether it is a sum or product of symbols alone."""
+    if node[0] in {"sum", "product"}:
+        return all(map(_is_of_symbols, node[1:]))
+    return bool(node[0] == "symbol")
 
 
 def _same_structure(given: Node, wanted: Node) -> bool:
@@ -352,6 +363,7 @@ def _is_scalar(node: Node) -> bool:
         "matrix",
         "based",
         "text",
+        "about",
     }
 
 

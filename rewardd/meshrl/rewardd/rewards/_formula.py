@@ -193,8 +193,10 @@ WORDED = re.compile(
 )
 MONEY = re.compile(r"(\\\$|€|£)\s*(-?[\d.,]*\d)")
 DEGREE = re.compile(r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})")
+BLANK = re.compile(r"(?<!\\)\\(?=\s|$)")
+SPEED = re.compile(r"(?<=\d)\s+(k?m/h|m/s(?:\^2)?)\s*$")
 THIN = re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|[\u00a0\u2009\u202f]|,\\!\s*)+(?=\d{3}(?!\d))")
-SPACED = re.compile(r"(?<![\d.,/^_\\])\b[1-9]\d{0,2}(?: \d{3})+(?![\d/.,]|\s*/| \d)")
+SPACED = re.compile(r"(?<![\d.,/^_\\])\b[1-9]\d{0,2}(?: \d{3}){1,6}(?![\d/.,]|\s*/| \d)")
 REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|dot|bar)\s*(?:\{(\d+)\}|(\d))")
 TOKEN = re.compile(
     r"(?P<space>\s+)|(?P<number>\d+(?:\.\d+)?(?:[eE][+-]?\d+(?![\w.]))?|\.\d+)|(?P<word>[a-zA-Z]+)"
@@ -264,7 +266,9 @@ def unwrapped(text: str) -> str:
     text = RAISED.sub(lambda match: "^{" + match[0].translate(SUPERSCRIPTS) + "}", text)
     text = MONEY.sub(_money, text).replace("\\$", "")
     text = text.replace("\\(", "").replace("\\)", "").replace("\\[", "").replace("\\]", "")
-    text = THIN.sub("", text).translate(CHARACTERS)
+    if text.lstrip().startswith("~"):
+        text = text.replace("~", "\\approx ", 1)
+    text = SPEED.sub(r' "\1"', BLANK.sub(" ", THIN.sub("", text))).translate(CHARACTERS)
     text = unicodedata.normalize("NFKC", text).replace("…", "\\ldots ").replace("...", "\\ldots ")
     for _ in range(3):
         text = WORDED.sub(_quoted, text)
@@ -351,7 +355,7 @@ class Reader:
             parts.append(self._union())
         self._depth -= 1
         if not operators:
-            return parts[0]
+            return ("about", parts[0]) if leading else parts[0]
         if set(operators) == {":"}:
             return ("ratio", *parts)
         return ("relation", tuple(operators), *parts)

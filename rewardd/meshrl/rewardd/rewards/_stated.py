@@ -19,6 +19,8 @@ NEGATION = re.compile(
 GAP = re.compile(r"[a-zA-Z]\w?\s*=|[a-zA-Z]+|[^\s\w]")
 CONNECTORS = {"or", "and", ",", ";", "&", "/", "maybe", "perhaps", "possibly", "alternatively"}
 FILLERS = {"either", "text", "quad", "qquad", "mbox", *"{}()[]$\\*"}
+MOST_CHARACTERS = 2000
+"""Of a line that is looked at for an answer: what is longer is none."""
 LONGEST_GAP = 48
 """Characters between two boxes of one answer."""
 ANSWER_IS = re.compile(
@@ -27,14 +29,18 @@ ANSWER_IS = re.compile(
 )
 IS_ANSWER = re.compile(r"\s(?:is|are) (?:the|my|our) (?:final |correct )?answers?\b", re.IGNORECASE)
 ANNOUNCING = re.compile(
-    r"(?:\b(?:is|are|be|get|obtain|gives|equals|equal to|have|leaves)\b|[=:≈])\s*", re.IGNORECASE
+    r"(?:\b(?:is|are|be|get|obtain|gives|equals|equal to|have|leaves)\b|[:≈])\s*", re.IGNORECASE
 )
-SENTENCE = re.compile(r"[.!?](?=\s|$)")
+SENTENCE = re.compile(r"[.!](?=\s|$)")
+REMARK = re.compile(
+    r"\s+\((?![^()]*\b(?:or|maybe|perhaps|possibly)\b)[^()]*[a-zA-Z]{3}[^()]*\)\s*$"
+)
 ASIDE = re.compile(
     r",?\s+(?:because|since|as|which|so|where|for|when|after|by|in total|altogether|I hope)\b",
     re.IGNORECASE,
 )
 NUMBER = re.compile(r"[$€£]?-?[\d.,/]*\d%?")
+WORD = re.compile(r"(?<!\\)\b[a-zA-Z]{4,}")
 CONCLUDING = re.compile(
     r"^[\s*_]*(?:so|thus|hence|therefore|then|and|finally|now)\b,?\s*", re.IGNORECASE
 )
@@ -49,12 +55,11 @@ def boxed(text: str) -> str | None:
     kept = [box for box in found if box[2] is not None and not _is_negated(text, box[0])]
     if not kept:
         return None
-    parts: list[str] = []
+    parts: dict[str, None] = {}
     for before, box in zip([None, *kept[:-1]], kept, strict=True):
         if before is not None and not _joins(text[before[1] : box[0]][: LONGEST_GAP + 1]):
             parts.clear()
-        if (content := str(box[2]).strip()) not in parts:
-            parts.append(content)
+        parts[str(box[2]).strip()] = None
     return ", ".join(parts)
 
 
@@ -102,22 +107,26 @@ def announced(text: str) -> str | None:
     if places := [match.end() for match in ANSWER_IS.finditer(text)]:
         return sentence(text[places[-1] :])
     if places := [match.start() for match in IS_ANSWER.finditer(text)]:
-        before = text[: places[-1]].rpartition("\n")[2]
+        before = text[: places[-1]].rpartition("\n")[2][-MOST_CHARACTERS:]
         return plain(SENTENCE.split(before)[-1])
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
         return None
-    last = SENTENCE.split(lines[-1].strip(" .*"))[-1]
+    last = SENTENCE.split(lines[-1].strip(" .*"))[-1][-MOST_CHARACTERS:]
     if formula := _formula(last):
         return formula
     places = [match.end() for match in ANNOUNCING.finditer(last)]
-    return plain(last[places[-1] :] if places else last)
+    last = last[places[-1] :] if places else last
+    left, _, right = last.rpartition("=")
+    return plain(
+        right if WORD.search(left) else last
+    )  # "3x = 12" is compared whole, "the total = 12" not
 
 
 def sentence(text: str) -> str:
     """The answer at the beginning of `text`: up to the end of its line, of its sentence, or an aside."""
-    line = text.lstrip(" \t\r\n*").partition("\n")[0]
-    line = SENTENCE.split(line, maxsplit=1)[0]
+    line = text.lstrip(" \t\r\n*").partition("\n")[0][:MOST_CHARACTERS]
+    line = REMARK.sub("", SENTENCE.split(line, maxsplit=1)[0])
     if formula := _formula(line):
         return formula
     line = plain(ASIDE.split(line, maxsplit=1)[0])

@@ -23,11 +23,12 @@ MARKED = re.compile(r"#### (-?[0-9.,]+)")
 NUMBER = re.compile(r"-?[0-9.,]+")
 RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]")
 HASHES = re.compile(r"(?<!#)####(?!#)")
-SPACED = re.compile(r"(?<![\d.,/])[1-9]\d{0,2}(?: \d{3})+(?![\d/.,]| \d)")
+SPACED = re.compile(r"(?<![\d.,/])[1-9]\d{0,2}(?: \d{3}){1,6}(?![\d/.,]| \d)")
 MOST_CHARACTERS = 400
 """After a mark: an answer is short."""
 LEAD = re.compile(
-    r"^(?:[\s*_:({\[$]|\\\(|\\\[|\\(?:boxed|text|mathbf|textbf)\{|(?:the|final|answer|is)\b|[a-zA-Z]\w?\s*=)+",
+    r"^(?:[\s*_:({\[$]|\\\(|\\\[|\\(?:boxed|text|mathbf|textbf)\{|"
+    r"(?:the|final|answer|is|USD|EUR|GBP)\b|[a-zA-Z][a-zA-Z ]{0,30}[:=]|['\"“‘])+",
     re.IGNORECASE,
 )
 """May stand between the mark and the number."""
@@ -39,11 +40,15 @@ VALUE = re.compile(
 """Sign; whole, over and under of a fraction; digits; power of ten."""
 PLAIN = re.compile(r"-?[$€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)%?")
 HEDGED = re.compile(
-    r"[\s%°)\]}*$]*(?:\b[a-zA-Z]{1,12}\s*)?(?:,\s|\bor\b|\band\b|\bto\b|[-+–/&;~^×*:])\s*"
+    r"[ \t]+[$€£]?\d|[\s%°()\]}*$]*(?:\b[a-zA-Z]{1,12}\s*)?(?:,\s|\bor\b|\band\b|\bto\b|[-+–/&;~^×*:])\s*"
     r"(?:maybe |perhaps |possibly )?[-+$€£]?\s*\.?\d",
     re.IGNORECASE,
 )
 """Makes one number a range, a sum or one of two."""
+GLUED = re.compile(r"(?:th|st|nd|rd|bn|mn|[kKMBxX])(?![a-zA-Z])")
+"""Behind a number without a space: it is another one, or none."""
+SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "dozen": 12}
+SCALE = re.compile(rf"\s*({'|'.join(SCALES)})\b", re.IGNORECASE)
 
 
 class Config(config.Config):
@@ -117,7 +122,7 @@ def number(text: str) -> tuple[Fraction, bool] | None:
     if match is None or HEDGED.match(line, match.end()):
         return None
     sign, whole, over, under, digits, power = match.groups()
-    if sign.count("-") + sign.count("+") > 1:
+    if sign.count("-") + sign.count("+") > 1 or GLUED.match(line, match.end()):
         return None
     try:
         if under:
@@ -126,6 +131,8 @@ def number(text: str) -> tuple[Fraction, bool] | None:
             value = Fraction(digits.replace(",", "") + (power or ""))
     except (ValueError, ZeroDivisionError):
         return None
+    scaled = SCALE.match(line, match.end())
+    value *= SCALES[scaled[1].casefold()] if scaled else 1
     return (-value if "-" in sign else value), bool(re.match(r"\s*%", line[match.end() :]))
 
 

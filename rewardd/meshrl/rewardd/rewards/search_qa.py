@@ -23,7 +23,7 @@ NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 ARTICLE = re.compile(r"(?<!\S)(?:a|an|the)\s+(?=\S)")
 GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 MARKS = re.compile(
-    r"(?<=\d)\.(?=\d)|(?<![\w.])[-.](?=\.?\d)|(?<=\d)[-:/](?=\d)|[+#%°$€£@&*=<>^~]|(.)", re.DOTALL
+    r"(?<=\d)[.,:/'\"-](?=\d)|(?<![\w.])(?:-(?=\.?\d)|\.(?=\w))|[+#%°$€£@&*=<>^~]|(.)", re.DOTALL
 )
 """A mark that stays, or one character."""
 
