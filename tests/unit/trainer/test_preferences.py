@@ -25,10 +25,16 @@ from meshrl.contract.types import LeasedRow, Outcome, Sample, SamplingParams, Ui
 from meshrl.rewardd.config import JudgeConfig
 from meshrl.rewardd.judge import build_part
 from meshrl.rewardd.reward_stage import sample_of
-from meshrl.trainer.config import DataConfig, ModelConfig, PolicyLossConfig
+from meshrl.trainer.config import (
+    DataConfig,
+    ModelConfig,
+    PolicyLossConfig,
+    RewardModelJudgeConfig,
+)
 from meshrl.trainer.data.pairs import read_pairs
 from meshrl.trainer.data.prompts import load_prompts, task_maker
 from meshrl.trainer.learner.optimizer_config import OptimConfig
+from meshrl.trainer.model.reward_model import ModelJudge
 from meshrl.trainer.offline import dpo, reward_training
 from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig
 from meshrl.trainer.offline.loop import Progress
@@ -306,6 +312,27 @@ def test_a_reward_model_of_one_that_reads_pictures_is_refused(tmp_path: Path) ->
     config = RewardModelConfig.model_validate(settings(tmp_path / "model", tmp_path))
     with pytest.raises(UserError, match=r"model\.path: cannot load .* as a classifier"):
         reward_training.run(config)
+
+
+async def test_a_tokenizer_without_padding_and_end_is_one_line_when_learning_and_judging(
+    text_model: Path, tmp_path: Path
+) -> None:
+    reward_training.run(
+        RewardModelConfig.model_validate(settings(text_model, tmp_path, steps=1, batch_rows=2))
+    )
+    bare = AutoTokenizer.from_pretrained(text_model)
+    bare.eos_token = bare.pad_token = None
+    bare.save_pretrained(tmp_path / "bare")
+    fields = settings(text_model, tmp_path) | {
+        "model": ModelConfig(path=text_model, tokenizer_path=tmp_path / "bare")
+    }
+    with pytest.raises(UserError, match="bare: the tokenizer has no pad_token and no eos_token"):
+        reward_training.run(RewardModelConfig.model_validate(fields))
+    bare.save_pretrained(tmp_path / "out")
+    judge = ModelJudge(RewardModelJudgeConfig(path=tmp_path / "out", device="cpu"))
+    with pytest.raises(ConfigError, match="out: the tokenizer has no pad_token and no eos_token"):
+        await judge.start()
+    await judge.close()
 
 
 def test_a_checkpoint_of_other_rows_is_refused(text_model: Path, tmp_path: Path) -> None:

@@ -87,8 +87,8 @@ def ending(text: str, tokenizer: Any) -> list[tuple[int, int]]:
     Of a text that ends with a turn the first one is that of the template, unless what is said ends with others, and
     those behind it end more than the turn (Phi-3 writes an end of the text).
     """
-    special = special_tokens(tokenizer)
-    at, found = len(text), []
+    special, at = special_tokens(tokenizer), len(text)
+    found: list[tuple[int, int]] = []
     while True:
         at = len(text[:at].rstrip())
         token = next((token for token in special if text.endswith(token, 0, at)), None)
