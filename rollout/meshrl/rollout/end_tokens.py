@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.contract.errors import UserError
+from meshrl.rollout.tokenizer import EndingTokenizer, Tokenizer
 
 
 def eos_token_ids(checkpoint: Path) -> tuple[int, ...]:
@@ -32,6 +33,12 @@ def eos_token_ids(checkpoint: Path) -> tuple[int, ...]:
             raise UserError(f"{checkpoint}: eos_token_id is {ids!r:.40}, want numbers") from error
     found.update(_of_tokenizer(checkpoint))
     return tuple(sorted(found))
+
+
+def with_end_of(tokenizer: Tokenizer | None, ids: tuple[int, ...]) -> tuple[int, ...]:
+    """`ids` with the end of the tokenizer that the run uses: its files may stand elsewhere than the checkpoint's."""
+    own = tokenizer.eos_token_id if isinstance(tokenizer, EndingTokenizer) else None
+    return ids if own is None else tuple(sorted({*ids, own}))
 
 
 def _of_tokenizer(checkpoint: Path) -> Iterator[int]:

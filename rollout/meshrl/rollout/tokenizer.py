@@ -30,6 +30,16 @@ class Tokenizer(Protocol):
 
 
 @runtime_checkable
+class EndingTokenizer(Tokenizer, Protocol):
+    """In addition, one that knows what ends a text."""
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Its end; None: it has none."""
+        ...
+
+
+@runtime_checkable
 class ChatTokenizer(Tokenizer, Protocol):
     """In addition, for programs of several turns: text to tokens, messages to text."""
 
@@ -108,7 +118,7 @@ async def look_at(tokenizer: Tokenizer, media: Sequence[Media]) -> None:
 
 
 class HuggingFaceTokenizer:
-    """A checkpoint's own tokenizer. Satisfies `PictureTokenizer`."""
+    """A checkpoint's own tokenizer. Satisfies `PictureTokenizer` and `EndingTokenizer`."""
 
     def __init__(
         self,
@@ -171,6 +181,12 @@ class HuggingFaceTokenizer:
     def is_special(self, token: int) -> bool:
         """See `ChatTokenizer.is_special`."""
         return token in self._special
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """See `EndingTokenizer`."""
+        own: int | None = self._tokenizer.eos_token_id
+        return own
 
     @property
     def reads_pictures(self) -> bool:

@@ -11,8 +11,9 @@ from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from meshrl.contract.errors import UserError
-from meshrl.rollout.end_tokens import eos_token_ids
+from meshrl.rollout.end_tokens import eos_token_ids, with_end_of
 from meshrl.rollout.server_engine.checkpoint import read_checkpoint
+from meshrl.rollout.tokenizer import HuggingFaceTokenizer
 from meshrl.rollout.torch_engine.architecture import read_architecture
 
 from .checkpoints import make_model
@@ -65,6 +66,15 @@ def test_both_kinds_of_engine_end_at_the_end_of_the_tokenizer(tmp_path: Path) ->
     tokenizer.save_pretrained(tmp_path)
     assert read_architecture(tmp_path).eos_token_ids == (2,)
     assert read_checkpoint(tmp_path).eos_token_ids == (2,)
+
+
+def test_the_tokenizer_of_the_run_counts_where_it_stands_elsewhere() -> None:
+    inner = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    own = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="b"))
+    endless = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=inner))
+    assert with_end_of(own, (2, 5)) == (1, 2, 5)
+    assert with_end_of(own, (1,)) == (1,)
+    assert with_end_of(endless, (5, 2)) == with_end_of(None, (5, 2)) == (5, 2)
 
 
 @pytest.mark.parametrize("content", ['{"eos_token_id": "</s>"}', "[]", "{"])

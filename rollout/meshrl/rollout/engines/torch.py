@@ -42,6 +42,7 @@ from meshrl.contract.types import (
     WeightManifest,
 )
 from meshrl.rollout.config import TorchEngineConfig as Config
+from meshrl.rollout.end_tokens import with_end_of
 from meshrl.rollout.engines._plugins.meshrl_lent import Lent
 from meshrl.rollout.ports import UNSERVED
 from meshrl.rollout.streams import TokenStream, check_request, response_before
@@ -360,9 +361,8 @@ class TorchEngine:
             steady=device.type == "cuda",
         )
         self._max_length = _max_length(config, architecture, cache)
-        self._eos = (
-            architecture.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
-        )
+        given, known = config.eos_token_ids, architecture.eos_token_ids
+        self._eos = with_end_of(self._tokenizer, known) if given is None else given
         decoder = self._decoder = Decoder(architecture, DTYPES[name], device, self._max_length)
         steps = None
         # How many tokens go to an expert is known on the device only: nothing to record.

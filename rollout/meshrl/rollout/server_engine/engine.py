@@ -18,6 +18,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -39,6 +40,7 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
+from meshrl.rollout.end_tokens import with_end_of
 from meshrl.rollout.ports import UNSERVED
 from meshrl.rollout.server_engine.capacity import (
     CacheCapacity,
@@ -142,7 +144,9 @@ class ServerEngine:
         """
         if self._watchdog is not None:
             return
-        checkpoint = self._checkpoint = await asyncio.to_thread(read_checkpoint, self._model)
+        checkpoint = await asyncio.to_thread(read_checkpoint, self._model)
+        ends = with_end_of(self._tokenizer, checkpoint.eos_token_ids)
+        checkpoint = self._checkpoint = replace(checkpoint, eos_token_ids=ends)
         if self.max_model_len > checkpoint.max_length:
             raise UserError(
                 f"rollout.engine.max_model_len is {self.max_model_len}, the checkpoint allows {checkpoint.max_length}"
