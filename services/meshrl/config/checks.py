@@ -23,7 +23,7 @@ from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.held_rows import RENEWALS
 from meshrl.trainer.algorithms import needs as algorithm_rules
-from meshrl.trainer.config import ATTENTION_LAYERS
+from meshrl.trainer.untrainable import WANTED, refusal
 
 PICTURE_ENGINES = ("vllm", "sglang")
 PICTURE_PROGRAMS = ("single_turn", "tools", "user", "openai")
@@ -164,14 +164,9 @@ def _trainable(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
         if path is None or not wanted:
             continue
         config = machine.json(path / "config.json")
-        types = {*(config.get("layer_types") or ())} - ATTENTION_LAYERS
-        if types:
-            yield (
-                at,
-                f"{'.'.join(at)}: layer_types {', '.join(sorted(types))} of {path} are not supported: rows of a pack"
-                f" would see each other; want {' and '.join(sorted(ATTENTION_LAYERS))} alone",
-            )
-        if at[0] == "model" and "lm_head.bias" in (machine.tensors(path) or ()):
+        if why := refusal(config):
+            yield at, f"{'.'.join(at)}: {path} is not supported: {why}; {WANTED}"
+        elif at[0] == "model" and "lm_head.bias" in (machine.tensors(path) or ()):
             yield (
                 at,
                 f"model.path: the output embedding of {path} has a bias, which is not supported; want another model",

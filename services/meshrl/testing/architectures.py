@@ -38,6 +38,7 @@ from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf
 from meshrl.trainer.model.snapshot import Snapshot, take_snapshot
+from meshrl.trainer.untrainable import WANTED
 
 VOCABULARY, PROMPT, WINDOW, RANKS = 64, 2, 6, 2
 SHAPE: Mapping[str, Any] = {
@@ -148,6 +149,7 @@ def attempt(name: str, directory: Path, world: World) -> Tried:
             setattr(tried, step, take())
         except Exception as error:  # whatever it is, it is what came out
             reason = (str(error).splitlines() or [""])[0].replace(f"model {directory}: ", "")
+            reason = reason.removesuffix(f"; {WANTED}")
             kind = "" if isinstance(error, MeshError) else f"{type(error).__name__}: "
             setattr(tried, step, "no")
             tried.note = kind + reason

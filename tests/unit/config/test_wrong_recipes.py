@@ -494,8 +494,8 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "model.path=chunked",
-        "model.path: layer_types chunked_attention of chunked are not supported: rows of a pack would see each other;"
-        " want full_attention and sliding_attention alone",
+        "model.path: chunked is not supported: layer_types chunked_attention: rows of a pack would see each other;"
+        " want a model that docs/reference/models.md says is trained",
     ),
     ("model.path=gelu", "rollout.name: the torch engine cannot run the activation gelu of gelu"),
     (

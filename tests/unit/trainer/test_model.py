@@ -153,5 +153,5 @@ def test_a_directory_without_a_model_is_one_clear_line(tmp_path: Path) -> None:
 def test_layers_in_which_rows_of_a_pack_would_see_each_other_are_refused() -> None:
     config = tiny.config(layer_types=["full_attention", "full_attention"])
     config.layer_types[1] = "chunked_attention"
-    with pytest.raises(UserError, match="layer_types chunked_attention in config"):
+    with pytest.raises(UserError, match="layer_types chunked_attention: rows of a pack would see"):
         random_hf(config, 0)

@@ -71,11 +71,9 @@ def test_code_of_a_checkpoint_runs_where_it_is_trusted_which_is_said(
     assert torch.equal(policy(made, 1.0)[0], known(made, 1.0)[0])
 
 
-def test_a_model_whose_attention_cannot_be_packed_is_refused_at_its_first_forward(
-    tmp_path: Path, world: World
+def test_a_model_whose_attention_cannot_be_packed_is_refused_when_it_is_opened(
+    tmp_path: Path,
 ) -> None:
     path = own_architecture(tmp_path / "own", "own_alone", ALONE)
-    hf = open_hf(path, trust_remote_code=True)
-    policy = build_policy(hf, world, ModelConfig(path=path))
-    with pytest.raises(UserError, match="rows of a pack would see each other"):
-        policy(pack(tiny.rows(2), [2, 2]), 1.0)
+    with pytest.raises(UserError, match="rows of a pack would see each other; want a model that"):
+        open_hf(path, trust_remote_code=True)

@@ -29,8 +29,6 @@ from meshrl.trainer.algorithms.options import with_options
 from meshrl.trainer.data.gym_config import ReasoningGymConfig
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
-"""`layer_types` of a model whose attention the packed one computes."""
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 """Names of `meshrl.trainer.algorithms.kl`; each also with a `+` behind it."""
 

@@ -23,6 +23,7 @@ from meshrl.trainer.model.packing import LONG_ROW, Bucket, Layout
 from meshrl.trainer.model.sequence_parallel import repeats
 
 NAME = "meshrl_packed"
+_CARRIED = "_meshrl_packed_layout"
 _calls = threading.local()
 
 
@@ -32,6 +33,15 @@ def calls() -> int:
     return count
 
 
+def carrying(position_ids: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """`position_ids`, by which `packed_attention` finds the layout where a model hands on nothing else.
+
+    The tensor is what a layer was called with also when its activations are computed again, later and elsewhere.
+    """
+    setattr(position_ids, _CARRIED, layout)
+    return position_ids
+
+
 def packed_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -39,7 +49,8 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packed_layout: Layout,
+    packed_layout: Layout | None = None,
+    position_ids: torch.Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -55,7 +66,8 @@ def packed_attention(
         key: [1, Hkv, P, D], Hq a multiple of Hkv.
         value: [1, Hkv, P, Dv]; Dv is D but for multi-head latent attention (DeepSeek-V3).
         attention_mask: Must be None: `packed_layout` says it all.
-        packed_layout: Where sequences begin.
+        packed_layout: Where sequences begin. Some layers do not hand it on, but `position_ids`:
+        position_ids: What `carrying` returned, where there is no `packed_layout`.
         scaling: Factor on the scores; None is D^-0.5.
         dropout: Attention dropout; must be 0, the trainer's log-probs would not be the sampler's otherwise.
         sliding_window: Tokens a query sees, itself included.
@@ -73,6 +85,11 @@ def packed_attention(
         raise UserError(
             f"{type(module).__name__} asks for dropout={dropout} or a mask of its own: "
             "packed training supports neither; use a model without them"
+        )
+    packed_layout = packed_layout or getattr(position_ids, _CARRIED, None)
+    if packed_layout is None:
+        raise UserError(
+            f"{type(module).__name__} is told nothing of how rows lie: packed training does not support it"
         )
     scores = Scores(scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
     share = packed_layout.share

@@ -33,12 +33,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
-from meshrl.trainer.config import ATTENTION_LAYERS, ModelConfig
+from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model import attention, lora
 from meshrl.trainer.model.base_model import BaseModel
 from meshrl.trainer.model.checkpoint_names import Published, in_checkpoint
 from meshrl.trainer.model.expert_parallel import has_experts, spread_experts
+from meshrl.trainer.model.falcon import take_falcon
 from meshrl.trainer.model.logprob import (
     VocabularyShare,
     linear_argmax,
@@ -47,6 +48,7 @@ from meshrl.trainer.model.logprob import (
     linear_top,
 )
 from meshrl.trainer.model.packing import Pack
+from meshrl.trainer.model.packing_check import Alone, Packed, fault
 from meshrl.trainer.model.routing_replay import Routing, RoutingReplay
 from meshrl.trainer.model.sharded_loading import can_fill, fill, is_empty
 from meshrl.trainer.model.tensor_parallel import share_matrices
@@ -57,12 +59,15 @@ from meshrl.trainer.model.vision import (
     tower_prefix,
     units_of,
 )
+from meshrl.trainer.untrainable import WANTED, refusal
 
 log = logging.getLogger(__name__)
 
 HfModel: TypeAlias = Any
 """A transformers `PreTrainedModel`: the library has no types."""
 Model = TypeVar("Model", bound=nn.Module)
+_faults: dict[tuple[type, str], str] = {}
+"""By class and configuration, what `packing_fault` found: a policy's reference and critic are mostly of the same."""
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm")
 
 
@@ -198,21 +203,26 @@ class Policy(nn.Module):
 
 def response_hidden(hf: HfModel, pack: Pack) -> torch.Tensor:
     """[N, H]: the hidden states that predict a response token (of this rank's share: see `Pack.joined`)."""
-    decoder, read = hf.get_decoder(), {"input_ids": pack.input_ids}
+    read = {"input_ids": pack.input_ids}
     if tower_of(hf) is not None:
         read = embedded(hf, pack.input_ids, pack.images)
+    return decoder_hidden(hf.get_decoder(), pack, read)
+
+
+def decoder_hidden(decoder: HfModel, pack: Pack, read: dict[str, Any]) -> torch.Tensor:
+    """As `response_hidden`, by a decoder that is given `read`."""
     before = attention.calls()
     hidden: torch.Tensor = decoder(
         **read,
-        position_ids=pack.position_ids,
+        position_ids=attention.carrying(pack.position_ids, pack.layout),
         attention_mask=None,
         use_cache=False,
         packed_layout=pack.layout,
     ).last_hidden_state[0]
     if attention.calls() == before:
         raise UserError(
-            f"model {type(decoder).__name__}: its attention does not go through transformers' attention interface:"
-            " rows of a pack would see each other"
+            f"the attention of {type(decoder).__name__} does not go through transformers' attention interface: rows"
+            " of a pack would see each other"
         )
     return hidden.index_select(0, pack.positions)
 
@@ -272,6 +282,11 @@ def _whole(path: Path, **how: Any) -> HfModel:
 
 def _empty(path: Path, **how: Any) -> HfModel:
     config: Any = AutoConfig.from_pretrained(path, trust_remote_code=how["trust_remote_code"])
+    return empty_hf(config, **how)
+
+
+def empty_hf(config: Any, **how: Any) -> HfModel:
+    """A model of a transformers configuration, on the meta device."""
     factory, kernels = _class_of(config)
     with torch.device("meta"):
         return factory.from_config(config, attn_implementation=kernels, **how)
@@ -291,6 +306,8 @@ def random_hf(config: Any, seed: int) -> HfModel:
 
 def _class_of(config: Any) -> tuple[Any, Any]:
     """Transformers' factory of a model, and which attention its parts compute; pictures are never packed."""
+    if config.model_type == "falcon":
+        take_falcon()
     if getattr(config, "vision_config", None) is None:
         return AutoModelForCausalLM, attention.NAME
     kernels = {"text_config": attention.NAME, "vision_config": VISION_ATTENTION}
@@ -298,24 +315,69 @@ def _class_of(config: Any) -> tuple[Any, Any]:
 
 
 def _prepared(hf: HfModel, path: Path) -> HfModel:
-    """Refuse what would make log-probs differ from the sampler's; switch dropout off."""
-    head = hf.get_output_embeddings()
-    if getattr(head, "bias", None) is not None:
-        raise UserError(f"model {path}: the output embedding has a bias, which is not supported")
-    layers = set(getattr(hf.config, "layer_types", None) or ()) - ATTENTION_LAYERS
-    if layers:
-        raise UserError(
-            f"model {path}: layer_types {', '.join(sorted(layers))} in config.json are not supported:"
-            " rows of a pack would see each other"
-        )
+    """Refuse what would make log-probs differ from the sampler's; switch off what is drawn while a model trains."""
+    refuse(path, refusal(hf.config.to_dict()) or packing_fault(*what_to_try(hf)))
+    return without_noise(hf)
+
+
+def refuse(path: Path, why: str) -> None:
+    """Raise UserError if there is a reason."""
+    if why:
+        raise UserError(f"model {path}: {why}; {WANTED}")
+
+
+def what_to_try(hf: HfModel) -> tuple[Any, Any, Packed, Alone]:
+    """Class and configuration of what computes on tokens, and how its numbers are read in packs and of rows alone."""
+    if tower_of(hf) is None:
+        return type(hf), hf.config, _logprobs, _own_logprobs
+    return type(hf.get_decoder()), hf.config.get_text_config(), _hidden, _own_hidden
+
+
+def packing_fault(kind: Any, config: Any, packed: Packed, alone: Alone) -> str:
+    """Why a model of a class and a configuration cannot be trained, as a small random copy shows it; mostly empty."""
+
+    def build(config: Any, ours: bool) -> HfModel:
+        kernels = attention.NAME if ours else "eager"
+        hf = kind._from_config(config, dtype=torch.float32, attn_implementation=kernels)
+        return without_noise(hf) if ours else hf
+
+    key = (kind, config.to_json_string())
+    if key not in _faults:
+        _faults[key] = fault(config, build, packed, alone)
+    return _faults[key]
+
+
+def without_noise(hf: HfModel) -> HfModel:
+    """Switch off dropout, and the noise in front of routers."""
     for module in hf.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
-        if isinstance(getattr(module, "jitter_noise", None), float):
-            module.jitter_noise = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or name.endswith("jitter_noise")):
+                setattr(module, name, 0.0)
     return hf
+
+
+def _logprobs(hf: HfModel, pack: Pack) -> torch.Tensor:
+    if getattr(hf.get_output_embeddings(), "bias", None) is not None:
+        raise UserError("the output embedding has a bias, which is not supported")
+    decoder_layers(hf)
+    logprobs: torch.Tensor = Policy(hf)(pack, 1.0)[0]
+    return logprobs
+
+
+def _own_logprobs(hf: HfModel, row: torch.Tensor) -> torch.Tensor:
+    logprobs: torch.Tensor = hf(input_ids=row, use_cache=False).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(1, row[0, 1:, None])[:, 0]
+
+
+def _hidden(decoder: HfModel, pack: Pack) -> torch.Tensor:
+    return decoder_hidden(decoder, pack, {"input_ids": pack.input_ids})
+
+
+def _own_hidden(decoder: HfModel, row: torch.Tensor) -> torch.Tensor:
+    hidden: torch.Tensor = decoder(input_ids=row, use_cache=False).last_hidden_state[0, :-1]
+    return hidden
 
 
 def build_policy(hf: HfModel, world: World, config: ModelConfig) -> Policy:
@@ -457,4 +519,4 @@ def decoder_layers(hf: HfModel) -> nn.ModuleList:
         layers = getattr(decoder, name, None)
         if isinstance(layers, nn.ModuleList):
             return layers
-    raise UserError(f"model {type(hf).__name__}: no list of decoder layers found")
+    raise UserError(f"{type(hf).__name__} has no list of decoder layers under a known name")

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import pytest
+
+from meshrl.testing.trainable import tried
+
+KINDS = (
+    "bart",
+    "bloom",
+    "falcon",
+    "gpt2",
+    "granitemoehybrid",
+    "lfm2",
+    "nemotron",
+    "phi",
+    "phimoe",
+    "qwen3_5_text",
+    "stablelm",
+)
+"""Of each way to come out some; all types are tried by `python -m meshrl.testing.trainable`, which takes minutes."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_check_of_a_recipe_says_of_a_model_what_the_trainer_finds(kind: str) -> None:
+    found, said = tried(kind)
+    assert bool(found) == bool(said), (found, said)

@@ -1,0 +1,65 @@
+"""Models that packed training refuses, told from config.json alone: nothing here loads torch or reads weights.
+
+The trainer itself tries each model (`model/packing_check.py`), so this list is not what makes a run right: it lets a
+recipe be refused before anything starts. `tests/unit/testing/test_trainable.py` holds the two against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+WANTED = "want a model that docs/reference/models.md says is trained"
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+"""`layer_types` of a model whose attention the packed one computes."""
+_OTHERS = (
+    "axk2 bailing_hybrid bamba deepseek_v32 deepseek_v4 dots3_note dots3_note_text falcon_h1 falcon_mamba"
+    " glm_moe_dsa hy_v4 inkling_text inkling2_text jamba kimi_linear lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid"
+    " qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2 zaya"
+)
+OTHER_LAYERS = frozenset(_OTHERS.split())
+"""Types of models that have layers of other kinds, also where config.json does not list the kinds."""
+_STATE = "rows of a pack would see each other"
+REASONS: Mapping[str, str] = {
+    f"its attention does not go through transformers' attention interface: {_STATE}": (
+        "blt bloom cpmant dbrx doge git gpt_neo gpt_neox_japanese gptj mpt mvp openai-gpt prophetnet qwen4_exp"
+        " qwen4_exp_text reformer trocr xglm"
+    ),
+    "it counts positions over the whole pack": (
+        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart pegasus plbart"
+    ),
+    "it draws random numbers while it trains: log-probs would not be the sampler's": "phimoe",
+    "its output embedding has a bias, which is not supported": (
+        "bert bert-generation big_bird camembert codegen ctrl data2vec-text electra ernie megatron-bert"
+        " modernbert-decoder phi rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta"
+        " xlm-roberta-xl xlnet xmod"
+    ),
+    "its decoder layers are not under a known name": "hrm_text llama4 llama4_text mllama",
+}
+"""Why, and the types of models whose code it is true of."""
+REFUSED = {kind: reason for reason, kinds in REASONS.items() for kind in kinds.split()}
+
+
+PICTURES = ("idefics3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
+"""Types of models that read pictures and are trained; of others nobody has seen that pictures come out right."""
+
+
+def refusal(config: Mapping[str, Any]) -> str:
+    """Why a model with this config.json cannot be trained; empty for one that may be tried."""
+    text = config.get("text_config") or config
+    kinds = {str(part.get("model_type")) for part in (config, text)}
+    for kind in sorted(kinds & REFUSED.keys()):
+        return f"{kind}: {REFUSED[kind]}"
+    listed = text.get("layer_types")
+    others = sorted({*map(str, listed or ())} - ATTENTION_LAYERS)
+    if others:
+        return f"layer_types {', '.join(others)}: {_STATE}"
+    if not listed:
+        for kind in sorted(kinds & OTHER_LAYERS):
+            return f"{kind} has layers of other kinds than attention: {_STATE}"
+    if config.get("vision_config") and config.get("model_type") not in PICTURES:
+        named = str(config.get("model_type"))
+        return f"{named} reads pictures, in another way than {', '.join(PICTURES)}"
+    if "falcon" in kinds and text.get("alibi"):
+        return "falcon with alibi, whose distances a pack does not have"
+    return ""
