@@ -65,7 +65,7 @@ async def test_a_conversation_that_is_too_long_ends_the_row(
         ("much", PostedReward(score=2.0, components={"steps": 3.0}), Outcome.OK),
         ("nothing", None, Outcome.OK),
         ("bad", None, Outcome.POLICY_FAULT),
-        ("more", None, Outcome.TRUNCATED),
+        ("more", PostedReward(score=0.0), Outcome.TRUNCATED),
     ],
 )
 async def test_a_function_may_say_what_its_row_is_worth(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,8 @@ from meshrl.rollout.sessions.gateway import Gateway
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.user_functions import check_function, load_function
 
+log = logging.getLogger(__name__)
+
 KEY = "rollout.program_options.function"
 WANT = "want async def agent(session) or async def agent(task, uid, engine, tokenizer)"
 
@@ -49,7 +52,7 @@ class Config(BaseConfig):
     """Tokens of one turn; null: as many as are left of `data.max_response_length`."""
     posts_reward: bool = False
     """The function returns the reward of its row: a number, or a dict with `score` and further numbers; None: the
-    recipe's reward scores the row."""
+    recipe's reward scores the row. An `EndedError` that it lets through is the reward 0."""
 
 
 def check(config: Config) -> None:
@@ -186,8 +189,10 @@ class SessionProgram:
         session = Session(conversation, engine, task, task.sampling)
         try:
             outcome = await self._function(session)
-        except EndedError:
-            return self._posted(conversation.rollout(session.ended))
+        except EndedError as ended:
+            if config.posts_reward:
+                log.info("%s: scored 0: %s, and %s returned nothing", uid, ended, config.function)
+            return self._posted(conversation.rollout(session.ended), 0.0)
         if not conversation.turns:
             raise UserError(f"{config.function} returned before the policy had a turn")
         if config.posts_reward and not isinstance(outcome, Outcome):
