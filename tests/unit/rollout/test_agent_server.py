@@ -97,7 +97,10 @@ async def test_a_process_that_hangs_is_replaced() -> None:
     server = AgentServer(COMMAND, env={}, cancel_timeout_s=0.3)
     before = await lead(server, 1.0)
     await cancelled(server, "block")
-    with pytest.raises(AgentError, match="ended with 137"):  # it had not been replaced yet
+    # It had not been replaced yet.
+    with pytest.raises(
+        AgentError, match=r"was killed: it does not answer 0\.3 s after a conversation"
+    ):
         await lead(server, 1.0)
     after = await lead(server, 1.0)
     assert before and after and before.components != after.components

@@ -162,6 +162,7 @@ class _Server:
         self._process = process
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._watched: set[asyncio.Task[None]] = set()
+        self._killed = ""
         self._stderr = b""
         self._writing = asyncio.Lock()
         self._reading = asyncio.create_task(self._read(), name=f"agent-server-{process.pid}")
@@ -192,6 +193,7 @@ class _Server:
         """End the process and what it started."""
         if self._process.returncode is None:
             log.info("%s is killed: %s", self.name, why)
+            self._killed = why
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGUSR1)
         others = self._watched - {asyncio.current_task()}
@@ -222,7 +224,7 @@ class _Server:
         """Give each answer to whom it belongs, until the process ends."""
         await asyncio.gather(self._read_lines(), self._read_stderr())
         code = await self._process.wait()
-        self._fail_all(f"ended with {code}")
+        self._fail_all(f"was killed: {self._killed}" if self._killed else f"ended with {code}")
 
     async def _read_lines(self) -> None:
         assert self._process.stdout is not None
