@@ -9,6 +9,8 @@ import struct
 from collections.abc import MutableMapping
 from urllib.parse import urlsplit
 
+DIRECT = {"http://": None, "https://": None, "all://": None}
+"""The `mounts` of an httpx client that uses none of the environment's proxies, but its certificates."""
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 SIOCGIFADDR = 0x8915
 """Asks Linux for the address of an interface."""

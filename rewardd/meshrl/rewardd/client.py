@@ -17,7 +17,7 @@ from typing import Any, Self
 import httpx
 
 from meshrl.contract.errors import InfraError, MeshError, UnavailableError, UserError, from_detail
-from meshrl.contract.sockets import tells_others
+from meshrl.contract.sockets import DIRECT, tells_others
 from meshrl.contract.types import Json
 
 TIMEOUT_S = 120.0
@@ -70,8 +70,11 @@ class _Methods:
         token: str | None = None,
         verify: Any = True,
         allow_plain_http: bool = False,
+        through_proxies: bool = False,
     ) -> None:
         """Connect to `url`; `verify` as httpx takes it (an SSLContext for a private authority).
+
+        Directly, or with `through_proxies` through those that the environment names (`https_proxy`, …).
 
         Raises:
             UserError: the token would travel unencrypted beyond this machine, and `allow_plain_http` is not set.
@@ -81,8 +84,7 @@ class _Methods:
             headers=_headers(url, token, allow_plain_http),
             timeout=TIMEOUT_S,
             verify=verify,
-            # A proxy of the environment would see a token on its way to this machine.
-            trust_env=not url.startswith("http://"),
+            mounts=None if through_proxies else DIRECT,
         )
 
     def _send(self, verb: str, path: str, **arguments: Any) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
 from meshrl.contract.sockets import reach_directly
+from meshrl.rewardd.client import RewardClient
 
 LOOPBACK = "localhost,127.0.0.1,::1"
 
@@ -34,3 +36,16 @@ def test_an_environment_that_needs_nothing_stays_as_it_is(environment: dict[str,
     before = dict(environment)
     reach_directly(environment)
     assert environment == before
+
+
+def test_clients_of_the_mesh_s_http_services_use_no_proxy_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "")
+    for url in ("http://rewards:8800/v1", "https://rewards:8800/v1"):
+        with RewardClient(url) as direct, RewardClient(url, through_proxies=True) as told:
+            asked = httpx.URL(url)
+            assert direct._http._transport_for_url(asked) is direct._http._transport
+            assert told._http._transport_for_url(asked) is not told._http._transport

@@ -11,6 +11,7 @@ import json
 import httpx
 
 from meshrl.contract.errors import InfraError
+from meshrl.contract.sockets import DIRECT
 from meshrl.rollout.tools.config import SearchConfig
 from meshrl.rollout.tools.ports import ToolError
 from meshrl.rollout.tools.search import document, shown
@@ -33,8 +34,9 @@ class Retriever:
             query: What to search for.
         """
         if self._client is None:
-            # Made by the loop that uses it. Not through the environment's proxies, as judges and engines are reached.
-            self._client = httpx.AsyncClient(timeout=None, trust_env=False)
+            self._client = httpx.AsyncClient(  # made by the loop that uses it
+                timeout=None, mounts=DIRECT
+            )
         url = self._config.url
         asked = {"queries": [query], "topk": self._config.top_k, "return_scores": True}
         try:
