@@ -83,6 +83,14 @@ def replace_operations(torch: Any) -> None:
 def computed_by_cpu(torch: Any, operation: Any) -> Any:
     """A kernel for tensors of the GPU: the operation of the same memory, as tensors of the CPU."""
     tree = torch.utils._pytree
+    wants_tensor = [str(each.type) == "Tensor" for each in operation._schema.arguments]
+
+    def overload(arguments: tuple[Any, ...]) -> Any:
+        """The one for these arguments: what torch made a tensor of, in `x & 5`, arrives as the number that it was."""
+        for value, wanted in zip(arguments, wants_tensor, strict=False):
+            if wanted and isinstance(value, int | float | complex):
+                return operation.overloadpacket
+        return operation
 
     def shared(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_cuda:
@@ -95,7 +103,7 @@ def computed_by_cpu(torch: Any, operation: Any) -> Any:
         given, form = tree.tree_flatten((arguments, named))
         theirs = [shared(value) for value in given]
         arguments, named = tree.tree_unflatten(theirs, form)
-        results, form = tree.tree_flatten(operation(*arguments, **named))
+        results, form = tree.tree_flatten(overload(arguments)(*arguments, **named))
         pairs = list(zip(given, theirs, strict=True))
         for ours, other in pairs:
             # An empty tensor that was to take the result is as large as the result now.
