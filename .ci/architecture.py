@@ -23,7 +23,7 @@ CRUMB_LINES = 60
 """A shorter module that one module of its package imports, and nobody else, joins it, unless it is a plug-in."""
 
 PRODUCT_LINES = 0
-"""The most lines of the product, generated code left out. It falls; a commit that raises it names what pays for it."""
+"""The most lines of the product, generated code left out. It only falls, or the commit names what pays for more."""
 TEST_LINES = 0
 """The most lines under tests/."""
 
