@@ -246,7 +246,7 @@ async def test_a_tool_server_that_cannot_start_is_a_fault_with_its_own_reason(
         (letter,) = await mesh.dead()
         assert letter.outcome is Outcome.INFRA_FAULT
         assert letter.reason.endswith(
-            "tool server '' ended with 1: "
+            "tool server verifiers_shop.ShopTools ended with 1: "
             f"FileNotFoundError: [Errno 2] No such file or directory: '{missing}'"
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import runpy
 import sys
 from collections.abc import Callable
@@ -12,21 +13,16 @@ import pytest
 
 from meshrl.rollout.programs import verifiers
 
-MODULES = (
-    "verifiers",
-    "verifiers.v1",
-    "verifiers.v1.configs",
-    "verifiers.v1.configs.agent",
-    "verifiers.v1.dialects",
-    "verifiers.v1.dialects.chat",
-    "verifiers.v1.env",
-    "verifiers.v1.harnesses",
-    "verifiers.v1.harnesses.utils",
-    "verifiers.v1.harnesses.utils.mcp",
-    "verifiers.v1.utils",
-    "verifiers.v1.utils.generic",
-    "verifiers.v1.utils.loaders",
-)
+
+class Some(type):
+    """The type of a class that has any attribute and any type argument."""
+
+    def __getattr__(cls, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+    def __getitem__(cls, item: object) -> Some:
+        return cls
 
 
 class Anything(ModuleType):
@@ -37,13 +33,20 @@ class Anything(ModuleType):
         self.__path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        return type(name, (), {"__class_getitem__": classmethod(lambda cls, item: cls)})
+        return Some(name, (), {})
 
 
 @pytest.fixture(scope="module")
 def outcome_of() -> Callable[..., dict[str, Any]]:
+    imported = {
+        node.module
+        for node in ast.walk(ast.parse(verifiers.SERVER.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module
+    }
+    names = {"verifiers.v1", *(name for name in imported if name.startswith("verifiers."))}
+    parents = {name.rsplit(".", n)[0] for name in names for n in range(name.count(".") + 1)}
     with pytest.MonkeyPatch.context() as patch:
-        for name in MODULES:
+        for name in sorted(parents):  # a package before its modules
             patch.setitem(sys.modules, name, module := Anything(name))
             parent, _, child = name.rpartition(".")
             if parent:

@@ -22,7 +22,7 @@ import runpy
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextvars import ContextVar
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,8 @@ def run_tool_server(module: str, env: dict[str, str], directory: str, log: str, 
     """What `python -m module` would do, in a process that has been forked. Its port is written to `port`."""
     os.setsid()
     os.write(port.fileno(), b"\n")  # from here on its process group is its own
+    current_process().daemon = False  # so that it may start processes, too
+    sys.argv = [module]
     os.environ.clear()
     os.environ.update(env, MCP_PORT_FILE=f"/dev/fd/{port.fileno()}")
     os.chdir(directory)
@@ -208,7 +210,7 @@ async def serve_in_runtime(
     inherited = {k: v for k, v in os.environ.items() if "API_KEY" not in k.upper()}
     log = runtime.workdir / f"vf_tool_{server.server_name}.log"
     reading, writing = FORKS.Pipe(duplex=False)
-    module = type(server).__module__
+    module, kind = type(server).__module__, type(server).__name__
     process = FORKS.Process(
         target=run_tool_server,
         args=(
@@ -246,12 +248,10 @@ async def serve_in_runtime(
         if ended.done():
             what = f"ended with {tools.returncode}"
             if tools.returncode == 0:
-                what += (
-                    f": {module} wants `if __name__ == '__main__': {type(server).__name__}.run()`"
-                )
+                what += f": its module wants `if __name__ == '__main__': {kind}.run()`"
         said = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
         last = f": {said[-1][-500:]}" if said else ""
-        raise ToolsetError(f"tool server {server.server_name!r} {what}{last}")
+        raise ToolsetError(f"tool server {module}.{kind} {what}{last}")
     finally:
         for task in (serving, ended):
             task.cancel()

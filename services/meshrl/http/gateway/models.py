@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
@@ -125,32 +126,9 @@ class StreamOptions(Body):
     include_usage: bool | None = False
 
 
-CHANGING = frozenset(
-    (
-        "add_generation_prompt",
-        "chat_template",
-        "chat_template_kwargs",
-        "continue_final_message",
-        "documents",
-        "echo",
-        "guided_choice",
-        "guided_grammar",
-        "guided_json",
-        "guided_regex",
-        "logits_processors",
-        "min_p",
-        "min_tokens",
-        "ebnf",
-        "json_schema",
-        "reasoning_effort",
-        "regex",
-        "repetition_penalty",
-        "structured_outputs",
-        "thinking",
-        "top_k",
-        "typical_p",
-        "verbosity",
-    )
+CHANGING = re.compile(
+    "(add_generation_prompt|chat_template.*|continue_final_message|documents|guided_.*|json_schema|ebnf|regex"
+    "|structured_outputs|logits_processors|min_p|min_tokens|repetition_penalty|top_k|typical_p|reasoning_effort)"
 )
 """Fields of servers like vLLM and SGLang that would change what the policy is asked or what it may say."""
 
@@ -189,8 +167,8 @@ class Sampling(Body):
     @property
     def ignored(self) -> tuple[str, ...]:
         """Fields that would change the prompt or the answer elsewhere, and do not here."""
-        given = self.model_extra or {}
-        return tuple(sorted(name for name in CHANGING & given.keys() if given[name] is not None))
+        given = (self.model_extra or {}).items()
+        return tuple(sorted(n for n, value in given if value is not None and CHANGING.fullmatch(n)))
 
     @property
     def usage_in_stream(self) -> bool:
