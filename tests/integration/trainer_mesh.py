@@ -215,7 +215,7 @@ class Mesh:
     def learner(self) -> Learner:
         config = ModelConfig.model_validate({"path": self.model, **self.changes})
         policy = build_policy(open_hf(self.model), self.world, config)
-        return Learner(
+        learner = Learner(
             policy,
             Optimizers(policy, self.actor.optim),
             PolicyGradient(self.algorithm, self.actor, max_response_length=6),
@@ -226,6 +226,9 @@ class Mesh:
             total_steps=None,
             reader=self.reader,
         )
+        # The place of a picture is a token, too, which this model does not have.
+        learner.vocabulary += self.reader is not None
+        return learner
 
     @property
     def extra_rows(self) -> int:
