@@ -6,6 +6,7 @@ in its form. Forms have at most ten rows; each scorer has at least 200.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections import Counter
@@ -114,13 +115,16 @@ GYM = ("spell_backward", "chain_sum", "letter_counting", "base_conversion", "num
 GYM += ("gcd", "lcm", "caesar_cipher", "simple_equations", "prime_factorization")
 
 
+@functools.cache
+def entries(task: str) -> list[Any]:
+    return list(pytest.importorskip("reasoning_gym.factory").create_dataset(task, seed=7, size=5))
+
+
 def by_task(options: dict[str, Any], truth: str, response: str) -> bool:
     """`truth` names the row of a task; {answer} stands for the right answer in the response."""
-    factory = pytest.importorskip("reasoning_gym.factory")
     right = []
     for task in GYM:
-        rows = factory.create_dataset(task, seed=7, size=5)
-        entry = rows["abcde".index(truth)]
+        entry = entries(task)["abcde".index(truth)]
         info = {"metadata": repr(_plain(entry["metadata"]))}
         said = response.replace("{answer}", entry["answer"])
         right.append(reasoning_gym.compute_score(task, said, entry["answer"], info)["score"] == 1.0)

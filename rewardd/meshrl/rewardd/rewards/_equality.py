@@ -37,7 +37,9 @@ LEAST_TRIALS = 3
 DIGITS = (60, 120)
 TRUSTED_DECIMALS = 6
 """A truth with so many significant digits, after a point, is the rounded value of an answer that has no end."""
-LABEL = re.compile(r"\(?\s*([A-H])\s*(?:\)|[.:](?!\d))\s*(.*)", re.DOTALL)
+LABEL = re.compile(
+    r"\(?\s*([A-H])\s*(?:\)|[.:](?!\d))(?!\s*(?:[,;&]|and\b|or\b))\s*(.*)", re.DOTALL
+)
 LETTER = re.compile(r"\(?\s*([A-Z])\s*\)?\s*[.:]?")
 WORDS = re.compile(r"[a-z][a-z' -]+")
 UNREADABLY_TALL = re.compile(
@@ -120,6 +122,8 @@ def _words(text: str) -> str:
     plain = " ".join(text.replace('"', "").strip(" .").casefold().split())
     if not WORDS.fullmatch(plain) or plain in {"pi", "oo", "inf", "infinity"}:
         return ""
+    if all(len(word) == 1 or word in {"and", "or"} for word in plain.split()):
+        return ""  # A and C
     is_word = '"' in text or len(plain) > 3 or set(plain) & set("aeiou")
     return plain if is_word else ""
 

@@ -760,6 +760,8 @@ def _add_text(found: list[tuple[str, Any]], content: str) -> None:
             found.append(("operator", ","))
         elif match := re.fullmatch(r"([\d.,]*\d)\s*([a-zA-Z].*)", part):
             found += [*_tokens(match[1], True), ("text", match[2])]
+        elif choice := re.fullmatch(r"\(?([A-H])\)?", part):
+            found.append(("symbol", choice[1]))
         elif part:
             found.append(("text", part))
 
