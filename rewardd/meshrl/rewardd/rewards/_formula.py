@@ -191,6 +191,12 @@ WORDED = re.compile(
     r"\\(text|textbf|textit|textrm|texttt|textsf|mbox|mathrm|mathbf|mathit|mathsf|mathbb|mathcal|operatorname|rm|bf|it)"
     r"\*?(?![a-zA-Z])\s*(?:\{([^{}]*)\})?"
 )
+COLOURED = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
+ANNOUNCED = re.compile(r'^\s*"[^"]*(?:[:=]|\bis)\s*"\s*(?=\S)')
+GUESS = re.compile(
+    r"\b(?:and|or|not|about|approx\w*|roughly|maybe|perhaps|possibly)\b", re.IGNORECASE
+)
+"""Words that are no unit."""
 MONEY = re.compile(r"(\\\$|€|£)\s*(-?[\d.,]*\d)")
 DEGREE = re.compile(r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})")
 BLANK = re.compile(r"(?<!\\)\\(?=\s|$)")
@@ -270,9 +276,10 @@ def unwrapped(text: str) -> str:
         text = text.replace("~", "\\approx ", 1)
     text = SPEED.sub(r' "\1"', BLANK.sub(" ", THIN.sub("", text))).translate(CHARACTERS)
     text = unicodedata.normalize("NFKC", text).replace("…", "\\ldots ").replace("...", "\\ldots ")
+    text = COLOURED.sub("", text)
     for _ in range(3):
         text = WORDED.sub(_quoted, text)
-    return text
+    return ANNOUNCED.sub("", text)
 
 
 def _money(match: re.Match[str]) -> str:
@@ -411,7 +418,7 @@ class Reader:
         return factors[0] if len(factors) == 1 else ("product", *factors)
 
     def _is_unit(self) -> bool:
-        return self._peek()[1].casefold() not in {"and", "or"}
+        return bool(re.match(r"[a-zA-Z°]", self._peek()[1])) and not GUESS.search(self._peek()[1])
 
     def _unit(self) -> str:
         words: list[str] = []

@@ -12,7 +12,7 @@ import re
 from meshrl.contract import config
 from meshrl.contract.types import Json
 from meshrl.rewardd.rewards import _equality, _stated
-from meshrl.rewardd.rewards._latex import last_boxed
+from meshrl.rewardd.rewards._latex import closing, last_boxed
 from meshrl.rewardd.rewards._truth import Conventions, said, wanted
 
 TAIL = 300
@@ -95,7 +95,8 @@ def compute_score(
 def stated(response: str) -> str | None:
     """The answer after the last `Answer:`, or in a box that is later; None without one."""
     at = max((match.end() for match in LINE.finditer(response)), default=-1)
-    if at < 0 or response.rfind("\\boxed") >= at:
+    box = response.rfind("\\boxed")
+    if at < 0 or box >= at or (box >= 0 and closing(response, box) >= at):  # or the line is in it
         return _stated.boxed(response)
     return _stated.sentence(response[at:]) or None
 
