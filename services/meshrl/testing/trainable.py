@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from meshrl.testing.architectures import parser_of, replace_section
+from meshrl.trainer.model.packing_check import first_line
 from meshrl.trainer.model.policy import empty_hf, packing_fault, what_to_try
 from meshrl.trainer.untrainable import refusal
 
@@ -48,16 +49,12 @@ def tried(kind: str) -> tuple[str, str]:
     try:
         config = CONFIG_MAPPING[kind](**MORE.get(kind, {}))
     except Exception as error:  # its defaults are no model, and MORE has none
-        return f"{UNTRIED}: {_line(error)}", ""
+        return f"{UNTRIED}: {first_line(error)}", refusal({"model_type": kind})
     said = refusal(config.to_dict())
     try:
         return packing_fault(*what_to_try(empty_hf(config))), said
     except Exception as error:  # whatever it is: the trainer makes a line of it
-        return _line(error), said
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return first_line(error), said
 
 
 SECTION = """## Every causal model

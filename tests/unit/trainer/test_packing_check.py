@@ -1,13 +1,22 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from meshrl.contract.errors import UserError
+from meshrl.trainer.config import ModelConfig
+from meshrl.trainer.distributed import World
 from meshrl.trainer.model import policy
-from meshrl.trainer.model.policy import random_hf
+from meshrl.trainer.model.packing import pack
+from meshrl.trainer.model.policy import build_policy, open_hf, random_hf
+from meshrl.trainer.offline.reward_training import load_classifier
+
+from . import tiny
 
 LAYERS: dict[str, Any] = dict(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
 SHAPE: dict[str, Any] = dict(**LAYERS, vocab_size=64, hidden_size=32, intermediate_size=48)
@@ -62,3 +71,44 @@ def test_a_model_that_computes_the_same_in_a_pack_is_trained(
     name: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert verdict(name, shape, monkeypatch) == ""
+
+
+def test_a_classifier_that_computes_something_else_in_a_pack_is_refused_in_a_line(
+    tmp_path: Path,
+) -> None:
+    for name, shape in (("Qwen3_5Text", HYBRID), ("Nemotron", NEMOTRON)):
+        config = getattr(transformers, f"{name}Config")(**shape, num_labels=1, pad_token_id=0)
+        factory: Any = transformers.AutoModelForSequenceClassification
+        factory.from_config(config).save_pretrained(tmp_path / name)
+    load_classifier(tmp_path / "Nemotron", 0)
+    with pytest.raises(UserError, match="rows of a pack would see each other: a state"):
+        load_classifier(tmp_path / "Qwen3_5Text", 0)
+
+
+@pytest.mark.parametrize("name", ["Nemotron", "Falcon"])
+def test_layers_that_hand_on_no_layout_find_it_when_activations_are_computed_again(
+    name: str, world: World
+) -> None:
+    config = getattr(transformers, f"{name}Config")(**NEMOTRON if name == "Nemotron" else SHAPE)
+    gradients = []
+    for again in (False, True):
+        model = ModelConfig(path=Path("x"), enable_gradient_checkpointing=again)
+        trained = build_policy(random_hf(config, 0), world, model)
+        packs = [pack(tiny.rows(3, seed=seed), [2] * 3) for seed in (0, 1)]
+        found = [trained(each, 1.0)[0].sum() for each in packs]
+        (found[0] - 2 * found[1]).backward()  # the first one's layers run again after the second's
+        gradients.append([each.grad.full_tensor() for _, each in trained.named_tensors()])  # type: ignore[union-attr]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "bart", "musicgen", "gemma3"])
+def test_a_checkpoint_of_such_a_type_is_refused_before_anything_is_made_of_it(
+    kind: str, tmp_path: Path
+) -> None:
+    described = {"model_type": kind, "text_config": {}}
+    if kind == "gemma3":
+        described["vision_config"] = {"depth": 1}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(UserError, match=f"{kind}.*; want a model that docs/reference/models.md"):
+        open_hf(tmp_path)

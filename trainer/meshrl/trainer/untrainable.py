@@ -34,6 +34,9 @@ REASONS: Mapping[str, str] = {
         " modernbert-decoder phi rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta"
         " xlm-roberta-xl xlnet xmod"
     ),
+    "it does not compute on tokens alone": (
+        "gemma4 gemma4_assistant gemma4_unified gemma4_unified_assistant musicgen musicgen_melody"
+    ),
     "its decoder layers are not under a known name": "hrm_text llama4 llama4_text mllama",
 }
 """Why, and the types of models whose code it is true of."""

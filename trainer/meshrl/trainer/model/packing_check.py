@@ -53,7 +53,9 @@ def fault(config: Any, build: Build, packed: Packed, alone: Alone) -> str:
             _draw(theirs)
             wanted = torch.cat([alone(theirs, _tensor(row)) for row in _rows()])
         except Exception as error:  # code of others: whatever it raises, it cannot be tried
-            return f"a small copy of it, to see what it computes in packs, ends in {_line(error)}"
+            return (
+                f"a small copy of it, to see what it computes in packs, ends in {first_line(error)}"
+            )
         try:
             ours = build(small, True).train()
             ours.load_state_dict(theirs.state_dict())
@@ -69,7 +71,7 @@ def fault(config: Any, build: Build, packed: Packed, alone: Alone) -> str:
         except MeshError as error:
             return error.message
         except Exception as error:
-            return f"it cannot compute packs: {_line(error)}"
+            return f"it cannot compute packs: {first_line(error)}"
 
 
 def _parameters(build: Build, config: Any) -> int:
@@ -117,6 +119,8 @@ def _draw(hf: HfModel) -> None:
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
 
-def _line(error: Exception) -> str:
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+def first_line(error: Exception) -> str:
+    """What went wrong, in a line; with the kind of error, unless it is one whose words stand for themselves."""
+    said = (str(error).strip().splitlines() or [""])[0]
+    known = isinstance(error, OSError | ValueError)
+    return said if said and known else f"{type(error).__name__}: {said}".removesuffix(": ")

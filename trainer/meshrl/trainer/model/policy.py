@@ -31,7 +31,7 @@ from torch.utils.checkpoint import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from meshrl.contract.errors import UserError
+from meshrl.contract.errors import MeshError, UserError
 from meshrl.contract.types import Json
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
@@ -48,7 +48,7 @@ from meshrl.trainer.model.logprob import (
     linear_top,
 )
 from meshrl.trainer.model.packing import Pack
-from meshrl.trainer.model.packing_check import Alone, Packed, fault
+from meshrl.trainer.model.packing_check import Alone, Packed, fault, first_line
 from meshrl.trainer.model.routing_replay import Routing, RoutingReplay
 from meshrl.trainer.model.sharded_loading import can_fill, fill, is_empty
 from meshrl.trainer.model.tensor_parallel import share_matrices
@@ -256,15 +256,19 @@ def _loaded(path: Path, load: Callable[..., HfModel], dtype: torch.dtype, trust:
             f"model.path: no config.json in {path}: not a Hugging Face checkpoint directory"
         )
     try:
-        if trust and "auto_map" in json.loads((path / "config.json").read_text()):
+        config = json.loads((path / "config.json").read_text())
+        refuse(path, refusal(config))
+        if trust and "auto_map" in config:
             log.warning(
                 "model.trust_remote_code: %s runs Python files of its own, as this user, in every process that loads"
                 " it",
                 path,
             )
         hf = load(path, dtype=dtype, trust_remote_code=trust)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except MeshError:
+        raise
+    except Exception as error:  # transformers and the code of a model raise whatever they like
+        reason = first_line(error)
         if "trust_remote_code" in str(error):
             reason = (
                 "its architecture is Python code of its own, which you must have read: want"

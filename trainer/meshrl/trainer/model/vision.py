@@ -183,7 +183,7 @@ def tower_of(hf: HfModel) -> nn.Module | None:
     """What makes features of pictures; None in a model of text."""
     if getattr(hf.config, "vision_config", None) is None:
         return None
-    tower = getattr(hf.model, TOWERS.get(hf.config.model_type, "visual"), None)
+    tower = getattr(getattr(hf, "model", None), TOWERS.get(hf.config.model_type, "visual"), None)
     if not isinstance(tower, nn.Module):
         raise UserError(
             f"model {type(hf).__name__}: its vision tower is not known here; Qwen2-VL, Qwen2.5-VL, Qwen3-VL and"

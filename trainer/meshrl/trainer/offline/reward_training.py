@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Int32
@@ -31,8 +31,19 @@ from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.metric_sums import MetricSums
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model import attention
+from meshrl.trainer.model.falcon import take_falcon
 from meshrl.trainer.model.packing import Pack, pack
-from meshrl.trainer.model.policy import HfModel, Policy, response_hidden, shard
+from meshrl.trainer.model.packing_check import first_line
+from meshrl.trainer.model.policy import (
+    HfModel,
+    Policy,
+    decoder_layers,
+    packing_fault,
+    refuse,
+    response_hidden,
+    shard,
+    without_noise,
+)
 from meshrl.trainer.offline.config import RewardModelConfig
 from meshrl.trainer.offline.conversation import NO_PAD, judged_text
 from meshrl.trainer.offline.loop import Progress, Report, fit
@@ -162,6 +173,9 @@ def load_classifier(path: Path, pad: int) -> HfModel:
             f"model.path: no config.json in {path}: not a Hugging Face checkpoint directory"
         )
     try:
+        config: Any = AutoConfig.from_pretrained(path)
+        if config.model_type == "falcon":
+            take_falcon()
         hf, loading = AutoModelForSequenceClassification.from_pretrained(
             path,
             num_labels=1,
@@ -169,22 +183,31 @@ def load_classifier(path: Path, pad: int) -> HfModel:
             attn_implementation=attention.NAME,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"model.path: cannot load {path} as a classifier: {reason}") from error
+    except Exception as error:  # transformers and the code of a model raise whatever they like
+        raise UserError(
+            f"model.path: cannot load {path} as a classifier: {first_line(error)}"
+        ) from error
     if not isinstance(getattr(hf, "score", None), nn.Linear):
         raise UserError(
             f"model.path: {type(hf).__name__} has no linear `score` over the last token"
         )
     if "score.weight" in loading["missing_keys"]:
         nn.init.zeros_(hf.score.weight)
-    for module in hf.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+    refuse(path, packing_fault(type(hf), hf.config, _scores, _own_scores))
     hf.config.pad_token_id = pad
-    return hf
+    return without_noise(hf)
+
+
+def _scores(hf: HfModel, pack: Pack) -> torch.Tensor:
+    decoder_layers(hf)
+    scores: torch.Tensor = hf.score(response_hidden(hf, pack))
+    return scores
+
+
+def _own_scores(hf: HfModel, row: torch.Tensor) -> torch.Tensor:
+    hidden = hf.base_model(input_ids=row, use_cache=False).last_hidden_state
+    scores: torch.Tensor = hf.score(hidden[0, :-1])
+    return scores
 
 
 def conversations(
