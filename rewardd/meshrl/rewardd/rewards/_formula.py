@@ -48,6 +48,7 @@ FUNCTIONS = [
     "sqrt",
     "abs",
 ]
+ANGULAR = {"sin", "cos", "tan", "cot", "sec", "csc"}
 GREEK = [
     "alpha",
     "beta",
@@ -548,6 +549,8 @@ class Reader:
                 factors.append(self._factor())
             argument = factors[0] if len(factors) == 1 else ("product", *factors)
             argument = argument if sign > 0 else negative(argument)
+        if name in ANGULAR:
+            argument = in_radians(argument)
         if name == "log" and base is not None:
             node: Node = ("log", base, argument)
         elif base is not None:
@@ -679,6 +682,14 @@ def negative(node: Node) -> Node:
     if node[0] in {"unit", "percent"}:
         return (node[0], negative(node[1]), *node[2:])
     return ("product", ("number", Fraction(-1), 0), node)
+
+
+def in_radians(node: Node) -> Node:
+    """An angle with the degrees in it as numbers: 60° is 60·π/180."""
+    parts = [in_radians(part) if isinstance(part, tuple) else part for part in node]
+    if node[0] == "unit" and node[2] == "degree":
+        return ("product", parts[1], ("symbol", "pi"), ("number", Fraction(1, 180), 0))
+    return tuple(parts)
 
 
 def name_of(node: Node) -> str:
