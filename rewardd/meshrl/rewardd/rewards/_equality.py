@@ -251,6 +251,7 @@ def _same_item(given: Node, wanted: Node) -> bool:
 
 def _meeting(node: Node, other: Node) -> Node:
     """The value of `x = 5` or `x ∈ S` where the other side has no relation."""
+    node = _without_rounded(node, other)
     value: Node = node[-1]
     if node[0] == "about" or (node[0] == "relation" and node[1:3] == (("~",), node[2])):
         return value if other[0] == "number" and other[2] else node
@@ -265,6 +266,19 @@ def _meeting(node: Node, other: Node) -> Node:
         if len(parts) == 2 and _is_of_symbols(parts[0]) and not _symbols(value):
             return value  # m + n = 34
     return node
+
+
+def _without_rounded(node: Node, other: Node) -> Node:
+    """`1/3` of `1/3 ≈ 0.333`, unless the other side is a decimal number: the rounded value of an exact one."""
+    if node[0] != "relation" or node[1][-1] != "~" or (other[0] == "number" and other[2]):
+        return node
+    exact, (rounded, _) = _real(node[-2]), _unit(node[-1])
+    if exact is None or rounded[0] != "number":
+        return node
+    if abs(exact - rounded[1]) >= Fraction(1, 10 ** rounded[2]):
+        return node
+    left: Node = node[-2]
+    return left if len(node[1]) == 1 else ("relation", node[1][:-1], *node[2:-1])
 
 
 def _is_of_symbols(node: Node) -> bool:
