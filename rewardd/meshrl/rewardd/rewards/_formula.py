@@ -315,7 +315,7 @@ class Reader:
         text = DEGREE.sub(r"\\degree ", text)
         text = SPACED.sub(lambda match: match[0].replace(" ", ""), text)
         text = REPEATING.sub(_repeating, text)
-        self._tokens = _tokens(text, grouped)
+        self._tokens = _conditions(_tokens(text, grouped))
         self._at = 0
         self._depth = 0
         self._in_bars = 0
@@ -761,6 +761,16 @@ def _tokens(text: str, grouped: bool) -> list[tuple[str, Any]]:
             token = {"==": "=", ";": ",", "\\": "row"}.get(token, token)
             found.append(("operator", token))
     return found
+
+
+def _conditions(tokens: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """What holds for the members of a set: `0 < x < 1` of `{x | 0 < x < 1}`, or of `{x ∈ R | 0 < x < 1}`."""
+    kinds = [value if kind == "operator" else kind for kind, value in tokens]
+    if kinds[:2] not in (["{set", "symbol"], ["{", "symbol"]) or kinds.count(kinds[0]) > 1:
+        return tokens
+    at = 4 if kinds[2:3] == ["in"] and tokens[3:4] == [("symbol", "R")] else 2
+    is_whole = kinds[at : at + 1] in (["|"], [":"]) and kinds[-1] == kinds[0].replace("{", "}")
+    return tokens[at + 1 : -1] if is_whole and RELATIONS & set(kinds[at + 1 :]) else tokens
 
 
 def _number(token: str) -> tuple[Fraction, int]:
