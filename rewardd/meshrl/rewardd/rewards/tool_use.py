@@ -93,6 +93,8 @@ def _calls(text: str) -> list[tuple[str, dict[str, Json]]] | None:
         try:
             call = json.loads(line, object_pairs_hook=_distinct, parse_constant=_refused)
             name, parameters = call["name"], call.get("parameters", call.get("arguments", {}))
+            if "parameters" in call and "arguments" in call:
+                return None  # as two values under one name
             if not isinstance(name, str) or not isinstance(parameters, dict):
                 return None
             calls.append((name, parameters))
