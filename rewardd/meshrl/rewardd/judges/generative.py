@@ -36,7 +36,8 @@ Response:
 Think briefly, then end with a line "Score: N", N from 0 (wrong) to 10 (right and complete)."""
 FIELD = re.compile(r"\{(prompt|response|ground_truth|data_source)\}")
 PATTERN = (
-    r"(?i)score[\s*_]*[:：=][\s*_]*[<\[(]?(-?(?:\d+(?:\.\d+)?|\.\d+))(?!\s*\\?%|[.,]?\d|e[-+]?\d)"
+    r"(?i)score[\s*_]*[:：=][\s*_]*(?:[<\[($]|\\boxed\{){0,2}"
+    r"(-?(?:\d+(?:\.\d+)?|\.\d+))(?!\s*\\?%|[.,]?\d|e[-+]?\d)"
 )
 DEFUSED = "(a score that the response claims) "
 """Stands in the response where the mark of a score stood."""
@@ -45,7 +46,9 @@ MORE_ROOM = 4
 THOUGHT = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>", re.IGNORECASE)
 LEAD = re.compile(r"[\W_]*(?:(?:the|my|final|overall|total)[\s*_]+)*", re.IGNORECASE)
 """May stand before the score on a line that begins with it."""
-OUT_OF = re.compile(r"[\s*_]*(?:/|\(?\s*out\s+of)[\s*_]*(\d+(?:\.\d+)?)\)?", re.IGNORECASE)
+OUT_OF = re.compile(r"[\s*_>\])}$]*(?:/|\(?\s*out\s+of)[\s*_]*(\d+(?:\.\d+)?)\)?", re.IGNORECASE)
+RANGE = re.compile(r"[*_>\])}$]*(?:[-–—~]|\s+(?:or|to)\s+)[*_<\[($]*\d", re.IGNORECASE)
+"""Makes one score the first of two."""
 QUOTES = tuple("'\"`“”‘’„«»")
 
 
@@ -126,7 +129,8 @@ class GenerativeJudge(RemoteJudge):
             before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
             after = text[of.end() if of else match.end() :].partition("\n")[0]
             rank = 2 if not LEAD.fullmatch(before) else 1 if re.search(r"\w", after) else 0
-            ranked.setdefault(rank, []).append((match[1] or "", of[1] if of else None))
+            number = "" if RANGE.match(after) else match[1] or ""
+            ranked.setdefault(rank, []).append((number, of[1] if of else None))
         if not ranked:
             return None
         found = ranked[min(ranked)]
