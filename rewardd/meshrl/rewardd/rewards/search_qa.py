@@ -26,6 +26,8 @@ MARKS = re.compile(
     r"(?<=\d)[.,:/'\"-](?=\d)|(?<![\w.])(?:-(?=\.?\d)|\.(?=\w))|[+#%°$€£@&*=<>^~]|(.)", re.DOTALL
 )
 """A mark that stays, or one character."""
+EMPHASIS = re.compile(r"(\*{1,3}|_{1,3})(?=[^\s*_])((?:(?!\1).)+)(?<=[^\s*_])\1")
+"""Around a whole answer: `**Paris**`, but not `M*A*S*H`."""
 
 
 class Config(config.Config):
@@ -86,6 +88,8 @@ def spellings(text: str) -> set[str]:
     text = (
         unicodedata.normalize("NFKC", text).casefold().replace("\u2212", "-").replace("\u2013", "-")
     )
+    if emphasised := EMPHASIS.fullmatch(text.strip().rstrip(".")):
+        text = emphasised[2]
     text = GROUPS.sub(lambda match: match[0].replace(",", ""), text)
     found = set()
     for hyphen in ("", " "):
