@@ -274,7 +274,7 @@ async def test_token_rewards_of_another_length_are_a_fault_of_the_row(
     ("rewards", "line"),
     [
         ([0, 0, 1], r"column token_rewards has 3 entries, the row 5 tokens"),
-        ([0, 0, 1, np.nan, 2], r"column token_rewards holds nan, want finite numbers"),
+        ([0, 0, 1, np.nan, 2], r"column token_rewards holds nan at 3, want finite numbers"),
     ],
 )
 async def test_the_queue_refuses_rewards_that_are_not_one_finite_number_a_token(
