@@ -48,6 +48,7 @@ def verdict(name: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -
         ("Phimoe", SHAPE, "it draws random numbers while it trains"),
         ("Mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}, "it cannot compute packs: "),
         ("Falcon", {**SHAPE, "alibi": True}, "packed training does not support alibi"),
+        ("Llama", {**SHAPE, "logit_scale": 0.5}, "off of transformers' own, also by itself"),
         ("Phi", SHAPE, "the output embedding has a bias, which is not supported"),
     ],
 )  # fmt: skip
