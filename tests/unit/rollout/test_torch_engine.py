@@ -44,7 +44,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         LATENT
         | {"q_lora_rank": None, "rope_interleave": False, "n_group": 1}
-        | {"topk_group": 1, "norm_topk_prob": False, "n_shared_experts": 2},
+        | {"topk_group": 1, "norm_topk_prob": False, "n_shared_experts": 2, "rms_norm_eps": 0.1},
     ),
     "deepseek v3 with yarn": (
         "DeepseekV3",

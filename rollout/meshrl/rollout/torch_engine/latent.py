@@ -109,8 +109,12 @@ class LatentHeads:
         return heads
 
 
+_EPS = 1e-6
+"""Of the norms inside latent attention: transformers gives them no `rms_norm_eps`."""
+
+
 def build_latent(
-    own: Callable[[str], torch.Tensor], latent: Latent, norm: Callable[[torch.Tensor], RmsNorm]
+    own: Callable[[str], torch.Tensor], latent: Latent
 ) -> tuple[LatentHeads, torch.Tensor]:
     """The projections from the tensors that `own` gives by their name in `self_attn`, and the output's [H D, C]."""
     direct = latent.query_rank is None
@@ -124,9 +128,9 @@ def build_latent(
     heads = LatentHeads(
         latent=latent,
         down=torch.cat((first, latent.halves(own("kv_a_proj_with_mqa.weight")))),
-        query_norm=None if direct else norm(own("q_a_layernorm.weight")),
+        query_norm=None if direct else RmsNorm(own("q_a_layernorm.weight"), _EPS),
         query_up=None if direct else queries,
-        norm=norm(own("kv_a_layernorm.weight")),
+        norm=RmsNorm(own("kv_a_layernorm.weight"), _EPS),
         up=own("kv_b_proj.weight"),
     )
     return heads, padded.reshape(len(out), -1).t()

@@ -259,7 +259,7 @@ def _layer(index: int, own: Reader, architecture: Architecture) -> LayerWeights:
     qkv: torch.Tensor | LatentHeads
     qkv_bias, latent = None, architecture.latent
     if latent is not None:
-        qkv, out = build_latent(lambda name: own(f"{prefix}self_attn.{name}"), latent, norm)
+        qkv, out = build_latent(lambda name: own(f"{prefix}self_attn.{name}"), latent)
     else:
         qkv = joined("self_attn.{}_proj.weight", "qkv")
         qkv_bias = joined("self_attn.{}_proj.bias", "qkv") if architecture.qkv_bias else None
