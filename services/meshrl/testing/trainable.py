@@ -95,7 +95,8 @@ def main() -> int:
     """The exit code."""
     options = parser_of(__doc__, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES).parse_args()
     warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
+    be_quiet: Any = transformers.logging.set_verbosity_error
+    be_quiet()
     found, apart = {}, 0
     for kind in options.names or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         trainer, check = tried(kind)

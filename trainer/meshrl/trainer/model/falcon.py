@@ -12,9 +12,11 @@ from meshrl.trainer.model import attention
 
 def take_falcon() -> None:
     """Have models of this kind that are asked for packed attention compute it."""
-    from transformers.models.falcon import modeling_falcon as own
+    from transformers.models.falcon import modeling_falcon
 
-    class PackedFalconAttention(own.FalconAttention):  # type: ignore[misc]  # transformers is untyped
+    own: Any = modeling_falcon  # half of it has no types
+
+    class PackedFalconAttention(own.FalconAttention):  # type: ignore[misc]
         def forward(
             self,
             hidden_states: torch.Tensor,
@@ -30,9 +32,9 @@ def take_falcon() -> None:
             split = self._split_heads(self.query_key_value(hidden_states))
             query, key, value = (x.transpose(1, 2) for x in split)
             query, key = own.apply_rotary_pos_emb(query, key, *position_embeddings)
-            found, _ = attention.packed_attention(
+            found = attention.packed_attention(
                 self, query, key, value, attention_mask, position_ids=position_ids
-            )
+            )[0]
             return self.dense(found.flatten(2)), None
 
     own.FALCON_ATTENTION_CLASSES[attention.NAME] = PackedFalconAttention
