@@ -52,6 +52,9 @@ MACHINE = {
         "heads": {**QWEN, **HEADS},
         "odd": {**QWEN, **HEADS, "num_key_value_heads": 4, "intermediate_size": 90},
         "chunked": {**QWEN, "layer_types": ["full_attention", "chunked_attention"]},
+        "hybrid": {**QWEN, "text_config": {"layer_types": ["linear_attention"]}},
+        "unlisted": {**QWEN, "text_config": {"model_type": "qwen3_5_text"}},
+        "bart": {**QWEN, "model_type": "bart"},
         "gelu": {**QWEN, "hidden_act": "gelu"},
         "dynamic": {**QWEN, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
     },
@@ -496,6 +499,18 @@ WRONG: list[tuple[str, str]] = [
         "model.path=chunked",
         "model.path: chunked is not supported: layer_types chunked_attention: rows of a pack would see each other;"
         " want a model that docs/reference/models.md says is trained",
+    ),
+    (
+        "model.path=hybrid",
+        "model.path: hybrid is not supported: layer_types linear_attention: rows of a pack would see each other;",
+    ),
+    (
+        "model.path=unlisted",
+        "model.path: unlisted is not supported: qwen3_5_text has layers of other kinds than attention: rows of a",
+    ),
+    (
+        "model.path=bart",
+        "model.path: bart is not supported: bart: it counts positions over the whole pack; want a model that",
     ),
     ("model.path=gelu", "rollout.name: the torch engine cannot run the activation gelu of gelu"),
     (
