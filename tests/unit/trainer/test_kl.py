@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -46,6 +48,22 @@ def test_the_adaptive_controller_follows_the_target_and_is_bounded() -> None:
     assert start.updated(0.0, 50).value == pytest.approx(0.1 * (1 - 0.2 * 0.5))
     assert start.updated(1.1, 50).value == pytest.approx(0.1 * (1 + 0.1 * 0.5))
     assert KlController.start(KlControlConfig(kl_coef=0.1)).updated(100.0, 50).value == 0.1
+
+
+def test_log_probs_that_are_finite_and_absurd_do_not_end_the_controller() -> None:
+    ragged = Ragged.from_lengths(
+        torch.tensor([3, 3]), torch.ones(6, dtype=torch.bool), torch.tensor([0, 0])
+    )
+    controller = KlController.start(KlControlConfig(type="adaptive", kl_coef=0.5, horizon=10))
+    most = torch.finfo(torch.float32).max
+    ref_logprobs = torch.tensor([most] * 3 + [-most] * 3)
+
+    result = kl_in_reward(
+        ragged, torch.zeros(6), torch.zeros(6), ref_logprobs, name="k1", controller=controller
+    )
+
+    assert math.isnan(result.current_kl)
+    assert result.controller.value == 0.5
 
 
 def test_the_penalty_touches_trained_tokens_only_and_uses_the_coefficient_from_before() -> None:

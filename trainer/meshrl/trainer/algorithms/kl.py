@@ -14,6 +14,7 @@ the value and takes the gradient of k2 instead (straight-through).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -77,8 +78,11 @@ class KlController:
         return cls(config=config, value=config.kl_coef)
 
     def updated(self, current_kl: float, num_rows: int) -> KlController:
-        """The controller after a step on `num_rows` rows with mean KL `current_kl` (nats per token)."""
-        if self.config.type == "fixed":
+        """The controller after a step on `num_rows` rows with mean KL `current_kl` (nats per token).
+
+        Of a step whose KL is not finite, which changes no weights either, nothing is learned.
+        """
+        if self.config.type == "fixed" or not math.isfinite(current_kl):
             return self
         error = min(max(current_kl / self.config.target_kl - 1, -0.2), 0.2)
         value = self.value * (1 + error * num_rows / self.config.horizon)
