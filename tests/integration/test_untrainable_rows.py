@@ -168,4 +168,6 @@ async def test_what_trainers_die_of_is_found_and_the_run_goes_on(
     assert ledger.balanced and ledger.trained == 3 * BATCH - GROUP_SIZE - equal
     (letter,) = await queue.dead_letters("run")
     assert letter.uid.task == deadly[0]
-    assert letter.reason.endswith("5 trainers died with its group in hand, 2 with no other")
+    assert letter.reason == (
+        "cannot be trained on: twice its step failed: RuntimeError: split_with_sizes"
+    )

@@ -326,7 +326,10 @@ class _DiesOfOneTask(Trainer):
 
     async def _train(self, batch: Batch) -> bool:
         if any(group.task.endswith("7") for group in batch.groups):
-            raise InfraError("the step failed")
+            async with self._telling_of_parts(batch):
+                if len(batch.groups) == 1:
+                    raise RuntimeError("the step failed")
+                raise InfraError("the step failed")
         return await super()._train(batch)
 
 

@@ -62,8 +62,8 @@ class Queue(Protocol):
         """Take the run over as its trainer: a new epoch; every older epoch is fenced.
 
         Rows that an older epoch had taken and not settled return to ready. It is taken to have died with them in
-        hand: what they are in at two deaths is taken in ever smaller parts, and a group that was alone in hand at two
-        leaves as dead letters.
+        hand: what they are in at two deaths is taken in ever smaller parts. No row is given up for that: whoever was
+        killed says nothing about its rows. See `filter`.
         """
         ...
 
@@ -182,7 +182,8 @@ class Queue(Protocol):
 
         Where the reason begins with `contract.rows.DAMAGED` or `UNTRAINABLE` they are rows that the trainer could not
         read, or not compute with: they leave as dead letters, and their groups leave the batch, too, and do what the
-        run's policy says.
+        run's policy says. Where it begins with `FAILED` they do so when a trainer of an earlier epoch has said the
+        same of their group; the first time it is noted.
         """
         ...
 

@@ -296,6 +296,8 @@ DAMAGED = "damaged in the store"
 """How the reason of a row begins whose payload cannot be read any more: nobody could do anything with it."""
 UNTRAINABLE = "cannot be trained on"
 """How the reason of a row begins that came as it was written, and that no step can be computed from."""
+FAILED = "its step failed"
+"""How the reason of a group's rows begins that was alone in a batch whose step failed, as its trainer says."""
 
 
 def _experts(uid: Uid, column: Uint8, tokens: int) -> RoutedExperts:

@@ -55,8 +55,9 @@ class ModelGroup:
     batch: ModelBatch | None = None
     position: int | None = None
     deaths: int = 0
-    """Trainers that died with it since it was settled or had other rows; `alone` with no other group in hand."""
-    alone: int = 0
+    """Trainers that died with it since it was settled or had other rows."""
+    failed_in: int = 0
+    """Epoch of the last of them that said that its step failed."""
 
     @property
     def complete(self) -> bool:
@@ -67,7 +68,7 @@ class ModelGroup:
         self.replaced.subtract({index: self.replaced[index] for index in indices})
         self.rows += [ModelRow(self, index, self.attempts[index]) for index in indices]
         self.rows.sort(key=lambda row: row.index)
-        self.deaths = self.alone = 0
+        self.deaths = self.failed_in = 0
 
 
 @dataclass(eq=False)
@@ -254,20 +255,23 @@ class Model:
         self.give_back(batches)
         for group in in_hand:
             group.deaths += 1
-            group.alone += len(in_hand) == 1
-            if group.alone >= 2:
-                reason = (
-                    f"cannot be trained on: {group.deaths} trainers died with its group in hand,"
-                    f" {group.alone} with no other"
-                )
-                for row in list(group.rows):
-                    if group in self.groups:
-                        self._die(row, reason)
+
+    def failed(self, batch: ModelBatch, epoch: int, reason: str) -> None:
+        """The step of the batch's only group failed."""
+        (group,) = batch.groups
+        if group.failed_in in (0, epoch):
+            group.failed_in = epoch
+            return
+        batch.groups.remove(group)
+        group.batch = None
+        for row in list(group.rows):
+            if group in self.groups:
+                self._die(row, f"cannot be trained on: twice {reason}")
 
     def settle(self, batch: ModelBatch) -> None:
         batch.settled = True
         for group in batch.groups:
-            group.deaths = group.alone = 0
+            group.deaths = group.failed_in = 0
 
     def give_back(self, batches: list[ModelBatch]) -> int:
         for batch in batches:

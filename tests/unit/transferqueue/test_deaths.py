@@ -1,4 +1,7 @@
-"""What trainers die of is found: a batch that was in hand at two deaths is taken in ever smaller parts."""
+"""What trainers die of is found: a batch that was in hand at two deaths is taken in ever smaller parts.
+
+Only what a trainer says itself gives rows up: any process may be killed, any number of times.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,20 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import EndOfDataError
-from meshrl.contract.rows import UNTRAINABLE
+from meshrl.contract.rows import FAILED, UNTRAINABLE
 from meshrl.contract.types import Batch, GroupPolicy, RunSpec
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.disk import DiskStore
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ...contract.queue_actors import Actors, spec, tasks
+
+
+async def told(actors: Actors, batch: Batch) -> None:
+    """The trainer says, before it ends, that the step of `batch` failed; its call is repeated."""
+    uids = [row.uid for row in batch.rows]
+    for _ in range(2):
+        await actors.queue.filter("run", epoch=actors.epoch, uids=uids, reason=f"{FAILED}: split")
 
 
 class Trainers:
@@ -53,6 +63,8 @@ class Trainers:
         batch = await self.actors.take(self._step, groups=self._groups)
         self.sizes.append(len(batch.groups))
         if self._deadly & {f"{group.task}.{max(group.attempts)}" for group in batch.groups}:
+            if len(batch.groups) == 1:
+                await told(self.actors, batch)
             return False
         await self.actors.settle(self._step)
         self._step += 1
@@ -94,9 +106,7 @@ async def test_one_group_never_ends_a_run(
     (letter,) = await actors.queue.dead_letters("run")
     assert letter.uid.task == f"t{deadly}"
     deaths = trainers.deaths
-    assert letter.reason == (
-        f"{UNTRAINABLE}: {deaths} trainers died with its group in hand, 2 with no other"
-    )
+    assert letter.reason == f"{UNTRAINABLE}: twice {FAILED}: split"
     assert deaths <= 2 + groups.bit_length()
     assert sum(2 * size > groups for size in trainers.idle_deaths) <= 2
 
@@ -122,6 +132,7 @@ async def test_where_siblings_are_replaced_the_whole_group_is_sampled_again(
     await filled(actors, 2, group_policy=GroupPolicy.REPLACE_SIBLING)
     for _ in range(2):
         batch = await actors.take(0, groups=1)
+        await told(actors, batch)
         actors.epoch = (await actors.queue.acquire("run", "t")).epoch
     assert batch.groups[0].task == "t0"
     assert await actors.resident() == {"queued": 2, "ready": 2}
@@ -134,6 +145,34 @@ async def test_where_siblings_are_replaced_the_whole_group_is_sampled_again(
         ("t1", (0, 0)),
     ]
     assert len(await actors.queue.dead_letters("run")) == 2
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+async def test_kills_without_a_word_cost_no_row(opened: Actors, groups: int) -> None:
+    """`kill -9`, a machine that is gone, the kernel's out-of-memory killer: nothing of that is in the rows."""
+    actors = opened
+    await filled(actors, 8)
+    for _ in range(20):
+        await actors.take(0, groups=groups)
+        actors.epoch = (await actors.queue.acquire("run", "t")).epoch
+        await actors.queue.rewind("run", epoch=actors.epoch, step=0)
+    assert not await actors.queue.dead_letters("run")
+    trainers = Trainers(actors, groups, set())
+    await trainers.train()
+    assert (await actors.ledger()).trained == 16
+
+
+async def test_a_failure_is_forgotten_with_the_next_step_that_is_made(opened: Actors) -> None:
+    actors = opened
+    await filled(actors, 1)
+    for _ in range(3):
+        await told(actors, await actors.take(0, groups=1))
+        actors.epoch = (await actors.queue.acquire("run", "t")).epoch
+        await actors.take(0, groups=1)
+        await actors.settle(0)
+        actors.epoch = (await actors.queue.acquire("run", "t")).epoch
+        await actors.queue.rewind("run", epoch=actors.epoch, step=0)
+    assert not await actors.queue.dead_letters("run")
 
 
 async def test_a_batch_that_a_trainer_settles_is_suspected_no_more(opened: Actors) -> None:
@@ -172,10 +211,24 @@ async def test_deaths_are_counted_through_restarts_of_the_queue(tmp_path: Path) 
     await filled(actors, 4)
     sizes = []
     for _ in range(4):
-        sizes.append(len((await actors.take(0, groups=4)).groups))
+        batch = await actors.take(0, groups=4)
+        sizes.append(len(batch.groups))
         await actors.queue.close()
         actors.queue = await TransferQueue.open(DiskStore(tmp_path / "queue"))
         actors.epoch = (await actors.queue.acquire("run", "t")).epoch
     assert sizes == [4, 4, 2, 2]
-    assert len((await actors.take(0, groups=4)).groups) == 1
+
+    async def fails() -> str:
+        batch = await actors.take(0, groups=4)
+        (group,) = batch.groups
+        await told(actors, batch)
+        await actors.queue.close()
+        actors.queue = await TransferQueue.open(DiskStore(tmp_path / "queue"))
+        actors.epoch = (await actors.queue.acquire("run", "t")).epoch
+        return group.task
+
+    failed = [await fails() for _ in range(5)]
+    assert sorted(set(failed[:4])) == ["t0", "t1", "t2", "t3"]
+    (letter,) = await actors.queue.dead_letters("run")
+    assert letter.uid.task == failed[4]
     await actors.queue.close()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from meshrl.contract.errors import ConflictError, FencedError, WaitTimeoutError
+from meshrl.contract.rows import FAILED
 from meshrl.contract.types import (
     REFERENCE_STAGE,
     REWARD_STAGE,
@@ -266,12 +267,22 @@ class QueueMachine(RuleBasedStateMachine):
         self.model.published = step
         self.run(self.actors.publish(step))
 
-    @rule(times=st.integers(2, 5), count=st.integers(1, 3))
-    def die_of_it(self, times: int, count: int) -> None:
-        """Trainers that die of what they take, one after the other."""
+    @rule(times=st.integers(2, 5), count=st.integers(1, 3), say=st.booleans())
+    def die_of_it(self, times: int, count: int, say: bool) -> None:
+        """Trainers that die of what they take, one after the other; some say that its step failed."""
         for _ in range(times):
+            taken = len(self.model.batches)
             self.take(0, count, settle=False)
+            for batch in self.model.batches[taken:]:
+                if say and len(batch.groups) == 1:
+                    self._fail_step(batch)
             self.resume(0)
+
+    def _fail_step(self, batch: ModelBatch) -> None:
+        epoch, reason = self.actors.epoch, f"{FAILED}: of itself"
+        uids = [Uid("run", row.group.task, row.index, row.attempt) for row in batch.groups[0].rows]
+        self.run(self.actors.queue.filter("run", epoch=epoch, uids=uids, reason=reason))
+        self.model.failed(batch, epoch, reason)
 
     # --- the queue itself
 

@@ -21,6 +21,7 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.contract.ports import Publisher, Queue
+from meshrl.contract.rows import FAILED
 from meshrl.contract.types import Batch, Json, Uid
 from meshrl.contract.words import counted
 from meshrl.trainer.compute import Compute
@@ -33,6 +34,12 @@ from meshrl.trainer.settings import TrainerSettings
 from meshrl.trainer.status import LiveStatus
 
 log = logging.getLogger(__name__)
+
+
+TELL_S = 10.0
+"""How long a trainer that fails tries to tell the queue of what."""
+MOST_OF_A_REASON = 300
+"""Characters of an error that a dead letter keeps."""
 
 
 class Command(Enum):
@@ -181,6 +188,20 @@ class BatchSource:
         """Rows of the batch of `next` cannot be read: their groups are in no batch of the step. On rank 0."""
         await dead_letter(self._queue, self._settings.run, epoch, damaged)
         self._sampling.drop(damaged)
+
+    async def tell_of_failure(self, batch: Batch, epoch: int, error: Exception) -> None:
+        """The step of the batch, one group, failed of itself: the queue counts that, if it is to be had now."""
+        reason = f"{FAILED}: {type(error).__name__}: {error}"[:MOST_OF_A_REASON]
+        try:
+            async with asyncio.timeout(TELL_S):
+                await self._queue.filter(
+                    self._settings.run,
+                    epoch=epoch,
+                    uids=[row.uid for row in batch.rows],
+                    reason=reason,
+                )
+        except (MeshError, TimeoutError) as untold:
+            log.warning("step %d: the queue was not told that it failed: %s", batch.step, untold)
 
     @property
     def metrics(self) -> dict[str, Json]:

@@ -31,14 +31,15 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import NamedTuple
 
 from meshrl.contract import tracing
 from meshrl.contract.errors import (
     AWAY,
     CorruptError,
+    MeshError,
     PartFailedError,
     UnavailableError,
     UserError,
@@ -227,16 +228,13 @@ class Trainer:
         batch, schedule, rows, baselines = fetched
         await self._have_device()
         with self._status.phase(TrainerPhase.TRAINING):
-            async with self._log_rows(schedule) as observe:
-                with self._telling_of_parts(batch):
-                    metrics = await self._compute.run(
-                        self._profiled(
-                            batch.step,
-                            lambda: self._learner.learn(
-                                schedule, rows, batch.step, baselines, observe
-                            ),
-                        )
+            async with self._log_rows(schedule) as observe, self._telling_of_parts(batch):
+                metrics = await self._compute.run(
+                    self._profiled(
+                        batch.step,
+                        lambda: self._learner.learn(schedule, rows, batch.step, baselines, observe),
                     )
+                )
         unsettled = await self._source.settle(batch, self._state.epoch)
         if self._world.is_main and tracing.is_on():
             trained = (row.uid for row in batch.rows)
@@ -262,9 +260,11 @@ class Trainer:
             self._metrics.write(batch.step, metrics)
         return True
 
-    @contextmanager
-    def _telling_of_parts(self, batch: Batch) -> Iterator[None]:
+    @asynccontextmanager
+    async def _telling_of_parts(self, batch: Batch) -> AsyncIterator[None]:
         """Around a step: if it fails, and its batch is a part of one that trainers had died with, say so.
+
+        The queue hears of a group that fails alone, by that itself: not of a peer that is gone or a full disk.
 
         Raises:
             PartFailedError: that is no sign that nothing will ever be trained.
@@ -274,6 +274,8 @@ class Trainer:
         except UserError:
             raise
         except Exception as error:
+            if len(batch.groups) == 1 and not isinstance(error, (MeshError, OSError)):
+                await self._source.tell_of_failure(batch, self._state.epoch, error)
             if 2 * len(batch.groups) > self._settings.batch_groups:
                 raise
             log.exception("step %d: a part of a batch cannot be trained", batch.step)

@@ -30,7 +30,7 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.held_rows import HeldLeases, renewing
 from meshrl.contract.ports import every_stage
-from meshrl.contract.rows import DAMAGED, UNTRAINABLE, RowMethods
+from meshrl.contract.rows import DAMAGED, FAILED, UNTRAINABLE, RowMethods
 from meshrl.contract.types import (
     MEDIA,
     Batch,
@@ -547,6 +547,9 @@ class TransferQueue(RowMethods):
         if reason.startswith((DAMAGED, UNTRAINABLE)):
             log.error("run %s: rows become dead letters: %s", run, reason)
             dead_letters.quarantine_unread(state, uids, reason)
+        elif reason.startswith(FAILED):
+            log.error("run %s: task %s alone: %s", run, uids[0].task if uids else "", reason)
+            dead_letters.note_failure(state, uids, reason)
         else:
             lifecycle.filter_rows(state, uids, reason)
         await self._commit_log.flush()

@@ -151,8 +151,8 @@ class Group:
     batch: TakenBatch | None = None
     deaths: int = 0
     """Trainers that died with these rows in hand since a step was last made of them."""
-    deaths_alone: int = 0
-    """Those that had no other group in hand."""
+    failed_in: int = 0
+    """Epoch of the last trainer that said that a step of this group alone failed, since then; 0: none did."""
     position: int = -1
     """Place in the order of all takes, which a repeated take follows. -1: never taken."""
     sampled_from: int | None = None
@@ -285,7 +285,7 @@ class Group:
             self.done[stage] &= ~bit
             self.deliveries[stage][index] = self.writers[stage][index] = 0
         self.set_facts([index], [None])
-        self.deaths = self.deaths_alone = 0
+        self.deaths = self.failed_in = 0
         self.replacements[index] = replacements
         if self.recorded_progress:
             self.recorded_progress[index] = 0
@@ -444,7 +444,7 @@ class Group:
                 self.next_frame,
                 self.recorded_progress,
                 [(g.stage, g.token, g.worker, hexed(g.mask)) for g in self.grants],
-                *([self.deaths, self.deaths_alone] if self.deaths else ()),
+                *([self.deaths, self.failed_in] if self.deaths or self.failed_in else ()),
             ]
         )
 
@@ -485,7 +485,7 @@ class Group:
             since=now,
         )
         if deaths:
-            group.deaths, group.deaths_alone = deaths
+            group.deaths, group.failed_in = deaths
         for stage, token, worker, mask in grants:
             grant = Grant(group, stage, token, worker, int(mask, 16), now, now)
             group.grants.append(grant)

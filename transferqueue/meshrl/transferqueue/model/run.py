@@ -190,7 +190,6 @@ class Run(Rows):
         groups = [group for batch in batches for group in self.groups_of(batch)]
         for group in groups:
             group.deaths += 1
-            group.deaths_alone += len(groups) == 1
         return groups
 
     def publish(self, version: Version) -> None:
@@ -254,8 +253,8 @@ class Run(Rows):
         """The batch went into its optimizer step."""
         batch.settled = True
         for group in self.groups_of(batch):
-            if group.deaths:
-                group.deaths = group.deaths_alone = 0
+            if group.deaths or group.failed_in:
+                group.deaths = group.failed_in = 0
                 self._commit_log.touch(group)
             self._refresh(group)
         self._commit_log.touch(batch)

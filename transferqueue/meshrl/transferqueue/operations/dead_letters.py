@@ -66,8 +66,7 @@ def quarantine_taken(run: Run, batch: TakenBatch, damaged: Mapping[int, Damage])
 def take_over(run: Run, owner: str, in_hand: Sequence[TakenBatch]) -> None:
     """`owner` has the run now; a trainer that has lost it had the batches `in_hand`, which are not settled.
 
-    Its groups are complete again. One that was all that a trainer had in hand, for the second time, leaves as dead
-    letters: nothing else can be what they died of.
+    Its groups are complete again, and are known as what it may have died of.
     """
     groups = run.note_deaths(in_hand)
     run.begin_epoch(run.record.epoch + 1, owner)
@@ -76,20 +75,20 @@ def take_over(run: Run, owner: str, in_hand: Sequence[TakenBatch]) -> None:
             "run %s: %d trainers died with the groups of task %s and %d others in hand",
             *(run.name, groups[0].deaths, groups[0].task_id, len(groups) - 1),
         )
-    for group in groups:
-        if group.deaths_alone >= lifecycle.DEATHS:
-            _give_up(run, group)
 
 
-def _give_up(run: Run, group: Group) -> None:
-    reason = f"{UNTRAINABLE}: {group.deaths} trainers died with its group in hand, {group.deaths_alone} with no other"
-    log.error("run %s: task %s becomes dead letters: %s", run.name, group.task_id, reason)
-    run.withdraw(group)
-    for index in bits(group.present):
-        if run.groups.get(group.number) is group:  # a dead letter may take its siblings with it
-            _quarantine(run, group, index, run.stages.ordered[0], reason)
-    if run.groups.get(group.number) is group:
-        lifecycle.offer_if_complete(run, group)
+def note_failure(run: Run, uids: Sequence[Uid], reason: str) -> None:
+    """The step of a batch of one taken group failed; at the second trainer that says so it leaves as dead letters.
+
+    Saying it twice in one epoch is saying it once. Raises NotFoundError, ConflictError; see `lifecycle.taken`.
+    """
+    for group, mask in lifecycle.taken(run, uids):
+        if group.failed_in not in (0, run.record.epoch):
+            rows = [group.uid(index) for index in bits(mask)]
+            quarantine_unread(run, rows, f"{UNTRAINABLE}: twice {reason}")
+        else:
+            group.failed_in = run.record.epoch
+            run.save([group])
 
 
 def quarantine_unread(run: Run, uids: Sequence[Uid], reason: str) -> None:
