@@ -28,6 +28,8 @@ from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.files import replace_file
 
 RECORD_NAME = "run.json"
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What reading JSON of another form raises."""
 TAIL_BYTES = 1 << 20
 """Of metrics.jsonl, in which the last training step stands."""
 STEP_METRIC = "reward/mean"
@@ -77,6 +79,8 @@ class RunRecord:
         try:
             stored = json.loads(path.read_text())
             states = tuple(_decoded(each, directory) for each in stored["states"])
+            if not states:
+                raise ValueError("it has no state")
             found = cls(states=states, fed=stored["fed"], changed=stored["changed"])
         except FileNotFoundError:
             return cls._of_earlier_version(directory)
@@ -84,7 +88,7 @@ class RunRecord:
             PermissionError
         ):  # another user's: a service with credentials of its own sees nothing of it
             return None
-        except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
+        except (*MALFORMED, OSError, ConfigError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(
                 f"{path} cannot be read ({reason}): put it back from a copy, or remove it to take"
@@ -420,7 +424,7 @@ def _decoded(stored: Mapping[str, Any], directory: Path) -> State:
     return State(
         recipe=recorded(stored["recipe"], directory),
         content=content,
-        step=stored["step"],
+        step=int(stored["step"]),
         at=stored["at"],
         shapes=stored["shapes"],
         architecture=stored["architecture"],

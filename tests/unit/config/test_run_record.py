@@ -464,7 +464,14 @@ def test_a_directory_that_was_moved_is_the_same_run(
     }
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"states": []}', '{"states": [{}]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "[" * 100_000, '{"states": []}', '{"states": [{}]}'),
+        '{"states": [], "fed": false, "changed": false}',
+        '{"states": [{"content": []}]}',
+    ],
+)
 def test_a_damaged_record_is_said_in_one_line(text: str) -> None:
     start()
     Path("runs/my/run.json").write_text(text)
