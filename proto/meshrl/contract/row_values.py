@@ -149,7 +149,7 @@ def _loaded(text: bytes) -> Json:
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
-        return json.loads(text)
+        return json.loads(text.decode())  # of bytes it reads more than UTF-8
 
 
 def _shown(column: Array) -> str:
@@ -170,12 +170,10 @@ def _are_components(said: Json) -> bool:
 def _is_posted(said: Json) -> bool:
     if said is None:  # an empty column: nothing was posted
         return True
-    return (
-        isinstance(said, dict)
-        and {"score", "components"} <= said.keys()
-        and _are_components({"score": said["score"]})
-        and _are_components(said["components"])
-    )
+    if not isinstance(said, dict) or not isinstance(said.get("components"), dict):
+        return False
+    numbers = [said.get("score"), *said["components"].values()]
+    return not any(isinstance(number, str) or not _is_component(number) for number in numbers)
 
 
 def _is_conversation(said: Json) -> bool:
@@ -187,7 +185,9 @@ def _components(rows: _Rows) -> ValueFault | None:
 
 
 def _posted(rows: _Rows) -> ValueFault | None:
-    return _json(rows, _is_posted, "nothing, or an object with a score and components")
+    return _json(
+        rows, _is_posted, "nothing, or an object with a score and components, finite numbers"
+    )
 
 
 def _conversation(rows: _Rows) -> ValueFault | None:

@@ -113,6 +113,8 @@ def test_texts_are_passed(name: str, good: str) -> None:
         ("conversation", '["hello"]'),
         ("conversation", ""),
         ("posted_reward", '{"score": 1.0}'),
+        ("posted_reward", '{"score": "much", "components": {}}'),
+        ("posted_reward", '{"score": 1.0, "components": {"a": "b"}}'),
         ("posted_reward", '{"score": "much", "components": []}'),
         ("reward_inputs", "{}"),
         ("parts", "0"),
@@ -126,6 +128,11 @@ def test_json_of_another_form_is_named_by_its_row(name: str, bad: str) -> None:
 @pytest.mark.parametrize("name", ["response_text", "replica", "reward_hash", "data_source"])
 def test_a_letter_that_is_cut_between_two_rows_is_no_text_of_either(name: str) -> None:
     assert said(name, [0x61, 0xC3], [0xA4], dtype="u1").startswith(f"0: column {name} is no UTF-8")
+
+
+def test_json_that_is_no_utf_8_is_none() -> None:
+    half = [*b'{"\xed\xa0\x80": 1}']
+    assert said("reward_components", half, dtype="u1").startswith("0: column reward_components")
 
 
 def test_experts_of_other_tokens_are_named() -> None:
