@@ -23,9 +23,11 @@ from typing import Protocol, TypeAlias
 
 from meshrl.contract import tracing
 from meshrl.contract.errors import (
+    AWAY,
     CorruptError,
     EndOfDataError,
     FencedError,
+    InfraError,
     MeshError,
     WaitTimeoutError,
 )
@@ -43,6 +45,8 @@ RELEASE_S = 10.0
 TELL_LOST_S = 30.0
 """A line of lost rows is followed by the next one so long after, with those in between."""
 NUMBERS = re.compile(r"\d+")
+_NOT_OF_ROWS = (InfraError, OSError, *AWAY)
+"""What a handler raises that would fail as well on any other rows."""
 KIND_CHARS = 200
 KINDS = 16
 """Most kinds of failures that are logged, each once; all of them are counted in the queue."""
@@ -326,14 +330,23 @@ class StageWorker:
         except (Exception, SystemExit) as error:
             # A crash of the handler, or its exit, is an infrastructure fault: the rows are tried again elsewhere.
             log.exception("%s: handler failed on %s", self._stage.name, rows[0].uid)
-            reason = f"{type(error).__name__}: {error}"
-            results = [Failure(uid=r.uid, outcome=Outcome.INFRA_FAULT, reason=reason) for r in rows]
+            results = [_failure(row, error) for row in rows]
+            if len(rows) > 1 and not self._sync_batch and not isinstance(error, _NOT_OF_ROWS):
+                # One may be what it failed on, and would fail the others of each call that it is in.
+                results = [await self._alone(row) for row in rows]
         call.done = True
         self._freed.set()
         began = time.time_ns()
         await self._give_back(call, results)
         if tracing.is_on():
             tracing.record_rows("write", call.rows, began, stage=self._stage.name)
+
+    async def _alone(self, row: LeasedRow) -> StageResult:
+        try:
+            (result,) = await self._traced([row])
+        except (Exception, SystemExit) as error:
+            return _failure(row, error)
+        return result
 
     async def _traced(self, rows: Sequence[LeasedRow]) -> Sequence[StageResult]:
         """Handle rows: in the span of a row that is alone; of several, a span of each is recorded.
@@ -462,3 +475,8 @@ class StageWorker:
                 log.warning(
                     "%s: rows not released, their leases will expire: %r", self._stage.name, error
                 )
+
+
+def _failure(row: LeasedRow, error: BaseException) -> Failure:
+    reason = f"{type(error).__name__}: {error}"
+    return Failure(uid=row.uid, outcome=Outcome.INFRA_FAULT, reason=reason)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshrl.contract.errors import UserError
 from meshrl.contract.frames import pack
 from meshrl.contract.stage_worker import Failure, StageWorker
 from meshrl.contract.types import (
@@ -193,6 +194,36 @@ async def test_lost_rows_are_told_now_and_then_with_their_number(
     assert loop.stats.lost == 4
     working.cancel()
     await asyncio.wait([working])
+
+
+async def test_a_row_that_a_handler_fails_on_fails_no_other_of_its_call(queue: Shut) -> None:
+    """Each failure of theirs is an attempt less, and after the last they would be dead letters, too."""
+
+    async def handle(rows: Sequence[LeasedRow]) -> list[RowWrite]:
+        if any(row.uid.task == "t1" for row in rows):
+            raise UserError("row 1 has no tokens")
+        return [rollout_of(row, VERSION) for row in rows]
+
+    queue.accepts.set()
+    loop = StageWorker(
+        queue,
+        ["run"],
+        ROLLOUT_STAGE,
+        handle,
+        worker="w",
+        limit=ROWS,
+        rows_per_call=ROWS,
+        version=lambda: VERSION,
+    )
+    running = asyncio.create_task(loop.run())
+    async with asyncio.timeout(60):
+        while not (letters := await queue.dead_letters("run")):  # noqa: ASYNC110 - no event here
+            await asyncio.sleep(0.01)
+    loop.drain()
+    await running
+    assert [letter.uid.task for letter in letters] == ["t1"]
+    assert loop.stats.written == ROWS - 1
+    assert loop.stats.failed == spec().max_attempts
 
 
 async def test_rows_that_are_damaged_fail_and_the_others_are_worked_on(queue: Shut) -> None:
