@@ -40,7 +40,8 @@ VALUE = re.compile(
 """Sign; whole, over and under of a fraction; digits; power of ten."""
 PLAIN = re.compile(r"-?[$€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)%?")
 HEDGED = re.compile(
-    r"[ \t]+[$€£]?\d|[\s%°()\]}*$]*(?:\b[a-zA-Z]{1,12}\s*)?(?:,\s|\bor\b|\band\b|\bto\b|[-+–/&;~^×*:])\s*"
+    r"[ \t]+[$€£]?\d|[\s%°()\]}*$]*(?:\b[a-zA-Z]{1,12}\s*)?(?:,\s|\bor\b|\band\b|\bto\b"
+    r"|\b(?:x|times|plus|minus|(?:divided|multiplied) by)\b|[-+–/&;~^×*:])\s*"
     r"(?:maybe |perhaps |possibly )?[-+$€£]?\s*\.?\d",
     re.IGNORECASE,
 )
