@@ -22,6 +22,7 @@ TAIL = 300
 MARKED = re.compile(r"#### (-?[0-9.,]+)")
 NUMBER = re.compile(r"-?[0-9.,]+")
 RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]")
+VULGAR = re.compile("[¼-¾⅐-⅞]")
 HASHES = re.compile(r"(?<!#)####(?!#)")
 SPACED = re.compile(r"(?<![\d.,/])[1-9]\d{0,2}(?: \d{3}){1,6}(?![\d/.,]| \d)")
 MOST_CHARACTERS = 400
@@ -109,7 +110,8 @@ def _hundredth(found: tuple[Fraction, bool]) -> Fraction:
 def _tidy(text: str) -> str:
     """With plain digits, minus signs and commas."""
     text = RAISED.sub("^", text.replace("\u2212", "-").replace("\u2013", "-"))
-    text = unicodedata.normalize("NFKC", text)
+    text = VULGAR.sub(r" \g<0>", text)  # 5½ is no 51/2
+    text = unicodedata.normalize("NFKC", text).replace("\u2044", "/")
     text = text.replace("{,}", ",").replace("\\!", "").replace("\\,", "").replace("\\$", "$")
     return SPACED.sub(lambda match: match[0].replace(" ", ""), text).replace("\\%", "%")
 
