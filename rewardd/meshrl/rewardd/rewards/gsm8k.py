@@ -28,7 +28,7 @@ SPACED = re.compile(r"(?<![\d.,/])[1-9]\d{0,2}(?: \d{3}){1,6}(?![\d/.,]| \d)")
 MOST_CHARACTERS = 400
 """After a mark: an answer is short."""
 LEAD = re.compile(
-    r"^(?:[\s*_:({\[$]|\\\(|\\\[|\\(?:boxed|text|mathbf|textbf)\{|"
+    r"^(?:[\s*_`:({\[$]|\\\(|\\\[|\\(?:boxed|text|mathbf|textbf)\{|"
     r"(?:the|final|answer|is|USD|EUR|GBP)\b|[a-zA-Z][a-zA-Z ]{0,30}[:=]|['\"“‘])+",
     re.IGNORECASE,
 )
@@ -49,6 +49,7 @@ HEDGED = re.compile(
 """Makes one number a range, a sum or one of two."""
 GLUED = re.compile(r"(?:th|st|nd|rd|bn|mn|[kKMBxX])(?![a-zA-Z])")
 """Behind a number without a space: it is another one, or none."""
+PERCENT = re.compile(r"\s*(?:%|per ?cent\b)", re.IGNORECASE)
 SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "dozen": 12}
 SCALE = re.compile(rf"\s*({'|'.join(SCALES)})\b", re.IGNORECASE)
 
@@ -136,7 +137,7 @@ def number(text: str) -> tuple[Fraction, bool] | None:
         return None
     scaled = SCALE.match(line, match.end())
     value *= SCALES[scaled[1].casefold()] if scaled else 1
-    return (-value if "-" in sign else value), bool(re.match(r"\s*%", line[match.end() :]))
+    return (-value if "-" in sign else value), bool(PERCENT.match(line, match.end()))
 
 
 def _as_verl(solution_str: str, truth: str, config: Config) -> float:
