@@ -31,6 +31,8 @@ IS_ANSWER = re.compile(r"\s(?:is|are) (?:the|my|our) (?:final |correct )?answers
 ANNOUNCING = re.compile(
     r"(?:\b(?:is|are|be|get|obtain|gives|equals|equal to|have|leaves)\b|[:≈])\s*", re.IGNORECASE
 )
+DENIED = re.compile(r"(?:\b(?:not|never|cannot)|n't)(?:\s+\w{1,12}){1,2}\s*$", re.IGNORECASE)
+"""Ends in announcing words of what is not the answer."""
 SENTENCE = re.compile(r"[.!](?=\s|$)")
 REMARK = re.compile(
     r"\s+\((?![^()]*\b(?:or|maybe|perhaps|possibly)\b)[^()]*[a-zA-Z]{3}[^()]*\)\s*$"
@@ -44,7 +46,11 @@ WORD = re.compile(r"(?<!\\)\b[a-zA-Z]{4,}")
 CONCLUDING = re.compile(
     r"^[\s*_]*(?:so|thus|hence|therefore|then|and|finally|now)\b,?\s*", re.IGNORECASE
 )
-HEDGE = re.compile(r"\d|\b(?:or|not|maybe|perhaps|possibly)\b", re.IGNORECASE)
+HEDGE = re.compile(
+    r"\d|n't\b|\b(?:or|not|never|cannot|maybe|perhaps|possibly)\b"
+    r"|\b(?:at (?:least|most)|(?:less|more|greater|fewer) than)\b",
+    re.IGNORECASE,
+)
 
 
 def boxed(text: str) -> str | None:
@@ -116,6 +122,8 @@ def announced(text: str) -> str | None:
     if formula := _formula(last):
         return formula
     places = [match.end() for match in ANNOUNCING.finditer(last)]
+    if places and DENIED.search(last[max(places[-1] - 48, 0) : places[-1]]):
+        return None
     last = last[places[-1] :] if places else last
     left, _, right = last.rpartition("=")
     return plain(
