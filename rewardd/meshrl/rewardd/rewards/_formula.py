@@ -521,6 +521,8 @@ class Reader:
     def _subscripted(self, node: Node) -> Node:
         below = self._group() if self._is("{") else self._atom()
         if node[0] == "number" and below[0] == "number" and not node[2]:
+            if below[1] == 10:
+                return node
             return ("based", str(node[1]), below[1])
         if node[0] != "symbol":
             raise UnreadableError("a subscript")
