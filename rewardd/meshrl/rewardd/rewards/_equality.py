@@ -250,15 +250,17 @@ def _same_item(given: Node, wanted: Node) -> bool:
 
 
 def _meeting(node: Node, other: Node) -> Node:
-    """The value of `x = 5` or `x ∈ S` where the other side has no relation."""
+    """The value of `x = 5` or `x ∈ S` where the other side has no relation; beside an interval, R as one."""
     node = _without_rounded(node, other)
     value: Node = node[-1]
     if node[0] == "about" or (node[0] == "relation" and node[1:3] == (("~",), node[2])):
         return value if other[0] == "number" and other[2] else node
+    if node == ("symbol", "R") and other[0] == "sequence":
+        return ("sequence", "(", ")", MINUS_INFINITY, ("infinity",))
     if node[0] != "relation" or other[0] == "relation":
         return node
     if _name(node) is not None or (node[1] == ("in",) and node[2][0] == "symbol"):
-        return value
+        return _meeting(value, other)
     if set(node[1]) == {"="}:  # x = 2 + 3 = 5, or 6·7 = 42
         parts = node[3:] if node[2][0] == "symbol" else node[2:]
         if all(_is_scalar(part) and _same_scalar(part, value) for part in parts):
