@@ -60,8 +60,8 @@ def refusal(config: Mapping[str, Any]) -> str:
     if not listed:
         for kind in sorted(kinds & OTHER_LAYERS):
             return f"{kind} has layers of other kinds than attention: {_STATE}"
-    if config.get("vision_config") and config.get("model_type") not in PICTURES:
-        named = str(config.get("model_type"))
+    named = config.get("model_type")
+    if config.get("vision_config") and named is not None and named not in PICTURES:
         return f"{named} reads pictures, in another way than {', '.join(PICTURES)}"
     if "falcon" in kinds and text.get("alibi"):
         return "falcon with alibi, whose distances a pack does not have"
