@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
+from torch.distributed import DistBackendError
 
-from meshrl.contract.errors import PartFailedError
+from meshrl.contract.errors import InfraError, PartFailedError
 from meshrl.contract.types import Columns, GroupPolicy, Uid
 from meshrl.trainer.config import AlgorithmConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.experience import Schedule
 from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.loop import Trainer
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -127,6 +131,28 @@ async def test_a_row_that_nothing_can_be_computed_from_is_replaced_where_the_run
         ledger = await queue.ledger("run")
         assert ledger.balanced and ledger.trained == 2 * BATCH
         assert sum(ledger.dead_lettered.values()) == 1 and not ledger.filtered
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (RuntimeError("split_with_sizes"), 1),
+        (IndexError("index out of range in self"), 1),
+        (InfraError("rank 0 of 2: a peer rank is gone"), 0),
+        (DistBackendError("NCCL error: unhandled system error"), 0),
+        (OSError(errno.ENOSPC, "No space left on device"), 0),
+    ],
+)
+async def test_the_queue_hears_of_failures_that_may_be_of_the_rows(
+    error: Exception, told: int
+) -> None:
+    """Of a rank that was killed the others say nothing that rows are given up for."""
+    source = AsyncMock()
+    trainer = Mock(_source=source, _state=Mock(epoch=3), _settings=Mock(batch_groups=1))
+    with pytest.raises(type(error)):
+        async with Trainer._telling_of_parts(trainer, Mock(groups=[Mock()])):
+            raise error
+    assert source.tell_of_failure.await_count == told
 
 
 @pytest.mark.parametrize("filters", [False, True])

@@ -35,6 +35,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import NamedTuple
 
+from torch.distributed import DistError
+
 from meshrl.contract import tracing
 from meshrl.contract.errors import (
     AWAY,
@@ -72,6 +74,8 @@ from meshrl.trainer.utilisation import peak_memory, peak_tflops
 log = logging.getLogger(__name__)
 
 ENDS = (Command.END, Command.STOP, Command.DRAIN)
+NOT_OF_ROWS = (MeshError, OSError, DistError)
+"""What a step raises that fails for another reason than its rows: a peer that is gone, or a full disk."""
 
 
 class Fetched(NamedTuple):
@@ -274,7 +278,7 @@ class Trainer:
         except UserError:
             raise
         except Exception as error:
-            if len(batch.groups) == 1 and not isinstance(error, (MeshError, OSError)):
+            if len(batch.groups) == 1 and not isinstance(error, NOT_OF_ROWS):
                 await self._source.tell_of_failure(batch, self._state.epoch, error)
             if 2 * len(batch.groups) > self._settings.batch_groups:
                 raise
