@@ -57,6 +57,15 @@ class AppendPromises:
         (other,) = (await actors.lease()).rows
         assert other.prefix["tokens"].tolist() == [100, 101, 102]
 
+    async def test_a_row_that_one_call_appends_to_twice_is_refused(self, queue: Queue) -> None:
+        actors = Actors(queue)
+        await actors.start()
+        await actors.feed(tasks(1))
+        (group,) = (await actors.lease()).groups
+        with pytest.raises(UserError, match="appended to twice in one call"):
+            await queue.append("run", "rollout", [more_of(group, 0, 3), more_of(group, 0, 1)])
+        await queue.append("run", "rollout", [more_of(group, 0, 3)])
+
     async def test_appending_twice_is_appending_once(self, queue: Queue) -> None:
         actors = Actors(queue)
         await actors.start()

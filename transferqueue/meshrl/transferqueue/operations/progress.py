@@ -35,11 +35,12 @@ def checked(run: Run, stage: Stage, groups: Sequence[ProgressGroup]) -> list[Che
     Raises:
         FencedError: with `uid`; another worker holds the row, or the lease ended.
         ConflictError: with `uid`; the entries before these are missing.
-        UserError: a column is wrong (with `uid`), or the stage reads columns.
+        UserError: a column is wrong or a row is named twice (with `uid`), or the stage reads columns.
     """
     if not stage.first:
         raise UserError(f"stage {stage.name} reads columns: only a stage that samples can append")
     appends: list[CheckedAppend] = []
+    named: set[tuple[int, int]] = set()
     for group_rows in groups:
         frame = leases.read_frame(run, group_rows)
         lengths = _lengths(run, group_rows, frame)
@@ -61,6 +62,10 @@ def checked(run: Run, stage: Stage, groups: Sequence[ProgressGroup]) -> list[Che
                     f" appended",
                     uid=group.uid(index),
                 )
+            if (group.number, index) in named:
+                uid = group.uid(index)
+                raise UserError(f"row {uid} is appended to twice in one call", uid=uid)
+            named.add((group.number, index))
             if group_rows.starts[at] == known and lengths[at]:
                 new.append(at)
         if group is not None and new:
