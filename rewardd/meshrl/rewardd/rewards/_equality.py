@@ -38,9 +38,10 @@ DIGITS = (60, 120)
 TRUSTED_DECIMALS = 6
 """A truth with so many significant digits, after a point, is the rounded value of an answer that has no end."""
 LABEL = re.compile(
-    r"\(?\s*([A-H])\s*(?:\)|[.:](?!\d))(?!\s*(?:[,;&]|and\b|or\b))\s*(.*)", re.DOTALL
+    r"(?:(?:[oO]ption|[cC]hoice)\s+)?\(?\s*([A-H])\s*(?:\)|[.:](?!\d))(?!\s*(?:[,;&]|and\b|or\b))\s*(.*)",
+    re.DOTALL,
 )
-LETTER = re.compile(r"\(?\s*([A-Z])\s*\)?\s*[.:]?")
+LETTER = re.compile(r"(?:(?:[oO]ption|[cC]hoice)\s+)?\(?\s*([A-Z])\s*\)?\s*[.:]?")
 WORDS = re.compile(r"[a-z][a-z' -]+")
 UNREADABLY_TALL = re.compile(
     r"(?:\^|\*\*)[\s{(]*-?[0-9]{4,}|[0-9]{4,}[\s)}]*!|![\s)}]*!|(?:\^[^^]{1,12}){2}\^|[0-9][eE][+-]?[0-9]{3,}"
