@@ -22,7 +22,9 @@ TAIL = 300
 MARKED = re.compile(r"#### (-?[0-9.,]+)")
 NUMBER = re.compile(r"-?[0-9.,]+")
 RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]")
+LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]")
 VULGAR = re.compile("[¼-¾⅐-⅞]")
+EXPONENT = re.compile(r"[\^_]\d+")
 HASHES = re.compile(r"(?<!#)####(?!#)")
 SPACED = re.compile(r"(?<![\d.,/])[1-9]\d{0,2}(?: \d{3}){1,6}(?![\d/.,]| \d)")
 MOST_CHARACTERS = 400
@@ -42,7 +44,7 @@ VALUE = re.compile(
 PLAIN = re.compile(r"-?[$€£]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)%?")
 HEDGED = re.compile(
     r"[ \t]+[$€£]?\d|[\s%°()\]}*$]*(?:\b[a-zA-Z]{1,12}\s*)?(?:,\s|\bor\b|\band\b|\bto\b"
-    r"|\b(?:x|times|plus|minus|(?:divided|multiplied) by)\b|[-+–/&;~^×*:])\s*"
+    r"|\b(?:x|times|plus|minus|(?:divided|multiplied) by)\b|[-+–/&;~^_×*:])\s*"
     r"(?:maybe |perhaps |possibly )?[-+$€£]?\s*\.?\d",
     re.IGNORECASE,
 )
@@ -90,7 +92,7 @@ def compute_score(
     answers = [answer for answer in found if answer is not None]
     if not answers and config.method == "flexible":
         box = _stated.boxed(response)
-        last = PLAIN.findall(_tidy(response))
+        last = PLAIN.findall(EXPONENT.sub("^", _tidy(response)))
         answers = [a for a in (number(box or ""), number(last[-1] if last else "")) if a][:1]
     if not answers:
         return 0.0
@@ -110,7 +112,8 @@ def _hundredth(found: tuple[Fraction, bool]) -> Fraction:
 
 def _tidy(text: str) -> str:
     """With plain digits, minus signs and commas."""
-    text = RAISED.sub("^", text.replace("\u2212", "-").replace("\u2013", "-"))
+    text = RAISED.sub(r"^\g<0>", text.replace("\u2212", "-").replace("\u2013", "-"))
+    text = LOWERED.sub(r"_\g<0>", text)
     text = VULGAR.sub(r" \g<0>", text)  # 5½ is no 51/2
     text = unicodedata.normalize("NFKC", text).replace("\u2044", "/")
     text = text.replace("{,}", ",").replace("\\!", "").replace("\\,", "").replace("\\$", "$")
