@@ -274,6 +274,13 @@ class Group:
         """The facts of the rows in `mask` that have facts."""
         return [facts for index in bits(mask) if (facts := self.facts[index]) is not None]
 
+    def has_failed_before(self, epoch: int) -> bool:
+        """Note that a step of it alone failed in `epoch`, unless one failed in another epoch, which is the answer."""
+        if self.failed_in not in (0, epoch):
+            return True
+        self.failed_in = epoch
+        return False
+
     # --- rows come and go
 
     def add_row(self, index: int, now: float, *, replacements: int = 0) -> None:

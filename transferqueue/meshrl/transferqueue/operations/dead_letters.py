@@ -83,11 +83,10 @@ def note_failure(run: Run, uids: Sequence[Uid], reason: str) -> None:
     Saying it twice in one epoch is saying it once. Raises NotFoundError, ConflictError; see `lifecycle.taken`.
     """
     for group, mask in lifecycle.taken(run, uids):
-        if group.failed_in not in (0, run.record.epoch):
+        if group.has_failed_before(run.record.epoch):
             rows = [group.uid(index) for index in bits(mask)]
             quarantine_unread(run, rows, f"{UNTRAINABLE}: twice {reason}")
         else:
-            group.failed_in = run.record.epoch
             run.save([group])
 
 
