@@ -27,6 +27,8 @@ Kind: TypeAlias = Literal["light", "torch"]
 KINDS: tuple[Kind, ...] = ("light", "torch")
 MODULES: Mapping[Kind, Sequence[str]] = {"light": LIGHT, "torch": TORCH}
 CHANGEABLE = ("MESHRL_", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+NO_THREADS = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""Defaults of a service, whose imports would start threads: numpy, and pyarrow, which comes with scikit-learn's."""
 PR_SET_CHILD_SUBREAPER = 36
 READY_S = 120.0
 """How long the imports may take before services are started without them."""
@@ -41,7 +43,7 @@ class PreloadError(Exception):
 
 def service_environment(more: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process that `up` starts."""
-    env = {"OMP_NUM_THREADS": "1", **os.environ, **more}
+    env = {**NO_THREADS, **os.environ, **more}
     return env | {"PYTHONUNBUFFERED": "1", PARENT_VARIABLE: str(os.getpid())}
 
 

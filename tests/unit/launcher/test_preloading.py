@@ -159,6 +159,13 @@ async def test_a_preloader_whose_imports_fail_is_done_without(folder: Path) -> N
     assert "No module named 'no_such_module'" in line
 
 
+async def test_pyarrow_starts_no_thread_that_would_forbid_a_fork(folder: Path) -> None:
+    with preloaded({"light": ["json"], "torch": ["pyarrow"]}) as preloaders:
+        process = await ServiceProcess.start(service("tells", "0"), Log(), preloaders)
+        assert is_fork(process)
+        assert await end(process) == 0
+
+
 async def test_threads_of_the_imports_forbid_a_fork(folder: Path) -> None:
     (folder / "threads.py").write_text(
         "import threading, time\n"
