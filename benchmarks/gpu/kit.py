@@ -107,7 +107,7 @@ PACKAGES = (
     "watchfiles",
     "xgrammar==0.2.8",
 )
-"""What vLLM's server imports and the machine lacks, as `make venv-vllm` has it; found by starting the server."""
+"""Packages that vLLM's server imports and the machine lacks, as `make venv-vllm` has them; found by starting it."""
 TEST_PACKAGES = ("hypothesis", "pytest", "pytest-asyncio", "pytest-timeout")
 BUILD_PACKAGES = ("hatchling", "pathspec", "trove-classifiers")
 

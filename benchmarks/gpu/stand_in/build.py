@@ -35,7 +35,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 NAMES = "libstand-in-names.so"
 GROUPS = r"(cublasLt|cublas|cudnn|cusparseLt|cusparse|cusolver|cufft|nccl|cuFile)[A-Z]"
-"""Of functions that torch's libraries leave to those of other wheels."""
+"""Prefixes of the functions that torch's libraries leave to those of other wheels."""
 
 NEW_HANDLE = "*handle = (void *)4096; return 0;"
 ANSWERS = {

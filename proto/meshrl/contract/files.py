@@ -14,8 +14,14 @@ from meshrl.contract.errors import ConfigError
 FOR_OTHERS = stat.S_IROTH | stat.S_IWOTH
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 LASTING = FULL | {
-    *(errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR),
-    *(errno.ENAMETOOLONG, errno.ELOOP),
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
 }
 """Errors of the file system that another try meets again, until a person has done something."""
 
@@ -54,8 +60,10 @@ def replace_file(path: Path, content: str | bytes, *, private: bool = False) -> 
         raise
 
 
-def check_owner(path: Path, what: str) -> None:
+def check_owner(path: Path, what: str) -> os.stat_result:
     """Refuse a file or directory that somebody else owns, who may say what it holds; root's is fine.
+
+    Returns its status.
 
     Args:
         path: The file; a link's target counts.
@@ -65,14 +73,15 @@ def check_owner(path: Path, what: str) -> None:
         ConfigError: it is another user's, or is not there.
     """
     try:
-        owner = path.stat().st_uid
+        status = path.stat()
     except OSError as error:
         raise ConfigError(f"{what}: {path}: {error.strerror}") from error
-    if owner not in (0, os.geteuid()):
+    if status.st_uid not in (0, os.geteuid()):
         raise ConfigError(
-            f"{what}: {path} belongs to user {owner}, who may change it at any time: want one of your own"
+            f"{what}: {path} belongs to user {status.st_uid}, who may change it at any time: want one of your own"
             f" (this is user {os.geteuid()}), or root's"
         )
+    return status
 
 
 def lasting_fault(error: OSError) -> str:
@@ -86,7 +95,7 @@ def lasting_fault(error: OSError) -> str:
 
 
 def _full_places() -> Iterator[str]:
-    """Where nothing more can be written, of the places that a write without a name may have been to."""
+    """The full ones among the places that a write without a file name may have been to."""
     for descriptor, name in ((1, "standard output"), (2, "standard error")):
         try:
             is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
@@ -114,8 +123,7 @@ def check_private_file(path: Path, what: str) -> None:
     Raises:
         ConfigError: the file is open to others, or another user's, or is not there.
     """
-    check_owner(path, what)
-    mode = path.stat().st_mode
+    mode = check_owner(path, what).st_mode
     if mode & FOR_OTHERS:
         may = " and ".join(
             word for bit, word in ((stat.S_IROTH, "read"), (stat.S_IWOTH, "change")) if mode & bit

@@ -251,7 +251,7 @@ def value_fault(
 
 
 def row_fault(columns: Columns, *, vocabulary: int = 0) -> str:
-    """What is wrong with the values of one row; empty where nothing is."""
+    """The fault in the values of one row; empty where there is none."""
     tokens = (len(columns["tokens"]),)
     for name, values in columns.items():
         if values.ndim:

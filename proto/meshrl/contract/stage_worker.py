@@ -46,7 +46,7 @@ TELL_LOST_S = 30.0
 """A line of lost rows is followed by the next one so long after, with those in between."""
 NUMBERS = re.compile(r"\d+")
 _NOT_OF_ROWS = (InfraError, OSError, *AWAY)
-"""What a handler raises that would fail as well on any other rows."""
+"""Errors with which a handler would fail as well on any other rows."""
 KIND_CHARS = 200
 KINDS = 16
 """Most kinds of failures that are logged, each once; all of them are counted in the queue."""

@@ -52,12 +52,12 @@ MAX_REPLY_BYTES = 1 << 20
 OPEN_FILES = 64
 FILE = "<python>"
 NUMBER = struct.Struct("<q")
-"""What goes between server and zygote, beside a socket: FORK, or a pid that is to end; a pid, or how it ended."""
+"""Messages between server and zygote, beside a socket: FORK, or a pid that is to end; a pid, or how it ended."""
 FORK = 0
 
 
 class Zygote:
-    """What interpreters are forked from, as the server sees it."""
+    """The process that interpreters are forked from, as the server sees it."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link

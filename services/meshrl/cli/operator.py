@@ -45,7 +45,7 @@ class Operator(Protocol):
 
 
 class RunKeeper(Protocol):
-    """What `QueueAdmin` and its client have in common about runs."""
+    """The methods about runs of `QueueAdmin` and of its client."""
 
     async def runs(self) -> Sequence[StoredRun]:
         """All runs."""

@@ -1,4 +1,4 @@
-"""What of a recipe may change while its run goes on: compares the recipe of before with the one of now.
+"""The changes of a recipe that a run may go on with: compares the recipe of before with the one of now.
 
 A pure function of both. What is told may change, what bends makes the rest another run than its beginning, and the
 queue or the checkpoints hold what cannot change. Whatever is not listed here is told.
@@ -28,7 +28,7 @@ BENDS = (
 )
 """Keys, and sections, that say what is learned and from what."""
 BENDS_NOT = ("data.media_store", "data.media_inline_bytes", "data.max_response_length")
-"""Of those sections."""
+"""Exceptions in those sections."""
 HELD_BY_QUEUE = ("run.name", "queue.store", "queue.redis_prefix")
 """Beside whatever the specs of its runs are made from."""
 ADAPTER = (
@@ -41,18 +41,18 @@ HELD_BY_CHECKPOINTS = (
 )
 """Beside the adapter, and the models that the algorithm trains with the policy."""
 ELSEWHERE = ("run.dir", "placement.machines", "weights.host")
-"""Where a run is, which changes from start to start."""
+"""Keys that say where a run is, which changes from start to start."""
 
 
 class Effect(StrEnum):
-    """What a change does to a run that goes on."""
+    """The effect of a change on a run that goes on."""
 
     TOLD = "told"
     BENDS = "bends"
     QUEUE = "queue"
     """The queue holds it from the run's first start on."""
     CHECKPOINTS = "checkpoints"
-    """What was trained holds it."""
+    """The checkpoints hold it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +156,7 @@ def _differ(recipe: Recipe, other: Recipe | None) -> bool:
 
 
 def _of_specs(before: Recipe, now: Recipe) -> Iterator[Change]:
-    """What the queue was asked for when the run was opened, and would be asked for now."""
+    """Differences between the runs that were opened in the queue and those that would be opened now."""
     had, has = _specs(before), _specs(now)
     for name in had.keys() & has.keys():
         for field in dataclasses.fields(RunSpec):
@@ -166,7 +166,7 @@ def _of_specs(before: Recipe, now: Recipe) -> Iterator[Change]:
 
 
 def _specs(recipe: Recipe) -> dict[str, RunSpec]:
-    """By what they are of; none of a recipe whose stages cannot be told here."""
+    """The runs of training and evaluation; none of a recipe whose stages cannot be told here."""
     try:
         evaluation = {"evaluation": eval_spec(recipe)} if has_evaluation(recipe) else {}
         return {"training": train_spec(recipe), **evaluation}

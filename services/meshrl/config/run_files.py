@@ -20,7 +20,7 @@ WEIGHTS = (".safetensors", ".bin")
 WHOLE_BYTES = 1 << 30
 """Files of weights that are larger are not read whole: a start would wait for minutes."""
 SAMPLED_BLOCKS = 256
-"""Of such a file, at equal distances, its beginning and its end among them. Other weights differ everywhere."""
+"""Blocks read of such a file, at equal distances, with its beginning and its end: other weights differ everywhere."""
 MODEL_FILES = frozenset(
     {".safetensors", ".bin", ".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
 )

@@ -29,9 +29,9 @@ from meshrl.contract.files import replace_file
 
 RECORD_NAME = "run.json"
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
-"""What reading JSON of another form raises."""
+"""Errors of reading JSON of another form."""
 TAIL_BYTES = 1 << 20
-"""Of metrics.jsonl, in which the last training step stands."""
+"""The end of metrics.jsonl, in which the last training step stands."""
 STEP_METRIC = "reward/mean"
 """A metric that each training step has."""
 SAME_FILES = ("path", "tokenizer_path", "train_files", "val_files")
@@ -42,7 +42,7 @@ LONGEST_VALUE = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What a run was started with."""
+    """The recipe and files of one start of a run."""
 
     recipe: Recipe
     content: Content
@@ -51,14 +51,14 @@ class State:
     at: str
     """ISO 8601, UTC."""
     shapes: Mapping[str, str] = field(default_factory=dict)
-    """Of each model that is trained, by its key: a hash of the names and shapes of its tensors, where it is here."""
+    """A hash of the names and shapes of the tensors of each trained model, by its key, where it is here."""
     architecture: Mapping[str, Any] = field(default_factory=dict)
     """The policy's config.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What is remembered of a run."""
+    """The starts of a run."""
 
     states: tuple[State, ...]
     """The beginning, then every start whose changes were accepted."""
@@ -178,7 +178,7 @@ def state_of(
     known: Content | None = None,
     sections: Collection[str] | None = None,
 ) -> State:
-    """What `recipe` would start with now. A file that is as in `known` is not read again."""
+    """The state of a start of `recipe` now. A file that is as in `known` is not read again."""
     whole = anchored(recipe)
     return State(
         recipe=whole,
@@ -206,7 +206,7 @@ def _judged(
 
 
 def judge(record: RunRecord | None, now: State, *, accept: bool) -> tuple[RunRecord, list[str]]:
-    """What is to be remembered once `now` is started, and a line for each change that is told. Writes nothing.
+    """The record once `now` is started, and a line for each change that is told. Writes nothing.
 
     Raises:
         UserError: as `begin`.
@@ -251,7 +251,7 @@ def _refusal(run: str, now: State, held: Sequence[str], bent: Sequence[str]) -> 
 
 
 def _held(last: State, now: State) -> Iterator[str]:
-    """What the queue or the checkpoints hold, and would have to be another."""
+    """Changes of values that the queue or the checkpoints hold, a line each."""
     trained = now.step > 0
     for change in changes(last.recipe, now.recipe):
         if change.effect is Effect.QUEUE and (trained or _has_queue(last.recipe)):
@@ -304,7 +304,7 @@ def _has_queue(recipe: Recipe) -> bool:
 
 
 def _bent(record: RunRecord, last: State, now: State) -> list[str]:
-    """What is not as it was, and makes the rest of the run another one than its beginning."""
+    """Changes that make the rest of the run another one than its beginning, a line each."""
     found = {
         change.key: _both(change)
         for change in changes(last.recipe, now.recipe)

@@ -1,4 +1,4 @@
-"""What a service of a stage does: find its runs, lease rows until stopped, drain. `serve_stage` does it all.
+"""The work of a stage's service: find its runs, lease rows until stopped, drain. `serve_stage` does it all.
 
 The trainer and the feeder open runs. A stage may come before them: its leases wait for a run by its name.
 """

@@ -35,7 +35,7 @@ QUICK_FAILURES = 3
 """That many in a row, between which the run made no step, are a crash loop; so are as many lives in which nothing got
 done."""
 PARTS_FAILED = 16
-"""So many lives in a row may end with a part of a batch: each leaves half of the rows that it may have died of."""
+"""Lives in a row that may end with a part of a batch: each leaves half of the rows that it may have died of."""
 FIRST_BACKOFF_S = 0.2
 LONGEST_BACKOFF_S = 5.0
 PROBE_EVERY_S = 0.1

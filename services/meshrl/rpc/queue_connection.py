@@ -113,7 +113,7 @@ def picture_folders(recipe: Recipe) -> PictureFolders | None:
 
 
 def picture_remover(recipe: Recipe) -> PictureRemover | None:
-    """What removes the pictures of tasks that leave the recipe's queue; None where they are in its messages."""
+    """The remover of pictures of tasks that leave the recipe's queue; None where they are in its messages."""
     folders = picture_folders(recipe)
     if folders is None:
         return None

@@ -420,7 +420,7 @@ CODES: Final[Mapping[type[MeshError], Exit]] = {
     UserError: Exit.USER_ERROR,
     CapacityError: Exit.REFUSED,
 }
-"""Of the first kind that an error is of."""
+"""Exit codes by kind of error; the first kind that an error is of counts."""
 
 
 def run_service(main: Callable[[], Coroutine[Any, Any, None]]) -> int:

@@ -39,7 +39,7 @@ MORE: Mapping[str, Mapping[str, Any]] = {
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
     "reformer": {"is_decoder": True},
 }
-"""What checkpoints say beside the defaults of transformers, which are no model by themselves."""
+"""Settings of checkpoints beside the defaults of transformers, which are no model by themselves."""
 
 UNTRIED = "not tried"
 
@@ -79,7 +79,7 @@ found. Layers of a model are part of its `config.json`: where a type is trained,
 
 
 def section(found: Mapping[str, str]) -> str:
-    """What came out, by type."""
+    """The result of each type."""
     trained = [kind for kind, why in found.items() if not why]
     refused = [f"| {kind} | {why.replace('|', ' ')} |" for kind, why in found.items() if why]
     return SECTION.format(

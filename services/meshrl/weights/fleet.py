@@ -66,7 +66,7 @@ class ReplicaView:
     moved_bytes: int = 0
     """What travelled of its last version; less than the version where its carrier sends what changed."""
     report: ReplicaReport | None = None
-    """What it said last of itself; None when it has said nothing yet, or is out."""
+    """Its last report; None when it has sent none yet, or is out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

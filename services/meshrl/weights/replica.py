@@ -69,7 +69,7 @@ class Replica:
         self.pause_s = 0.0
         self.moved_bytes = 0
         self.report: ReplicaReport | None = None
-        """What it said last of itself."""
+        """Its last report."""
         self._clock = asyncio.get_running_loop().time
         self._run = hello.stamp.run
         self._commit_s = max(hello.hello.commit_deadline_s, config.commit_s)

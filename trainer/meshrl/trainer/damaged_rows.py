@@ -24,7 +24,7 @@ from meshrl.trainer.distributed import World
 log = logging.getLogger(__name__)
 
 MALFORMED = (CorruptError, ValueError, TypeError, LookupError, RecursionError)
-"""What reading columns of another form raises."""
+"""Errors of reading columns of another form."""
 
 
 class UntrainableError(CorruptError):

@@ -75,7 +75,7 @@ log = logging.getLogger(__name__)
 
 ENDS = (Command.END, Command.STOP, Command.DRAIN)
 NOT_OF_ROWS = (MeshError, OSError, DistError)
-"""What a step raises that fails for another reason than its rows: a peer that is gone, or a full disk."""
+"""Errors of a step that fails for another reason than its rows: a peer that is gone, or a full disk."""
 
 
 class Fetched(NamedTuple):
@@ -289,7 +289,7 @@ class Trainer:
             ) from error
 
     async def _fetched(self, batch: Batch) -> Fetched | None:
-        """What this rank needs of the batch, from which groups leave that have rows which it cannot compute with.
+        """The rows of the batch that this rank needs, less groups with rows that it cannot compute with.
 
         None where none is left, or some rank cannot read its rows now.
         """

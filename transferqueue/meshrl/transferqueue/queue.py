@@ -118,7 +118,7 @@ class Heartbeat:
     began: float
     """In seconds of the event loop's clock."""
     serves: Callable[[str], bool]
-    """Of the name of a stage: whether the worker's leases of it end with the stream."""
+    """Whether the worker's leases of the stage of this name end with the stream."""
 
 
 class TransferQueue(RowMethods):
@@ -278,7 +278,7 @@ class TransferQueue(RowMethods):
         return answer
 
     def _in_hand(self, run: Run) -> Sequence[TakenBatch]:
-        """What the run's trainer was told of and has not settled."""
+        """The batches that the run's trainer was told of and has not settled."""
         return [batch for batch in run.batches.values() if batch.answered and not batch.settled]
 
     async def publish(self, run: str, version: Version) -> None:

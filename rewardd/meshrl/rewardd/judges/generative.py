@@ -71,7 +71,7 @@ class Config(RemoteJudgeConfig):
     """A higher score (after scaling) is rejected."""
     temperature: NonNegativeFloat = 0.0
     max_tokens: PositiveInt = 512
-    """Of the first answer; after one that was cut off the next may have four times as many."""
+    """Tokens of the first answer; after one that was cut off the next may have four times as many."""
     attempts: PositiveInt = 2
     """Most answers requested until one has a score."""
 
@@ -149,7 +149,7 @@ class GenerativeJudge(RemoteJudge):
 
 
 def without_thought(answer: str) -> str:
-    """What the judge says after its thought; nothing if the thought does not end."""
+    """The judge's text after its thought; nothing if the thought does not end."""
     kept: list[str] = []
     text, depth, at = answer, 0, 0
     for mark in THOUGHT.finditer(text):
@@ -195,7 +195,7 @@ def filled(template: str, sample: Sample, response: str) -> str:
 
 
 def _content(answer: Any) -> tuple[str, bool]:
-    """What the judge says, and whether it was cut off."""
+    """The judge's text, and whether it was cut off."""
     try:
         choice = answer["choices"][0]
         return str(choice["message"]["content"] or ""), choice.get("finish_reason") == "length"

@@ -28,7 +28,7 @@ TALL = re.compile(
 )
 MAX_CHARACTERS = 300
 MOST_BITS = 1 << 14
-"""Of a number that an expression may come to."""
+"""Size of the largest number that an expression may come to."""
 MOST_FACTORIAL = 1000
 OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,

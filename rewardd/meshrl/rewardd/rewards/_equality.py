@@ -24,11 +24,11 @@ from meshrl.rewardd.rewards._formula import Node, Reader, UnreadableError, negat
 
 REQUIRES = ("mpmath",)
 MOST_CHARACTERS = 1000
-"""Of an answer that is read as mathematics, beside four for each one of the truth."""
+"""Longest answer that is read as mathematics, beside four characters for each one of the truth."""
 MOST_ITEMS = 64
-"""Of a list without order."""
+"""Longest list without order."""
 MOST_BITS = 10_000
-"""Of a number that is kept exactly."""
+"""Size of the largest number that is kept exactly."""
 MOST_DOUBLINGS = 1 << 20
 """Binary logarithm of the largest power."""
 MOST_FACTORIAL = 1000
@@ -48,6 +48,10 @@ UNREADABLY_TALL = re.compile(
 )
 CONSTANTS = {"e", "i", "pi"}
 MIRRORED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
+
+
+STRUCTURES = frozenset({"sequence", "set", "cup", "cap", "setminus", "ratio", "matrix"})
+"""Kinds of nodes that are compared part by part."""
 
 
 class UndefinedError(Exception):
@@ -196,7 +200,7 @@ def _same_answer(given: list[Node], wanted: list[Node]) -> bool:
 
 
 def _name(item: Node) -> str | None:
-    """What stands before the only `=` of `x = 5`."""
+    """The name before the only `=` of `x = 5`."""
     if item[0] == "relation" and item[1] == ("=",):
         left = item[2]
         if left[0] in {"symbol", "text"}:
@@ -235,15 +239,7 @@ def _same_item(given: Node, wanted: Node) -> bool:
     kinds = {given[0], wanted[0]}
     if kinds == {"relation"}:
         return _same_relation(given, wanted)
-    if len(kinds) == 1 and given[0] in {
-        "sequence",
-        "set",
-        "cup",
-        "cap",
-        "setminus",
-        "ratio",
-        "matrix",
-    }:
+    if len(kinds) == 1 and given[0] in STRUCTURES:
         return _same_structure(given, wanted)
     if not all(map(_is_scalar, (given, wanted))):
         return given == wanted
@@ -373,19 +369,7 @@ def _interval(item: Node) -> tuple[str, Node] | None:
 
 
 def _is_scalar(node: Node) -> bool:
-    return node[0] not in {
-        "relation",
-        "sequence",
-        "set",
-        "cup",
-        "cap",
-        "setminus",
-        "ratio",
-        "matrix",
-        "based",
-        "text",
-        "about",
-    }
+    return node[0] not in STRUCTURES | {"relation", "based", "text", "about"}
 
 
 def _same_scalar(given: Node, wanted: Node) -> bool:

@@ -21,9 +21,9 @@ Node = tuple[Any, ...]
 MOST_DEPTH = 40
 """Levels of brackets, exponents and functions."""
 MOST_POSTFIXES = 4
-"""Of one factor: `x!^2%`."""
+"""Postfixes of one factor, as in `x!^2%`."""
 MOST_DIGITS = 400
-"""Of one number."""
+"""Digits of one number."""
 
 FUNCTIONS = [
     "sin",
@@ -155,7 +155,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "lceil": ("operator", "ceil("),
     "rceil": ("operator", "ceil)"),
 }
-"""By command: the kind and the value of its token."""
+"""The kind and the value of each command's token."""
 CHARACTERS = str.maketrans(
     {
         **{c: "-" for c in "−–‐‑‒﹣"},
@@ -766,7 +766,7 @@ def _tokens(text: str, grouped: bool) -> list[tuple[str, Any]]:
 
 
 def _conditions(tokens: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """What holds for the members of a set: `0 < x < 1` of `{x | 0 < x < 1}`, or of `{x ∈ R | 0 < x < 1}`."""
+    """The condition on the members of a set: `0 < x < 1` of `{x | 0 < x < 1}`, or of `{x ∈ R | 0 < x < 1}`."""
     kinds = [value if kind == "operator" else kind for kind, value in tokens]
     if kinds[:2] not in (["{set", "symbol"], ["{", "symbol"]) or kinds.count(kinds[0]) > 1:
         return tokens

@@ -20,7 +20,7 @@ GAP = re.compile(r"[a-zA-Z]\w?\s*=|[a-zA-Z]+|[^\s\w]")
 CONNECTORS = {"or", "and", ",", ";", "&", "/", "maybe", "perhaps", "possibly", "alternatively"}
 FILLERS = {"either", "text", "quad", "qquad", "mbox", *"{}()[]$\\*"}
 MOST_CHARACTERS = 2000
-"""Of a line that is looked at for an answer: what is longer is none."""
+"""Longest line that is searched for an answer."""
 LONGEST_GAP = 48
 """Characters between two boxes of one answer."""
 ANSWER_IS = re.compile(
@@ -109,7 +109,7 @@ def _joins(gap: str) -> bool:
 
 
 def announced(text: str) -> str | None:
-    """What the words `the answer is` announce, else what the last line ends in; None for an empty text."""
+    """The answer that `the answer is` announces, else the end of the last line; None for an empty text."""
     if places := [match.end() for match in ANSWER_IS.finditer(text)]:
         return sentence(text[places[-1] :])
     if places := [match.start() for match in IS_ANSWER.finditer(text)]:

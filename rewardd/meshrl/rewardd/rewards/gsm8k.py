@@ -111,7 +111,7 @@ def _hundredth(found: tuple[Fraction, bool]) -> Fraction:
 
 
 def _tidy(text: str) -> str:
-    """With plain digits, minus signs and commas."""
+    """The text with plain digits, minus signs and commas."""
     text = RAISED.sub(r"^\g<0>", text.replace("\u2212", "-").replace("\u2013", "-"))
     text = LOWERED.sub(r"_\g<0>", text)
     text = VULGAR.sub(r" \g<0>", text)  # 5½ is no 51/2

@@ -53,7 +53,7 @@ PRELOADED = [
     "mcp.server.transport_security",
     "uvicorn",
 ]
-"""What the process that tool servers are forked from imports: what they import, but for their own modules."""
+"""Imports of the process that tool servers are forked from: theirs, but for their own modules."""
 start_limit: ContextVar[float] = ContextVar("start_limit", default=360.0)
 """Seconds that a tool server may take to start: verifiers' own limit, or half of the row's deadline."""
 serve_elsewhere = launch.serve_in_runtime
@@ -143,7 +143,7 @@ async def _called(function: dict[str, Any], names: dict[str, Any], servers: dict
 
 
 def run_tool_server(module: str, env: dict[str, str], directory: str, log: str, port: Any) -> None:
-    """What `python -m module` would do, in a process that has been forked. Its port is written to `port`."""
+    """Do as `python -m module` would, in a process that has been forked. Its port is written to `port`."""
     os.setsid()
     os.write(port.fileno(), b"\n")  # from here on its process group is its own
     current_process().daemon = False  # so that it may start processes, too

@@ -110,7 +110,7 @@ class LatentHeads:
 
 
 _EPS = 1e-6
-"""Of the norms inside latent attention: transformers gives them no `rms_norm_eps`."""
+"""Epsilon of the norms inside latent attention: transformers gives them no `rms_norm_eps`."""
 
 
 def build_latent(

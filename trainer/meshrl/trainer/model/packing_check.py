@@ -75,7 +75,7 @@ def fault(config: Any, build: Build, packed: Packed, alone: Alone) -> str:
 
 
 def _parameters(build: Build, config: Any) -> int:
-    """Of a model; 0 where it cannot be made without memory for them."""
+    """Parameters of a model; 0 where it cannot be made without memory for them."""
     with suppress(Exception), torch.device("meta"):
         return sum(parameter.numel() for parameter in build(config, False).parameters())
     return 0
@@ -122,7 +122,7 @@ def _draw(hf: HfModel) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """What went wrong, in a line; with the kind of error, unless it is one whose words stand for themselves."""
+    """The error in a line; with its kind, unless its words stand for themselves."""
     said = (str(error).strip().splitlines() or [""])[0]
     known = isinstance(error, OSError | ValueError)
     return said if said and known else f"{type(error).__name__}: {said}".removesuffix(": ")

@@ -67,7 +67,7 @@ HfModel: TypeAlias = Any
 """A transformers `PreTrainedModel`: the library has no types."""
 Model = TypeVar("Model", bound=nn.Module)
 _faults: dict[tuple[type, str], str] = {}
-"""By class and configuration, what `packing_fault` found: a policy's reference and critic are mostly of the same."""
+"""Findings of `packing_fault` by class and configuration: a policy's reference and critic are mostly of the same."""
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm")
 
 

@@ -188,7 +188,7 @@ class Damage(NamedTuple):
     stage: Stage
     """The one that wrote what is damaged."""
     reason: str
-    """What their dead letters say."""
+    """The reason in their dead letters."""
 
 
 PROMPT_SHOWN = 200

@@ -30,7 +30,7 @@ class StoredRun:
     dead_letters: int
     """Those that are kept, with their tasks."""
     attached: tuple[str, ...]
-    """What shows that services work on it, a sentence each; none: it is over, or abandoned."""
+    """Signs that services work on it, a sentence each; none: it is over, or abandoned."""
 
     @property
     def run(self) -> str:
@@ -39,7 +39,7 @@ class StoredRun:
 
     @property
     def loss(self) -> str:
-        """What is lost with it, in words."""
+        """The loss with it, in words."""
         rows = sum(self.ledger.resident.values())
         letters = counted(self.dead_letters, "dead letter")
         return f"{counted(rows, 'resident row')}, {letters} and the feeder's position"
