@@ -20,7 +20,8 @@ from fractions import Fraction
 from typing import Any
 
 from meshrl.contract.errors import ConfigError
-from meshrl.rewardd.rewards._formula import Node, Reader, UnreadableError, negative, unwrapped
+from meshrl.rewardd.rewards._formula import Node, Reader, negative
+from meshrl.rewardd.rewards._formula_tokens import UnreadableError, unwrapped
 
 REQUIRES = ("mpmath",)
 MOST_CHARACTERS = 1000
