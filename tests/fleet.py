@@ -21,8 +21,8 @@ from .mesh import PATIENCE_S, Mesh, make_mesh
 Members = Mapping[str, Mapping[str, Any]]
 
 
-def make_fleet(directory: Path, *, workers: int, tokens_per_s: float = 8.0) -> Mesh:
-    """A mesh that trains until it is stopped; a response of 16 tokens takes `16 / tokens_per_s` seconds."""
+def make_fleet(directory: Path, *, workers: int, response_tokens: int = 16) -> Mesh:
+    """A mesh that trains until it is stopped; a response takes `response_tokens / 8` seconds."""
     changes: dict[str, dict[str, Any]] = {
         "rollout": {
             "name": "echo",
@@ -30,13 +30,17 @@ def make_fleet(directory: Path, *, workers: int, tokens_per_s: float = 8.0) -> M
             "slots": 4,
             "journal_tokens": 4,
             "journal_ms": 100,
-            "engine": {"tokens_per_s": tokens_per_s, "tokens_per_delta": 2, "response_tokens": 16},
+            "engine": {
+                "tokens_per_s": 8.0,
+                "tokens_per_delta": 2,
+                "response_tokens": response_tokens,
+            },
         },
         "actor": {"optim": {"lr": 1e-5}, "use_kl_loss": False},
         "queue": {"max_staleness": 2, "lease_ttl_s": 3},
         "weights": {"base_s": 2, "ready_s": 4, "silence_s": 6, "beat_s": 1},
         "trainer": {"total_training_steps": 100_000, "save_freq": 1_000, "test_freq": -1},
-        "data": {"val_files": []},
+        "data": {"val_files": [], "max_response_length": response_tokens},
     }
     return make_mesh(directory, changes)
 
