@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,7 +63,10 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def main() -> None:
-    """Write every page."""
+    """Write every page; with `--keys`, print how many keys a recipe has instead."""
+    if "--keys" in sys.argv[1:]:
+        print(f"a recipe has {len(value_keys())} keys that take a value")
+        return
     REFERENCE.mkdir(exist_ok=True)
     for name, text in pages().items():
         (REFERENCE / name).write_text(text)
@@ -78,6 +82,12 @@ def pages() -> dict[str, str]:
         "algorithms.md": algorithms_page(),
         "../how-to/learning-fails.md": learning_page(),
     }
+
+
+def value_keys() -> list[str]:
+    """The keys of a recipe that take a value, dotted; sections, which only hold others, are left out."""
+    keys = [key.dotted for key in walk(Recipe)]
+    return [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
 
 
 def learning_page() -> str:

@@ -122,16 +122,15 @@ def victim_in(folder: Path) -> Iterator[Victim]:
         abstract.close()
 
 
-def judge_of(source: str, directory: Path, level: Isolation, **limits: object) -> PoolJudge:
+def judge_of(source: str, directory: Path, level: Isolation, **limits: float) -> PoolJudge:
     """A judge with one submitted function."""
     spec = FunctionSpec(
         component="compute_score", weight=1, kwargs={}, name="compute_score", digest="d" * 32,
         path=str(directory / "source.py"), source=source,
     )  # fmt: skip
-    config = RewardConfig.model_validate(
-        {"sandbox": level, "workers": 1, "limits": LIMITS | limits}
-    )
-    return PoolJudge(Rule(functions=(spec,)), config, sandbox=submitted_sandbox(directory, config))
+    config = RewardConfig(sandbox=level, workers=1)
+    sandbox = submitted_sandbox(directory, config, LIMITS | limits)
+    return PoolJudge(Rule(functions=(spec,)), config, sandbox=sandbox)
 
 
 def sample(solution: str, index: int) -> Sample:

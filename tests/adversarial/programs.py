@@ -48,7 +48,6 @@ async def run(only: str = "") -> dict[str, str]:
             "recipe_sandbox": "strict",
             "workers": 1,
             "deadline_s": 5,
-            "limits": {"tmp_bytes": 8 << 20},
         }
     )
     judge, found = build_judge(config), dict[str, str]()

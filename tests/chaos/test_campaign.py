@@ -69,7 +69,7 @@ def test_a_network_that_swallows_everything_for_a_while_costs_no_row() -> None:
 
 
 def test_a_full_disk_under_the_queue_is_waited_for() -> None:
-    small = ["--set", "reserve_bytes=4194304", "--set", "grow_bytes=4194304"]
+    small = ["--set", "reserve_bytes=4194304"]
     report = campaign("--fills", "2", *small)
     assert_exact(report)
     assert report["refusals"], "no call was refused because the disk was full"

@@ -126,7 +126,7 @@ async def test_a_reward_that_never_scores_ends_in_one_line(tmp_path: Path) -> No
     changes = {
         "reward": {"deadline_s": 0.3, "workers": 2},
         "queue": {"max_staleness": 1, "lease_ttl_s": 5, "max_attempts": 1},
-        "trainer": {"val_before_train": False, "take_wait_s": 3, "total_training_steps": 4},
+        "trainer": {"val_before_train": False, "total_training_steps": 4},
     }
     mesh = make_mesh(tmp_path, changes)
     (tmp_path / "reward.py").write_text(
@@ -167,7 +167,7 @@ def test_a_malformed_row_ends_in_one_line(tmp_path: Path) -> None:
 
 SMALL_QUEUE = {
     **{"max_staleness": 1, "lease_ttl_s": 5},
-    **{"reserve_bytes": 8 << 20, "grow_bytes": 4 << 20},
+    "reserve_bytes": 8 << 20,
 }
 needs_mounts = pytest.mark.skipif(
     os.geteuid() != 0, reason="mounting a small file system takes root"

@@ -23,7 +23,7 @@ async def test_each_worker_that_cannot_sample_says_why(tmp_path: Path) -> None:
     engine = echo.build({}, model=tmp_path, slots=8)
     await engine.start()
     engine.behave(echo.Behaviour.FAIL)
-    breaker = CircuitBreakerConfig(pause_s=1000, longest_pause_s=1000)
+    breaker = CircuitBreakerConfig(pause_s=1000)
     worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w", slots=8, breaker=breaker)
 
     def report() -> ReplicaReport:

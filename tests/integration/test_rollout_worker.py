@@ -264,7 +264,7 @@ async def test_an_engine_that_fails_every_probe_must_be_replaced(
     await open_run(queue, tasks(8), max_attempts=1000)
     await commit(engine)
     engine.behave(Behaviour.FAIL)
-    fast = CircuitBreakerConfig(pause_s=0.001, longest_pause_s=0.002)
+    fast = CircuitBreakerConfig(pause_s=0.0001)
     worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w0", slots=8, breaker=fast)
     with pytest.raises(InfraError, match=r"fails every request.*told to fail.*restarted"):
         await worker.run()

@@ -10,10 +10,12 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from meshrl.contract.config import Config
 from meshrl.rewardd.registry.config import RegistryConfig
-from meshrl.sandbox.limits import Limits
+from meshrl.sandbox.limits import Limits, ScoringLimits
 from meshrl.sandbox.sandbox import Isolation
 
 JUDGES = "meshrl.rewardd.judges"
+START_DEADLINE_S = 60.0
+"""Seconds that a scoring process may take to import this recipe's functions, torch among them."""
 OTHER_PACKAGES: Mapping[str, str] = {"model": "meshrl.trainer.model.reward_model"}
 """Kinds that live in another package and are imported by name, because this package imports no torch."""
 
@@ -87,16 +89,10 @@ class RewardConfig(Config):
     """A sample on which a function of your own, or one beside it, runs out of time or memory: `infra_fault` delivers
     its row again, and in the end leaves it out; `policy_fault` scores it as an empty response, at most 0. Built-in
     rewards alone always do the latter."""
-    start_deadline_s: PositiveFloat = 60.0
-    """Seconds that a scoring process may take to import the functions."""
     batch_size: PositiveInt = 64
     """Samples handed to a process at once; fewer while they are slow."""
     concurrency: PositiveInt = 32
     """Samples that an `async def` function scores at once in each process."""
-    memory_limit_bytes: PositiveInt | None = None
-    """Address space of each scoring process (RLIMIT_AS); None: no limit."""
-    cpu_limit_s: PositiveInt | None = None
-    """CPU seconds that one sample may use (RLIMIT_CPU), whole seconds; None: only the wall clock counts."""
     registry: RegistryConfig = RegistryConfig()
     """Functions submitted while the run goes on."""
     mixed_versions: Literal["rescore", "allow"] = "rescore"
@@ -111,14 +107,11 @@ class RewardConfig(Config):
     recipe_sandbox: Isolation = Isolation.OFF
     """The isolation of the functions that this recipe names. In a sandbox they see no network and only the
     files of their own folder. The reward `code` needs `strict`."""
-    limits: Limits = Limits()
-    """Limits of a submitted function; it may ask for lower ones."""
+    limits: ScoringLimits = ScoringLimits()
+    """Limits of a submitted function, which may ask for lower ones, and of this recipe's functions in a sandbox;
+    without a sandbox those have only the limits that the recipe sets."""
     wheelhouse: Path | None = None
     """A folder of wheels: dependencies of submitted functions are installed from it only."""
-    slots: PositiveInt = 256
-    """Most rows that the service holds at once."""
-    rows_per_call: PositiveInt = 16
-    """Most rows that one call of the judge scores."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> RewardConfig:
@@ -142,22 +135,23 @@ class RewardConfig(Config):
         return scorers if scorers or self.judges else (RewardFunctionConfig(name="verl"),)
 
     @property
+    def submitted_limits(self) -> Limits:
+        """The most that a submitted function gets."""
+        return Limits(**self.limits.model_dump())
+
+    @property
     def recipe_limits(self) -> Limits:
         """Limits of the functions that this recipe names; without a sandbox only those that the recipe sets."""
-        bounds = self.limits
+        limits = Limits(**self.limits.model_dump())
         if self.recipe_sandbox is Isolation.OFF:
-            bounds = Limits(
+            unlimited = Limits(
                 memory_bytes=None,
                 processes=None,
                 open_files=None,
                 tmp_bytes=None,
                 output_bytes=None,
             )
-        return bounds.model_copy(
-            update={
-                "deadline_s": self.deadline_s,
-                "start_deadline_s": self.start_deadline_s,
-                "memory_bytes": self.memory_limit_bytes or bounds.memory_bytes,
-                "cpu_s": self.cpu_limit_s or bounds.cpu_s,
-            }
+            limits = unlimited.model_copy(update=self.limits.model_dump(exclude_unset=True))
+        return limits.model_copy(
+            update={"deadline_s": self.deadline_s, "start_deadline_s": START_DEADLINE_S}
         )

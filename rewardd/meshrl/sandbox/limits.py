@@ -13,19 +13,24 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Json
 
 
-class Limits(Config):
-    """Limits of a scoring process and of one sample in it."""
+class ScoringLimits(Config):
+    """The limits of a scoring process that a recipe sets: `reward.limits`."""
 
     deadline_s: PositiveFloat = 10.0
     """Wall-clock seconds of one sample (of one call, for a batch function); then its process is killed."""
-    start_deadline_s: PositiveFloat = 30.0
-    """Seconds that a process may take to import the function."""
     cpu_s: PositiveInt | None = None
     """CPU seconds of one sample (RLIMIT_CPU), whole seconds; null: only the wall clock counts."""
     memory_bytes: PositiveInt | None = 1 << 30
     """Address space of each process (RLIMIT_AS); null: no limit. A sandbox can use `processes` times as much."""
     processes: PositiveInt | None = 8
     """Processes and threads of one sandbox together (RLIMIT_NPROC); null: no limit."""
+
+
+class Limits(ScoringLimits):
+    """Limits of a scoring process and of one sample in it."""
+
+    start_deadline_s: PositiveFloat = 30.0
+    """Seconds that a process may take to import the function."""
     open_files: PositiveInt | None = 64
     """File descriptors of each process (RLIMIT_NOFILE); null: no limit."""
     tmp_bytes: PositiveInt | None = 64 << 20

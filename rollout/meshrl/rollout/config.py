@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -76,13 +76,19 @@ class CircuitBreakerConfig(Config):
     """When a worker with a failing engine stops leasing rows. Deterministic runs have no circuit breaker."""
 
     error_rate: float = Field(default=0.5, gt=0.0, le=1.0)
-    """If this share of the last `window` requests has failed, the worker leases no rows during a pause."""
-    window: int = Field(default=20, ge=2)
-    """Requests over which the rate is measured; at least a quarter of them must have ended."""
+    """If this share of the last `window` requests has failed, the worker leases no rows during a pause. Raise it for
+    an engine that often refuses requests and serves the others well."""
     pause_s: PositiveFloat = 0.5
-    """The first pause. One row is tried after each; while that fails, the next pause is twice as long."""
-    longest_pause_s: PositiveFloat = 30.0
-    """No pause is longer."""
+    """The first pause. One row is tried after each; while that fails, the next pause is twice as long, up to 60 times
+    this one. Raise it for an engine that takes long to recover."""
+
+    window: ClassVar[int] = 20
+    """Requests over which the rate is measured; at least a quarter of them must have ended."""
+
+    @property
+    def longest_pause_s(self) -> float:
+        """No pause is longer."""
+        return 60 * self.pause_s
 
 
 class GatewayConfig(Config):
@@ -98,10 +104,11 @@ class GatewayConfig(Config):
     allowed_hosts: list[str] = Field(default_factory=list)
     """Names by which clients call it, besides `localhost`, `host` and IP addresses; another Host is refused."""
     max_request_bytes: PositiveInt = 8 << 20
-    """Size of one request."""
-    max_connections: PositiveInt = 4096
+    """Size of one request. Raise it for agents that send long conversations with pictures."""
+
+    max_connections: ClassVar[int] = 4096
     """Connections at the same time, three quarters of them from one address; further ones get 503 or are closed."""
-    claims_per_minute: PositiveFloat = 6000.0
+    claims_per_minute: ClassVar[float] = 6000.0
     """Session requests of one caller."""
 
 

@@ -83,9 +83,12 @@ def has_names(annotation: Any) -> bool:
 def walk(model: type[Config], prefix: tuple[str, ...] = ()) -> Iterator[Key]:
     """Every key under `model`, sections before what they hold. Items of lists have no keys of their own.
 
-    A name that a recipe chooses is `<name>` in the path.
+    A name that a recipe chooses is `<name>` in the path. A field that pydantic leaves out of what it writes
+    (`Field(exclude=True)`) is no key of a recipe.
     """
     for name, field in model.model_fields.items():
+        if field.exclude:
+            continue
         key = Key(path=(*prefix, name), field=field, owner=model)
         yield key
         section = config_of(field.annotation)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract import plugins
@@ -46,10 +46,6 @@ class RunConfig(Config):
     seed: int = 0
     """Seeds the samplers, the trainer and everything else that draws, with the names of rows, which begin with the
     run's: two runs of other names sample differently."""
-    log_max_bytes: PositiveInt = 16 << 20
-    """A service's log of this size is moved aside: `queue.log` becomes `queue.log.1`, that one `queue.log.2`."""
-    log_keep: PositiveInt = 4
-    """Logs of one service that were moved aside and stay, the newest ones."""
     trace: float = Field(default=0.0, ge=0, le=1)
     """Share of the groups whose rows are traced from prompt to gradient, with the steps of the trainer, in
     `<run.dir>/spans` (docs/how-to/trace.md); 0 traces nothing."""
@@ -117,8 +113,6 @@ class PlacementConfig(Config):
     """Rollout workers share the trainer's GPUs, each with a share of their memory; `auto`: on a single GPU only.
     `time_sliced`: trainer and engines take turns on one GPU, and each has nearly all of its memory meanwhile (on a
     machine without GPUs, on its CPU)."""
-    turn_wait_s: PositiveFloat = 900.0
-    """With `time_sliced`: how long engines may take to give the GPU up; then the trainer ends with their pids."""
     machines: dict[str, PositiveInt] = Field(default_factory=dict)
     """Host names and numbers of GPUs, for services that are started on several machines; trainer and reference are on
     the first one. Empty: the machine where services start."""

@@ -52,6 +52,10 @@ REDRAW_S = 0.25
 STEP_LINE_S = 3.0
 """Between two lines of progress: small models make several steps a second."""
 WAITING_LINE_S = 30.0
+LOG_BYTES = 16 << 20
+"""A service's log of this size is moved aside: `queue.log` becomes `queue.log.1`, that one `queue.log.2`."""
+LOGS_KEPT = 4
+"""Logs of one service that were moved aside and stay, the newest ones."""
 SAME_REQUEST_S = 2.0
 """A SIGTERM so soon after the first one repeats it: Slurm sends it to `up`, and to the shell that passes it on."""
 SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
@@ -144,8 +148,13 @@ async def _supervise(
 ) -> tuple[Verdict, MeshStatus]:
     services = plan.services(health_probe)
     names = [service.name for service in services]
-    bounds = {"max_bytes": recipe.run.log_max_bytes, "keep": recipe.run.log_keep}
-    with MergedLog(recipe.run.path / "logs", names, console, **bounds) as log:
+    with MergedLog(
+        recipe.run.path / "logs",
+        names,
+        console,
+        max_bytes=LOG_BYTES,
+        keep=LOGS_KEPT,
+    ) as log:
         # The observer reads the supervisor's states, and the supervisor asks the observer for a last look.
         supervisor = Supervisor(
             services,

@@ -14,7 +14,7 @@ from meshrl.transferqueue.queue import TransferQueue
 
 
 async def main(directory: Path, port: int) -> None:
-    config = QueueConfig(store="disk", grow_bytes=1 << 20, reserve_bytes=0, durability="none")
+    config = QueueConfig(store="disk", reserve_bytes=0, durability="none")
     queue = await TransferQueue.open(stores.build(config, directory))
     settings = ServerSettings(port=port, metrics_port=None, drain_grace_s=1)
     async with GrpcServer(settings, [QueueServicer(queue)]) as server:

@@ -15,12 +15,12 @@ import pytest
 
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Outcome, Sample, Uid
-from meshrl.rewardd.config import RewardConfig
+from meshrl.rewardd.config import START_DEADLINE_S, RewardConfig
 from meshrl.rewardd.pool.pool import PoolJudge
 from meshrl.rewardd.pool.rule import FunctionSpec, Rule
 from meshrl.rewardd.registry.building import submitted_sandbox
 from meshrl.sandbox.environment import Environment, environment_of, missing
-from meshrl.sandbox.limits import Limits
+from meshrl.sandbox.limits import Limits, ScoringLimits
 from meshrl.sandbox.sandbox import Isolation, no_bubblewrap
 
 SOURCE = """
@@ -139,11 +139,11 @@ def test_an_installed_package_needs_no_wheel(tmp_path: Path) -> None:
 def test_functions_of_a_recipe_have_the_limits_of_submitted_ones_in_a_sandbox() -> None:
     free, shut = RewardConfig(), RewardConfig(recipe_sandbox=Isolation.STRICT, deadline_s=3)
     assert (free.recipe_limits.memory_bytes, free.recipe_limits.processes) == (None, None)
-    assert shut.recipe_limits == shut.limits.model_copy(
-        update={"deadline_s": 3.0, "start_deadline_s": shut.start_deadline_s}
+    assert shut.recipe_limits == shut.submitted_limits.model_copy(
+        update={"deadline_s": 3.0, "start_deadline_s": START_DEADLINE_S}
     )
-    smaller = shut.model_copy(update={"memory_limit_bytes": 1 << 30})
-    assert smaller.recipe_limits.memory_bytes == 1 << 30
+    bounded = RewardConfig(limits=ScoringLimits(memory_bytes=1 << 29))
+    assert (bounded.recipe_limits.memory_bytes, bounded.recipe_limits.processes) == (1 << 29, None)
 
 
 def test_a_submission_may_ask_for_lower_limits_but_not_for_higher() -> None:

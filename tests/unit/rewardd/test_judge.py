@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 
+import meshrl.rewardd.config
 from meshrl.contract.errors import ConfigError, UnavailableError
 from meshrl.contract.types import Outcome, Sample, Score, Uid
 from meshrl.rewardd.config import CustomRewardFunctionConfig, RewardConfig
@@ -312,7 +313,7 @@ async def test_an_async_function_that_blocks_its_loop_fails_alone(
 async def test_memory_beyond_the_limit_is_a_fault_of_that_sample(make: Make) -> None:
     judge = make(
         HEAD + "    return len(bytearray(4 << 30 if solution_str == 'bad' else 1))\n",
-        memory_limit_bytes=2 << 30,
+        limits={"memory_bytes": 2 << 30},
     )
     bad, good = await judge.score(samples("bad", "good"))
     assert bad.outcome is Outcome.INFRA_FAULT
@@ -323,7 +324,7 @@ async def test_memory_beyond_the_limit_is_a_fault_of_that_sample(make: Make) -> 
 async def test_cpu_time_beyond_the_limit_is_a_timeout(make: Make) -> None:
     judge = make(
         HEAD + "    while solution_str == 'bad': pass\n    return 1\n",
-        cpu_limit_s=1,
+        limits={"cpu_s": 1},
         deadline_s=600,
     )
     bad, good = await judge.score(samples("bad", "good"))
@@ -405,10 +406,11 @@ async def test_what_was_hashed_is_what_scores_even_after_an_edit(
     ],
 )
 async def test_a_file_that_cannot_be_loaded_is_refused_at_start(
-    make: Make, tmp_path: Path, source: str, expected: str
+    make: Make, tmp_path: Path, source: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deadline_s = 4.0 if "sleep" in source else 60.0
-    judge = make(source, start_deadline_s=deadline_s)
+    if "sleep" in source:
+        monkeypatch.setattr(meshrl.rewardd.config, "START_DEADLINE_S", 4.0)
+    judge = make(source)
     with pytest.raises(ConfigError) as refused:
         await judge.start()
     assert expected in str(refused.value)

@@ -12,7 +12,7 @@ import sys
 import zipfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -169,9 +169,14 @@ async def test_everything_is_there_after_a_restart(opened: Open, tmp_path: Path)
     assert await scored(again) == [(1.0, one)]
 
 
-LIMITS = RegistryConfig(
-    max_source_bytes=1000, max_unpacked_bytes=2000, allowed_dependencies=["requests"]
-)
+class SmallRegistryConfig(RegistryConfig):
+    """Takes little."""
+
+    max_source_bytes: ClassVar[int] = 1000
+    max_unpacked_bytes: ClassVar[int] = 2000
+
+
+LIMITS = SmallRegistryConfig(allowed_dependencies=["requests"])
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from meshrl.rollout.circuit_breaker import (
 from meshrl.rollout.config import CircuitBreakerConfig
 
 ROW = Uid("run", "task", 0, 0)
-SHORT = CircuitBreakerConfig(pause_s=0.001, longest_pause_s=0.001)
-LONG = CircuitBreakerConfig(pause_s=1000.0, longest_pause_s=5000.0)
+SHORT = CircuitBreakerConfig(pause_s=0.0001)
+LONG = CircuitBreakerConfig(pause_s=1000.0)
 
 
 class BreakerWorker:
@@ -83,18 +83,18 @@ async def test_after_a_pause_one_row_is_tried_and_a_success_closes_it() -> None:
 
 
 async def test_pauses_double_up_to_the_longest_and_are_short_again_after_a_good_window() -> None:
-    config = CircuitBreakerConfig(pause_s=0.001, longest_pause_s=0.004)
+    config = CircuitBreakerConfig(pause_s=0.0005)
     worker = BreakerWorker(config)
     pauses = []
-    for _ in range(4):
+    for _ in range(8):
         pauses.append(worker.breaker.pause_s)
         worker.fail(5)
         await worker.until(CircuitState.HALF_OPEN)
         worker.breaker.succeeded()
-    assert pauses == [0.001, 0.002, 0.004, 0.004]
+    assert pauses == [0.0005 * times for times in (1, 2, 4, 8, 16, 32, 60, 60)]
     for _ in range(config.window):
         worker.breaker.succeeded()
-    assert worker.breaker.pause_s == 0.001
+    assert worker.breaker.pause_s == 0.0005
 
 
 async def test_requests_that_began_before_it_opened_change_nothing(worker: BreakerWorker) -> None:

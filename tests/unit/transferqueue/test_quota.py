@@ -86,7 +86,8 @@ async def test_so_have_its_stages_columns_and_tasks(queue: TransferQueue, name: 
 async def test_a_run_asks_for_no_more_than_the_queue_allows(
     queue: TransferQueue, asked: dict[str, object], key: str
 ) -> None:
-    with pytest.raises(CapacityError, match=rf"this queue allows \d+ \(queue\.quota\.{key}\)$"):
+    asked_for = key.replace("_", " ")
+    with pytest.raises(CapacityError, match=rf"{asked_for}, and this queue allows \d+"):
         await queue.open_run(spec(**({"stages": (ROLLOUT_STAGE,)} | asked)))
     assert queue.runs == ()
 
@@ -95,7 +96,7 @@ async def test_a_queue_keeps_so_many_runs_and_groups_have_so_many_rows(
     queue: TransferQueue,
 ) -> None:
     await queue.open_run(spec(stages=(StageSpec(name="s", reads=(), writes=("c",)),)))
-    with pytest.raises(UserError, match=r"9 rows, at most 8 \(queue\.quota\.group_rows\)"):
+    with pytest.raises(UserError, match=r"9 rows, at most 8$"):
         await queue.admit("run", [task("t", group_size=9)], cursor="", wait_s=0)
     with pytest.raises(CapacityError, match=r"1 runs already \(queue\.quota\.runs\)"):
         await queue.open_run(

@@ -81,7 +81,7 @@ class ModelConfig(Config):
     """Compile each decoder layer: slow at first, faster afterwards; on a CPU this needs a C++ compiler."""
     ulysses_sequence_parallel_size: PositiveInt = 1
     """Number of ranks that share the tokens of each micro-batch, for rows too long for one device. Divides
-    the trainer's ranks and the attention heads; RL and SFT only. In a recipe also `trainer.parallel.sequence`."""
+    the trainer's ranks and the attention heads; RL and SFT only."""
     freeze_vision_tower: bool = True
     """Leave the weights that read pictures as they are; a fleet then never gets them again. Of models that read
     pictures."""
@@ -377,8 +377,10 @@ class PolicyLossConfig(Config):
     """Options of a loss named by a dotted path, checked by its own class (docs/how-to/extend.md)."""
     positive_nll_coef: NonNegativeFloat = 0.0
     """Weight of the NLL on rows with positive advantage or correct answer (VAPO uses 0.1)."""
-    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
-    """What `bypass_mode` corrects with; a recipe's `algorithm.rollout_correction` is copied here."""
+    rollout_correction: RolloutCorrectionConfig = Field(
+        default=RolloutCorrectionConfig(), exclude=True
+    )
+    """A copy of the recipe's `algorithm.rollout_correction`, with which `bypass_mode` and `m2po` correct."""
 
 
 AggregationMode = Literal[
@@ -553,8 +555,6 @@ class TrainerConfig(Config):
     logger: tuple[str, ...] = ("console",)
     """Of console, mlflow, swanlab, tensorboard, trackio, wandb, or dotted paths (docs/how-to/loggers.md). Metrics are
     always written to `<run.dir>/metrics.jsonl`."""
-    metrics_max_bytes: PositiveInt = 64 << 20
-    """Of metrics.jsonl (some 25,000 steps): whenever it is longer, every second line of its first half goes."""
     project_name: str = "meshrl"
     experiment_name: str | None = None
     """None takes `run.name`."""
@@ -569,7 +569,7 @@ class TrainerConfig(Config):
     `nsys profile --capture-range=cudaProfilerApi`, which needs a GPU."""
     profile_steps: tuple[NonNegativeInt, ...] = (2,)
     """Steps, from 0."""
-    take_wait_s: PositiveFloat = 30.0
+    take_wait_s: PositiveFloat = Field(default=30.0, exclude=True)
     """Length of one wait for a batch, in seconds; then the trainer logs what blocks and waits again."""
 
     @property

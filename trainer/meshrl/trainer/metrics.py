@@ -114,7 +114,7 @@ class MetricsLog:
             log.warning("%s grows on: %s", self._path, error)
         else:
             log.warning(
-                "%s had %d bytes: every second line of its older half was left out (trainer.metrics_max_bytes)",
+                "%s had %d bytes: every second line of its older half was left out",
                 *(self._path, self._thin_at),
             )
         self._thin_at = max(self._max_bytes, self._file.size + self._max_bytes // 4)

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshrl.contract.config import Config
 from meshrl.contract.types import (
@@ -42,20 +42,12 @@ class QuotaConfig(Config):
     runs: PositiveInt = 1000
     """Runs that one queue keeps. The feeder and the trainer may open three quarters of them each, the operator all;
     `meshrl runs remove` makes room."""
-    stages: PositiveInt = 64
-    """Stages of a run, and columns that one of them reads or writes."""
-    group_rows: PositiveInt = 16_384
-    """Rows of one group."""
-    lease_rows: PositiveInt = 65_536
-    """Rows of one lease; a worker that asks for more gets these, and may ask again."""
     resident_rows: PositiveInt = 4_000_000
     """Rows that the run's admission bound may let in: groups of a batch, times batches, times `group_size`."""
     resident_bytes: PositiveInt = 1 << 40
     """The largest `resident_bytes`."""
     dead_letters: PositiveInt = 100_000
     """Dead letters that are kept of a run for `dead-letters replay`; beyond it the oldest are dropped and counted."""
-    dead_letter_bytes: PositiveInt = 1 << 30
-    """The same in bytes: reasons, and the tasks that are kept for them."""
 
     @property
     def bounds(self) -> Quota:
@@ -125,8 +117,6 @@ class QueueConfig(Config):
     """Bounds of what any run, of whichever client, may ask of this queue."""
     sampler: str = "fifo"
     """The order in which complete groups are taken: a module of `meshrl.transferqueue.samplers`, or a dotted path."""
-    grow_bytes: PositiveInt = Field(default=256 << 20)
-    """Address space with which the disk store starts; it doubles whenever it is full."""
 
     def run_spec(
         self,
@@ -148,10 +138,10 @@ class QueueConfig(Config):
             group_k=self.group_k,
             stale_policy=self.stale_policy,
             max_attempts=self.max_attempts,
+            resident_tokens=self.resident_tokens,
             lease_ttl_s=self.lease_ttl_s,
             resident_batches=self.resident_batches,
             resident_bytes=self.resident_bytes,
-            resident_tokens=self.resident_tokens,
             sampler=self.sampler,
             vocabulary=vocabulary,
         )

@@ -105,7 +105,7 @@ def submitted_sandbox(
     """
     return open_sandbox(
         config.sandbox,
-        config.limits.bounded(limits or {}),
+        config.submitted_limits.bounded(limits or {}),
         readable=(directory,),
         search=(environment.path,) if environment else (),
         prepare=environment.build if environment else None,

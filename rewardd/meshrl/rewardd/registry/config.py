@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -27,21 +28,23 @@ class RegistryConfig(Config):
     another Host is refused."""
     allowed_dependencies: list[str] = Field(default_factory=list)
     """Packages that a submission may depend on, by name."""
-    max_source_bytes: PositiveInt = 1 << 20
-    """Of a Python file."""
-    max_wheel_bytes: PositiveInt = 16 << 20
-    """Of a wheel, packed."""
-    max_unpacked_bytes: PositiveInt = 64 << 20
-    """Of a wheel, unpacked."""
-    max_tests: PositiveInt = 256
-    """Of one submission."""
     max_versions: PositiveInt = 1000
-    """Stored in all; beyond that a submission is refused."""
+    """Versions that are stored in all; beyond that a submission is refused. Raise it for a run of weeks whose rewards
+    are submitted by a program."""
     requests_per_minute: PositiveFloat = 1200.0
-    """Of one caller, over HTTP and gRPC together."""
-    submissions_per_minute: PositiveFloat = 60.0
-    """Of one caller."""
+    """Requests of one caller, over HTTP and gRPC together. Raise it for a program that scores by the registry."""
     max_request_bytes: PositiveInt = 32 << 20
-    """Of one whole HTTP request."""
-    keep_samples: int = Field(default=4096, ge=0)
-    """Scored samples kept in memory, for `compare`; the newest stay."""
+    """Size of one whole HTTP request. A wheel travels as base64, a third larger than it is."""
+
+    max_source_bytes: ClassVar[int] = 1 << 20
+    """Size of a submitted Python file."""
+    max_wheel_bytes: ClassVar[int] = 16 << 20
+    """Size of a submitted wheel, packed."""
+    max_unpacked_bytes: ClassVar[int] = 64 << 20
+    """Size of a submitted wheel, unpacked."""
+    max_tests: ClassVar[int] = 256
+    """Tests of one submission."""
+    submissions_per_minute: ClassVar[float] = 60.0
+    """Submissions of one caller."""
+    keep_samples: ClassVar[int] = 4096
+    """Scored samples that are kept in memory, for `compare`; the newest stay."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from meshrl.contract.errors import ConflictError, NotFoundError, UserError
 from meshrl.contract.types import Sample, Score, Uid
-from meshrl.rewardd.config import RewardConfig
+from meshrl.rewardd.config import START_DEADLINE_S, RewardConfig
 from meshrl.rewardd.registry.active_reward import ActiveRewardJudge
 from meshrl.rewardd.registry.checks import checked
 from meshrl.rewardd.registry.comparison import Differences
@@ -211,7 +211,9 @@ class Registry:
             CapacityError: there are too many versions.
         """
         config = self._config
-        submission = await asyncio.to_thread(checked, submission, config.registry, config.limits)
+        submission = await asyncio.to_thread(
+            checked, submission, config.registry, config.submitted_limits
+        )
         version = content_hash(submission)
         before = self._names.get(submission.name, Name(name=submission.name))
         _refuse_retired(before, version)
@@ -334,7 +336,7 @@ class Registry:
             )
             for number, case in enumerate(cases)
         ]
-        limit_s = self._config.start_deadline_s
+        limit_s = START_DEADLINE_S
         try:
             async with asyncio.timeout(limit_s), self._cache.borrow(version) as judge:
                 scores = await judge.score(samples)

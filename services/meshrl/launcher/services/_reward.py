@@ -75,8 +75,6 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             await find_runs(queue, recipe),
             registry.judge,
             worker=context.name,
-            limit=recipe.reward.slots,
-            rows_per_call=recipe.reward.rows_per_call,
             keep_inputs=(recipe.run.name,) if recipe.reward.mixed_versions == "rescore" else (),
             token_rewards=(recipe.run.name,) if recipe.reward.token_rewards else (),
             token_ends=token_ends(recipe.tokenizer_dir) if recipe.reward.token_rewards else None,

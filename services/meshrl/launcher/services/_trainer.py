@@ -58,13 +58,15 @@ from meshrl.weights.servicer import WeightsServicer
 
 LAST_WORD_S = 0.5
 """How long the server answers after the end, so that watchers learn of it."""
+TURN_WAIT_S = 900.0
+"""How long engines may take to give a shared GPU up; then the trainer ends with their pids."""
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Train in this process, as the only rank or as one of several: see `trainer.run`."""
     with closing(lease_device(recipe)) if recipe.takes_turns else nullcontext() as lease:
         if lease is not None:
-            await lease.acquire(recipe.placement.turn_wait_s)
+            await lease.acquire(TURN_WAIT_S)
         await _train(recipe, context, lease)
 
 
@@ -94,8 +96,7 @@ async def _train(recipe: Recipe, context: ServiceContext, lease: DeviceLease | N
             if world.is_main:
                 turns = None
                 if lease is not None:
-                    wait_s = recipe.placement.turn_wait_s
-                    turns = TimeSlices(lease, learner, compute, wait_s=wait_s)
+                    turns = TimeSlices(lease, learner, compute, wait_s=TURN_WAIT_S)
                 trainer = await _lead(
                     *(recipe, context, setting, state, learner, compute, queue, patience),
                     turns=turns,
@@ -145,7 +146,6 @@ async def _lead(
     metrics = MetricsLog(
         recipe.metrics_path,
         open_loggers(recipe.trainer.logger, logged),
-        max_bytes=recipe.trainer.metrics_max_bytes,
     )
     judge = JudgeClient(context.addresses["reward"]) if "reward" in context.addresses else None
     trajectories = TrajectoryLog(

@@ -18,15 +18,24 @@ class Quota:
 
     runs: int = 1000
     """In all; whoever opens runs may open three quarters of them, the operator all."""
-    stages: int = 64
-    group_rows: int = 16_384
-    lease_rows: int = 65_536
     resident_rows: int = 4_000_000
+    """Rows that admission may let into a run."""
     resident_bytes: int = 1 << 40
+    """The largest bound on a run's payload."""
     dead_letters: int = 100_000
+    """Dead letters that are kept of a run."""
     dead_letter_bytes: int = 1 << 30
+    """The same in bytes: reasons, and the tasks that are kept for them."""
+    stages: int = 64
+    """Stages of a run, and columns that one of them reads or writes."""
+    group_rows: int = 16_384
+    """Rows of one group."""
+    lease_rows: int = 65_536
+    """Rows of one lease; a worker that asks for more gets these, and may ask again."""
 
 
+RECIPE_QUOTA = ("runs", "resident_rows", "resident_bytes", "dead_letters")
+"""The bounds that a recipe sets (`queue.quota`); the others are constants."""
 CALLERS_SHARE = 3 / 4
 CALLERS_LEAST = 2
 """A training run and its evaluation."""
@@ -94,7 +103,7 @@ def _check_quota(spec: RunSpec, quota: Quota) -> None:
         if value > (most := getattr(quota, name)):
             raise CapacityError(
                 f"run {spec.run!r} asks for {value:.0f} {name.replace('_', ' ')}, and this queue allows {most}"
-                f" (queue.quota.{name})"
+                + (f" (queue.quota.{name})" if name in RECIPE_QUOTA else "")
             )
 
 

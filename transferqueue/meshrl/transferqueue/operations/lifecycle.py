@@ -86,7 +86,7 @@ def packed(
         elif fault := name_fault(task.task_id, most=TASK_ID_BYTES):
             problem = f"is no name: {fault}"
         elif task.group_size > most_rows:
-            problem = f"wants a group of {task.group_size} rows, at most {most_rows:.0f} (queue.quota.group_rows)"
+            problem = f"wants a group of {task.group_size} rows, at most {most_rows:.0f}"
         elif task.group_size < 1:
             problem = f"wants a group of {task.group_size} rows, at least 1 makes sense"
         elif task.prompt_ids.ndim != 1 or task.prompt_ids.dtype != np.int32:

@@ -418,6 +418,5 @@ def build(config: QueueConfig, path: Path) -> DiskStore:
     return DiskStore(
         path,
         durability=config.durability,
-        grow_bytes=config.grow_bytes,
         reserve_bytes=config.reserve_bytes,
     )
