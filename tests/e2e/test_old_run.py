@@ -1,5 +1,7 @@
 """A run directory made by 0.1 (commit 84f5608) is listed, read, exported and resumed: `fixtures/run-0.1.tar.gz`.
 
+So is one of a mesh that was killed at commit 9121209e: `fixtures/frozen/run.tar.xz`.
+
 Its recipe names keys that later versions may drop, so each of them must be dropped in words and never end the run.
 """
 
@@ -13,6 +15,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from ..frozen_queue import unpacked
 
 pytestmark = pytest.mark.slow
 
@@ -76,3 +80,20 @@ def test_a_run_of_0_1_is_resumed_and_ends(folder: Path) -> None:
     trained = [line["step"] for line in lines[before:] if "reward/mean" in line]
     assert trained == [STEPS_DONE], "only the step that was missing is trained"
     assert (folder / "run" / "export" / "model.safetensors").exists()
+
+
+def test_a_run_that_was_killed_before_much_was_cut_is_listed_resumed_and_ends(
+    tmp_path: Path,
+) -> None:
+    folder = unpacked("run", tmp_path)
+    ledger = json.loads(meshrl(folder, "ledger", "--run-dir", "run", "--json"))["tiny"]
+    assert ledger["balanced"]
+    assert "no problems" in meshrl(folder, "queue", "verify", "run/queue")
+    output = meshrl(folder, "up", "recipe.yaml", "--plain")
+    assert f"{STEPS} of {STEPS}" in output
+    assert "(balanced)" in output
+    lines = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    trained = [line["step"] for line in lines if "reward/mean" in line]
+    assert trained == list(range(STEPS)), "those since the checkpoint are trained anew"
