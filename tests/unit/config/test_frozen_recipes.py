@@ -1,0 +1,86 @@
+"""Each shipped recipe means what it meant at commit 9121209e, but for keys that were dropped in the open."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from meshrl.config import load_recipe
+from meshrl.config.loading import Written
+from meshrl.config.machine import AssumedMachine, Assumptions
+from meshrl.contract.config import Config
+from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig, SftConfig
+
+from ...frozen_queue import FROZEN
+
+ROOT = Path(__file__).parents[3]
+DROPPED: Collection[str] = ()
+"""Keys of then that no recipe has now, with all below them; `N` stands for a place in a list. Sorted."""
+OFFLINE: Mapping[str, type[Config]] = {
+    "recipes/gsm8k/sft.yaml": SftConfig,
+    "recipes/preferences/dpo.yaml": DpoConfig,
+    "recipes/preferences/reward.yaml": RewardModelConfig,
+    "recipes/vision/sft.yaml": SftConfig,
+}
+"""Recipes of commands beside `up`."""
+DEFAULTS = "defaults"
+RECIPES: Mapping[str, Mapping[str, Any]] = yaml.safe_load((FROZEN / "recipes.yaml").read_text())
+"""By path, values by dotted key: all of a recipe that names only a model; of the others what differs."""
+
+
+def values(path: Path, kind: type[Config] | None = None) -> dict[str, Any]:
+    """What `meshrl config show` says of a recipe, by dotted key, on a machine without a GPU."""
+    if kind is not None:
+        return dict(flat(Written.read(path, ()).as_config(kind).model_dump(mode="json")))
+    machine = AssumedMachine(Assumptions(gpus=0))
+    recipe = load_recipe(path, check=False, hub=False, machine=machine)
+    return dict(flat(recipe.model_dump(mode="json")))
+
+
+def flat(value: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves, by dotted key. What is empty is a leaf, and so is a list of no sections."""
+    if isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        value = dict(enumerate(value))
+    if not (isinstance(value, dict) and value):
+        yield at, value
+        return
+    for name, below in value.items():
+        yield from flat(below, f"{at}.{name}" if at else str(name))
+
+
+def expected(path: str) -> dict[str, Any]:
+    """What `values` returned then: the defaults, and above them what the recipe says."""
+    found = dict(RECIPES[path])
+    inner = {key[: end.start()] for key in found for end in re.finditer(r"\.", key)}
+    for key, value in ({} if path in OFFLINE else RECIPES[DEFAULTS]).items():
+        replaced = key in inner or any(f"{key}.".startswith(f"{own}.") for own in found)
+        if not replaced:
+            found[key] = value
+    return {key: value for key, value in found.items() if not dropped(key)}
+
+
+def dropped(key: str) -> bool:
+    """Whether the key, or one above it, is named in DROPPED."""
+    general = re.sub(r"\.\d+(?=\.|$)", ".N", key)
+    return any(f"{general}.".startswith(f"{name}.") for name in DROPPED)
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.keys() - {DEFAULTS}))
+def test_a_shipped_recipe_means_what_it_meant(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    then, now = expected(path), values(Path(path), OFFLINE.get(path))
+    gone = sorted(then.keys() - now.keys())
+    assert not gone, "keys that went: name them in DROPPED"
+    assert {key: now[key] for key in then} == then
+
+
+def test_the_names_of_dropped_keys_are_those_of_keys_then() -> None:
+    known = {re.sub(r"\.\d+(?=\.|$)", ".N", key) for one in RECIPES.values() for key in one}
+    for name in DROPPED:
+        assert any(f"{key}.".startswith(f"{name}.") for key in known), name
+    assert list(DROPPED) == sorted(DROPPED)
