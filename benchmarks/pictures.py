@@ -1,14 +1,13 @@
 """Log-probs of rows with pictures by a real server beside the trainer's, and what pictures weigh on the wire.
 
     python benchmarks/pictures.py logprobs [--engine vllm] [--rows 200] [--model Qwen3VL]
-    python benchmarks/pictures.py payload [--group 8] [--groups 16] [--bytes 100000] [--stored]
+    python benchmarks/pictures.py payload [--group 8] [--groups 16] [--bytes 100000]
 
 `logprobs`: a tiny random model is exported by the trainer and served by vLLM or SGLang on this CPU, which samples
 rows of one to four pictures, first from the export and then from a version of the weight plane that has other weights
 everywhere, in the vision tower, too; the policy computes the same rows in packs. Wants `make venv-vllm venv-sglang`.
 `payload`: the bytes that a queue over gRPC takes and gives for a group: put, one lease of its rows, one fetch of
-them; beside the same without pictures. With --stored the pictures go through a store (`data.media_store`), and
-what is written there and read by a worker and a trainer is counted, too. The last line is one JSON object.
+them; beside the same without pictures. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.contract.picture_store import PictureFolders, PictureStore
 from meshrl.contract.rows import rollout_write
 from meshrl.contract.types import (
     MEDIA,
@@ -38,7 +36,6 @@ from meshrl.contract.types import (
     VersionSpan,
 )
 from meshrl.images import ImageProcessor
-from meshrl.images.messages import MOST_OF_ROW
 from meshrl.rollout.engines import sglang, vllm
 from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.runtime import GrpcServer
@@ -50,7 +47,6 @@ from meshrl.trainer.distributed import World
 from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.model.snapshot import take_snapshot
 from meshrl.trainer.model.vision import VisionReader
-from meshrl.transferqueue.operations.pictures import PictureRemover
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -143,42 +139,14 @@ async def payload(arguments: argparse.Namespace) -> dict[str, Any]:
 async def carried(
     arguments: argparse.Namespace, media: Sequence[tuple[Media, ...]]
 ) -> dict[str, int]:
-    """Bytes between a client and its queue, and between its processes and the store of pictures."""
-    with tempfile.TemporaryDirectory() as folder:
-        return await carried_beside(arguments, media, Counted(folder))
-
-
-class Counted(PictureFolders):
-    """Counts the bytes of objects."""
-
-    def __init__(self, folder: str) -> None:
-        super().__init__(folder)
-        self.nbytes = 0
-
-    def write(self, run: str, task: str, media: Media) -> None:
-        self.nbytes += len(media.data)
-        super().write(run, task, media)
-
-    def read(self, run: str, task: str, media: Media) -> Media:
-        self.nbytes += media.stored_bytes
-        return super().read(run, task, media)
-
-
-async def carried_beside(
-    arguments: argparse.Namespace, media: Sequence[tuple[Media, ...]], folders: Counted
-) -> dict[str, int]:
-    """As `carried`, with a store in a folder."""
-    remover = PictureRemover(folders, alone=True)
-    queue = await TransferQueue.open(MemoryStore(), pictures=remover)
+    """Bytes between a client and its queue."""
+    queue = await TransferQueue.open(MemoryStore())
     counts: list[int] = [0]
-    inline_bytes = 0 if arguments.stored else MOST_OF_ROW
-    worker, trainer = (PictureStore(folders, inline_bytes=inline_bytes) for _ in range(2))
     async with (
         GrpcServer(settings(), [QueueServicer(queue)]) as server,
         counted(server.address, counts) as address,
         QueueClient(address, retry_s=1) as client,
     ):
-        client.pictures = trainer  # and feeder
         groups, version = arguments.groups, Version(1, 0)
         rows = groups * arguments.group
         await client.open_run(
@@ -190,8 +158,6 @@ async def carried_beside(
 
         def passed(step: str) -> None:
             found[step], counts[0] = counts[0], 0
-            if arguments.stored:
-                found[f"{step} objects"], folders.nbytes = folders.nbytes, 0
 
         prompt = np.arange(64, dtype=np.int32)
         tasks = [
@@ -210,8 +176,7 @@ async def carried_beside(
             )
             leased += lease.rows
         for row in leased:
-            seen = await worker.get("r", row.uid.task, row.task.media)
-            assert seen == media[int(row.uid.task[1:])]
+            assert row.task.media == media[int(row.uid.task[1:])]
         passed("lease")
         await client.write(
             "r", "rollout", {row.uid: row.token for row in leased}, map(answer, leased)
@@ -220,8 +185,6 @@ async def carried_beside(
         await client.fetch("r", sorted(row.uid for row in leased), ("tokens", MEDIA))
         passed("fetch")
     await queue.close()
-    worker.close()
-    trainer.close()
     return found
 
 
@@ -279,7 +242,6 @@ def main() -> None:
     second.add_argument("--group", type=int, default=8)
     second.add_argument("--groups", type=int, default=16)
     second.add_argument("--bytes", type=int, default=100_000)
-    second.add_argument("--stored", action="store_true")
     arguments = parser.parse_args()
     made = logprobs if arguments.command == "logprobs" else payload
     print(json.dumps(asyncio.run(made(arguments))))

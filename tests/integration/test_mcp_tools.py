@@ -36,7 +36,6 @@ class Seeing:
     """The same tokenizer for a model that reads pictures."""
 
     reads_pictures = True
-    most_media_bytes = 1 << 20
 
     def __getattr__(self, name: str) -> Any:
         return getattr(TOKENIZER, name)

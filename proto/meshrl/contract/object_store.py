@@ -57,15 +57,15 @@ class ObjectStore:
         except Exception as error:  # every store has errors of its own
             raise CapacityError(f"cannot write {path} to {self.url}: {one_line(error)}") from error
 
-    def read(self, path: str, most_bytes: int | None = None) -> bytes:
-        """Read one object, or as many of its first bytes.
+    def read(self, path: str) -> bytes:
+        """Read one object.
 
         Raises:
             CorruptError: there is none.
             UnavailableError: the store fails.
         """
         try:
-            content: bytes = self._files.cat_file(f"{self._root}/{path}", end=most_bytes)
+            content: bytes = self._files.cat_file(f"{self._root}/{path}")
         except FileNotFoundError as error:
             raise CorruptError(f"{self.url}: {path} is missing") from error
         except Exception as error:
@@ -95,14 +95,6 @@ class ObjectStore:
             ) from error
         named = ((each["name"].rstrip("/").rpartition("/")[2], each) for each in found)
         return {name: int(each["size"] or 0) for name, each in named if name}
-
-    def changed(self, path: str) -> float:
-        """When an object was written, in seconds since 1970. Raises UnavailableError, also where there is none."""
-        try:
-            when: float = self._files.modified(f"{self._root}/{path}").timestamp()
-        except Exception as error:
-            raise UnavailableError(f"cannot see {path} in {self.url}: {one_line(error)}") from error
-        return when
 
     def remove(self, folder: str) -> None:
         """Delete a folder; nothing where there is none. Raises UnavailableError."""

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +44,6 @@ from meshrl.contract.types import (
     RowWrite,
     Sample,
     Score,
-    Task,
     Trajectory,
     Uid,
     Uint8,
@@ -226,10 +225,7 @@ def media_of_row(
     known = {each.sha256: each for each in (*task, *named) if each.data}
     for each in named:
         if each.sha256 not in known:
-            where = ": it is in a picture store, and data.media_store names none here" * bool(
-                each.stored_bytes
-            )
-            raise CorruptError(f"row {uid}: its picture {each.sha256[:12]} is not there{where}")
+            raise CorruptError(f"row {uid}: its picture {each.sha256[:12]} is not there")
     return tuple(known[each.sha256] for each in named)
 
 
@@ -342,18 +338,6 @@ def _arguments(given: Any) -> str:
     return given if isinstance(given, str) else json.dumps(given)
 
 
-class StoredPictures(Protocol):
-    """Where pictures are that are too large for the queue's messages (contract/picture_store.py)."""
-
-    async def admitted(self, tasks: Sequence[Task]) -> Sequence[Task]:
-        """Tasks as they are sent, with the names of such pictures."""
-        ...
-
-    async def filled(self, uids: Sequence[Uid], rows: Sequence[Columns]) -> Sequence[Columns]:
-        """Rows as they came, with the data of such pictures."""
-        ...
-
-
 class RowMethods(ABC):
     """`write` and `fetch` of the Queue port for whoever has `write_packed` and `fetch_packed`: queues and clients."""
 
@@ -361,8 +345,6 @@ class RowMethods(ABC):
     """What `write` rounds log-probs to; rows that come packed are left as they are."""
     room: Room | None = None
     """Where to pack what is to be written (`pack(rows, queue.room)`), in the thread of the queue's event loop."""
-    pictures: StoredPictures | None = None
-    """Where `admit` and `fetch` find pictures that are too large for messages."""
 
     @abstractmethod
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
@@ -387,5 +369,4 @@ class RowMethods(ABC):
     ) -> Sequence[Columns]:
         """See Queue."""
         groups = await self.fetch_packed(run, group_rows(run, uids), columns)
-        rows = [row for group in groups for row in group.columns()]
-        return rows if self.pictures is None else await self.pictures.filled(uids, rows)
+        return [row for group in groups for row in group.columns()]

@@ -23,8 +23,12 @@ MARK = "<image>"
 """A picture's place in a text."""
 MOST_OF_ROW = 32 << 20
 """Bytes of all pictures of one prompt, and of all that a row observes: both are one message, of 64 MiB at most."""
-MORE_MEDIA = " (data.media_store takes more)"
 PICTURES = ("image", "image_url")
+
+
+def too_many(size: int) -> str:
+    """The words about a prompt, or a row, whose pictures have `size` bytes."""
+    return f"{size:,} bytes of pictures, want {MOST_OF_ROW:,} at most: smaller or fewer ones"
 
 
 def parts_of(text: str) -> list[dict[str, Any]]:

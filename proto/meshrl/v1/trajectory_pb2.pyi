@@ -258,28 +258,24 @@ class Media(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
-    STORED_BYTES_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """image."""
     sha256: _builtins.str
     """Of the data, in 64 hexadecimal digits: its name."""
     data: _builtins.bytes
     """PNG, JPEG and what else the reader knows. Empty in a list of a row's own pictures: it is said before, or the
-    task's. Empty where stored_bytes is not 0.
+    task's.
     """
-    stored_bytes: _builtins.int
-    """Of the data, where they are an object of the mesh's picture store: <run>/<task>/<sha256>."""
     def __init__(
         self,
         *,
         kind: _builtins.str = ...,
         sha256: _builtins.str = ...,
         data: _builtins.bytes = ...,
-        stored_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "kind", b"kind", "sha256", b"sha256", "stored_bytes", b"stored_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "kind", b"kind", "sha256", b"sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -39,8 +39,7 @@ from meshrl.contract.types import (
     Uid,
     VersionSpan,
 )
-from meshrl.contract.types.rows import MOST_STORED
-from meshrl.images.messages import MORE_MEDIA, has_pictures, marked, taken_out
+from meshrl.images.messages import MOST_OF_ROW, has_pictures, marked, taken_out, too_many
 from meshrl.rollout import chat
 from meshrl.rollout.ports import Generator, Replaying, Rollout
 from meshrl.rollout.streams import Response, sample
@@ -229,12 +228,8 @@ class Conversation:
         """Pictures that begin at `starts` of what is observed next. Raises UserError for too many bytes."""
         observed = self.media[len(self.media) - len(self._starts) :]
         sizes = {each.sha256: len(each.data) for each in (*observed, *media)}
-        most = picture_tokenizer(self._tokenizer).most_media_bytes
-        if (size := sum(sizes.values())) > most:
-            more = MORE_MEDIA if most < MOST_STORED else ""
-            raise UserError(
-                f"row {self.uid}: it observed {size} bytes of pictures, at most {most}{more}"
-            )
+        if (size := sum(sizes.values())) > MOST_OF_ROW:
+            raise UserError(f"row {self.uid}: it observed {too_many(size)}")
         self._starts += tuple(len(self.tokens) + start for start in starts)
         self.media = (*self.media, *media)
 

@@ -16,7 +16,6 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32, Json, Media
 from meshrl.contract.words import whole
 from meshrl.images import ImageProcessor
-from meshrl.images.messages import MOST_OF_ROW
 
 NO_PICTURES = "there are pictures, and the model reads text only"
 
@@ -79,11 +78,6 @@ class PictureTokenizer(ChatTokenizer, Protocol):
         """Whether the model does."""
         ...
 
-    @property
-    def most_media_bytes(self) -> int:
-        """Of all pictures that a row observes."""
-        ...
-
     def look_at(self, media: Sequence[Media]) -> None:
         """Read pictures, in a thread, so that `with_places` and the engine need not; says nothing of damaged ones."""
         ...
@@ -125,14 +119,12 @@ class HuggingFaceTokenizer:
         tokenizer: Any,
         variables: Mapping[str, Any] = MappingProxyType({}),
         images: ImageProcessor | None = None,
-        most_media_bytes: int = MOST_OF_ROW,
     ) -> None:
         """Wrap a tokenizer of transformers; `variables` are given to its chat template.
 
         `images` reads the pictures of messages; None: the model reads text only.
         """
         self._images = images
-        self._most_media_bytes = most_media_bytes
         self._tokenizer = tokenizer
         self._variables = dict(variables)
         self._special = frozenset(tokenizer.all_special_ids)
@@ -193,11 +185,6 @@ class HuggingFaceTokenizer:
         """See `PictureTokenizer`."""
         return self._images is not None
 
-    @property
-    def most_media_bytes(self) -> int:
-        """See `PictureTokenizer`."""
-        return self._most_media_bytes
-
     def look_at(self, media: Sequence[Media]) -> None:
         """See `PictureTokenizer`."""
         for each in media:
@@ -222,7 +209,6 @@ def load_tokenizer(
     path: Path,
     variables: Mapping[str, Any] = MappingProxyType({}),
     images: ImageProcessor | None = None,
-    most_media_bytes: int = MOST_OF_ROW,
 ) -> HuggingFaceTokenizer:
     """The tokenizer in a checkpoint directory; transformers is imported with the first call.
 
@@ -230,7 +216,6 @@ def load_tokenizer(
         path: The directory.
         variables: Of the chat template (`data.apply_chat_template_kwargs`).
         images: Of a model that reads pictures.
-        most_media_bytes: Of all pictures that a row observes.
 
     Raises:
         UserError: the directory has no tokenizer.
@@ -241,7 +226,7 @@ def load_tokenizer(
         raise UserError(f"{path} is not a directory with a tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        return HuggingFaceTokenizer(tokenizer, variables, images, most_media_bytes)
+        return HuggingFaceTokenizer(tokenizer, variables, images)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"no tokenizer in {path}: {reason}") from error

@@ -23,17 +23,16 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self
 
-from meshrl.contract import codec, plugins, tracing
-from meshrl.contract.errors import ConfigError, EngineGoneError, InfraError, UnavailableError
+from meshrl.contract import plugins, tracing
+from meshrl.contract.errors import ConfigError, EngineGoneError, InfraError
 from meshrl.contract.ports import Engine, Queue
 from meshrl.contract.rows import (
     column_parts,
     conversation_column,
-    media_of_row,
-    own_media,
     rollout_write,
+    row_media_column,
     times_column,
 )
 from meshrl.contract.stage_worker import Failure, Returned, StageResult, StageStats, StageWorker
@@ -45,10 +44,7 @@ from meshrl.contract.types import (
     ROW_MEDIA,
     Columns,
     LeasedRow,
-    Media,
     Outcome,
-    Uid,
-    Uint8,
 )
 from meshrl.rollout.circuit_breaker import CircuitBreaker, WatchedGenerator
 from meshrl.rollout.config import CheckpointIntervals, CircuitBreakerConfig
@@ -67,9 +63,6 @@ from meshrl.rollout.sessions.gateway import Gateway
 from meshrl.rollout.sync_batch import SyncBatch
 from meshrl.rollout.time_slices import SleepingEngine
 from meshrl.rollout.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from meshrl.contract.picture_store import PictureStore
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +172,6 @@ class RolloutWorker:
         programs: ProgramCache | None = None,
         demand: Callable[[], int] | None = None,
         routed_experts: Collection[str] = (),
-        pictures: PictureStore | None = None,
     ) -> None:
         """Make a worker named `worker`, unique among the workers of the queue.
 
@@ -193,8 +185,7 @@ class RolloutWorker:
         `checkpoint` says how often running responses are saved; None: never. Deterministic runs never save them: a
         row that begins again has the same bits. Responses more than `max_staleness` versions old are not continued.
 
-        `routed_experts` are the runs whose rows keep the experts of their tokens. `pictures` is where those are that
-        are too large for the queue's messages.
+        `routed_experts` are the runs whose rows keep the experts of their tokens.
 
         Raises:
             ConfigError: `deterministic` with an engine that cannot start requests together, or with `demand`.
@@ -212,7 +203,6 @@ class RolloutWorker:
         self._engine = engine
         self._sleeper = engine if isinstance(engine, SleepingEngine) else None
         self._routed_experts = frozenset(routed_experts)
-        self._pictures = pictures
         self._programs = programs or ProgramCache()
         self._demand = demand
         self._tokenizer = tokenizer
@@ -393,8 +383,7 @@ class RolloutWorker:
         try:
             program = self._programs.get(row.task.program)
             async with deadline:
-                media = await self._media_of(row) if row.task.media else ()
-                task = replace(row.task, sampling=sampling, media=media)
+                task = replace(row.task, sampling=sampling)
                 rollout = await program(task, row.uid, engine, self._tokenizer)
         except GiveBackError:
             return Returned(uid=row.uid)
@@ -429,29 +418,8 @@ class RolloutWorker:
         if rollout.messages:
             notes = {**notes, CONVERSATION: conversation_column(rollout.messages)}
         if rollout.media is not None and rollout.media != task.media:
-            try:
-                column = await self._row_media(row.uid, own_media(rollout.media, task.media))
-            except UnavailableError as error:
-                log.warning("rollout of %s is given back: %s", row.uid, error)
-                return Returned(uid=row.uid)
-            notes = {**notes, ROW_MEDIA: column}
+            notes = {**notes, ROW_MEDIA: row_media_column(rollout.media, task.media)}
         return replace(written, columns={**written.columns, **notes, **rollout.columns})
-
-    async def _media_of(self, row: LeasedRow) -> tuple[Media, ...]:
-        """The pictures of its task. Raises CorruptError, and GiveBackError while their store fails."""
-        if self._pictures is None:
-            return media_of_row(row.uid, None, row.task.media)
-        try:
-            return await self._pictures.get(row.uid.run, row.uid.task, row.task.media)
-        except UnavailableError as error:
-            log.warning("%s is given back: %s", row.uid, error)
-            raise GiveBackError from error
-
-    async def _row_media(self, uid: Uid, own: Sequence[Media]) -> Uint8:
-        """The column of a row's own pictures. Raises UnavailableError while their store fails."""
-        if self._pictures is not None:
-            own = await self._pictures.put(uid.run, uid.task, own)
-        return codec.pack_media(own)
 
     async def _park(self, row: LeasedRow, error: EngineGoneError) -> NoReturn:
         """The engine has stopped, which is no attempt of this row: hold it until `run` releases it."""

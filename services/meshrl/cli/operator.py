@@ -6,27 +6,19 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from meshrl.cli.find_mesh import RETRY_S, Mesh
 from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import run_lock
 from meshrl.rpc.clients.queue_admin import QueueAdminClient
-from meshrl.rpc.queue_connection import (
-    build_store,
-    connect_queue,
-    picture_folders,
-    picture_remover,
-)
+from meshrl.rpc.queue_connection import build_store, connect_queue
 from meshrl.transferqueue.admin import QueueAdmin
-from meshrl.transferqueue.operations.audit import Audit, audit, exported
+from meshrl.transferqueue.operations.audit import Audit, audit
 from meshrl.transferqueue.operations.removal import StoredRun
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding import ShardedQueue, total_ledger
 from meshrl.transferqueue.store import Operation, Store
-
-if TYPE_CHECKING:
-    from meshrl.contract.picture_store import PictureFolders
 
 Answer = TypeVar("Answer")
 Answer_co = TypeVar("Answer_co", covariant=True)
@@ -67,27 +59,22 @@ class Question(Protocol[Answer_co]):
 class _Stored:
     """A store that no queue serves: what is broken in it must not keep it from being looked at."""
 
-    def __init__(self, store: Store, folders: PictureFolders | None) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._folders = folders
 
     def export(self) -> AsyncGenerator[Sequence[Operation], None]:
-        return exported(self._store, self._folders)
+        return self._store.export()
 
     async def verify(self) -> Audit:
         async with aclosing(self._store.export()) as pieces:
-            return await audit(pieces, self._folders)
+            return await audit(pieces)
 
 
-async def ask_store(
-    store: Store,
-    question: Callable[[Operator], Awaitable[Answer]],
-    folders: PictureFolders | None = None,
-) -> Answer:
-    """One conversation with a store, opened and closed here, whose queue kept pictures in `folders`."""
+async def ask_store(store: Store, question: Callable[[Operator], Awaitable[Answer]]) -> Answer:
+    """One conversation with a store, opened and closed here."""
     try:
         await store.load()
-        return await question(_Stored(store, folders))
+        return await question(_Stored(store))
     finally:
         await store.close()
 
@@ -107,7 +94,7 @@ def ask_operator(mesh: Mesh, question: Question[Answer]) -> list[Answer]:
             for number in range(recipe.queue.shards):
                 store = build_store(recipe, number)
                 ask_shard = partial(question, number=number)
-                answers.append(await ask_store(store, ask_shard, picture_folders(recipe)))
+                answers.append(await ask_store(store, ask_shard))
         return answers
 
     return asyncio.run(ask())
@@ -126,12 +113,10 @@ def ask_runs(mesh: Mesh, question: Callable[[RunKeeper], Awaitable[Answer]]) -> 
                 return await question(client)
         recipe = mesh.stopped
         with run_lock(recipe.run.path):
-            store, pictures = build_store(recipe, 0), picture_remover(recipe)
-            queue = await TransferQueue.open(
-                store, samplers=[recipe.queue.sampler], pictures=pictures
-            )
+            store = build_store(recipe, 0)
+            queue = await TransferQueue.open(store, samplers=[recipe.queue.sampler])
             try:
-                return await question(QueueAdmin(queue, store, pictures))
+                return await question(QueueAdmin(queue, store))
             finally:
                 await queue.close()
 

@@ -27,7 +27,7 @@ BENDS = (
     "reward.registry.name",
 )
 """Keys, and sections, that say what is learned and from what."""
-BENDS_NOT = ("data.media_store", "data.media_inline_bytes", "data.max_response_length")
+BENDS_NOT = ("data.max_response_length",)
 """Exceptions in those sections."""
 HELD_BY_QUEUE = ("run.name", "queue.store", "queue.redis_prefix")
 """Beside whatever the specs of its runs are made from."""

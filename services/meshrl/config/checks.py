@@ -307,18 +307,6 @@ def _pictures(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     for package, distribution in PICTURE_PACKAGES.items():
         if not machine.installed(package):
             yield ("model",), f"model: pictures need {distribution}: pip install 'meshrl[vision]'"
-    if recipe.data.media_store is not None:
-        yield from _media_store(recipe.data.media_store, machine)
-
-
-def _media_store(url: str, machine: ThisMachine) -> Iterator[Problem]:
-    from fsspec import available_protocols
-
-    at, (protocol, is_url, _) = ("data", "media_store"), url.partition("://")
-    if is_url and protocol not in available_protocols():
-        yield at, f"data.media_store: fsspec knows no {protocol}:// ({url})"
-    elif is_url and protocol in ("s3", "s3a") and not machine.installed("s3fs"):
-        yield at, f"data.media_store: {url} needs s3fs: pip install 'meshrl[s3]'"
 
 
 def _read_alike(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from meshrl.config.changes import Change, Effect, changes
 from meshrl.config.loading import anchored, in_yaml, read_yaml, recorded
-from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME, Recipe, algorithm_needs
+from meshrl.config.recipe import EVAL_SUFFIX, METRICS_NAME, RECIPE_NAME, Recipe, algorithm_needs
 from meshrl.config.run_files import Content, Mark, content_of, object_in, shapes_of
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.files import replace_file
@@ -137,8 +137,10 @@ def begin(
 
     Raises:
         UserError: what was changed cannot be, or not without `accept_changes`; a line for each key.
+        MeshError: rows have pictures in a store that is no more, or nobody can tell.
     """
     directory = recipe.run.path.absolute()
+    _refuse_stored_pictures(directory, recipe.run.name)
     if not writes:
         record = RunRecord.load(directory)
         if record is None:
@@ -150,6 +152,24 @@ def begin(
         record, lines = _judged(record, recipe, directory, accept_changes, sections)
         record.save(directory)
     return lines
+
+
+def _refuse_stored_pictures(directory: Path, run: str) -> None:
+    """Raise UserError where rows of the run have pictures in the store of an earlier key, `data.media_store`."""
+    try:
+        states = json.loads((directory / RECORD_NAME).read_text())["states"]
+        stores = {each["recipe"]["data"].get("media_store") for each in states} - {None}
+    except (*MALFORMED, OSError):
+        return  # none yet, or one that RunRecord.load tells of
+    from meshrl.contract.object_store import ObjectStore  # fsspec takes long to import
+
+    for url in sorted(stores):
+        store = ObjectStore(url, "data.media_store")
+        if store.entries(run) or store.entries(run + EVAL_SUFFIX):
+            raise UserError(
+                f"run {run} has rows in its queue with pictures at {url}/{run} (data.media_store), which is no more:"
+                " go on with commit 9121209e, or choose another run.name"
+            )
 
 
 def mark_fed(directory: Path) -> None:

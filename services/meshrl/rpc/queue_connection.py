@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
 
 from meshrl.config.recipe import Recipe
 from meshrl.contract.codec.compression import Mode
@@ -21,10 +20,6 @@ from meshrl.transferqueue import stores
 from meshrl.transferqueue.sharding import ShardedQueue, ShardQueue
 from meshrl.transferqueue.store import Store
 
-if TYPE_CHECKING:
-    from meshrl.contract.picture_store import PictureFolders, PictureStore
-    from meshrl.transferqueue.operations.pictures import PictureRemover
-
 
 @asynccontextmanager
 async def connect_queue(
@@ -34,7 +29,6 @@ async def connect_queue(
     compression: Mode = "auto",
     logprob_precision: Precision = "fp32",
     patience: Patience | None = None,
-    pictures: PictureStore | None = None,
 ) -> AsyncIterator[Queue]:
     """The queue at `addresses`: `host:port`, or the addresses of all shards in their order, separated by commas.
 
@@ -48,7 +42,7 @@ async def connect_queue(
     }
     if len(shard_addresses) == 1:
         async with QueueClient(shard_addresses[0], **options) as queue:
-            queue.logprob_precision, queue.pictures = logprob_precision, pictures
+            queue.logprob_precision = logprob_precision
             yield queue
         return
     async with AsyncExitStack() as stack:
@@ -59,67 +53,20 @@ async def connect_queue(
         shards = [await dial(address) for address in shard_addresses]
         router = ShardedQueue(shards, shard_addresses, dial)
         stack.push_async_callback(router.close)
-        router.logprob_precision, router.pictures = logprob_precision, pictures
+        router.logprob_precision = logprob_precision
         yield router
 
 
 def connect_mesh_queue(
-    recipe: Recipe,
-    context: ServiceContext,
-    patience: Patience | None = None,
-    *,
-    pictures: PictureStore | None = None,
+    recipe: Recipe, context: ServiceContext, patience: Patience | None = None
 ) -> AbstractAsyncContextManager[Queue]:
-    """The queue of a service's own mesh, with the recipe's options. Calls wait while its disk is full.
-
-    A service that admits tasks, or fetches pictures, gives the store of `open_pictures`.
-    """
+    """The queue of a service's own mesh, with the recipe's options. Calls wait while its disk is full."""
     return connect_queue(
         context.address_of("queue"),
         compression=recipe.queue.compression,
         logprob_precision=recipe.queue.logprob_precision,
         patience=patience or Patience(),
-        pictures=pictures,
     )
-
-
-@asynccontextmanager
-async def open_pictures(recipe: Recipe) -> AsyncIterator[PictureStore | None]:
-    """Where a mesh keeps pictures that are too large for its queue's messages; None where the recipe names nothing.
-
-    Raises:
-        ConfigError: it names what cannot be opened here.
-    """
-    folders = picture_folders(recipe)
-    if folders is None:
-        yield None
-        return
-    from meshrl.contract.picture_store import PictureStore
-
-    store = PictureStore(folders, inline_bytes=recipe.data.media_inline_bytes)
-    try:
-        yield store
-    finally:
-        store.close()
-
-
-def picture_folders(recipe: Recipe) -> PictureFolders | None:
-    """The objects of `open_pictures`. Raises ConfigError."""
-    if recipe.data.media_store is None:
-        return None
-    from meshrl.contract.picture_store import PictureFolders
-
-    return PictureFolders(recipe.data.media_store)
-
-
-def picture_remover(recipe: Recipe) -> PictureRemover | None:
-    """The remover of pictures of tasks that leave the recipe's queue; None where they are in its messages."""
-    folders = picture_folders(recipe)
-    if folders is None:
-        return None
-    from meshrl.transferqueue.operations.pictures import PictureRemover
-
-    return PictureRemover(folders, alone=recipe.queue.shards == 1)
 
 
 def shard_number(recipe: Recipe, name: str) -> int:

@@ -106,6 +106,16 @@ def test_a_key_that_is_gone_is_dropped_with_one_line(
     assert not capsys.readouterr().err
 
 
+def test_a_recipe_with_a_store_of_pictures_loads_with_a_line_for_each_key(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load(MINIMAL, "data.media_store=s3://bucket/pictures", "data.media_inline_bytes=1")
+    said = capsys.readouterr().err
+    for key in ("media_store", "media_inline_bytes"):
+        assert f"data.{key} is no longer a key and is ignored: pictures" in said
+    assert said.count("\n") == 2 and "32 MiB at most" in said
+
+
 def test_a_value_that_is_gone_is_replaced_with_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

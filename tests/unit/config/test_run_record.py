@@ -103,7 +103,6 @@ TOLD = [
     "algorithm.kl_ctrl.kl_coef=0.1",
     "critic.warmup_steps=3",
     "data.max_response_length=64",
-    "data.media_inline_bytes=1",
     "model.enable_gradient_checkpointing=true",
     "model.lora_alpha=32",
     "model.param_dtype=bfloat16",
@@ -487,6 +486,28 @@ def test_a_record_of_another_version_with_a_key_that_is_gone_is_read() -> None:
     stored["states"][0]["recipe"]["gone"] = {"a": 1}
     Path("runs/my/run.json").write_text(json.dumps(stored))
     train(3)
+    assert start() == []
+
+
+def test_a_run_whose_rows_have_pictures_in_a_store_is_refused_until_they_have_not(
+    tmp_path: Path,
+) -> None:
+    start()
+    train(2)
+    record = Path("runs/my/run.json")
+    stored = json.loads(record.read_text())
+    stored["states"][0]["recipe"]["data"]["media_store"] = str(tmp_path / "pictures")
+    record.write_text(json.dumps(stored))
+    picture = tmp_path / "pictures" / "my.eval" / "task" / ("a" * 64)
+    picture.parent.mkdir(parents=True)
+    picture.write_bytes(b"a")
+    before = files()
+    with pytest.raises(UserError) as refused:
+        start()
+    (line,) = refused.value.message.splitlines()
+    assert "run my has rows" in line and "go on with commit 9121209e" in line
+    assert files() == before
+    shutil.rmtree(picture.parents[1])
     assert start() == []
 
 

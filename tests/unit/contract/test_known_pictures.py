@@ -35,6 +35,14 @@ def test_other_data_under_a_known_name_are_refused() -> None:
     assert codec.unpack_media(codec.pack_media((one,))) == (one,)
 
 
+def test_a_picture_of_a_task_brings_its_data_along() -> None:
+    named = replace(Media.of(b"elsewhere"), data=b"")
+    task = Task(run="r", task_id="t", prompt_ids=np.zeros(2, dtype=np.int32), media=(named,))
+    with pytest.raises(CorruptError, match="comes without its data"):
+        codec.unpack_task(codec.encode_task(task).SerializeToString())
+    assert codec.unpack_media(codec.pack_media((named,)), names=True) == (named,)
+
+
 def test_what_is_remembered_is_bounded() -> None:
     known = KnownPictures(10)
     for number in range(9):

@@ -241,10 +241,11 @@ async def test_what_cannot_be_observed_is_one_line_and_changes_nothing(
     assert conversation.tokens.tolist() == before and not conversation.media
 
 
-async def test_the_bytes_of_a_row_are_bounded(images: ImageProcessor) -> None:
-    tokenizer = HuggingFaceTokenizer(
-        make_tokenizer(), images=images, most_media_bytes=2 * len(B.data)
-    )
+async def test_the_bytes_of_a_row_are_bounded(
+    images: ImageProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshrl.rollout.conversation.MOST_OF_ROW", 2 * len(B.data))
+    tokenizer = HuggingFaceTokenizer(make_tokenizer(), images=images)
     asked = task(tokenizer, A)
     conversation = Conversation(
         UID, tokenizer, asked.prompt_ids, budget=Budget.of(asked), media=asked.media
@@ -254,7 +255,7 @@ async def test_the_bytes_of_a_row_are_bounded(images: ImageProcessor) -> None:
         assert conversation.observe([{"role": "user", "content": content_with("?", [B.data])}])
     with pytest.raises(
         UserError,
-        match=r"row run/t/0.0: it observed \d+ bytes of pictures, at most \d+ \(data.media_store takes more\)",
+        match=r"row run/t/0.0: it observed [\d,]+ bytes of pictures, want 33,554,432 at most: smaller or fewer ones",
     ):
         conversation.observe([{"role": "user", "content": content_with("?", [C.data, A.data])}])
     assert MOST_OF_ROW < 64 << 20 and MOST_PIXELS < 1 << 26

@@ -10,7 +10,6 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from pydantic import ValidationError
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Media, SamplingParams
@@ -85,16 +84,18 @@ def test_a_row_whose_pictures_cannot_be_used_is_one_line(
     assert "rows.parquet:0" in str(caught.value)
 
 
-def test_more_bytes_than_a_message_carries_want_a_store(tmp_path: Path, model: Path) -> None:
+def test_more_bytes_than_a_message_carries_are_one_line(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     row = {"prompt": asks("<image><image>"), "images": [A.data, A.data]}
-    size = 2 * len(A.data)
-    with pytest.raises(UserError, match=rf"at most {size - 1} \(data\.media_store takes more\)"):
-        read(tmp_path, model, row, media_inline_bytes=size - 1)
-    assert read(tmp_path, model, row, media_inline_bytes=size).media == (A, A)
-    stored = {"media_inline_bytes": 1, "media_store": str(tmp_path)}
-    assert read(tmp_path, model, row, **stored).media == (A, A)
-    with pytest.raises(ValidationError):  # every service would look somewhere else
-        read(tmp_path, model, row, media_store="pictures")
+    monkeypatch.setattr("meshrl.trainer.data.pictures.MOST_OF_ROW", 2 * len(A.data))
+    assert read(tmp_path, model, row).media == (A, A)
+    monkeypatch.setattr("meshrl.trainer.data.pictures.MOST_OF_ROW", 2 * len(A.data) - 1)
+    with pytest.raises(
+        UserError,
+        match=r"rows\.parquet:0: 'images' has [\d,]+ bytes of pictures, want 33,554,432 at most: smaller",
+    ):
+        read(tmp_path, model, row)
 
 
 def test_a_prompt_with_pictures_is_never_cut(tmp_path: Path, model: Path) -> None:

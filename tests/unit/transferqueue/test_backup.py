@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +14,7 @@ import lmdb
 import pytest
 
 from meshrl.contract.errors import CapacityError, ConflictError, NotFoundError, UserError
+from meshrl.contract.frames import with_checksum
 from meshrl.contract.types import Outcome
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.admin import QueueAdmin
@@ -21,8 +22,9 @@ from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.operations.audit import Audit, audit
 from meshrl.transferqueue.operations.backup import PARTIAL, back_up, opened, restore_backup
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.store import Store
+from meshrl.transferqueue.store import Operation, Store, Table
 from meshrl.transferqueue.stores.disk import STAMP, DiskStore
+from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ...contract.queue_actors import Actors, spec, tasks
 from ...redis_server import needs_redis, running
@@ -142,6 +144,24 @@ async def test_nothing_is_overwritten(make_store: MakeStore, tmp_path: Path) -> 
     with pytest.raises(ConflictError, match="holds a queue already"):
         await restore_backup(tmp_path / "backup", store)
     await store.close()
+
+
+async def test_a_backup_with_pictures_of_a_store_is_refused(tmp_path: Path) -> None:
+    source = MemoryStore()
+    actors = await in_every_state(source)
+    copied = [piece async for piece in source.export()]
+    picture = Operation(Table.PAYLOAD, b"p" + bytes(32), with_checksum(b"run/t/name", b"data"))
+
+    async def pieces() -> AsyncIterator[Sequence[Operation]]:
+        for piece in [*copied, [picture]]:
+            yield piece
+
+    await back_up(pieces(), tmp_path / "backup")
+    await actors.queue.close()
+    store = MemoryStore()
+    with pytest.raises(UserError, match=r"has pictures of data\.media_store.* commit 9121209e"):
+        await restore_backup(tmp_path / "backup", store)
+    assert await store.load() == []
 
 
 async def test_a_backup_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:

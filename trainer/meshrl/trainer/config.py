@@ -23,8 +23,6 @@ from pydantic import (
 )
 
 from meshrl.contract.config import Config, Machine
-from meshrl.contract.types.rows import MOST_STORED
-from meshrl.images.messages import MOST_OF_ROW
 from meshrl.trainer.algorithms.options import with_options
 from meshrl.trainer.data.gym_config import ReasoningGymConfig
 from meshrl.trainer.learner.optimizer_config import OptimConfig
@@ -187,12 +185,6 @@ class DataConfig(Config):
     """The column of the prompt: text or chat messages."""
     image_key: str = "images"
     """The column of a prompt's pictures, for a model that reads some: files, or the bytes of them."""
-    media_store: str | None = Field(default=None, pattern=r"^(/|[a-z0-9+.-]+://)")
-    """Where pictures go that are too large for the queue's messages: a URL that fsspec opens (`s3://bucket/prefix`),
-    or an absolute path that all services share. None: prompts and rows with larger ones are refused."""
-    media_inline_bytes: int = Field(default=MOST_OF_ROW, ge=1, le=MOST_OF_ROW)
-    """Bytes of pictures of one prompt, and of all that a row observes, that the queue's messages carry; more go to
-    `media_store`."""
     answer_key: str | None = None
     """The column of the answer that a response is compared with; None takes `reward_model.ground_truth`, else
     `answer`."""
@@ -227,11 +219,6 @@ class DataConfig(Config):
     there are rows, of each source its share; a source's prompts come in a seeded order, none again before all others.
     Empty: an epoch asks each prompt once."""
     seed: int = 0
-
-    @property
-    def most_media_bytes(self) -> int:
-        """Bytes of pictures of one prompt, and of one row, that are not refused."""
-        return MOST_STORED if self.media_store else self.media_inline_bytes
 
 
 class KlControlConfig(Config):

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +25,11 @@ from meshrl.contract.errors import (
     CorruptError,
     InfraError,
     NotFoundError,
-    UnavailableError,
     UserError,
 )
 from meshrl.contract.ports import Queue
 from meshrl.contract.rows import media_of_row, row_media
-from meshrl.contract.stage_worker import Failure, Returned, StageResult, StageStats, StageWorker
+from meshrl.contract.stage_worker import Failure, StageResult, StageStats, StageWorker
 from meshrl.contract.types import (
     REFERENCE_STAGE,
     REFERENCE_TOP,
@@ -52,11 +50,6 @@ from meshrl.trainer.model.sharded_loading import fill, is_empty
 from meshrl.trainer.model.vision import RowImages, VisionReader, tower_of
 from meshrl.trainer.reference_ranks import IDLE_S, ReferenceRanks, sharded
 from meshrl.trainer.shared_prefix_groups import SharedPrefixGroups
-
-if TYPE_CHECKING:
-    from meshrl.contract.picture_store import PictureStore
-
-log = logging.getLogger(__name__)
 
 
 class ReferenceModel:
@@ -261,7 +254,6 @@ class ReferenceStage:
         limit: int = 1024,
         together: bool = True,
         pictures: bool = False,
-        stored: PictureStore | None = None,
     ) -> None:
         """Prepare; nothing is leased before `run`.
 
@@ -270,13 +262,11 @@ class ReferenceStage:
             runs: Which runs' rows.
             judged: What computes.
             pictures: It reads those of rows.
-            stored: Where those are that are too large for the queue's messages.
             worker: This stage's name in leases.
             limit: Rows held at once: most of them wait for the rest of their group.
             together: Rows wait for the rest of their group, whose prompt is shared (`shared_prefix_groups.py`).
         """
         self._queue = queue if pictures else None
-        self._stored = stored
         self._judged = judged
         self._loop = StageWorker(
             queue,
@@ -317,9 +307,6 @@ class ReferenceStage:
         try:
             seen = await self._seen(rows)
             results = await self._judged(tokens, seen, temperature=temperature)
-        except UnavailableError as error:  # a picture store that has been asked for long
-            log.warning("reference: rows are given back: %s", error)
-            return [Returned(uid=row.uid) for row in rows]
         except (UserError, CorruptError, NotFoundError) as error:  # not found: gone meanwhile
             if len(rows) > 1:  # one row's defect must not fail the others
                 return [r for row in rows for r in await self._answer([row], temperature)]
@@ -336,11 +323,7 @@ class ReferenceStage:
         found: list[Columns] = []
         for run, part in itertools.groupby([row.uid for row in rows], key=lambda uid: uid.run):
             found += await self._queue.fetch(run, list(part), ("loss_mask", ROW_MEDIA))
-        media = [row.task.media for row in rows]
-        if (stored := self._stored) is not None:
-            gets = (stored.get(row.uid.run, row.uid.task, row.task.media) for row in rows)
-            media = await asyncio.gather(*gets)
         return [
-            Seen(columns["loss_mask"], media_of_row(row.uid, row_media(columns), of_task))
-            for row, columns, of_task in zip(rows, found, media, strict=True)
+            Seen(columns["loss_mask"], media_of_row(row.uid, row_media(columns), row.task.media))
+            for row, columns in zip(rows, found, strict=True)
         ]

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self, TypedDict, Unpack
+from typing import Self, TypedDict, Unpack
 
 from meshrl.contract.errors import (
     CapacityError,
@@ -90,9 +90,6 @@ from meshrl.transferqueue.store import (
     encode_record,
 )
 
-if TYPE_CHECKING:
-    from meshrl.transferqueue.operations.pictures import PictureRemover
-
 log = logging.getLogger(__name__)
 
 
@@ -107,8 +104,6 @@ class QueueOptions(TypedDict, total=False):
     """Frames that are kept in RAM as well; see RecentFrames."""
     recovery_pause_s: float
     """Between two attempts to read back a store that cannot be read."""
-    pictures: PictureRemover | None
-    """Removes pictures that are not in the store."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,11 +126,9 @@ class TransferQueue(RowMethods):
         self._runs: dict[str, Run] = {}
         frames = RecentFrames(options.get("cache_bytes", CACHE_BYTES))
         self._payload = PayloadReader(store, frames)
-        self._pictures = options.get("pictures")
         recovery_pause_s = options.get("recovery_pause_s", RECOVERY_PAUSE_S)
-        on_left = self._pictures.left if self._pictures else None
         self._commit_log = CommitLog(
-            store, self._recover, recovery_pause_s, on_left=on_left, on_committed=frames.committed
+            store, self._recover, recovery_pause_s, on_committed=frames.committed
         )
         self._expiry = Expiry(self._expired)
         self._waits = Waits()
@@ -163,8 +156,6 @@ class TransferQueue(RowMethods):
             await store.close()
             raise
         queue._committer = asyncio.create_task(queue._commit_log.run(), name="queue-commit-log")
-        if queue._pictures is not None:
-            queue._pictures.start(lambda: queue.open_runs)
         return queue
 
     async def close(self) -> None:
@@ -178,8 +169,6 @@ class TransferQueue(RowMethods):
         self._commit_log.close()
         if self._committer is not None:
             await self._committer
-        if self._pictures is not None:
-            await self._pictures.close()
         self._expiry.clear()
         await self._store.close()
 
@@ -298,14 +287,6 @@ class TransferQueue(RowMethods):
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
         """See the port. Raises UserError for a task that can never be processed, CapacityError for a full disk."""
         state = self._worked(run)
-        if self._pictures is None and (
-            stored := [task.task_id for task in tasks if any(m.stored_bytes for m in task.media)]
-        ):
-            raise UserError(
-                f"task {stored[0]!r} has pictures in a store, and this queue was started without data.media_store:"
-                " nobody would remove them",
-                task=stored[0],
-            )
         most = self._quota.group_rows
         packed = lifecycle.packed(state.spec, state.known_tasks, tasks, most_rows=most)
         if packed:

@@ -39,8 +39,6 @@ FORMAT: Final = 4
 
 FRAME: Final = b"c"
 """How the keys of frames begin."""
-PICTURE: Final = b"p"
-"""How the keys of pictures begin, which are values of a backup only."""
 
 
 class OwnerLostError(UnavailableError):
@@ -278,13 +276,11 @@ class CommitLog:
         recover: Callable[[], Awaitable[None]],
         recovery_pause_s: float = RECOVERY_PAUSE_S,
         *,
-        on_left: Callable[[Sequence[tuple[str, str]]], None] | None = None,
         on_committed: Callable[[Sequence[Operation]], None] = lambda operations: None,
     ) -> None:
         """A store that cannot be read back is tried again every `recovery_pause_s`.
 
-        `on_committed` is told of each commit that is durable, and `on_left` of the tasks, by run and id, that it has
-        let go for good.
+        `on_committed` is told of each commit that is durable.
         """
         self._recovery_pause_s = recovery_pause_s
         self._store = store
@@ -301,9 +297,6 @@ class CommitLog:
         """Done when another queue has taken the store over."""
         self.commit_s = Durations()
         """From the start of a commit to its acknowledgement."""
-        self.left: list[tuple[str, str]] = []
-        """Run and id of the tasks that leave for good with what is staged."""
-        self._on_left = on_left
         self._on_committed = on_committed
 
     def touch(self, record: Record) -> None:
@@ -356,7 +349,6 @@ class CommitLog:
 
     async def _commit(self) -> None:
         commit, self._staged = self._staged, _Commit()
-        left, self.left = self.left, []
         self._in_flight = commit
         start = time.perf_counter()
         try:
@@ -377,8 +369,6 @@ class CommitLog:
             self.commit_s.add(time.perf_counter() - start)
             self._on_committed(operations)
             commit.done.set_result(None)
-            if left and self._on_left is not None:
-                self._on_left(left)
         finally:
             self._in_flight = None
 
@@ -411,7 +401,6 @@ class CommitLog:
 
     def _refuse_staged(self) -> None:
         staged, self._staged = self._staged, _Commit()
-        self.left = []
         _refuse(staged, self._refusal or UnavailableError("the queue is not open yet"))
 
 

@@ -59,8 +59,6 @@ from meshrl.contract.codec.types import (
     pack_media,
     pack_task,
     printable,
-    stored_in_column,
-    stored_in_task,
     unpack_media,
     unpack_task,
 )
@@ -140,8 +138,6 @@ __all__ = [
     "pages",
     "parser",
     "printable",
-    "stored_in_column",
-    "stored_in_task",
     "unpack_media",
     "unpack_task",
 ]

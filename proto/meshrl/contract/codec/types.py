@@ -8,11 +8,9 @@ from __future__ import annotations
 import functools
 import json
 import math
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from enum import StrEnum
 from typing import Any, Final, Generic, Never, ParamSpec, Protocol, TypeVar
 
@@ -305,21 +303,13 @@ def encode_task(task: Task) -> pb.Task:
 @encoder
 def encode_picture(media: Media) -> pb.Media:
     """Any picture."""
-    return pb.Media(
-        kind=media.kind, sha256=media.sha256, data=media.data, stored_bytes=media.stored_bytes
-    )
+    return pb.Media(kind=media.kind, sha256=media.sha256, data=media.data)
 
 
 @decoder
-def decode_media(
-    messages: Iterable[pb.Media], *, names: bool = False, stored: bool = False
-) -> tuple[Media, ...]:
-    """In order; with `names` some without data, with `stored` some whose data are in the picture store.
-
-    Raises:
-        UserError: a name that is not its data's, or no name.
-    """
-    return tuple([_media(each, names=names, stored=stored) for each in messages])
+def decode_media(messages: Iterable[pb.Media], *, names: bool = False) -> tuple[Media, ...]:
+    """In order; with `names` some without data. Raises UserError for a name that is not its data's."""
+    return tuple([_media(each, names=names) for each in messages])
 
 
 class KnownPictures:
@@ -354,22 +344,13 @@ class KnownPictures:
 _known = KnownPictures(64 << 20)
 
 
-_NAME = re.compile(r"[0-9a-f]{64}")
-
-
-def _media(message: pb.Media, *, names: bool, stored: bool) -> Media:
+def _media(message: pb.Media, *, names: bool) -> Media:
     media = Media(kind=message.kind, sha256=message.sha256, data=message.data)
     if media.kind != "image":
         malformed(f"media of kind {media.kind[:40]!r}, want image")
-    if message.stored_bytes:
-        if not _NAME.fullmatch(media.sha256) or media.data:
-            malformed(f"image {media.sha256[:64]!r} is no name of a stored one, or has data too")
-        if not stored:
-            malformed(
-                f"image {media.sha256[:12]} is in a picture store, and data.media_store names none here"
-            )
-        return replace(media, stored_bytes=message.stored_bytes)
-    found = media if names and not media.data else _known.named(media)
+    if not media.data and not names:
+        malformed(f"image {media.sha256[:64]!r} comes without its data")
+    found = _known.named(media) if media.data else media
     if found is None:
         malformed(f"image {media.sha256[:64]!r} has other data than its name says")
     return found
@@ -381,31 +362,13 @@ def pack_media(media: Iterable[Media]) -> Uint8:
     return np.frombuffer(packed, dtype=np.uint8)
 
 
-def unpack_media(column: Uint8, *, names: bool = False, stored: bool = False) -> tuple[Media, ...]:
-    """The inverse of `pack_media`; for `names` and `stored` see `decode_media`. Raises CorruptError."""
+def unpack_media(column: Uint8, *, names: bool = False) -> tuple[Media, ...]:
+    """The inverse of `pack_media`; for `names` see `decode_media`. Raises CorruptError."""
     try:
         messages = pb.MediaList.FromString(column.tobytes()).media
-        return decode_media(messages, names=names, stored=stored)
+        return decode_media(messages, names=names)
     except (UserError, protobuf.DecodeError) as error:
         raise CorruptError(f"malformed pictures: {error}") from error
-
-
-def stored_in_column(column: Uint8) -> dict[str, int]:
-    """Pictures of a picture store that a column of `pack_media` names, and their bytes. Raises CorruptError."""
-    return _stored(pb.MediaList, column.tobytes())
-
-
-def stored_in_task(data: bytes) -> dict[str, int]:
-    """Pictures of a picture store that a packed task names, and their bytes. Raises CorruptError."""
-    return _stored(pb.Task, data)
-
-
-def _stored(kind: type[pb.Task] | type[pb.MediaList], data: bytes) -> dict[str, int]:
-    try:
-        media = kind.FromString(data).media
-    except protobuf.DecodeError as error:
-        raise CorruptError(f"malformed pictures: {error}") from error
-    return {each.sha256: each.stored_bytes for each in media if each.stored_bytes}
 
 
 @decoder
@@ -428,7 +391,7 @@ def decode_task(message: pb.Task) -> Task:
         group_size=message.group_size,
         deadline_s=message.deadline_s,
         priority=message.priority,
-        media=decode_media(message.media, stored=True) if message.media else (),
+        media=decode_media(message.media) if message.media else (),
     )
 
 

@@ -141,8 +141,6 @@ class Message:
 
 MOST_MEDIA_BYTES = 16 << 20
 """Of one picture's file."""
-MOST_STORED = 256 << 20
-"""Bytes of the pictures of one prompt, and of all that a row observes, where they go through a store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +152,6 @@ class Media:
     data: bytes = field(repr=False)
     """As its file has it: PNG, JPEG and what else Pillow reads. Empty where only the name is said."""
     kind: str = "image"
-    stored_bytes: int = 0
-    """Of the data, where the mesh's picture store has them (`meshrl.contract.picture_store`); else 0."""
 
     @classmethod
     def of(cls, data: bytes) -> Media:

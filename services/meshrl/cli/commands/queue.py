@@ -29,7 +29,7 @@ from meshrl.contract.words import counted
 from meshrl.launcher.address_book import newest_run_dir, run_lock
 from meshrl.launcher.control import ask_up
 from meshrl.rpc.exit_codes import Exit
-from meshrl.rpc.queue_connection import build_store, connect_queue, picture_folders
+from meshrl.rpc.queue_connection import build_store, connect_queue
 from meshrl.transferqueue.operations.audit import Audit
 from meshrl.transferqueue.operations.backup import Copied, back_up, opened, restore_backup
 from meshrl.transferqueue.sharding import ShardedQueue
@@ -86,7 +86,7 @@ def restore(folder: Path, recipe: Path, overrides: tuple[str, ...], as_json: boo
         for number, part in enumerate(parts):
             store = build_store(wanted, number)
             try:
-                copied.append(await restore_backup(part, store, picture_folders(wanted)))
+                copied.append(await restore_backup(part, store))
             finally:
                 await store.close()
         return copied

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.rpc.process_memory import collect_garbage_rarely, limit_malloc_arenas
-from meshrl.rpc.queue_connection import build_store, picture_remover, shard_number
+from meshrl.rpc.queue_connection import build_store, shard_number
 from meshrl.rpc.queue_metrics import QueueCollector
 from meshrl.rpc.runtime import GrpcServer, Servicer
 from meshrl.rpc.service_context import ServiceContext
@@ -30,7 +30,6 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     """
     collect_garbage_rarely()
     limit_malloc_arenas()
-    pictures = picture_remover(recipe)
     store = build_store(recipe, shard_number(recipe, context.name))
     try:
         queue = await ShardQueue.open(
@@ -39,7 +38,6 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             quota=recipe.queue.quota.bounds,
             # What the memory store moves to its file is not to stay in RAM all the same.
             cache_bytes=0 if recipe.queue.memory_bytes else recipe.queue.cache_bytes,
-            pictures=pictures,
         )
     except CorruptError as error:
         raise UserError(error.message) from error
@@ -47,7 +45,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         servicers: list[Servicer] = [
             QueueServicer(queue),
             ShardServicer(queue),
-            QueueAdminServicer(QueueAdmin(queue, store, pictures)),
+            QueueAdminServicer(QueueAdmin(queue, store)),
         ]
         shared_bytes = recipe.queue.shared_bytes
         update = {"local_socket": recipe.queue.local_socket, "shared_bytes": shared_bytes}

@@ -30,7 +30,7 @@ from meshrl.rollout.time_slices import SleepingEngine, TimeSlicedEngine
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import ProgramCache, RolloutWorker
 from meshrl.rpc import tls
-from meshrl.rpc.queue_connection import connect_mesh_queue, open_pictures
+from meshrl.rpc.queue_connection import connect_mesh_queue
 from meshrl.rpc.runtime import GrpcServer, NoProgressError
 from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.rollout import EngineCollector, RolloutServicer
@@ -47,7 +47,6 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         recipe.tokenizer_dir,
         recipe.data.apply_chat_template_kwargs,
         image_processor(recipe),
-        recipe.data.most_media_bytes,
     )
     engine = build_engine(recipe.rollout, model=recipe.model.path, tokenizer=tokenizer)
     async with AsyncExitStack() as stack:
@@ -58,10 +57,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             ProgramCache(recipe.rollout.program, recipe.rollout.program_options, gateway=gateway)
         )
         external = getattr(await programs.start(), "external", False)
-        pictures = await stack.enter_async_context(open_pictures(recipe))
-        queue = await stack.enter_async_context(
-            connect_mesh_queue(recipe, context, pictures=pictures)
-        )
+        queue = await stack.enter_async_context(connect_mesh_queue(recipe, context))
         max_staleness = float(recipe.queue.max_staleness)
         worker = RolloutWorker(
             queue,
@@ -77,7 +73,6 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             serving=lambda: agent.serving(),
             programs=programs,
             routed_experts=[recipe.run.name] if recipe.rollout.routing_replay else [],
-            pictures=pictures,
             demand=(lambda: gateway.demand) if gateway is not None and external else None,
         )
 

@@ -33,7 +33,7 @@ from meshrl.launcher.stage_service import lease_device, open_run, open_runs, wor
 from meshrl.rpc.clients.patience import Patience
 from meshrl.rpc.clients.reward import JudgeClient
 from meshrl.rpc.exit_codes import Exit
-from meshrl.rpc.queue_connection import connect_mesh_queue, open_pictures
+from meshrl.rpc.queue_connection import connect_mesh_queue
 from meshrl.rpc.runtime import GrpcServer, Servicer
 from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.trainer import TrainerServicer
@@ -84,10 +84,7 @@ async def _train(recipe: Recipe, context: ServiceContext, lease: DeviceLease | N
     compute = Compute(world.device)
     try:
         patience = Patience()
-        async with (
-            open_pictures(recipe) as pictures,
-            connect_mesh_queue(recipe, context, patience, pictures=pictures) as queue,
-        ):
+        async with connect_mesh_queue(recipe, context, patience) as queue:
             await open_runs(queue, recipe)
             setting = await asyncio.to_thread(_setting, recipe, context)
             await compute.run(partial(require_shared, world, setting.checkpoints))

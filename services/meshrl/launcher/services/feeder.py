@@ -22,7 +22,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Feed until stopped or done. A number of steps outranks a number of epochs: then prompts never end."""
     from meshrl.launcher.prompts import read_prompts
     from meshrl.launcher.stage_service import open_runs, work_until_stopped
-    from meshrl.rpc.queue_connection import connect_mesh_queue, open_pictures
+    from meshrl.rpc.queue_connection import connect_mesh_queue
     from meshrl.rpc.runtime import GrpcServer
     from meshrl.trainer.data.feeder import Feeder
     from meshrl.trainer.data.prompts import task_maker
@@ -37,8 +37,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         deadline_s=recipe.rollout.deadline_s,
     )
     async with (
-        open_pictures(recipe) as pictures,
-        connect_mesh_queue(recipe, context, pictures=pictures) as queue,
+        connect_mesh_queue(recipe, context) as queue,
         GrpcServer(context.settings, []) as server,
     ):
         await open_runs(queue, recipe)

@@ -40,7 +40,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         until_run_differs,
         work_until_stopped,
     )
-    from meshrl.rpc.queue_connection import connect_mesh_queue, open_pictures
+    from meshrl.rpc.queue_connection import connect_mesh_queue
     from meshrl.rpc.runtime import GrpcServer
     from meshrl.rpc.servicers.reference import ReferenceServicer
     from meshrl.trainer.distributed import World
@@ -69,8 +69,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         return
     try:
         async with (
-            open_pictures(recipe) as pictures,
-            connect_mesh_queue(recipe, context, pictures=pictures) as queue,
+            connect_mesh_queue(recipe, context) as queue,
             GrpcServer(context.settings, [ReferenceServicer(model)]) as server,
         ):
             await find_runs(queue, recipe)
@@ -81,7 +80,6 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
                 worker=context.name,
                 together=not deterministic,
                 pictures=model.reads_pictures,
-                stored=pictures,
             )
             await server.ready()
             beside = [until_run_differs(queue, recipe)]

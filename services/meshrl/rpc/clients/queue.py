@@ -138,8 +138,6 @@ class QueueClient(GrpcClient, RowMethods):
 
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
         """See Queue."""
-        if self.pictures is not None:
-            tasks = await self.pictures.admitted(tasks)
         call = codec.AdmitCall(run=run, tasks=tuple(tasks), cursor=cursor, wait_s=wait_s)
         requests = codec.encode_admit(call)
         attempt = partial(

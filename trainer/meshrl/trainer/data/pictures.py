@@ -15,13 +15,11 @@ from typing import Any
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Media
 from meshrl.images import MOST_BYTES, open_image
-from meshrl.images.messages import MARK, MOST_OF_ROW
+from meshrl.images.messages import MARK, MOST_OF_ROW, too_many
 
 
-def read_pictures(
-    value: object, where: str, key: str, most_bytes: int = MOST_OF_ROW, beyond: str = ""
-) -> tuple[Media, ...]:
-    """The pictures in column `key` of the row at `where` (`file:row`), in order; `beyond` says what takes more bytes.
+def read_pictures(value: object, where: str, key: str) -> tuple[Media, ...]:
+    """The pictures in column `key` of the row at `where` (`file:row`), in order.
 
     Raises:
         UserError: a picture that is missing, too large or cannot be read; names file and row.
@@ -37,10 +35,8 @@ def read_pictures(
         data = _bytes(item, folder, at)
         open_image(data, at)
         found.append(Media.of(data))
-    if (size := sum(len(each.data) for each in found)) > most_bytes:
-        raise UserError(
-            f"{where}: {key!r} has {size} bytes of pictures, at most {most_bytes}{beyond}"
-        )
+    if (size := sum(len(each.data) for each in found)) > MOST_OF_ROW:
+        raise UserError(f"{where}: {key!r} has {too_many(size)}")
     return tuple(found)
 
 
@@ -64,19 +60,14 @@ def _bytes(item: object, folder: Path, at: str) -> bytes:
 
 
 def pictures_of(
-    row: Mapping[str, Any],
-    texts: str | Sequence[str],
-    where: str,
-    key: str,
-    most_bytes: int = MOST_OF_ROW,
-    beyond: str = "",
+    row: Mapping[str, Any], texts: str | Sequence[str], where: str, key: str
 ) -> tuple[Media, ...]:
     """The pictures of a row, which has a conversation of `texts` with a place for each.
 
     Raises:
         UserError: as `read_pictures` does; there are other places than pictures, or `texts` are no conversation.
     """
-    media = read_pictures(row.get(key), where, key, most_bytes, beyond)
+    media = read_pictures(row.get(key), where, key)
     if isinstance(texts, str):
         if media:
             raise UserError(

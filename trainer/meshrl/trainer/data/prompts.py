@@ -19,7 +19,7 @@ from meshrl.contract.chat_templates import rendered
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32, Json, Media, Message, SamplingParams, Task
 from meshrl.images import ImageProcessor
-from meshrl.images.messages import MORE_MEDIA, with_parts
+from meshrl.images.messages import with_parts
 from meshrl.trainer.config import DataConfig
 from meshrl.trainer.data.files import FileRow, file_rows
 from meshrl.trainer.data.messages import (
@@ -179,8 +179,7 @@ def read_prompt_row(source: FileRow, config: DataConfig, *, pictures: bool = Fal
     prompt = read_prompt(value, where, config.prompt_key, pictures=pictures)
     check_open(prompt if isinstance(prompt, str) else as_dicts(prompt), where)
     texts = prompt if isinstance(prompt, str) else [message.content for message in prompt]
-    most, beyond = config.most_media_bytes, "" if config.media_store else MORE_MEDIA
-    media = pictures_of(row, texts, where, key, most, beyond) if pictures else ()
+    media = pictures_of(row, texts, where, key) if pictures else ()
     extra_info = row.get("extra_info") or {}
     if not isinstance(extra_info, Mapping):
         raise UserError(f"{where}: extra_info is {type(extra_info).__name__}, want an object")

@@ -95,8 +95,7 @@ class RunRecord:
 class KnownTasks:
     """The known tasks of one run, each with the number of its group."""
 
-    def __init__(self, run: str, run_number: int, commit_log: CommitLog) -> None:
-        self._run = run
+    def __init__(self, run_number: int, commit_log: CommitLog) -> None:
         self._prefix = b"n" + run_number.to_bytes(4, "big")
         self._commit_log = commit_log
         self._numbers: dict[str, int] = {}
@@ -124,7 +123,6 @@ class KnownTasks:
     def mark_departed(self, task_id: str) -> None:
         """The task left for good."""
         self._departed.append(task_id)
-        self._commit_log.left.append((self._run, task_id))
 
     def forget(self, resident: Container[str]) -> None:
         """Forget the tasks that left longest ago beyond REMEMBERED, except those that are `resident` again."""

@@ -72,7 +72,7 @@ class Run(Rows):
         self._dead = DeadLetters()
         self.dead_letters: Final[Mapping[Uid, DeadRow]] = self._dead.by_uid
         """The dead rows, in the order in which they died."""
-        self.known_tasks: Final = KnownTasks(spec.run, number, commit_log)
+        self.known_tasks: Final = KnownTasks(number, commit_log)
         self.in_batches = 0
         """Groups in a batch, taken or settled."""
         self._consumed = 0

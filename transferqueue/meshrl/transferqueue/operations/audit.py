@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.frames import strip_checksum
@@ -23,13 +22,9 @@ from meshrl.transferqueue.model.group import bits
 from meshrl.transferqueue.model.records import ADMITTED
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.waiting import Expiry
-from meshrl.transferqueue.operations.picture_audit import PictureAudit
 from meshrl.transferqueue.operations.recovery import restore
-from meshrl.transferqueue.store import CommitLog, Operation, Store, Table
+from meshrl.transferqueue.store import CommitLog, Operation, Table
 from meshrl.transferqueue.stores.memory import MemoryStore
-
-if TYPE_CHECKING:
-    from meshrl.contract.picture_store import PictureFolders
 
 PROBLEMS_NAMED = 20
 """Problems of one kind that are named singly; the others are counted."""
@@ -56,29 +51,12 @@ class Audit:
             self.problems.append(f"… and {len(new) - PROBLEMS_NAMED} more like the last one")
 
 
-def exported(
-    store: Store, folders: PictureFolders | None
-) -> AsyncGenerator[Sequence[Operation], None]:
-    """What a backup has: everything in the store, and the pictures of its tasks in `folders`."""
-    if folders is None:
-        return store.export()
-    from meshrl.transferqueue.operations.pictures import with_pictures
-
-    return with_pictures(store.export(), folders, _restored)
-
-
-async def audit(
-    pieces: AsyncIterator[Sequence[Operation]], folders: PictureFolders | None = None
-) -> Audit:
-    """Check everything that a store exports, and that the pictures which it names are in `folders` or exported, too.
-
-    Wrong contents never raise; they are reported as problems.
-    """
+async def audit(pieces: AsyncIterator[Sequence[Operation]]) -> Audit:
+    """Check everything that a store exports. Wrong contents never raise; they are reported as problems."""
     result = Audit()
     meta: list[tuple[bytes, bytes]] = []
     payload: set[bytes] = set()
     broken: list[str] = []
-    pictures = PictureAudit(folders)
     async for piece in pieces:
         for table, key, value in piece:
             assert value is not None
@@ -90,16 +68,11 @@ async def audit(
                     broken.append(str(error))
             if table is Table.META:
                 meta.append((key, value))
-                continue
-            try:
-                if pictures.is_copy(key, value):
-                    continue
-            except CorruptError as error:
-                broken.append(str(error))
-            payload.add(key)
+            else:
+                payload.add(key)
         # A large store takes a while, and the queue that serves it lives in this loop.
         await asyncio.sleep(0)
-    result.records, result.values = len(meta), len(payload) + pictures.copies
+    result.records, result.values = len(meta), len(payload)
     result.add_problems(broken)
     try:
         runs = _restored(meta)
@@ -115,9 +88,6 @@ async def audit(
             f"{what}: not stored" for key, what in needed.items() if key not in payload
         )
         unclaimed -= needed.keys()
-        result.add_problems([each async for each in pictures.lost(run)])
-    result.values += pictures.beside
-    result.nbytes += pictures.beside_bytes
     result.add_problems(f"payload {key.hex()} belongs to no row" for key in sorted(unclaimed))
     return result
 

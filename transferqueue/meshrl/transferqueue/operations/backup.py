@@ -8,23 +8,20 @@ payload first and all records in its last commit, so an interrupted one leaves a
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from meshrl.contract.errors import ConflictError, NotFoundError, UserError
 from meshrl.contract.files import sync
-from meshrl.transferqueue.store import PICTURE, Operation, Store, Table
+from meshrl.transferqueue.store import Operation, Store, Table
 from meshrl.transferqueue.stores.disk import DiskStore
 
-if TYPE_CHECKING:
-    from meshrl.contract.picture_store import PictureFolders
-
 PARTIAL = ".partial"
+PICTURE = b"p"
+"""How keys of pictures began that were not in the queue they were backed up from."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,16 +87,13 @@ def opened(folder: Path) -> DiskStore:
     return DiskStore(folder)
 
 
-async def restore_backup(
-    folder: Path, store: Store, pictures: PictureFolders | None = None
-) -> Copied:
-    """Fill an empty `store`, which is opened here and stays open, and `pictures`.
+async def restore_backup(folder: Path, store: Store) -> Copied:
+    """Fill an empty `store`, which is opened here and stays open.
 
     Raises:
         NotFoundError: `folder` holds no backup. ConflictError: the store holds a queue.
-        ConfigError: the backup has pictures, and there is no store for them.
-        UserError: the backup has another format, or the store is owned. CorruptError: it cannot be read.
-        CapacityError: it does not fit.
+        UserError: the backup has another format or pictures of a store, or the store is owned.
+        CorruptError: it cannot be read. CapacityError: it does not fit.
     """
     source = opened(folder)
     try:
@@ -116,11 +110,11 @@ async def restore_backup(
                 copied.add(piece)
                 records += [operation for operation in piece if operation.table is Table.META]
                 payload = [operation for operation in piece if operation.table is Table.PAYLOAD]
-                if large := [each for each in payload if each.key.startswith(PICTURE)]:
-                    from meshrl.transferqueue.operations.pictures import put_back
-
-                    await asyncio.to_thread(put_back, large, pictures)
-                    payload = [each for each in payload if not each.key.startswith(PICTURE)]
+                if any(operation.key.startswith(PICTURE) for operation in payload):
+                    raise UserError(
+                        f"{folder} has pictures of data.media_store, which is no more: commit 9121209e"
+                        " restores it"
+                    )
                 if payload:
                     store.check_room(sum(len(operation.value or b"") for operation in payload))
                     await store.apply(payload)

@@ -78,6 +78,5 @@ def delete(run: Run, commit_log: CommitLog) -> None:
         commit_log.delete(Table.META, key)
     for key in run.needed_payload():
         commit_log.delete(Table.PAYLOAD, key)
-    commit_log.left += [(run.name, task) for task in run.known_tasks]
     run.end_leases()
     run.notify_all()

@@ -141,8 +141,6 @@ class ShardedQueue(RowMethods):
 
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
         """See Queue, and admission.py."""
-        if self.pictures is not None:
-            tasks = await self.pictures.admitted(tasks)
         clock = asyncio.get_running_loop().time
         deadline = clock() + wait_s
 
