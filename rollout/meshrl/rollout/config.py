@@ -23,7 +23,6 @@ from meshrl.contract.types import OnUpdate, SamplingParams
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 """Types of rotary embeddings that the torch engine computes: their frequencies do not change with the length."""
 TORCH_ARCHITECTURES = (
-    "DeepseekV3ForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "MixtralForCausalLM",
@@ -243,7 +242,7 @@ class TorchEngineConfig(Config):
             yield (
                 "",
                 f"the torch engine cannot run {architectures[0]} of {model} (it runs"
-                f" {', '.join(TORCH_ARCHITECTURES)}; other models need rollout.name=vllm)",
+                f" {', '.join(TORCH_ARCHITECTURES)}; other models need rollout.name=vllm or sglang)",
             )
             return
         act = config.get("hidden_act", "silu")
@@ -257,5 +256,5 @@ class TorchEngineConfig(Config):
             ),
         ):
             if wrong:
-                yield "", f"the torch engine cannot run {what}; want rollout.name=vllm"
+                yield "", f"the torch engine cannot run {what}; want rollout.name=vllm or sglang"
         yield from longer_than(config, self.max_model_len, model)

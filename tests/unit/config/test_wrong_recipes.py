@@ -49,6 +49,7 @@ MACHINE = {
     "models": {
         "model": QWEN,
         "gemma": {"architectures": ["Gemma2ForCausalLM"]},
+        "deepseek": {"architectures": ["DeepseekV3ForCausalLM"]},
         "heads": {**QWEN, **HEADS},
         "odd": {**QWEN, **HEADS, "num_key_value_heads": 4, "intermediate_size": 90},
         "chunked": {**QWEN, "layer_types": ["full_attention", "chunked_attention"]},
@@ -356,9 +357,15 @@ WRONG: list[tuple[str, str]] = [
     ),
     (
         "model.path=gemma",
-        "rollout.name: the torch engine cannot run Gemma2ForCausalLM of gemma (it runs DeepseekV3ForCausalLM,"
-        " LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM,"
-        " Qwen3MoeForCausalLM; other models need rollout.name=vllm)",
+        "rollout.name: the torch engine cannot run Gemma2ForCausalLM of gemma (it runs LlamaForCausalLM,"
+        " MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM,"
+        " Qwen3MoeForCausalLM; other models need rollout.name=vllm or sglang)",
+    ),
+    (
+        "model.path=deepseek",
+        "rollout.name: the torch engine cannot run DeepseekV3ForCausalLM of deepseek (it runs LlamaForCausalLM,"
+        " MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM;"
+        " other models need rollout.name=vllm or sglang)",
     ),
     ("rollout.name=vlm", "rollout.name: got 'vlm'; did you mean 'vllm'? (known: "),
     (

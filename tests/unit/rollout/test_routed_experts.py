@@ -21,11 +21,9 @@ from meshrl.rollout.streams import sample
 
 from .checkpoints import FIRST, Checkpoint, make_model, prompts, request
 from .conftest import EngineMaker
-from .test_torch_engine import LATENT
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3}),
-    "deepseek v3": ("DeepseekV3", LATENT | {"first_k_dense_replace": 2}),
     "qwen3 moe of dense and sparse layers": (
         "Qwen3Moe",
         {

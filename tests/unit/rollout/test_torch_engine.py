@@ -27,35 +27,7 @@ from .checkpoints import (
 from .conftest import EngineMaker
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
-LATENT = {
-    **{
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 12,
-        "moe_intermediate_size": 24,
-    },
-    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 6, "v_head_dim": 10},
-    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
-    **{"first_k_dense_replace": 1, "num_hidden_layers": 3},
-}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek v3": ("DeepseekV3", LATENT),
-    "deepseek v3 in other ways": (
-        "DeepseekV3",
-        LATENT
-        | {"q_lora_rank": None, "rope_interleave": False, "n_group": 1}
-        | {"topk_group": 1, "norm_topk_prob": False, "n_shared_experts": 2, "rms_norm_eps": 0.1},
-    ),
-    "deepseek v3 with yarn": (
-        "DeepseekV3",
-        LATENT
-        | {
-            "rope_parameters": {
-                **{"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "mscale": 0.7},
-                **{"mscale_all_dim": 1.0, "original_max_position_embeddings": 64},
-            },
-        },
-    ),
     "qwen3 tied": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
     "qwen3 with attention bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
     "qwen2 untied": ("Qwen2", {"tie_word_embeddings": False}),
@@ -273,21 +245,15 @@ async def test_an_invalid_request_says_why(
         await sample(engine, request("a", prompt, **sampling))
 
 
+@pytest.mark.parametrize("family", ["Mamba", "DeepseekV3"])
 async def test_a_model_of_another_family_is_refused_with_the_families_that_run(
-    tmp_path: Path,
+    family: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [f"{family}ForCausalLM"]}))
     engine = build({}, model=tmp_path, slots=1)
-    with pytest.raises(UserError, match=r"cannot run MambaForCausalLM.*Llama.*Qwen2.*Qwen3"):
+    runs = r"\(it runs Llama.*Qwen2.*Qwen3.*; other models need rollout\.name=vllm or sglang\)"
+    with pytest.raises(UserError, match=f"cannot run {family}ForCausalLM {runs}"):
         await engine.start()
-
-
-async def test_latent_attention_of_another_form_is_refused(
-    tmp_path: Path, make_engine: EngineMaker
-) -> None:
-    make_model("DeepseekV3", **LATENT | {"attention_bias": True}).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="attention_bias or num_key_value_heads other than 4"):
-        await make_engine(tmp_path)
 
 
 async def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import torch
 from meshrl.contract.errors import UserError
 from meshrl.rollout.config import STATIC_ROPES, TORCH_ARCHITECTURES
 from meshrl.rollout.end_tokens import eos_token_ids
-from meshrl.rollout.torch_engine.latent import Latent, query_scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,21 +29,10 @@ class Mixture:
     """Name of the MLP in a layer; its router is `gate`."""
     projections: tuple[str, str, str]
     """Names of an expert's gate, up and down projection."""
-    groups: int = 0
-    """Scores are sigmoids, experts are chosen with a bias from the best of so many groups; 0: a softmax, no bias."""
-    groups_chosen: int = 0
-    scale: float = 1.0
-    """Of the shares."""
-    shared_size: int = 0
-    """Intermediate size of the experts that every token goes to, as one; 0: there are none."""
 
     def router(self) -> str:
         """Name of the router's matrix [experts, hidden] in a layer."""
         return f"{self.module}.gate.weight"
-
-    def bias(self) -> str:
-        """Name of what is added to the scores [experts] when experts are chosen."""
-        return f"{self.module}.gate.e_score_correction_bias"
 
     def expert(self, index: int) -> tuple[str, str, str]:
         """Names of an expert's gate, up and down matrix in a layer."""
@@ -73,20 +61,18 @@ class Architecture:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    latent: Latent | None
-    """None where queries, keys and values are each one projection."""
     mixture: Mixture | None
     """None where every layer's MLP is dense."""
     max_length: int
     """Longest sequence that the checkpoint allows (its sliding window, where it has one)."""
     inverse_frequencies: torch.Tensor
-    """float32[half of what is rotated of a head]"""
+    """float32[head_dim / 2]"""
     rope_factor: float
     """Scales cosine and sine (yarn)."""
     eos_token_ids: tuple[int, ...]
 
     def rotation(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and signed sine of positions `0 … length - 1`, each float32[length, what is rotated of a head].
+        """Cosine and signed sine of positions `0 … length - 1`, each float32[length, head_dim].
 
         The sine's first half is negated, so that `x * cos + swap_halves(x) * sin` rotates.
         """
@@ -102,16 +88,11 @@ class Architecture:
         layer: dict[str, tuple[int, ...]] = {
             "input_layernorm.weight": (hidden,),
             "post_attention_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (queries, hidden),
+            "self_attn.k_proj.weight": (keys, hidden),
+            "self_attn.v_proj.weight": (keys, hidden),
+            "self_attn.o_proj.weight": (hidden, queries),
         }
-        if self.latent is not None:
-            layer |= self.latent.shapes(hidden)
-        else:
-            layer |= {
-                "self_attn.q_proj.weight": (queries, hidden),
-                "self_attn.k_proj.weight": (keys, hidden),
-                "self_attn.v_proj.weight": (keys, hidden),
-                "self_attn.o_proj.weight": (hidden, queries),
-            }
         if self.qkv_bias:
             layer |= {
                 f"self_attn.{p}_proj.bias": (n,)
@@ -145,23 +126,13 @@ class Architecture:
             shapes: dict[str, tuple[int, ...]] = {mixture.router(): (mixture.experts, hidden)}
             for index in range(mixture.experts):
                 shapes |= dict(zip(mixture.expert(index), wanted, strict=True))
-            if mixture.groups:
-                shapes[mixture.bias()] = (mixture.experts,)
-            if mixture.shared_size:
-                shared = f"{mixture.module}.shared_experts"
-                shapes |= _dense_shapes(shared, hidden, mixture.shared_size, bias=False)
             return shapes
-        return _dense_shapes("mlp", hidden, self.intermediate_size, bias=self.mlp_bias)
-
-
-def _dense_shapes(module: str, hidden: int, ffn: int, *, bias: bool) -> dict[str, tuple[int, ...]]:
-    sizes = (("gate", ffn, hidden), ("up", ffn, hidden), ("down", hidden, ffn))
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{module}.{name}_proj.weight": (out, size) for name, out, size in sizes
-    }
-    if bias:
-        shapes |= {f"{module}.{name}_proj.bias": (out,) for name, out, _ in sizes}
-    return shapes
+        ffn = self.intermediate_size
+        sizes = (("gate", ffn, hidden), ("up", ffn, hidden), ("down", hidden, ffn))
+        shapes = {f"mlp.{name}_proj.weight": (out, size) for name, out, size in sizes}
+        if self.mlp_bias:
+            shapes |= {f"mlp.{name}_proj.bias": (out,) for name, out, _ in sizes}
+        return shapes
 
 
 def read_architecture(checkpoint: Path) -> Architecture:
@@ -179,7 +150,7 @@ def read_architecture(checkpoint: Path) -> Architecture:
     if names[0] not in TORCH_ARCHITECTURES:
         raise UserError(
             f"{checkpoint}: the torch engine cannot run {names[0]} (it runs {', '.join(TORCH_ARCHITECTURES)}; "
-            "other models need rollout.name=vllm)"
+            "other models need rollout.name=vllm or sglang)"
         )
     from transformers import AutoConfig  # costs a second: only where a model is loaded
 
@@ -190,7 +161,6 @@ def read_architecture(checkpoint: Path) -> Architecture:
         )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     frequencies, factor = _frequencies(config, head_dim, checkpoint)
-    latent = _latent(names[0], config, checkpoint)
     bias = bool(getattr(config, "attention_bias", False))
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
@@ -204,43 +174,19 @@ def read_architecture(checkpoint: Path) -> Architecture:
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim if latent is None else latent.head_dim,
+        head_dim=head_dim,
         rms_norm_eps=config.rms_norm_eps,
         tied=bool(config.tie_word_embeddings),
         qkv_bias=bias or names[0] == "Qwen2ForCausalLM",
         out_bias=bias,
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
         qk_norm=names[0].startswith("Qwen3"),
-        latent=latent,
         mixture=_mixture(names[0], config),
         max_length=min(longest, window) if windowed else longest,
         inverse_frequencies=frequencies,
         rope_factor=factor,
         eos_token_ids=eos_token_ids(checkpoint),
     )
-
-
-def _latent(name: str, config: Any, checkpoint: Path) -> Latent | None:
-    """What `config` says of latent attention; None for a model without."""
-    if name != "DeepseekV3ForCausalLM":
-        return None
-    latent = Latent(
-        heads=config.num_attention_heads,
-        query_rank=config.q_lora_rank,
-        rank=config.kv_lora_rank,
-        plain=config.qk_nope_head_dim,
-        rotated=config.qk_rope_head_dim,
-        value_dim=config.v_head_dim,
-        interleaved=config.rope_interleave,
-        query_scale=query_scale(config.rope_parameters),
-    )
-    wide = latent.value_dim > latent.head_dim
-    if wide or config.attention_bias or latent.heads != config.num_key_value_heads:
-        raise UserError(
-            f"{checkpoint}: latent attention with v_head_dim above {latent.head_dim}, attention_bias or "
-            f"num_key_value_heads other than {latent.heads} is not supported"
-        )
-    return latent
 
 
 def _mixture(name: str, config: Any) -> Mixture | None:
@@ -254,20 +200,6 @@ def _mixture(name: str, config: Any) -> Mixture | None:
             normalised=True,
             module="block_sparse_moe",
             projections=("w1", "w3", "w2"),
-        )
-    if name == "DeepseekV3ForCausalLM":
-        return Mixture(
-            layers=frozenset(range(config.first_k_dense_replace, config.num_hidden_layers)),
-            experts=config.n_routed_experts,
-            chosen=config.num_experts_per_tok,
-            intermediate_size=config.moe_intermediate_size,
-            normalised=config.norm_topk_prob,
-            module="mlp",
-            projections=("gate_proj", "up_proj", "down_proj"),
-            groups=config.n_group,
-            groups_chosen=config.topk_group,
-            scale=config.routed_scaling_factor,
-            shared_size=config.moe_intermediate_size * config.n_shared_experts,
         )
     if name != "Qwen3MoeForCausalLM":
         return None

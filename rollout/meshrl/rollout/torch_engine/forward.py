@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from meshrl.contract.routed_experts import BYTE_EXPERTS
 from meshrl.rollout.torch_engine.architecture import Architecture
 from meshrl.rollout.torch_engine.cache import KvCache, rounded
-from meshrl.rollout.torch_engine.latent import LatentHeads
 from meshrl.rollout.torch_engine.operations import attend, attend_up_to, row_ends
 from meshrl.rollout.torch_engine.weights import LayerWeights, Weights
 
@@ -154,8 +153,6 @@ class Decoder:
         """[..., C] to [..., H + 2K, D]: rotated queries, rotated keys, values."""
         arch = self.architecture
         normed = layer.input_norm(hidden)
-        if isinstance(layer.qkv, LatentHeads):
-            return layer.qkv(normed, cos, sin)
         heads = F.linear(normed, layer.qkv, layer.qkv_bias)
         heads = heads.view(*hidden.shape[:-1], -1, arch.head_dim)
         both = plain = heads[..., : -arch.num_kv_heads, :]

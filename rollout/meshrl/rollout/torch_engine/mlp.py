@@ -6,7 +6,6 @@ Shapes: t tokens, C hidden, F ffn of the MLP or of one expert, E experts, k expe
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +47,7 @@ class DenseMlp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseMlp:
-    """Experts, of which a router gives each token the k with the greatest score (Mixtral, Qwen3-MoE, DeepSeek-V3)."""
+    """Experts, of which a router gives each token the k with the greatest score (Mixtral, Qwen3-MoE)."""
 
     router: torch.Tensor
     """[E, C]"""
@@ -60,15 +59,6 @@ class SparseMlp:
     """k"""
     normalised: bool
     """The k shares of a token are made to sum to 1."""
-    bias: torch.Tensor | None = None
-    """float32[E], added to sigmoids of the router's scores when experts are chosen; None: scores are a softmax."""
-    groups: int = 1
-    """With a bias, experts are chosen from `groups_chosen` of so many groups: those whose two best sum up to most."""
-    groups_chosen: int = 1
-    scale: float = 1.0
-    """Of the shares."""
-    shared: DenseMlp | None = None
-    """What every token goes to besides."""
 
     def to(self, device: torch.device) -> SparseMlp:
         """The same on `device`."""
@@ -77,21 +67,17 @@ class SparseMlp:
             router=self.router.to(device),
             gate_up=self.gate_up.to(device),
             down=self.down.to(device),
-            bias=None if self.bias is None else self.bias.to(device),
-            shared=None if self.shared is None else self.shared.to(device),
         )
 
     def add_to(
         self, hidden: torch.Tensor, normed: torch.Tensor, taken: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Add what the experts make of `normed` [t, C] to `hidden` [t, C]; `taken` [t, k] gets which they are."""
-        shares, experts = self._choose(normed)
+        shares, experts = F.linear(normed, self.router).softmax(-1, torch.float32).topk(self.chosen)
         if taken is not None:
             taken.copy_(experts)
         if self.normalised:
             shares = shares / shares.sum(-1, keepdim=True)
-        if self.scale != 1:
-            shares = shares * self.scale
         # The t k pairs of token and expert, in order of their experts: one multiplication an expert.
         ordered, order = experts.flatten().sort(stable=True)
         tokens = normed[order // self.chosen]
@@ -104,16 +90,4 @@ class SparseMlp:
         # Back to the tokens' order, and there summed: no sum depends on which other tokens there are.
         made = made[order.argsort()].view(*experts.shape, -1)
         hidden += (made * shares.to(made.dtype)[..., None]).sum(1)
-        return hidden if self.shared is None else self.shared.add_to(hidden, normed)
-
-    def _choose(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scores float32[t, k] of each token's experts, and which they are."""
-        if self.bias is None:
-            return F.linear(normed, self.router).softmax(-1, torch.float32).topk(self.chosen)
-        scores = F.linear(normed.float(), self.router.float()).sigmoid()
-        wanted = (scores + self.bias).view(len(scores), self.groups, -1)
-        best = wanted.topk(2)[0].sum(-1).topk(self.groups_chosen)[1]
-        others = torch.ones_like(wanted[..., 0], dtype=torch.bool).scatter_(1, best, False)
-        wanted = wanted.masked_fill(others[..., None], -math.inf).flatten(1)
-        experts = wanted.topk(self.chosen)[1]
-        return scores.gather(1, experts), experts
+        return hidden

@@ -15,7 +15,6 @@ import torch
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import TensorSpec, Uint8, WeightManifest
 from meshrl.rollout.torch_engine.architecture import Architecture, Mixture
-from meshrl.rollout.torch_engine.latent import LatentHeads, build_latent
 from meshrl.rollout.torch_engine.mlp import DenseMlp, SparseMlp
 from meshrl.rollout.torch_engine.operations import RmsNorm
 
@@ -35,8 +34,8 @@ class LayerWeights:
 
     input_norm: RmsNorm
     """[C]"""
-    qkv: torch.Tensor | LatentHeads
-    """[(H + 2K) D, C]: queries, keys, values; or what makes them from latent vectors."""
+    qkv: torch.Tensor
+    """[(H + 2K) D, C]: queries, keys, values."""
     qkv_bias: torch.Tensor | None
     qk_norm: RmsNorm | None
     """[H + K, D]: the query norm for H rows, then the key norm for K."""
@@ -256,20 +255,12 @@ def _layer(index: int, own: Reader, architecture: Architecture) -> LayerWeights:
             own(f"{prefix}self_attn.{part}_norm.weight").expand(count, -1) for part, count in counts
         ]
         qk_norm = norm(torch.cat(parts))
-    qkv: torch.Tensor | LatentHeads
-    qkv_bias, latent = None, architecture.latent
-    if latent is not None:
-        qkv, out = build_latent(lambda name: own(f"{prefix}self_attn.{name}"), latent)
-    else:
-        qkv = joined("self_attn.{}_proj.weight", "qkv")
-        qkv_bias = joined("self_attn.{}_proj.bias", "qkv") if architecture.qkv_bias else None
-        out = own(prefix + "self_attn.o_proj.weight").t()
     return LayerWeights(
         input_norm=norm(own(prefix + "input_layernorm.weight")),
-        qkv=qkv,
-        qkv_bias=qkv_bias,
+        qkv=joined("self_attn.{}_proj.weight", "qkv"),
+        qkv_bias=joined("self_attn.{}_proj.bias", "qkv") if architecture.qkv_bias else None,
         qk_norm=qk_norm,
-        out=out,
+        out=own(prefix + "self_attn.o_proj.weight").t(),
         out_bias=own(prefix + "self_attn.o_proj.bias") if architecture.out_bias else None,
         post_norm=norm(own(prefix + "post_attention_layernorm.weight")),
         mlp=_mlp(prefix, own, architecture.mixture_of(index), bias=architecture.mlp_bias),
@@ -277,17 +268,14 @@ def _layer(index: int, own: Reader, architecture: Architecture) -> LayerWeights:
 
 
 def _mlp(prefix: str, own: Reader, mixture: Mixture | None, *, bias: bool) -> DenseMlp | SparseMlp:
-    def dense(module: str, *, bias: bool) -> DenseMlp:
-        gate, up, down = (f"{prefix}{module}.{name}_proj." for name in ("gate", "up", "down"))
+    if mixture is None:
+        gate, up, down = (f"{prefix}mlp.{name}_proj." for name in ("gate", "up", "down"))
         return DenseMlp(
             gate_up=torch.cat([own(gate + "weight"), own(up + "weight")]),
             gate_up_bias=torch.cat([own(gate + "bias"), own(up + "bias")]) if bias else None,
             down=own(down + "weight").t(),
             down_bias=own(down + "bias") if bias else None,
         )
-
-    if mixture is None:
-        return dense("mlp", bias=bias)
     experts = [mixture.expert(index) for index in range(mixture.experts)]
     return SparseMlp(
         router=own(prefix + mixture.router()),
@@ -297,13 +285,6 @@ def _mlp(prefix: str, own: Reader, mixture: Mixture | None, *, bias: bool) -> De
         down=torch.stack([own(prefix + down) for _, _, down in experts]).mT,
         chosen=mixture.chosen,
         normalised=mixture.normalised,
-        bias=own(prefix + mixture.bias()).float() if mixture.groups else None,
-        groups=mixture.groups,
-        groups_chosen=mixture.groups_chosen,
-        scale=mixture.scale,
-        shared=dense(f"{mixture.module}.shared_experts", bias=False)
-        if mixture.shared_size
-        else None,
     )
 
 
