@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 
 from meshrl.contract import codec, errors
 from meshrl.contract.types import (
     EngineStats,
-    Float32,
-    GenerateDelta,
-    GenerateRequest,
-    Int32,
     Outcome,
     Sample,
-    SamplingParams,
     Score,
     TrainerPhase,
     TrainerStatus,
     Uid,
     Version,
 )
-from meshrl.rpc.clients import JudgeClient, LogProbsClient, RolloutClient, TrainerClient
+from meshrl.rpc.clients import JudgeClient, RolloutClient, TrainerClient
 from meshrl.rpc.clients.base import POLL_S, Connection
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, Servicer
-from meshrl.rpc.servicers import ReferenceServicer, RewardServicer, RolloutServicer, TrainerServicer
+from meshrl.rpc.servicers import RewardServicer, RolloutServicer, TrainerServicer
 from meshrl.rpc.transport import MAX_MESSAGE_BYTES
 from meshrl.v1 import reward_pb2, trainer_pb2, trainer_pb2_grpc, trajectory_pb2
 
@@ -149,7 +143,7 @@ async def test_a_missing_service_is_named_when_the_retry_budget_is_used_up() -> 
 
 
 async def test_a_client_of_another_service_says_so() -> None:
-    async with serving(ReferenceServicer(ShiftedModel())) as server:
+    async with serving(RolloutServicer(IdleEngine())) as server:
         client = JudgeClient(server.address)
         with pytest.raises(errors.InfraError, match="is it that service"):
             await client.open()
@@ -201,50 +195,8 @@ async def test_a_message_that_is_too_large_names_the_sizes() -> None:
         assert len(await client.score([sample(0)])) == 1
 
 
-class ShiftedModel:
-    """Returns the token's number divided by the temperature."""
-
-    async def logprobs(
-        self, rows: Sequence[Int32], *, temperature: float = 1.0
-    ) -> Sequence[Float32]:
-        return [(row / temperature).astype(np.float32) for row in rows]
-
-
-async def test_log_probabilities_come_back_row_by_row() -> None:
-    rows = [np.arange(size, dtype=np.int32) for size in (0, 1, 7, 400_000, 3)]
-    async with (
-        serving(ReferenceServicer(ShiftedModel())) as server,
-        LogProbsClient(server.address) as client,
-    ):
-        logprobs = await client.logprobs(rows, temperature=2.0)
-    assert [row.dtype for row in logprobs] == [np.float32] * len(rows)
-    for row, values in zip(rows, logprobs, strict=True):
-        np.testing.assert_array_equal(values, row / 2)
-
-
-class CountingEngine:
-    """Samples the numbers from the prompt's last on, one a delta; `aborted` once its iterator was closed early."""
-
-    def __init__(self, limit: int = 5, error: errors.MeshError | None = None) -> None:
-        self.limit = limit
-        self.error = error
-        self.aborted = asyncio.Event()
-
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
-        try:
-            for number in range(self.limit):
-                yield GenerateDelta(
-                    tokens=np.array([request.prompt_ids[-1] + number], np.int32),
-                    logprobs=np.array([-number], np.float32),
-                    version=Version(1, number),
-                    finish_reason="length" if number == self.limit - 1 else "",
-                )
-                await asyncio.sleep(0)
-            if self.error:
-                raise self.error
-        except (GeneratorExit, asyncio.CancelledError):
-            self.aborted.set()
-            raise
+class IdleEngine:
+    """Says how it does."""
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -258,38 +210,10 @@ class CountingEngine:
         )
 
 
-REQUEST = GenerateRequest(
-    request_id="q", prompt_ids=np.array([7], np.int32), sampling=SamplingParams()
-)
-
-
-async def test_generation_streams_its_deltas() -> None:
-    engine = CountingEngine()
+async def test_an_engine_is_asked_how_it_does() -> None:
+    engine = IdleEngine()
     async with serving(RolloutServicer(engine)) as server, RolloutClient(server.address) as client:
-        deltas = [delta async for delta in client.generate(REQUEST)]
         assert await client.stats() == engine.stats()
-    assert [int(delta.tokens[0]) for delta in deltas] == [7, 8, 9, 10, 11]
-    assert [delta.version.step for delta in deltas] == [0, 1, 2, 3, 4]
-    assert deltas[-1].finish_reason == "length"
-
-
-async def test_closing_the_iterator_aborts_the_request_in_the_engine() -> None:
-    engine = CountingEngine(limit=10**9)
-    async with serving(RolloutServicer(engine)) as server, RolloutClient(server.address) as client:
-        async with aclosing(client.generate(REQUEST)) as deltas:
-            await anext(deltas)
-        async with asyncio.timeout(120):
-            await engine.aborted.wait()
-
-
-async def test_an_error_in_the_middle_of_a_stream_arrives_after_the_deltas() -> None:
-    engine = CountingEngine(limit=2, error=errors.CapacityError("no blocks left", blocks=0))
-    deltas = []
-    async with serving(RolloutServicer(engine)) as server, RolloutClient(server.address) as client:
-        with pytest.raises(errors.CapacityError, match="no blocks left"):
-            async for delta in client.generate(REQUEST):
-                deltas.append(delta)
-    assert len(deltas) == 2
 
 
 class SteppingTrainer:

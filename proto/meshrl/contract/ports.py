@@ -17,11 +17,9 @@ from meshrl.contract.types import (
     Columns,
     DeadLetter,
     EngineStats,
-    Float32,
     GenerateDelta,
     GenerateRequest,
     GroupRows,
-    Int32,
     Lease,
     Ledger,
     OnUpdate,
@@ -375,16 +373,6 @@ class Judge(Protocol):
 
     async def close(self) -> None:
         """End the judge's processes; idempotent."""
-        ...
-
-
-class LogProbs(Protocol):
-    """Log-probabilities of given tokens under a frozen model."""
-
-    async def logprobs(
-        self, rows: Sequence[Int32], *, temperature: float = 1.0
-    ) -> Sequence[Float32]:
-        """For each int32[T], float32[T]: log p(token t | tokens before t); 0 at t = 0."""
         ...
 
 

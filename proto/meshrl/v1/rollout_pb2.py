@@ -25,21 +25,17 @@ _sym_db = _symbol_database.Default()
 from meshrl.v1 import trajectory_pb2 as meshrl_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17meshrl/v1/rollout.proto\x12\tmeshrl.v1\x1a\x1ameshrl/v1/trajectory.proto\"\xc2\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\nprompt_ids\x18\x02 \x01(\x0b\x32\x10.meshrl.v1.Array\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.meshrl.v1.SamplingParams\x12\x11\n\tcontinued\x18\x04 \x01(\x05\x12\x1f\n\x05media\x18\x05 \x03(\x0b\x32\x10.meshrl.v1.Media\x12\x14\n\x0cmedia_starts\x18\x06 \x03(\x05\"\x91\x01\n\rGenerateDelta\x12 \n\x06tokens\x18\x01 \x01(\x0b\x32\x10.meshrl.v1.Array\x12\"\n\x08logprobs\x18\x02 \x01(\x0b\x32\x10.meshrl.v1.Array\x12#\n\x07version\x18\x03 \x01(\x0b\x32\x12.meshrl.v1.Version\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\"\x11\n\x0fGetStatsRequest\"\xbf\x01\n\x0b\x45ngineStats\x12#\n\x07version\x18\x01 \x01(\x0b\x32\x12.meshrl.v1.Version\x12\x0f\n\x07running\x18\x02 \x01(\x05\x12\x10\n\x08\x63\x61pacity\x18\x03 \x01(\x05\x12\x18\n\x10tokens_generated\x18\x04 \x01(\x03\x12\x14\n\x0ctokens_per_s\x18\x05 \x01(\x01\x12\x0f\n\x07updates\x18\x06 \x01(\x03\x12\x16\n\x0eupdate_pause_s\x18\x07 \x01(\x01\x12\x0f\n\x07staging\x18\x08 \x01(\t2\x8d\x01\n\x07Rollout\x12\x42\n\x08Generate\x12\x1a.meshrl.v1.GenerateRequest\x1a\x18.meshrl.v1.GenerateDelta0\x01\x12>\n\x08GetStats\x12\x1a.meshrl.v1.GetStatsRequest\x1a\x16.meshrl.v1.EngineStatsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17meshrl/v1/rollout.proto\x12\tmeshrl.v1\x1a\x1ameshrl/v1/trajectory.proto\"\x11\n\x0fGetStatsRequest\"\xbf\x01\n\x0b\x45ngineStats\x12#\n\x07version\x18\x01 \x01(\x0b\x32\x12.meshrl.v1.Version\x12\x0f\n\x07running\x18\x02 \x01(\x05\x12\x10\n\x08\x63\x61pacity\x18\x03 \x01(\x05\x12\x18\n\x10tokens_generated\x18\x04 \x01(\x03\x12\x14\n\x0ctokens_per_s\x18\x05 \x01(\x01\x12\x0f\n\x07updates\x18\x06 \x01(\x03\x12\x16\n\x0eupdate_pause_s\x18\x07 \x01(\x01\x12\x0f\n\x07staging\x18\x08 \x01(\t2I\n\x07Rollout\x12>\n\x08GetStats\x12\x1a.meshrl.v1.GetStatsRequest\x1a\x16.meshrl.v1.EngineStatsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'meshrl.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GENERATEREQUEST']._serialized_start=67
-  _globals['_GENERATEREQUEST']._serialized_end=261
-  _globals['_GENERATEDELTA']._serialized_start=264
-  _globals['_GENERATEDELTA']._serialized_end=409
-  _globals['_GETSTATSREQUEST']._serialized_start=411
-  _globals['_GETSTATSREQUEST']._serialized_end=428
-  _globals['_ENGINESTATS']._serialized_start=431
-  _globals['_ENGINESTATS']._serialized_end=622
-  _globals['_ROLLOUT']._serialized_start=625
-  _globals['_ROLLOUT']._serialized_end=766
+  _globals['_GETSTATSREQUEST']._serialized_start=66
+  _globals['_GETSTATSREQUEST']._serialized_end=83
+  _globals['_ENGINESTATS']._serialized_start=86
+  _globals['_ENGINESTATS']._serialized_end=277
+  _globals['_ROLLOUT']._serialized_start=279
+  _globals['_ROLLOUT']._serialized_end=352
 # @@protoc_insertion_point(module_scope)

@@ -34,11 +34,6 @@ class RolloutStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Generate = channel.unary_stream(
-                '/meshrl.v1.Rollout/Generate',
-                request_serializer=meshrl_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=meshrl_dot_v1_dot_rollout__pb2.GenerateDelta.FromString,
-                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/meshrl.v1.Rollout/GetStats',
                 request_serializer=meshrl_dot_v1_dot_rollout__pb2.GetStatsRequest.SerializeToString,
@@ -48,13 +43,6 @@ class RolloutStub(object):
 
 class RolloutServicer(object):
     """Missing associated documentation comment in .proto file."""
-
-    def Generate(self, request, context):
-        """Sample one response; the last delta has a finish_reason. Cancelling the call aborts the request.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
         """How the engine does now.
@@ -66,11 +54,6 @@ class RolloutServicer(object):
 
 def add_RolloutServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Generate': grpc.unary_stream_rpc_method_handler(
-                    servicer.Generate,
-                    request_deserializer=meshrl_dot_v1_dot_rollout__pb2.GenerateRequest.FromString,
-                    response_serializer=meshrl_dot_v1_dot_rollout__pb2.GenerateDelta.SerializeToString,
-            ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
                     request_deserializer=meshrl_dot_v1_dot_rollout__pb2.GetStatsRequest.FromString,
@@ -86,33 +69,6 @@ def add_RolloutServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Rollout(object):
     """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Generate(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/meshrl.v1.Rollout/Generate',
-            meshrl_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
-            meshrl_dot_v1_dot_rollout__pb2.GenerateDelta.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def GetStats(request,

@@ -81,8 +81,7 @@ METHODS: Final[Mapping[str, frozenset[MeshRole]]] = {
         UntilRows=_STAGES,
         Rows=_STAGES,
     ),
-    **_methods("Rollout", Generate=(_TRAINER,), GetStats=(_TRAINER, _READER)),
-    **_methods("Reference", LogProbs=(_TRAINER,)),
+    **_methods("Rollout", GetStats=(_TRAINER, _READER)),
     **_methods(
         "Reward",
         Score=(_TRAINER, _ROLLOUT, _READER),

@@ -14,9 +14,8 @@ from meshrl.contract import codec
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import (
     Task,
-    Version,
 )
-from meshrl.v1 import queue_pb2, rollout_pb2, trajectory_pb2
+from meshrl.v1 import queue_pb2, trajectory_pb2
 
 
 @pytest.mark.parametrize(
@@ -113,16 +112,6 @@ def test_bad_json_is_refused() -> None:
 def test_a_task_that_cannot_travel_says_so(task: Task) -> None:
     with pytest.raises(UserError, match=r"this (task|array) cannot be sent"):
         codec.encode_task(task)
-
-
-def test_tokens_without_their_log_probabilities_are_refused() -> None:
-    message = rollout_pb2.GenerateDelta(
-        tokens=codec.encode_array(np.zeros(2, np.int32)),
-        logprobs=codec.encode_array(np.zeros(1, np.float32)),
-        version=codec.encode_version(Version(0, 0)),
-    )
-    with pytest.raises(UserError, match="2 tokens with 1 log-probabilities"):
-        codec.decode_generate_delta(message)
 
 
 @given(st.binary(max_size=200))

@@ -16,7 +16,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 import trustme
 from google.protobuf.descriptor import MethodDescriptor
@@ -33,7 +32,6 @@ from meshrl.contract.errors import (
     UnauthenticatedError,
     UserError,
 )
-from meshrl.contract.types import GenerateRequest, SamplingParams
 from meshrl.rpc import credentials, tls
 from meshrl.rpc.clients import QueueClient, RolloutClient, TrainerClient
 from meshrl.rpc.clients.queue_admin import QueueAdminClient
@@ -208,14 +206,8 @@ async def test_every_kind_of_call_of_the_clients_presents_the_credential(run_dir
     called: list[str] = []
     async with serving(run_dir, called) as server:
         async with RolloutClient(server.address, retry_s=0) as rollout:
-            request = GenerateRequest(
-                request_id="a",
-                prompt_ids=np.array([1], np.int32),
-                sampling=SamplingParams(max_tokens=1),
-            )
-            with pytest.raises(CorruptError, match="tokens is missing"):  # the empty message
-                async for _ in rollout.generate(request):
-                    pass
+            with pytest.raises(CorruptError, match="version is missing"):  # the empty message
+                await rollout.stats()
         async with QueueAdminClient(server.address, retry_s=0) as admin:
             with pytest.raises(MeshError, match="format"):
                 async for _ in admin.export():
@@ -232,7 +224,7 @@ async def test_every_kind_of_call_of_the_clients_presents_the_credential(run_dir
         await asyncio.to_thread(renewal.result)
         channel.close()
     names = {name.rpartition("/")[2] for name in called}
-    assert names == {"Generate", "Backup", "Watch", "Fleet", "CloseFeed", "Renew"}
+    assert names == {"GetStats", "Backup", "Watch", "Fleet", "CloseFeed", "Renew"}
 
 
 def test_credentials_are_private_and_made_once(tmp_path: Path) -> None:

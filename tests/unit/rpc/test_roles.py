@@ -79,8 +79,7 @@ KINDS: Final = {
         FEEDS: "AdmitInTurn",
         TRAINS: "WriteNote Follow Groups PlanOf PublishAndTell CommitAndTell",
     },
-    "Rollout": {LOOKS: "GetStats", TRAINS: "Generate"},
-    "Reference": {TRAINS: "LogProbs"},
+    "Rollout": {LOOKS: "GetStats"},
     "Reward": {LOOKS: "Score GetInfo"},
     "RewardRegistry": {
         LOOKS: "ListRewards GetReward DiffRewards TryReward CompareRewards",

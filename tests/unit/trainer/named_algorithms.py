@@ -62,7 +62,7 @@ def trajectories(recipe: Recipe, model: Path) -> list[Trajectory]:
     for index, row in enumerate(tokens):  # the rows of a group answer one prompt
         row[:PROMPT] = tokens[index // size * size][:PROMPT]
     reference = ReferenceModel(model, device="cpu", deterministic=True)
-    logprobs = asyncio.run(reference.logprobs(tokens))
+    logprobs = [row["ref_logprobs"] for row in asyncio.run(reference.judged(tokens))]
     reference.close()
     rows = []
     for index, (row, known) in enumerate(zip(tokens, logprobs, strict=True)):

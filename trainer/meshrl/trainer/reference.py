@@ -35,7 +35,6 @@ from meshrl.contract.types import (
     REFERENCE_TOP,
     ROW_MEDIA,
     Columns,
-    Float32,
     Int32,
     LeasedRow,
     Media,
@@ -53,7 +52,7 @@ from meshrl.trainer.shared_prefix_groups import SharedPrefixGroups
 
 
 class ReferenceModel:
-    """Log-probabilities of given tokens under a frozen model (the `LogProbs` port).
+    """Log-probabilities of given tokens under a frozen model.
 
     `deterministic` forwards each row alone: its result then depends on nothing that is computed beside it.
     """
@@ -103,22 +102,6 @@ class ReferenceModel:
     def reads_pictures(self) -> bool:
         """Whether it reads those of rows."""
         return self._reader is not None
-
-    async def logprobs(
-        self, rows: Sequence[Int32], *, temperature: float = 1.0
-    ) -> Sequence[Float32]:
-        """For each int32[T], float32[T]: log p(token t | tokens before t); 0 at t = 0.
-
-        Raises:
-            UserError: an empty row, a token outside the vocabulary, or a place for a picture.
-        """
-        for index, row in enumerate(rows):
-            if self._reader is not None and self._reader.has_places(row):
-                raise UserError(
-                    f"row {index} has places for pictures, which only the rows of a queue bring along"
-                )
-        found = await self.judged(rows, temperature=temperature)
-        return [columns["ref_logprobs"] for columns in found]
 
     async def judged(
         self,

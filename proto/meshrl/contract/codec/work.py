@@ -8,28 +8,21 @@ from meshrl.contract.codec.types import (
     OUTCOMES,
     EnumCodec,
     decode_array,
-    decode_media,
-    decode_sampling,
     decode_uid,
     decode_version,
     decoder,
     encode_array,
-    encode_picture,
-    encode_sampling,
     encode_uid,
     encode_version,
     encoder,
     from_json,
     json_object,
     lossless_json,
-    malformed,
     printable,
     require,
 )
 from meshrl.contract.types import (
     EngineStats,
-    GenerateDelta,
-    GenerateRequest,
     Message,
     Sample,
     Score,
@@ -39,60 +32,6 @@ from meshrl.contract.types import (
 from meshrl.v1 import reward_pb2, rollout_pb2, trainer_pb2, trajectory_pb2
 
 PHASES = EnumCodec(TrainerPhase, trainer_pb2.TrainerPhase, "TRAINER_PHASE")
-
-
-@encoder
-def encode_generate_request(request: GenerateRequest) -> rollout_pb2.GenerateRequest:
-    """Any request."""
-    return rollout_pb2.GenerateRequest(
-        request_id=request.request_id,
-        prompt_ids=encode_array(request.prompt_ids),
-        sampling=encode_sampling(request.sampling),
-        continued=request.continued,
-        media=map(encode_picture, request.media),
-        media_starts=request.media_starts,
-    )
-
-
-@decoder
-def decode_generate_request(message: rollout_pb2.GenerateRequest) -> GenerateRequest:
-    """Raises UserError."""
-    require(message, "prompt_ids", "sampling")
-    return GenerateRequest(
-        request_id=message.request_id,
-        prompt_ids=decode_array(message.prompt_ids, "int32", axes=1, name="prompt_ids"),
-        sampling=decode_sampling(message.sampling),
-        continued=message.continued,
-        media=decode_media(message.media) if message.media else (),
-        media_starts=tuple(message.media_starts),
-    )
-
-
-@encoder
-def encode_generate_delta(delta: GenerateDelta) -> rollout_pb2.GenerateDelta:
-    """Any delta."""
-    return rollout_pb2.GenerateDelta(
-        tokens=encode_array(delta.tokens),
-        logprobs=encode_array(delta.logprobs),
-        version=encode_version(delta.version),
-        finish_reason=delta.finish_reason,
-    )
-
-
-@decoder
-def decode_generate_delta(message: rollout_pb2.GenerateDelta) -> GenerateDelta:
-    """Raises UserError, also when tokens and log-probabilities differ in number."""
-    require(message, "tokens", "logprobs", "version")
-    tokens = decode_array(message.tokens, "int32", axes=1, name="tokens")
-    logprobs = decode_array(message.logprobs, "float32", axes=1, name="logprobs")
-    if len(tokens) != len(logprobs):
-        malformed(f"{len(tokens)} tokens with {len(logprobs)} log-probabilities")
-    return GenerateDelta(
-        tokens=tokens,
-        logprobs=logprobs,
-        version=decode_version(message.version),
-        finish_reason=message.finish_reason,
-    )
 
 
 @encoder

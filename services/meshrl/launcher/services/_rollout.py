@@ -2,7 +2,7 @@
 
 queue ◀──leases, writes── RolloutWorker ──▶ engine ◀── ReplicaController ◀──Join── trainer
                                               ▲                             ──reports──▶
-                        RolloutServicer (Generate, GetStats)
+                        RolloutServicer (GetStats)
 
 Where the program is led by agents of other makes, a gateway stands between them and the engine (meshrl.http.gateway).
 """

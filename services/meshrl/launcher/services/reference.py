@@ -42,7 +42,6 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     )
     from meshrl.rpc.queue_connection import connect_mesh_queue
     from meshrl.rpc.runtime import GrpcServer
-    from meshrl.rpc.servicers.reference import ReferenceServicer
     from meshrl.trainer.distributed import World
     from meshrl.trainer.reference import ReferenceModel, ReferenceStage
 
@@ -70,7 +69,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     try:
         async with (
             connect_mesh_queue(recipe, context) as queue,
-            GrpcServer(context.settings, [ReferenceServicer(model)]) as server,
+            GrpcServer(context.settings, []) as server,
         ):
             await find_runs(queue, recipe)
             stage = ReferenceStage(

@@ -2,7 +2,6 @@
 
 from meshrl.rpc.clients.base import INTERACTIVE_RETRY_S, SERVICE_RETRY_S
 from meshrl.rpc.clients.queue import QueueClient
-from meshrl.rpc.clients.reference import LogProbsClient
 from meshrl.rpc.clients.reward import JudgeClient
 from meshrl.rpc.clients.rollout import RolloutClient
 from meshrl.rpc.clients.trainer import TrainerClient
@@ -11,7 +10,6 @@ __all__ = [
     "INTERACTIVE_RETRY_S",
     "SERVICE_RETRY_S",
     "JudgeClient",
-    "LogProbsClient",
     "QueueClient",
     "RolloutClient",
     "TrainerClient",

@@ -114,10 +114,6 @@ class VisionReader:
         self._processor = ImageProcessor(checkpoint)
         self._rope_index: Positions | None = getattr(hf.model, "get_rope_index", None)
 
-    def has_places(self, tokens: Int32) -> bool:
-        """Whether some of `tokens` stand for pictures."""
-        return bool((tokens == self._processor.placeholder).any())
-
     def check(self, row: Trajectory) -> None:
         """Without making pixels. Raises CorruptError for a row whose pictures are not those of its tokens."""
         seen = np.where(row.loss_mask, -1, row.tokens)
