@@ -219,7 +219,7 @@ soak: venv
 SEEDS ?= 200
 .PHONY: simulate
 simulate: venv
-	$(BIN)/meshrl simulate --seeds $(SEEDS)
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS)
 
 # Rewrite the client without `await` from the one with it.
 .PHONY: sync

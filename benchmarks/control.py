@@ -57,13 +57,13 @@ from meshrl.contract.types import (
     Version,
     VersionSpan,
 )
+from meshrl.planning.scale import run_setting
+from meshrl.planning.setting import Lengths, Setting
 from meshrl.rpc.clients.base import connect
 from meshrl.rpc.clients.lease_renewer import LeaseRenewer
 from meshrl.rpc.queue_connection import connect_queue
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.queue import QueueServicer
-from meshrl.simulation.scale import run_setting
-from meshrl.simulation.setting import Lengths, Setting
 from meshrl.testing.weights import HashSink, StubSource
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig

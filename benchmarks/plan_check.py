@@ -3,7 +3,7 @@
     python benchmarks/plan_check.py [--only on_policy,fully_async] [--steps 20]
 
 Each mesh is a `meshrl up`: every service is a process and every call goes over gRPC. Engines take a GPU's time
-without one (`meshrl.simulation.paced_engine`), and the trainer's step of a tiny model pauses for most of its time, so
+without one (`tests.doubles.paced_engine`), and the trainer's step of a tiny model pauses for most of its time, so
 that two cores have little to do. The planner is told what a user would measure: tokens a second, lengths, and the
 trainer's own time in a step of the run. It predicts samples an hour and mean staleness, as the mean of SEEDS
 simulations. Timed are the steps after the first FEW. The last line is one JSON object.
@@ -28,7 +28,7 @@ from plan_bench.paced_training import STEP_S
 
 from meshrl.cli.demo.tiny_model import write_tiny_model
 from meshrl.config.loading import load_recipe
-from meshrl.simulation.planner import Question, plan
+from meshrl.planning.planner import Question, plan
 
 HERE = Path(__file__).resolve().parent
 FEW = 5
@@ -85,7 +85,7 @@ def write_recipe(directory: Path, mesh: Mesh, steps: int) -> Path:
         "algorithm": {"adv_estimator": "plan_bench.paced_training"},
         "actor": {"optim": {"lr": 1e-6}},
         "rollout": {
-            **{"name": "meshrl.simulation.paced_engine", "workers": mesh.workers},
+            **{"name": "tests.doubles.paced_engine", "workers": mesh.workers},
             **{"n": GROUP, "slots": SLOTS, "on_update": mesh.on_update},
             "engine": {"tokens_per_s": TOKENS_PER_S, "length_mean": MEAN, "length_p99": P99},
         },
@@ -105,8 +105,12 @@ def train(recipe: Path, mesh: Mesh) -> list[dict[str, float]]:
         RuntimeError: with the last words of a run that failed.
     """
     log = recipe.with_suffix(".log")
-    path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
-    added = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, STEP_S: str(mesh.step_s)}
+    searched = (str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH"))
+    added = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, searched)),
+        STEP_S: str(mesh.step_s),
+    }
     command = [sys.executable, "-m", "meshrl.cli", "up", "--plain", str(recipe)]
     with log.open("wb") as said:
         running = subprocess.Popen(

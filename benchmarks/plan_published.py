@@ -22,7 +22,7 @@ import yaml
 
 from meshrl.config.loading import load_recipe
 from meshrl.config.recipe import Recipe
-from meshrl.simulation.planner import Question, plan
+from meshrl.planning.planner import Question, plan
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes/gsm8k/recipe.yaml"

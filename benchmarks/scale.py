@@ -39,9 +39,9 @@ from meshrl.contract.types import (
     Version,
     VersionSpan,
 )
+from meshrl.planning.scale import run_setting
+from meshrl.planning.setting import Lengths, Setting
 from meshrl.rpc.queue_connection import connect_queue
-from meshrl.simulation.scale import run_setting
-from meshrl.simulation.setting import Lengths, Setting
 from meshrl.testing.queue import queue_service
 
 MODES = {

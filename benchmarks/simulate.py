@@ -2,7 +2,7 @@
 
     python benchmarks/simulate.py [--seeds 50] [--rounds 3]
 
-*drawn* is what `meshrl simulate` runs: up to four workers, four trainer ranks, four queue processes and six agents.
+*drawn* is what `make simulate` runs: up to four workers, four trainer ranks, four queue processes and six agents.
 *small* is two workers, one queue process and one rank, with faults drawn for them. Both run in forks that collect no
 garbage; *collected* is *drawn* in one process that collects after each run, as campaigns did before. The three take
 turns; each figure is the median of the rounds, in processor time. The last line is one JSON object.
@@ -15,15 +15,19 @@ import gc
 import itertools
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from statistics import median
 
-from meshrl.simulation.campaign import campaign
-from meshrl.simulation.loop import quiet
-from meshrl.simulation.mesh import simulate
-from meshrl.simulation.shape import Shape
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/ of the checkout
+
+from meshrl.planning.loop import quiet
+from tests.simulation.campaign import campaign
+from tests.simulation.mesh import simulate
+from tests.simulation.shape import Shape
 
 
 def forked(run: Callable[..., object], seeds: Iterator[int]) -> float:

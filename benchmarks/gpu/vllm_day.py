@@ -34,15 +34,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
-from tests.integration import weights_fleet
-from tests.unit.rollout.checkpoints import pack
-from tests.waiting import until
 from transformers import Qwen3Config
 
 from meshrl.contract.types import GenerateRequest, SamplingParams, Version
 from meshrl.rollout.engines.vllm import build
 from meshrl.rollout.streams import sample
 from meshrl.trainer.model.policy import random_hf
+from tests.integration import weights_fleet
+from tests.unit.rollout.checkpoints import pack
+from tests.waiting import until
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {

@@ -14,11 +14,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from meshrl.sandbox.sandbox import Isolation
 from tests.adversarial import programs, python_tool
 from tests.adversarial.attacks import ATTACKS
 from tests.adversarial.campaign import faults, honest_faults, run_campaign, why_not
-
-from meshrl.sandbox.sandbox import Isolation
 
 Row = tuple[str, str, str]
 """What was attacked, by what, and the fault: empty when it held, `skipped: …` where this machine cannot show it."""

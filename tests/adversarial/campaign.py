@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.adversarial.attacks import SECRET, Attack
-
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Outcome, Sample, Score, Uid
 from meshrl.rewardd.config import RewardConfig
@@ -22,6 +20,7 @@ from meshrl.rewardd.pool.rule import FunctionSpec, Rule
 from meshrl.rewardd.registry.building import submitted_sandbox
 from meshrl.sandbox import landlock, seccomp
 from meshrl.sandbox.sandbox import NOBODY, Isolation, no_bubblewrap
+from tests.adversarial.attacks import SECRET, Attack
 
 LIMITS = {"deadline_s": 1, "start_deadline_s": 20, "output_bytes": 1_000_000, "tmp_bytes": 4 << 20}
 AT_ONCE = 4

@@ -6,14 +6,13 @@ import asyncio
 import os
 import time
 
-from tests.adversarial.attacks import SECRET
-from tests.adversarial.programs import HEAD, PROGRAMS
-
 from meshrl.contract.errors import InfraError
 from meshrl.contract.types import Uid
 from meshrl.rollout.tools.config import PythonConfig, ToolConfig
 from meshrl.rollout.tools.ports import ToolError
 from meshrl.rollout.tools.python_sandbox import PythonSandbox
+from tests.adversarial.attacks import SECRET
+from tests.adversarial.programs import HEAD, PROGRAMS
 
 VALUE = "of-the-service-alone"
 DEADLINE_S = 2.0

@@ -8,6 +8,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from meshrl.contract.errors import ConfigError
+from meshrl.rewardd.config import RewardConfig
+from meshrl.rewardd.pool.pool import PoolJudge
+from meshrl.rewardd.pool.rule import FunctionSpec, Rule
+from meshrl.rewardd.registry.building import submitted_sandbox
+from meshrl.sandbox.sandbox import Isolation, no_bubblewrap
 from tests.adversarial.attacks import ATTACKS, Attack, table
 from tests.adversarial.campaign import (
     LIMITS,
@@ -17,13 +24,6 @@ from tests.adversarial.campaign import (
     run_campaign,
     why_not,
 )
-
-from meshrl.contract.errors import ConfigError
-from meshrl.rewardd.config import RewardConfig
-from meshrl.rewardd.pool.pool import PoolJudge
-from meshrl.rewardd.pool.rule import FunctionSpec, Rule
-from meshrl.rewardd.registry.building import submitted_sandbox
-from meshrl.sandbox.sandbox import Isolation, no_bubblewrap
 
 TABLE = Path(__file__).parents[2] / "docs" / "reference" / "reward-sandbox.md"
 

@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet as parquet
 import pytest
-from tests.chat_model import write_chat_model
 
 from meshrl.cli import main
+from tests.chat_model import write_chat_model
 
 Ask = Callable[..., tuple[int, str, str]]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from meshrl.simulation.loop import SimulatedLoop, quiet
+from meshrl.planning.loop import SimulatedLoop, quiet
 
 
 @contextmanager

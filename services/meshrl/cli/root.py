@@ -73,9 +73,6 @@ KNOWN: Mapping[str, Lazy] = {
     ),
     "reward": Lazy(f"{COMMANDS}.reward:reward", "Reward functions, submitted while training runs."),
     "health": Lazy(f"{COMMANDS}.health:health", "Is the service at HOST:PORT ready?"),
-    "simulate": Lazy(
-        f"{COMMANDS}.simulate:simulate", "Whole trainings in virtual time, with faults, by seed."
-    ),
     "plan": Lazy(f"{COMMANDS}.plan:plan", "How many GPUs to sample with, how many to train with."),
     "config": Lazy(
         f"{COMMANDS}.config:config", "Check, show, explain recipes; make one from verl."

@@ -21,7 +21,7 @@ CLAIMS_NOTHING = {
     "docs/how-to/fleet.md",  # an error in an example
     "docs/reference/ports.md",  # where NCCL listens
     "services/meshrl/launcher/README.md",  # what a preloader must not touch
-    "services/meshrl/simulation/README.md",  # a link
+    "services/meshrl/planning/README.md",  # a link
     "services/meshrl/testing/README.md",  # what stands in for GPUs
 }
 ROOMS = ("docs", "recipes", "benchmarks", "trainer", "rollout", "services", "deploy")

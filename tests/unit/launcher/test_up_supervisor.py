@@ -1,4 +1,4 @@
-"""The supervisor against real processes and real signals; tests/simulation/test_supervisor.py has what it decides."""
+"""The supervisor against real processes and real signals; simulation/tests/test_supervisor.py has what it decides."""
 
 from __future__ import annotations
 

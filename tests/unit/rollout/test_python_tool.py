@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tests.adversarial import python_tool
 
 from meshrl.contract.config import read_options
 from meshrl.contract.errors import ConfigError, InfraError
@@ -22,6 +21,7 @@ from meshrl.rollout.tools.ports import Caller, ToolCall
 from meshrl.rollout.tools.toolbox import TaskTools
 from meshrl.sandbox.interpreters import MAX_OUTPUT, BoundedOutput
 from meshrl.sandbox.sandbox import no_bubblewrap
+from tests.adversarial import python_tool
 
 from .chats import chat_tokenizer
 from .scripted import END, Scripted, task

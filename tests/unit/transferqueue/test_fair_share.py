@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl.contract.types import ROLLOUT_STAGE, Lease, Version
-from meshrl.simulation.loop import SimulatedLoop
+from meshrl.planning.loop import SimulatedLoop
 from meshrl.transferqueue.model import fair_share
 from meshrl.transferqueue.model.fair_share import BETWEEN_S, Division, FairShare, Holder
 from meshrl.transferqueue.queue import TransferQueue

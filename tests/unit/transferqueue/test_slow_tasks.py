@@ -16,7 +16,7 @@ import pytest
 from meshrl.contract.errors import WaitTimeoutError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import ROLLOUT_STAGE, Lease, LeasedRow, Ledger, StalePolicy
-from meshrl.simulation.loop import SimulatedLoop
+from meshrl.planning.loop import SimulatedLoop
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding import ShardedQueue, ShardQueue
 from meshrl.transferqueue.stores.memory import MemoryStore

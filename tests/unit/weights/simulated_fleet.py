@@ -17,16 +17,16 @@ from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
-from meshrl.simulation.call import connect
-from meshrl.simulation.host import this_process
-from meshrl.simulation.loop import Process, SimulatedLoop, quiet, spawn
-from meshrl.simulation.network import Delays, Network
+from meshrl.planning.loop import Process, SimulatedLoop, quiet, spawn
 from meshrl.testing.weights import HashSink, StubSource
 from meshrl.weights.carrier import Link, RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.fleet import ReplicaState
 from meshrl.weights.replica_controller import ReplicaController
 from meshrl.weights.servicer import WeightsServicer
+from tests.simulation.call import connect
+from tests.simulation.host import this_process
+from tests.simulation.network import Delays, Network
 
 RUN = "simulated"
 TRAINER = "trainer:1"

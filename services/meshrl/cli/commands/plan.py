@@ -57,8 +57,8 @@ def plan(
 
     What is not given is assumed, and every assumption is printed.
     """
-    from meshrl.simulation.planner import Plan, Question
-    from meshrl.simulation.planner import plan as make
+    from meshrl.planning.planner import Plan, Question
+    from meshrl.planning.planner import plan as make
 
     if asked["step_s"] and asked["train_tokens_per_s"]:
         raise click.UsageError("--step-s and --train-tokens-per-s say the same: give one of them")

@@ -1,0 +1,342 @@
+"""How to divide GPUs between rollout and training, and what to expect: splits of one recipe in virtual time."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from meshrl.config.recipe import Recipe
+from meshrl.config.stages import train_spec
+from meshrl.contract.errors import UserError
+from meshrl.contract.held_rows import RENEWALS
+from meshrl.planning.scale import Outlook, run_setting
+from meshrl.planning.setting import P99, Lengths, Setting
+from meshrl.trainer.config import ModelConfig
+
+PARAMS: Final = 8e9
+"""Parameters of a model that is not on this machine."""
+READ_BYTES_PER_S: Final = 0.5 * 3.35e12
+"""What a decode step reads of a GPU's memory: half of an H100's peak."""
+TRAIN_FLOPS: Final = 0.4 * 989e12
+"""What training gets out of a GPU: 40 % of an H100's dense bf16 peak."""
+BANDWIDTH: Final = 10e9
+"""Bytes per second into each rollout GPU: four fifths of a 100 Gb/s link."""
+ROWS: Final = 2000
+"""About as many rows are simulated of each split; larger batches are simulated at a fraction of the size."""
+FEWEST_STEPS: Final = 9
+FEWEST_GROUPS: Final = 8
+"""A batch keeps at least so many groups, however small it is simulated."""
+SLACK: Final = 0.05
+"""A side that idles less than this is busy."""
+SHARES: Final = (0.6, 1.0, 1.6)
+"""Trainer GPUs that are tried, as multiples of what balances when nobody ever waits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What a person may say of hardware, model and data. None: assumed, and printed as an assumption."""
+
+    gpus: int
+    rollout_gpus: int | None = None
+    gpus_per_worker: int = 1
+    tokens_per_s: float | None = None
+    """Sampled by one GPU whose slots are all busy."""
+    alone_speedup: float = 1.0
+    step_s: float | None = None
+    step_gpus: int = 8
+    """The GPUs on which a step takes `step_s`."""
+    train_tokens_per_s: float | None = None
+    """Of one GPU."""
+    prompt_mean: float | None = None
+    length_mean: float | None = None
+    length_p99: float | None = None
+    alike: float = 0.0
+    params: float | None = None
+    bandwidth: float = BANDWIDTH
+    commit_s: float = 0.0
+    reward_s: float = 0.0
+    tool_calls: int = 0
+    tool_s: float = 0.0
+    failures_per_day: float = 0.0
+    restart_s: float = 60.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """One division of the GPUs."""
+
+    rollout_gpus: int
+    trainer_gpus: int
+    step_s: float
+    outlook: Outlook
+
+    @property
+    def bottleneck(self) -> str:
+        """What holds it up first, in a few words."""
+        seen = self.outlook
+        if seen.queue_load > 0.8:
+            return "queue"
+        if seen.publish_wait > SLACK:
+            return "weight transfer"
+        if seen.trainer_idle <= SLACK:
+            return "trainer"
+        if seen.rollout_idle <= 2 * SLACK:
+            return "rollout"
+        return "long responses"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The answer."""
+
+    best: Split
+    tried: tuple[Split, ...]
+    """All, from the fewest rollout GPUs to the most; `best` is one of them."""
+    scale: int
+    """Everything was simulated at one part in so many of its size."""
+    advice: str
+    assumptions: tuple[str, ...]
+
+
+class _Case:
+    """A question about a recipe, with every gap filled in."""
+
+    def __init__(self, recipe: Recipe, asked: Question) -> None:
+        self.asked = asked
+        self.spec = spec = train_spec(recipe)
+        self.slots = recipe.rollout.slots
+        self.on_update = recipe.rollout.on_update
+        self.shards = recipe.queue.shards
+        # A worker renews in one call what it holds of a shard.
+        self.renewals_per_s = RENEWALS / spec.lease_ttl_s * min(self.shards, self.slots)
+        most = recipe.data.max_response_length
+        found = _params(recipe.model)
+        params = asked.params or found or PARAMS
+        mean = asked.length_mean or min(most / 2, (asked.length_p99 or most) / 2)
+        p99 = asked.length_p99 or max(mean, min(most, 4 * mean))
+        self.lengths = Lengths(mean=mean, p99=p99, most=most, alike=asked.alike)
+        self._check(recipe)
+        self.mean = sum(self.lengths.draw(asked.seed, task, 0) for task in range(2000)) / 2000
+        self.prompt = asked.prompt_mean or recipe.data.max_prompt_length / 2
+        rows = spec.batch_groups * spec.group_size
+        self.batch_tokens = rows * (self.mean + self.prompt)
+        read_s = 2 * params / asked.gpus_per_worker / READ_BYTES_PER_S
+        self.tokens_per_s = asked.tokens_per_s or self.slots / read_s / asked.gpus_per_worker
+        train = asked.train_tokens_per_s or TRAIN_FLOPS / (6 * params)
+        self.step_gpu_s = (
+            asked.step_s * asked.step_gpus if asked.step_s else self.batch_tokens / train
+        )
+        width = 2 if recipe.weights.dtype == "bfloat16" else 4
+        self.weight_bytes = width * params
+        self.transfer_s = self.weight_bytes / asked.gpus_per_worker / asked.bandwidth
+        self.scale = max(1, round(rows * FEWEST_STEPS / ROWS))
+        self.scale = min(self.scale, max(1, spec.batch_groups // FEWEST_GROUPS))
+        row_bytes = 9 * (self.mean + self.prompt)
+        bounds = [spec.resident_bytes / row_bytes / spec.group_size]
+        if spec.resident_tokens:
+            bounds.append(spec.resident_tokens / (self.mean + self.prompt) / spec.group_size)
+        self.resident_groups = min(bounds)
+        of_model = "given" if asked.params else f"counted in {recipe.model.path}"
+        if not (asked.params or found):
+            of_model = f"assumed: {recipe.model.path} has no safetensors here"
+        self.assumptions = tuple(self._assumptions(recipe, params, of_model, train))
+
+    def _check(self, recipe: Recipe) -> None:
+        asked, lengths = self.asked, self.lengths
+        if asked.gpus < asked.gpus_per_worker + 1:
+            raise UserError(
+                f"--gpus {asked.gpus}: want at least {asked.gpus_per_worker + 1}, one worker and one for the trainer"
+            )
+        if asked.rollout_gpus is not None:
+            rest = asked.gpus - asked.rollout_gpus
+            if rest < 1 or asked.rollout_gpus % asked.gpus_per_worker:
+                raise UserError(
+                    f"--rollout-gpus {asked.rollout_gpus}: want a multiple of --gpus-per-worker"
+                    f" ({asked.gpus_per_worker}) below --gpus ({asked.gpus})"
+                )
+        if lengths.mean > lengths.most:
+            raise UserError(
+                f"--length-mean {lengths.mean:g}: no response is longer than data.max_response_length"
+                f" ({lengths.most})"
+            )
+        if not 1 <= lengths.p99 / lengths.mean <= math.exp(P99**2 / 2):
+            raise UserError(
+                f"--length-p99 {lengths.p99:g}: want 1 to {math.exp(P99**2 / 2):.0f} times the mean"
+                f" ({lengths.mean:g})"
+            )
+
+    def _assumptions(
+        self, recipe: Recipe, params: float, of_model: str, train: float
+    ) -> Iterator[str]:
+        asked, spec, lengths = self.asked, self.spec, self.lengths
+        given = "given" if asked.length_mean and asked.length_p99 else "assumed in part"
+        yield f"model: {params:.3g} parameters ({of_model}); whether it fits into memory is not checked"
+        yield (
+            f"responses: log-normal, mean {lengths.mean:g}, p99 {lengths.p99:g} ({given}), cut at"
+            f" data.max_response_length {lengths.most}: {self.mean:.0f} tokens on average;"
+            f" {asked.alike:.0%} of the variance belongs to the prompt"
+        )
+        yield f"prompts: {self.prompt:.0f} tokens on average ({_said(asked.prompt_mean)}); prefill takes no time"
+        yield (
+            f"sampling: {self.tokens_per_s:,.0f} tokens/s a GPU with all {self.slots} slots busy"
+            f" ({_said(asked.tokens_per_s, 'weights are read once a token at 1.7 TB/s')});"
+            f" one request alone is {asked.alone_speedup:g} times as fast as one of {self.slots}"
+        )
+        how = _said(asked.train_tokens_per_s, "40 % of an H100's peak")
+        if asked.step_s:
+            how = f"a step of {asked.step_s:g} s on {asked.step_gpus} GPUs is given"
+        yield (
+            f"training: {self.batch_tokens / self.step_gpu_s:,.0f} tokens/s a GPU ({how}); twice the GPUs"
+            " take half the time"
+        )
+        yield (
+            f"weights: {self.weight_bytes / 1e9:.3g} GB at {asked.bandwidth / 1e9:g} GB/s into every GPU at the same"
+            f" time: {self.transfer_s:.2g} s beside the next step; an engine pauses {asked.commit_s:g} s"
+        )
+        yield (
+            f"a reward takes {asked.reward_s:g} s, a response {asked.tool_calls} tool calls of {asked.tool_s:g} s;"
+            " the processors of rewards and of the reference are not among the GPUs"
+        )
+        yield (
+            f"failures: {asked.failures_per_day:g} a day of each worker, which is back after"
+            f" {asked.restart_s:g} s; its rows begin again"
+        )
+        if recipe.algorithm.filter_groups.enable:
+            yield "dynamic sampling: every group that a step takes is counted as trained"
+        yield (
+            f"queue: {spec.batch_groups} groups of {spec.group_size} a step, max_staleness {spec.max_staleness:g},"
+            f" {recipe.rollout.on_update}, {self.shards} process{'es' if self.shards > 1 else ''};"
+            " processor time per call as measured"
+        )
+        if self.scale > 1:
+            yield (
+                f"simulated at 1/{self.scale} of the size, with {self.scale} times the queue's processor time a call:"
+                " of fewer responses the longest is shorter, so waits for the last one are a little too short"
+            )
+
+    def splits(self) -> list[int]:
+        """Rollout GPUs that are worth a try."""
+        asked = self.asked
+        if asked.rollout_gpus is not None:
+            return [asked.rollout_gpus]
+        sampling = self.batch_tokens / (self.mean + self.prompt) * self.mean / self.tokens_per_s
+        balanced = asked.gpus * self.step_gpu_s / (self.step_gpu_s + sampling)
+        return sorted({self.rollout_for(balanced * share) for share in SHARES})
+
+    def rollout_for(self, trainer: float) -> int:
+        """Rollout GPUs beside about so many trainer GPUs: whole workers, and at least one GPU on either side."""
+        size = self.asked.gpus_per_worker
+        most = (self.asked.gpus - 1) // size
+        return size * min(most, max(1, round((self.asked.gpus - trainer) / size)))
+
+    def try_split(self, rollout_gpus: int) -> Split:
+        """Simulate it."""
+        asked, spec, scale = self.asked, self.spec, self.scale
+        trainer_gpus = asked.gpus - rollout_gpus
+        step_s = self.step_gpu_s / trainer_gpus
+        # Scaled down, a fleet has fewer workers with shares of a slot's pace, so that no worker is lost to rounding.
+        whole = rollout_gpus // asked.gpus_per_worker
+        workers = max(1, round(whole / scale))
+        slots = max(1, round(self.slots * whole / scale / workers))
+        groups = max(1, round(spec.batch_groups / scale))
+        rate = self.tokens_per_s * asked.gpus_per_worker / self.slots
+        rows = groups * spec.group_size
+        fixed = 1 if spec.max_staleness == math.inf else spec.max_staleness + 1
+        setting = Setting(
+            workers=workers,
+            slots=slots,
+            tokens_per_s=rate * slots,
+            alone_speedup=asked.alone_speedup,
+            lengths=self.lengths,
+            group=spec.group_size,
+            batch_groups=groups,
+            step_s=step_s,
+            max_staleness=spec.max_staleness,
+            resident_batches=spec.resident_batches,
+            resident_groups=self.resident_groups / scale,
+            on_update=self.on_update,
+            transfer_s=self.transfer_s,
+            commit_s=asked.commit_s,
+            reward_s=asked.reward_s,
+            tool_calls=asked.tool_calls,
+            tool_s=asked.tool_s,
+            failures_per_h=asked.failures_per_day / 24,
+            restart_s=asked.restart_s,
+            stages=len(spec.stages) - 1,
+            renewals_per_s=self.renewals_per_s,
+            steps=int(max(FEWEST_STEPS, min(24, ROWS // rows), min(24, 2 * fixed))),
+            seed=asked.seed,
+        )
+        cost = scale / self.shards
+        setting = replace(setting, call_s=setting.call_s * cost, row_s=setting.row_s * cost)
+        seen = run_setting(setting)
+        # Per unit of size: what the part does, the whole does as many times.
+        larger = spec.batch_groups / groups
+        seen = replace(
+            seen,
+            samples_per_h=seen.samples_per_h * larger,
+            tokens_per_s=seen.tokens_per_s * larger,
+        )
+        return Split(
+            rollout_gpus=rollout_gpus, trainer_gpus=trainer_gpus, step_s=step_s, outlook=seen
+        )
+
+
+def plan(recipe: Recipe, asked: Question) -> Plan:
+    """Try several splits, then those beside the best. Raises UserError for a question without an answer."""
+    case = _Case(recipe, asked)
+    tried = {gpus: case.try_split(gpus) for gpus in case.splits()}
+
+    def best() -> Split:
+        return max(tried.values(), key=lambda split: split.outlook.samples_per_h)
+
+    ordered = sorted(tried)
+    at = ordered.index(best().rollout_gpus)
+    for beside in ordered[max(0, at - 1) : at] + ordered[at + 1 : at + 2]:
+        between = case.rollout_for(asked.gpus - (beside + ordered[at]) / 2)
+        if between not in tried:
+            tried[between] = case.try_split(between)
+    chosen = best()
+    return Plan(
+        best=chosen,
+        tried=tuple(tried[gpus] for gpus in sorted(tried)),
+        scale=case.scale,
+        advice=ADVICE[chosen.bottleneck],
+        assumptions=case.assumptions,
+    )
+
+
+ADVICE: Final = {
+    "queue": "the queue's processor is busy: a longer queue.lease_ttl_s, more queue.shards, or fewer and larger"
+    " groups",
+    "weight transfer": "the trainer waits until a version has travelled: more bandwidth, bfloat16, or fewer steps",
+    "trainer": "the trainer never waits: only more or faster trainer GPUs give more",
+    "rollout": "the engines never idle: only more or faster rollout GPUs give more",
+    "long responses": "both sides wait for the last responses of a batch: a higher queue.max_staleness, more"
+    " prompts a batch, or a lower data.max_response_length",
+}
+"""What to do about each bottleneck."""
+
+
+def _said(value: object, source: str = "assumed") -> str:
+    return "given" if value else source if source == "assumed" else f"assumed: {source}"
+
+
+def _params(model: ModelConfig) -> float:
+    """The parameters that the heads of the model's safetensors name; 0 if there are none."""
+    total = 0
+    for file in sorted(Path(model.path).glob("*.safetensors")):
+        try:
+            with file.open("rb") as opened:
+                (size,) = struct.unpack("<Q", opened.read(8))
+                head = json.loads(opened.read(min(size, 1 << 26)))
+            total += sum(math.prod(each["shape"]) for name, each in head.items() if name[0] != "_")
+        except (OSError, ValueError, struct.error, KeyError) as error:
+            raise UserError(f"{file}: no safetensors file: {error}") from error
+    return float(total)

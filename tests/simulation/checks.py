@@ -1,0 +1,292 @@
+"""What must hold of every run: the invariants of the mesh, checked while it runs and when it has ended.
+
+QueueServicer ──▶ WatchedQueue ──▶ ShardQueue         each answered call: tokens, batches
+World ──every second──▶ check_resident                 the ledger against the rows
+World ──at the end──▶ check_history                    the weights against the stored ledger
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+from meshrl.contract.types import (
+    Batch,
+    Lease,
+    Ledger,
+    PackedGroup,
+    RunSpec,
+    RunState,
+    StalePolicy,
+    Uid,
+    Version,
+    Waiting,
+)
+from meshrl.transferqueue.model.group import Grant, bits
+from meshrl.transferqueue.model.run import Run
+from meshrl.transferqueue.operations.lifecycle import REISSUED
+from meshrl.transferqueue.operations.why_waiting import DUE
+from meshrl.transferqueue.sharding import ShardQueue
+from tests.simulation.stand_ins import TrainedRow
+
+Problem = Callable[[str], None]
+
+PATIENT_LOOKS: Final = 3
+"""A look may fall between a signal and the waiting call that it wakes."""
+OVERDUE_S: Final = 5.0
+"""A lease that is over for longer than this has not been taken back."""
+LONGEST_LEASE_S: Final = 1500.0
+"""Nobody works on a row for so long: whoever renews its lease has forgotten it."""
+MOST_ATTEMPTS: Final = 64
+"""A row that is sampled more often than this is sampled for ever."""
+
+
+class RowHistory:
+    """What the queue has answered, of all its incarnations: each row's life must be a legal path."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._newest: dict[tuple[str, Uid], tuple[int, str]] = {}
+        """By stage and row: the newest token, and who has it."""
+        self._written: dict[tuple[str, Uid], int] = {}
+        """By stage and row: the token of the write that was accepted."""
+        self._batches: dict[tuple[int, str], frozenset[Uid]] = {}
+        """By epoch and the batch id that was asked for."""
+        self._batch_of: dict[tuple[int, Uid], str] = {}
+        self._settled: dict[tuple[int, int], set[str]] = {}
+        self._epoch = 0
+        self.sampled: Counter[str] = Counter()
+        """Rows leased for sampling, by task."""
+
+    def acquired(self, epoch: int) -> None:
+        """A trainer has the run."""
+        if epoch <= self._epoch:
+            self._problem(f"epoch {epoch} was given out after epoch {self._epoch}")
+        self._epoch = max(epoch, self._epoch)
+
+    def followed(self, epoch: int) -> None:
+        """Shard 0 has given a trainer the run, and this one knows."""
+        self._epoch = max(epoch, self._epoch)
+
+    def leased(self, stage: str, worker: str, lease: Lease) -> None:
+        """Rows were given to `worker`."""
+        for row in lease.rows:
+            key = (stage, row.uid)
+            token, owner = self._newest.get(key, (-1, ""))
+            if row.token <= token:
+                self._problem(
+                    f"row {row.uid}, stage {stage}: token {row.token} for {worker} after token {token}"
+                    f" for {owner}"
+                )
+            if key in self._written:
+                self._problem(f"row {row.uid}, stage {stage}: leased again after it was written")
+            self._newest[key] = (row.token, worker)
+            if row.uid.attempt > MOST_ATTEMPTS:
+                self._problem(f"row {row.uid} is sampled for ever")
+            if stage == "rollout":
+                self.sampled[row.uid.task] += 1
+
+    def holders(
+        self, run: str, stage: str, groups: Sequence[PackedGroup]
+    ) -> dict[Uid, tuple[int, int]]:
+        """Of a write that comes in: each row with its token and the newest one."""
+        found = {}
+        for group in groups:
+            for index, attempt in zip(group.indices, group.attempts, strict=True):
+                uid = Uid(run, group.task, index, attempt)
+                found[uid] = (group.token, self._newest.get((stage, uid), (-1, ""))[0])
+        return found
+
+    def written(self, stage: str, rows: Mapping[Uid, tuple[int, int]]) -> None:
+        """A write was accepted; `rows` as `holders` gave them."""
+        for uid, (token, newest) in rows.items():
+            before = self._written.setdefault((stage, uid), token)
+            if before != token:
+                self._problem(f"row {uid}, stage {stage}: written under {before} and under {token}")
+            elif token < newest:
+                self._problem(
+                    f"row {uid}, stage {stage}: a write under token {token} was accepted, and the"
+                    f" row had been given out under token {newest}"
+                )
+
+    def taken(self, epoch: int, batch_id: str, batch: Batch) -> None:
+        """A batch was given to the trainer of `epoch`, which asked for `batch_id`."""
+        uids = frozenset(row.uid for row in batch.rows)
+        before = self._batches.setdefault((epoch, batch_id), uids)
+        if not uids <= before:
+            self._problem(f"batch {batch_id} of epoch {epoch} was taken twice and differs")
+        for uid in sorted(uids):
+            other = self._batch_of.setdefault((epoch, uid), batch_id)
+            if other != batch_id:
+                self._problem(f"row {uid} is in batches {other} and {batch_id} of one epoch")
+
+    def fenced(self, epoch: int) -> bool:
+        """True if a newer trainer has the run."""
+        return epoch < self._epoch
+
+    def accepted(self, verb: str, epoch: int) -> None:
+        """A call of a trainer that was fenced when it came in had an effect."""
+        self._problem(f"{verb} of epoch {epoch} was accepted, epoch {self._epoch} has the run")
+
+
+class WatchedQueue(ShardQueue):
+    """A queue whose answers go into a `RowHistory`. Mixed in before the class that is simulated."""
+
+    history: RowHistory
+
+    async def acquire(self, run: str, owner: str) -> RunState:
+        """See Queue."""
+        state = await super().acquire(run, owner)
+        self.history.acquired(state.epoch)
+        return state
+
+    async def follow(self, state: RunState, owner: str) -> None:
+        """See Shard."""
+        await super().follow(state, owner)
+        self.history.followed(state.epoch)
+
+    async def lease(
+        self,
+        runs: Sequence[str],
+        stage: str,
+        *,
+        worker: str,
+        limit: int,
+        at_least: int = 1,
+        version: Version | None = None,
+        wait_s: float,
+    ) -> Lease:
+        """See Queue."""
+        lease = await super().lease(
+            *(runs, stage),
+            worker=worker,
+            limit=limit,
+            at_least=at_least,
+            version=version,
+            wait_s=wait_s,
+        )
+        self.history.leased(stage, worker, lease)
+        return lease
+
+    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+        """See Queue."""
+        rows = self.history.holders(run, stage, groups)
+        await super().write_packed(run, stage, groups)
+        self.history.written(stage, rows)
+
+    async def take(
+        self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
+    ) -> Batch:
+        """See Queue."""
+        batch = await super().take(
+            run, epoch=epoch, step=step, groups=groups, batch_id=batch_id, wait_s=wait_s
+        )
+        self.history.taken(epoch, batch_id, batch)
+        return batch
+
+    async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
+        """See Queue."""
+        call = super().settle(run, epoch=epoch, step=step, batch_id=batch_id)
+        await self._fenced("settle", epoch, call)
+
+    async def commit(self, run: str, *, epoch: int, step: int) -> None:
+        """See Queue; a Shard's `commit_and_tell` comes by here too."""
+        await self._fenced("commit", epoch, super().commit(run, epoch=epoch, step=step))
+
+    async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:
+        """See Queue."""
+        call = super().filter(run, epoch=epoch, uids=uids, reason=reason)
+        await self._fenced("filter", epoch, call)
+
+    async def _fenced(self, verb: str, epoch: int, call: Awaitable[None]) -> None:
+        fenced = self.history.fenced(epoch)
+        await call
+        if fenced:
+            self.history.accepted(verb, epoch)
+
+
+def check_resident(run: Run, problem: Problem) -> None:
+    """The ledger balances, and counts the rows that are there."""
+    ledger = run.ledger.snapshot(run.name)
+    if not ledger.balanced:
+        problem(f"the ledger does not balance: {ledger}")
+    counted: Counter[str] = Counter()
+    for group in run.groups.values():
+        counted.update(str(run.state_of(group, index)) for index in bits(group.present))
+    if any(counted[state] != rows for state, rows in ledger.resident.items()):
+        problem(f"the ledger counts {dict(ledger.resident)}, the rows are {dict(counted)}")
+    if run.unconsumed < 0:
+        problem(f"{run.unconsumed} groups hold admission credit")
+
+
+class Liveness:
+    """Nobody waits for what is there."""
+
+    def __init__(self, problem: Problem, *, alone: bool) -> None:
+        """`alone`: the queue has no other shard, for which a take may have to wait."""
+        self._problem = problem
+        self._alone = alone
+        self._overdue: Counter[str] = Counter()
+        """Looks in a row at which something was overdue."""
+
+    def look(self, run: Run, waits: Sequence[Waiting]) -> None:
+        """Called again and again; `waits` is what `why_waiting` says."""
+        found = set()
+        taking = any(
+            wait.what.startswith("take") and " waits for " in wait.what and DUE not in wait.what
+            for wait in waits
+        )
+        if self._alone and taking and len(run.complete) >= run.spec.batch_groups:
+            found.add("a take waits although enough groups are complete: nobody woke it")
+        now = run.clock()
+        for grant in _leases(run):
+            if run.seconds_left(grant) < -OVERDUE_S:
+                found.add(
+                    f"a lease of {grant.worker} is over, and its rows are not given out again"
+                )
+            if now - grant.since > LONGEST_LEASE_S:
+                found.add(f"{grant.worker} renews a lease for ever")
+        for name in list(self._overdue):
+            if name not in found:
+                del self._overdue[name]
+        for name in found:
+            self._overdue[name] += 1
+            if self._overdue[name] == PATIENT_LOOKS:
+                self._problem(name)
+
+
+def check_idle(run: Run, problem: Problem) -> None:
+    """All workers have drained: nobody holds a row."""
+    if holders := sorted({grant.worker for grant in _leases(run)}):
+        problem(f"leases are left after their workers have drained: {', '.join(holders)}")
+
+
+def _leases(run: Run) -> Iterator[Grant]:
+    return (grant for group in run.groups.values() for grant in group.grants if grant.mask)
+
+
+def check_history(
+    spec: RunSpec, fed: int, ledger: Ledger, weights: Sequence[TrainedRow], problem: Problem
+) -> None:
+    """The weights have each fed row once, or the ledger says how it left. `fed` is rows."""
+    seen = Counter((row.uid.task, row.uid.index) for row in weights)
+    for (task, index), times in seen.items():
+        if times > 1:
+            problem(f"row {index} of task {task} is in the weights {times} times")
+    for row in weights:
+        staleness = row.step - row.oldest.step
+        if not math.isinf(spec.max_staleness) and staleness > spec.max_staleness:
+            problem(f"{row.uid} was trained at step {row.step} with tokens of {row.oldest}")
+    if resident := {state: rows for state, rows in ledger.resident.items() if rows}:
+        problem(f"rows stay in the queue: {resident}")
+    if ledger.trained != len(weights):
+        problem(f"the ledger has {ledger.trained} trained rows, the weights {len(weights)}")
+    stale = dict(ledger.stale)
+    reissued = stale.pop(REISSUED, 0) if spec.stale_policy is StalePolicy.REISSUE else 0
+    if ledger.admitted - reissued != fed and not ledger.dead_lettered:
+        problem(f"{ledger.admitted} rows were admitted, {reissued} of them again; {fed} were fed")
+    gone = sum(ledger.filtered.values()) + sum(ledger.dead_lettered.values()) + sum(stale.values())
+    if ledger.admitted - reissued != len(weights) + gone:
+        problem(f"{ledger.admitted - reissued} rows came in, {len(weights)} trained, {gone} left")

@@ -1,0 +1,162 @@
+"""A fleet in virtual time, and the command that divides GPUs: deterministic, and as anybody would expect."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshrl.cli.root import main
+from meshrl.config.loading import load_recipe
+from meshrl.contract.errors import UserError
+from meshrl.contract.types import OnUpdate
+from meshrl.planning.planner import Question, plan
+from meshrl.planning.scale import run_setting
+from meshrl.planning.setting import Lengths, Setting
+
+ROOT = Path(__file__).parents[3]
+RECIPE = ROOT / "recipes/gsm8k/recipe.yaml"
+SMALL = Setting(
+    workers=2,
+    slots=8,
+    tokens_per_s=800.0,
+    lengths=Lengths(mean=200, p99=1000, most=1500),
+    group=4,
+    batch_groups=4,
+    step_s=4.0,
+    transfer_s=0.5,
+    steps=8,
+)
+
+
+def test_equal_settings_have_equal_outlooks() -> None:
+    assert run_setting(SMALL) == run_setting(SMALL)
+    assert run_setting(SMALL) != run_setting(replace(SMALL, seed=1))
+
+
+def test_twice_the_trainer_never_gives_fewer_samples() -> None:
+    slow = run_setting(replace(SMALL, step_s=16.0))
+    fast = run_setting(replace(SMALL, step_s=8.0))
+    assert slow.samples_per_h <= fast.samples_per_h
+    assert slow.trainer_idle < fast.trainer_idle
+
+
+def test_twice_the_workers_never_give_fewer_samples() -> None:
+    few = run_setting(replace(SMALL, workers=1, step_s=0.5))
+    many = run_setting(replace(SMALL, workers=2, step_s=0.5))
+    assert few.samples_per_h < many.samples_per_h
+
+
+def test_a_trainer_that_never_waits_makes_a_step_in_every_step() -> None:
+    seen = run_setting(replace(SMALL, step_s=60.0, call_s=0.0, row_s=0.0))
+    assert seen.samples_per_h == pytest.approx(3600 / 60 * 16)
+    assert seen.trainer_idle == pytest.approx(0, abs=1e-9)
+
+
+def test_rows_of_equal_length_take_what_arithmetic_says() -> None:
+    alike = Lengths(mean=200, p99=200, most=200)
+    seen = run_setting(
+        replace(
+            SMALL,
+            lengths=alike,
+            max_staleness=0,
+            on_update=OnUpdate.DRAIN,
+            call_s=0.0,
+            row_s=0.0,
+        )
+    )
+    # 16 rows in 16 slots at 100 tokens/s: 2 s; a step of 4 s; a transfer of 0.5 s.
+    assert seen.samples_per_h == pytest.approx(3600 / 6.5 * 16, rel=0.1)
+    assert seen.staleness == {0: 1.0}
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_no_row_is_older_than_the_bound(bound: int) -> None:
+    seen = run_setting(replace(SMALL, max_staleness=bound, step_s=2.0))
+    assert max(seen.staleness) <= bound
+
+
+def test_looser_bounds_give_more() -> None:
+    tight, loose = (run_setting(replace(SMALL, max_staleness=bound)) for bound in (0.0, math.inf))
+    assert tight.samples_per_h < loose.samples_per_h
+
+
+def test_failures_and_tools_cost_samples() -> None:
+    sampling = replace(SMALL, step_s=0.5)
+    sound = run_setting(sampling)
+    failing = run_setting(replace(sampling, failures_per_h=600.0, restart_s=30.0))
+    calling = run_setting(replace(sampling, tool_calls=2, tool_s=2.0))
+    assert failing.samples_per_h < sound.samples_per_h
+    assert calling.samples_per_h < sound.samples_per_h
+
+
+def test_the_queue_also_renews_the_leases_of_those_who_hold_rows() -> None:
+    long = Lengths(mean=60_000, p99=60_000, most=60_000)  # 600 s a row: nothing else costs calls
+    fleet = replace(SMALL, workers=50, slots=1, tokens_per_s=100.0, lengths=long)
+    fleet = replace(fleet, step_s=0.1, max_staleness=math.inf)
+    often, seldom = (run_setting(replace(fleet, renewals_per_s=3 / ttl)) for ttl in (5.0, 30.0))
+    assert often.queue_load == pytest.approx(50 * 0.6 * fleet.call_s, rel=0.1)
+    assert seldom.queue_load == pytest.approx(often.queue_load / 6, rel=0.2)
+
+
+def test_a_plan_renews_as_often_as_the_recipe_says() -> None:
+    asked = Question(gpus=8, rollout_gpus=4, params=1e9, tokens_per_s=4.0, train_tokens_per_s=1e6)
+    words = ["data.train_batch_size=8", "rollout.slots=4"]
+    loads = [
+        plan(load_recipe(RECIPE, [*words, *more], check=False), asked).best.outlook.queue_load
+        for more in ((), ("queue.lease_ttl_s=50",), ("queue.shards=2",))
+    ]
+    assert loads[1] < loads[0] / 3
+    assert loads[2] == pytest.approx(loads[0], rel=0.2)  # each shard is told of all workers
+
+
+def test_lengths_have_the_mean_and_the_percentile_that_were_asked_for() -> None:
+    lengths = Lengths(mean=1000, p99=5000, most=1 << 20)
+    drawn = sorted(lengths.draw(0, task, 0) for task in range(20_000))
+    assert sum(drawn) / len(drawn) == pytest.approx(1000, rel=0.05)
+    assert drawn[int(0.99 * len(drawn))] == pytest.approx(5000, rel=0.1)
+
+
+def test_the_best_split_leaves_no_better_one_among_those_tried() -> None:
+    answer = plan(
+        load_recipe(RECIPE, ["data.train_batch_size=8"], check=False),
+        Question(gpus=8, params=1e9, tokens_per_s=4000.0, train_tokens_per_s=2000.0),
+    )
+    assert answer.best.outlook.samples_per_h == max(
+        split.outlook.samples_per_h for split in answer.tried
+    )
+    assert all(split.rollout_gpus + split.trainer_gpus == 8 for split in answer.tried)
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        (Question(gpus=1), "--gpus 1: want at least 2"),
+        (Question(gpus=4, rollout_gpus=4), "--rollout-gpus 4: want a multiple"),
+        (Question(gpus=4, length_mean=1e6), "--length-mean 1e+06: no response is longer"),
+        (Question(gpus=4, length_mean=100, length_p99=50), "--length-p99 50: want 1 to 15 times"),
+    ],
+)
+def test_a_question_without_an_answer_is_named(asked: Question, problem: str) -> None:
+    with pytest.raises(UserError, match=problem.replace("+", r"\+")):
+        plan(load_recipe(RECIPE, check=False), asked)
+
+
+def test_the_command_prints_json_and_wrong_input_ends_with_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["plan", str(RECIPE), "data.train_batch_size=8", "--gpus", "2", "--params", "1e9"]
+    with pytest.raises(SystemExit) as ended:
+        main([*asked, "--json"])
+    assert ended.value.code == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["best"]["rollout_gpus"] == 1
+    assert answer["bottleneck"]
+    assert answer["assumptions"]
+    with pytest.raises(SystemExit) as ended:
+        main([*asked, "--rollout-gpus", "7"])
+    assert ended.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -1,0 +1,90 @@
+"""The paced engine takes the time that a recipe gives it, and no other."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import uvloop
+
+from meshrl.contract.errors import ConfigError
+from meshrl.contract.types import (
+    GenerateRequest,
+    OnUpdate,
+    SamplingParams,
+    Version,
+    WeightManifest,
+)
+from meshrl.planning.loop import SimulatedLoop
+from meshrl.rollout.streams import sample
+from tests.doubles import paced_engine
+
+FIRST = Version(1, 0)
+ALIKE = {"tokens_per_s": 400.0, "length_mean": 100.0, "length_p99": 100.0}
+
+
+def seconds(requests: int, **options: float) -> float:
+    """Until an engine of eight slots has answered so many requests that came together."""
+    loop = SimulatedLoop(0)
+
+    async def run() -> float:
+        began = loop.time()
+        await answered(requests, **options)
+        return loop.time() - began
+
+    try:
+        return loop.run_until_complete(run())
+    finally:
+        loop.close()
+
+
+def test_a_request_has_its_part_of_the_speed_of_all_slots() -> None:
+    assert seconds(1) == pytest.approx(2.0)
+    assert seconds(8) == pytest.approx(2.0)
+    assert seconds(16) == pytest.approx(4.0)
+
+
+def test_a_request_that_runs_alone_may_be_faster() -> None:
+    assert seconds(1, alone_speedup=4.0) == pytest.approx(0.5)
+    assert seconds(8, alone_speedup=4.0) == pytest.approx(2.0)
+
+
+def test_lengths_differ_and_are_cut_at_what_the_request_allows() -> None:
+    assert seconds(8, length_mean=1000.0, length_p99=1000.0) == pytest.approx(2.0)
+    assert 1.0 < seconds(8, length_mean=50.0, length_p99=60.0) < 1.5
+
+
+def test_a_percentile_that_no_mean_allows_is_refused() -> None:
+    with pytest.raises(ConfigError, match="want 1 to 15 times the mean"):
+        paced_engine.build({"length_mean": 10.0, "length_p99": 500.0}, model=Path(), slots=1)
+
+
+def test_every_answer_ends_on_a_loop_whose_timers_are_due_at_once() -> None:
+    # At 5,000 tokens/s a chunk ends within the millisecond that is uvloop's finest timer.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        answers = runner.run(answered(32, length_mean=50.0, length_p99=90.0, tokens_per_s=40_000.0))
+    assert answers == 32
+
+
+async def answered(requests: int, **options: float) -> int:
+    """How many of so many requests that come together an engine of eight slots answers."""
+    engine = paced_engine.build({**ALIKE, **options}, model=Path(), slots=8)
+    await engine.start()
+    manifest = WeightManifest(run="r", version=FIRST, tensors=(), bucket_bytes=(), bucket_hashes=())
+    await engine.stage_weights(manifest, [])
+    await engine.commit_weights(FIRST, OnUpdate.DRAIN)
+    asked = [
+        GenerateRequest(
+            request_id=str(number),
+            prompt_ids=np.array([5, 6, 7], np.int32),
+            sampling=SamplingParams(max_tokens=100),
+        )
+        for number in range(requests)
+    ]
+    async with asyncio.timeout(60):
+        answers = await asyncio.gather(*(sample(engine, request) for request in asked))
+    assert all(len(answer.tokens) <= 100 for answer in answers)
+    await engine.close()
+    return len(answers)
