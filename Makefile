@@ -158,7 +158,7 @@ test-engines: venv
 
 # Compare the algorithms with recorded cases: `make parity GOLDEN=DIR`.
 parity: venv
-	$(BIN)/python -m meshrl.testing.parity $(GOLDEN)
+	$(BIN)/python -m tests.doubles.parity $(GOLDEN)
 
 check: venv
 	$(BIN)/ruff check .

@@ -39,6 +39,8 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/ of the checkout
+
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import MeshError, WaitTimeoutError
 from meshrl.contract.held_rows import RENEWALS
@@ -64,7 +66,6 @@ from meshrl.rpc.clients.lease_renewer import LeaseRenewer
 from meshrl.rpc.queue_connection import connect_queue
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.queue import QueueServicer
-from meshrl.testing.weights import HashSink, StubSource
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
@@ -72,6 +73,7 @@ from meshrl.weights.carrier import RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.replica_controller import ReplicaController
 from meshrl.weights.servicer import WeightsServicer
+from tests.doubles.weights import HashSink, StubSource
 
 RUN, GROUP, GROUPS = "control", 8, 16
 FIRST = Version(1, 0)

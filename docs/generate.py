@@ -11,6 +11,8 @@ from pathlib import Path
 
 import click
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests.doubles of the checkout
+
 from meshrl.cli.root import cli
 from meshrl.config.explain import Key, config_of, has_names, walk
 from meshrl.config.recipe import Recipe
@@ -21,11 +23,11 @@ from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.errors import status_of
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.identity import METHODS
-from meshrl.testing.parity.cases import load
-from meshrl.testing.parity.compare import Verdict, judge
 from meshrl.trainer.algorithms.recipe_defaults import defaults
 from meshrl.trainer.learning_signs import SIGNS
 from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig, SftConfig
+from tests.doubles.parity.cases import load
+from tests.doubles.parity.compare import Verdict, judge
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = Path(__file__).parent / "reference"
@@ -172,8 +174,6 @@ def _doc(key: Key) -> str:
 
 
 def _source(kind: type) -> str:
-    import sys
-
     file = sys.modules[kind.__module__].__file__
     assert file is not None
     return file

@@ -35,16 +35,18 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # tests/ of the checkout
+
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract import shared_buffers
 from meshrl.contract.chunk_digest import digest
 from meshrl.contract.errors import MeshError
 from meshrl.contract.ports import LentBucket
 from meshrl.contract.types import Uint8, Version
-from meshrl.testing.weights import StubSource
 from meshrl.weights.carrier import Link, RunPaths
 from meshrl.weights.carriers.nccl import Carrier, NcclChannel
 from meshrl.weights.nccl.process import NcclProcess
+from tests.doubles.weights import StubSource
 
 ONE_GPU_NCCL = (2, 30)
 OPEN_S = 60.0

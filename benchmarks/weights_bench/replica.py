@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,14 +19,16 @@ import numpy as np
 from copies import Copies
 from source import RUN
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # tests/ of the checkout
+
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.ports import DeviceReceiver, LentBucket
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
 from meshrl.testing.devices.stub import opened
-from meshrl.testing.weights import LendingHashSink
 from meshrl.weights import replica_controller
 from meshrl.weights.carrier import RunPaths, host_id
 from meshrl.weights.messages import digest
+from tests.doubles.weights import LendingHashSink
 
 COPIES = Copies()
 

@@ -21,13 +21,15 @@ import grpc
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
-from meshrl.testing.weights import GatheredStub, HashSink, LendingHashSink
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.messages import MessageStream
 from meshrl.weights.replica_controller import ReplicaController
 from meshrl.weights.servicer import WeightsServicer
 from meshrl.weights.session import Session
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.doubles.weights import GatheredStub, HashSink, LendingHashSink
 
 RUN = "chaos"
 GATHER_S = 0.02

@@ -15,7 +15,6 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import GenerateRequest, SamplingParams, Version
 from meshrl.rollout.engines.torch import build
-from meshrl.testing.weights import HashSink
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
@@ -24,6 +23,7 @@ from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import Policy, build_policy, load_hf, open_hf, random_hf
 from meshrl.trainer.model.snapshot import Snapshot, take_snapshot
 from meshrl.weights.carrier import RunPaths
+from tests.doubles.weights import HashSink
 
 from ..waiting import until
 from .weights_fleet import RUN, Fleet, opened

@@ -18,13 +18,13 @@ from meshrl.config.weights import NcclConfig, WeightsConfig
 from meshrl.contract.errors import ConfigError, InfraError, UnavailableError
 from meshrl.contract.types import Uint8, Version
 from meshrl.testing.libraries.stub import VARIABLE
-from meshrl.testing.weights import StubSource
 from meshrl.weights.carrier import Link, RunPaths, load_carrier
 from meshrl.weights.carriers.nccl import Carrier, NcclChannel
 from meshrl.weights.nccl import messages
 from meshrl.weights.nccl.library import dotted, loaded_nccl
 from meshrl.weights.nccl.process import Facts, NcclProcess, NcclProcesses
 from meshrl.weights.nccl.rendezvous import connect
+from tests.doubles.weights import StubSource
 
 from ..waiting import until
 from .weights_fleet import opened

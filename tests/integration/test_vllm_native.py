@@ -55,7 +55,7 @@ async def make(checkpoint: Path, tmp_path: Path) -> AsyncIterator[Any]:
     async def engine(start: bool = True, **options: Any) -> ServerEngine:
         server: dict[str, Any] = options.pop("server", {})
         defaults = {
-            "command": [sys.executable, "-m", "meshrl.testing.vllm_server"],
+            "command": [sys.executable, "-m", "tests.doubles.vllm_server"],
             "env": {"FAKE_VLLM": json.dumps({"once": str(tmp_path / "struck"), **server})},
             "log": str(tmp_path / "log"),
             "update": "native",

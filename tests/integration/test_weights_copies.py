@@ -12,8 +12,8 @@ import pytest
 from meshrl.contract import shared_buffers
 from meshrl.contract.shared_buffers import Pin, page_lock
 from meshrl.contract.types import Version
-from meshrl.testing.weights import HashSink
 from meshrl.weights import shared_memory
+from tests.doubles.weights import HashSink
 
 from .weights_fleet import opened
 

@@ -10,8 +10,8 @@ import pytest
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Uint8, Version
-from meshrl.testing.weights import StubSource
 from meshrl.weights.fleet import ReplicaState
+from tests.doubles.weights import StubSource
 
 from ..waiting import until
 from .weights_fleet import RUN, flip, opened

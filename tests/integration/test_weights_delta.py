@@ -22,12 +22,12 @@ from meshrl.contract.errors import (
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.rpc import tls
 from meshrl.rpc.errors import from_rpc
-from meshrl.testing.weights import HashSink, StubSource
 from meshrl.v1 import weight_patches_pb2 as pb
 from meshrl.v1 import weight_patches_pb2_grpc as rpc
 from meshrl.weights.carriers import delta
 from meshrl.weights.delta import encode
 from meshrl.weights.fleet import ReplicaState
+from tests.doubles.weights import HashSink, StubSource
 
 from ..waiting import until
 from .weights_fleet import RUN, flip, opened

@@ -10,10 +10,10 @@ import pytest
 
 from meshrl.contract.errors import ConflictError
 from meshrl.contract.types import Version
-from meshrl.testing.weights import StubSource
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
 from meshrl.weights.fleet import ReplicaState
+from tests.doubles.weights import StubSource
 
 from ..waiting import until
 from .weights_fleet import RUN, opened

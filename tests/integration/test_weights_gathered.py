@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from meshrl.contract.types import Version
-from meshrl.testing.weights import GatheredStub, StubSource
 from meshrl.weights.gathering import SourceError
 from meshrl.weights.session import Session
+from tests.doubles.weights import GatheredStub, StubSource
 
 from ..waiting import until
 from .weights_fleet import RUN, Fleet, opened

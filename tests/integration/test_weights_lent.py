@@ -16,9 +16,9 @@ from meshrl.contract.errors import UnavailableError
 from meshrl.contract.ports import LentBucket
 from meshrl.contract.types import Version
 from meshrl.testing.libraries.stub import VARIABLE
-from meshrl.testing.weights import HashSink, LendingHashSink
 from meshrl.weights import replica
 from meshrl.weights.carriers.nccl import Lending
+from tests.doubles.weights import HashSink, LendingHashSink
 
 from ..waiting import until
 from .weights_fleet import Fleet, opened

@@ -11,9 +11,9 @@ import pytest
 
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
-from meshrl.testing.weights import HashSink
 from meshrl.weights.fleet import ReplicaState
 from meshrl.weights.replica_controller import PoisonedError
+from tests.doubles.weights import HashSink
 
 from ..waiting import until
 from . import gated_carrier

@@ -15,13 +15,13 @@ from meshrl.config.weights import WeightsConfig
 from meshrl.contract.ports import WeightSink
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.testing.weights import HashSink, StubSource
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.fleet import ReplicaState
 from meshrl.weights.messages import digest
 from meshrl.weights.replica_controller import ReplicaController
 from meshrl.weights.servicer import WeightsServicer
+from tests.doubles.weights import HashSink, StubSource
 
 from ..waiting import until
 

@@ -19,7 +19,6 @@ from meshrl.http.gateway.sessions import SessionTable
 from meshrl.planning.loop import START_S
 from meshrl.rollout.sessions.session import Session
 from meshrl.rpc.interceptors import Context
-from meshrl.testing.weights import HashSink, StubSource
 from meshrl.transferqueue.model.waiting import CLAIM_S
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
@@ -29,6 +28,7 @@ from meshrl.weights.messages import manifest_to_message, stamp
 from meshrl.weights.replica_controller import ReplicaController
 from meshrl.weights.servicer import WeightsServicer
 from meshrl.weights.shared_memory import boot_id
+from tests.doubles.weights import HashSink, StubSource
 from tests.simulation.call import connect
 from tests.simulation.network import Delays, Network
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshrl.testing.parity.__main__ import main
-from meshrl.testing.parity.cases import Case, load
-from meshrl.testing.parity.compare import Verdict, judge
+from tests.doubles.parity.__main__ import main
+from tests.doubles.parity.cases import Case, load
+from tests.doubles.parity.compare import Verdict, judge
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CASES = tuple(load(GOLDEN))

@@ -18,7 +18,6 @@ from meshrl.contract.types import Media, Trajectory, Uid, Version
 from meshrl.images import ImageProcessor
 from meshrl.rollout.engines._sglang.messages import positions
 from meshrl.testing import vision
-from meshrl.testing.equality import TRAININGS, train
 from meshrl.testing.vision import packed
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
@@ -26,6 +25,7 @@ from meshrl.trainer.model.critic import build_critic
 from meshrl.trainer.model.policy import Policy, build_policy, load_hf, open_hf
 from meshrl.trainer.model.snapshot import take_snapshot
 from meshrl.trainer.model.vision import VisionReader, tower_prefix
+from tests.doubles.equality import TRAININGS, train
 
 from ...pictures import KINDS, PLACEHOLDER, make_model, picture
 from .ranks import Ranks

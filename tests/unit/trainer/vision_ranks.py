@@ -8,9 +8,11 @@ from pathlib import Path
 
 import torch
 
-from meshrl.testing.equality import TRAININGS, differences, train
 from meshrl.trainer.config import ParallelConfig
 from meshrl.trainer.distributed import World
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from tests.doubles.equality import TRAININGS, differences, train
 
 LAYOUTS: dict[int, list[dict[str, int]]] = {
     2: [{"data_shard": 2}, {"data_replicate": 2}, {"sequence": 2}],

@@ -16,9 +16,9 @@ from safetensors import deserialize
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
 from meshrl.contract.types import Uint8, Version
-from meshrl.testing.weights import StubSource
 from meshrl.weights.delta.held_versions import Held
 from meshrl.weights.version_store import MARK, VersionReader, VersionStore, VersionWriter
+from tests.doubles.weights import StubSource
 
 RUN = "a run/with a slash"
 BUCKETS = 2

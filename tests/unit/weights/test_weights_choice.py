@@ -21,7 +21,6 @@ from meshrl.contract.errors import (
     UserError,
 )
 from meshrl.contract.types import Version
-from meshrl.testing.weights import GatheredStub, StubSource
 from meshrl.weights.carrier import (
     Carriers,
     Link,
@@ -37,6 +36,7 @@ from meshrl.weights.fleet import ReplicaState, ReplicaView
 from meshrl.weights.gathering import SourceError
 from meshrl.weights.routes import Peer, Routes, density
 from meshrl.weights.shared_memory import SharedMemory, boot_id
+from tests.doubles.weights import GatheredStub, StubSource
 
 from ...simulation.virtual_time import in_virtual_time
 from .simulated_fleet import WireCarrier, Wires

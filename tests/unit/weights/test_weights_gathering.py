@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from meshrl.testing.weights import GatheredStub
 from meshrl.weights.fleet import ReplicaState
 from meshrl.weights.gathering import SourceError
+from tests.doubles.weights import GatheredStub
 
 from . import simulated_fleet, simulated_group_fleet
 from .simulated_fleet import BUCKET_BYTES, BUCKETS, WHOLE, SimulatedFleet, in_simulation

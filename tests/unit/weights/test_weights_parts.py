@@ -20,7 +20,6 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.contract.types import OnUpdate, TensorSpec, Uint8, Version, WeightManifest
-from meshrl.testing.weights import HashSink, StubSource
 from meshrl.weights.carrier import Link, RunPaths, load_carrier
 from meshrl.weights.delta.held_versions import Held
 from meshrl.weights.messages import (
@@ -33,12 +32,13 @@ from meshrl.weights.messages import (
 )
 from meshrl.weights.version_store import VersionReader, VersionStore, VersionWriter
 from meshrl.weights.waiting import WorkerThread, first_ends, together, within
+from tests.doubles.weights import HashSink, StubSource
 
 
 def test_coordinator_and_replica_controller_import_no_torch() -> None:
     modules = ("replica_controller", "coordinator", "servicer", "carriers.disk", "carriers.delta")
     lines = [f"import meshrl.weights.{module}" for module in modules]
-    lines += ["import meshrl.config.weights", "import meshrl.testing.weights"]
+    lines += ["import meshrl.config.weights", "import tests.doubles.weights"]
     lines.append("import sys; assert 'torch' not in sys.modules")
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from meshrl.contract.types import Version
-from meshrl.testing.weights import StubSource
 from meshrl.weights.transaction import Phase, Transaction
+from tests.doubles.weights import StubSource
 
 SOURCE = StubSource("run", Version(1, 3), buckets=1, bucket_bytes=64)
 

@@ -1,4 +1,4 @@
-"""`python -m meshrl.testing.parity DIR`: a line per family and the totals; exit code 1 on a failure."""
+"""`python -m tests.doubles.parity DIR`: a line per family and the totals; exit code 1 on a failure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 from meshrl.contract.errors import UserError
-from meshrl.testing.parity.cases import load
-from meshrl.testing.parity.compare import Verdict, judge, summary
+from tests.doubles.parity.cases import load
+from tests.doubles.parity.compare import Verdict, judge, summary
 
 
 def main(arguments: list[str]) -> int:
     """Judge every case of a directory; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m meshrl.testing.parity", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.doubles.parity", description=__doc__)
     parser.add_argument("directory", type=Path, help="holds index*.json and golden*.npz")
     directory = parser.parse_args(arguments).directory
     try:

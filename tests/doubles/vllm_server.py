@@ -1,6 +1,6 @@
 """A fake vLLM server: the routes of vLLM 0.33.0 for native weight transfer, without a model and without a GPU.
 
-    python -m meshrl.testing.vllm_server --host 127.0.0.1 --port 8000          other options of vLLM are accepted
+    python -m tests.doubles.vllm_server --host 127.0.0.1 --port 8000          other options of vLLM are accepted
 
 It is for the `vllm` engine with `update: native`: each worker rank is a process that really receives the broadcasts,
 over the NCCL stub of `meshrl.testing.libraries`. Every response is one token. GET /fake returns the calls so far, the

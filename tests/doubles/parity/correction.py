@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from meshrl.testing.parity.cases import Case
-from meshrl.testing.parity.layout import Found, correction_config, flat, padded, ragged_of
 from meshrl.trainer.algorithms.correction_bounds import parse
 from meshrl.trainer.algorithms.kl import KlController, kl_in_reward, kl_penalty
 from meshrl.trainer.algorithms.mismatch import mismatch_metrics
@@ -16,6 +14,8 @@ from meshrl.trainer.algorithms.rejection import reject
 from meshrl.trainer.algorithms.resampling import resample
 from meshrl.trainer.algorithms.rollout_correction import correct, importance_weights
 from meshrl.trainer.config import KlControlConfig, PfPpoConfig
+from tests.doubles.parity.cases import Case
+from tests.doubles.parity.layout import Found, correction_config, flat, padded, ragged_of
 
 CORE = "verl.trainer.ppo.core_algos."
 HELPER = "verl.trainer.ppo.rollout_corr_helper."

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from meshrl.contract import plugins
-from meshrl.testing.parity.cases import Case
-from meshrl.testing.parity.layout import Found, flat, optional_flat, padded, ragged_of
 from meshrl.trainer.algorithms.advantages import gpg, grpo
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch
 from meshrl.trainer.config import AlgorithmConfig
+from tests.doubles.parity.cases import Case
+from tests.doubles.parity.layout import Found, flat, optional_flat, padded, ragged_of
 
 CORE = "verl.trainer.ppo.core_algos."
 NAMES = {

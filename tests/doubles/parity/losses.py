@@ -8,9 +8,13 @@ from typing import Any
 import torch
 
 from meshrl.contract import plugins
-from meshrl.testing.parity.cases import Case
-from meshrl.testing.parity.correction import refuse_no_weight
-from meshrl.testing.parity.layout import (
+from meshrl.trainer.algorithms.losses import vanilla
+from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput
+from meshrl.trainer.algorithms.ragged import Ragged
+from meshrl.trainer.algorithms.value_loss import value_loss
+from tests.doubles.parity.cases import Case
+from tests.doubles.parity.correction import refuse_no_weight
+from tests.doubles.parity.layout import (
     ACTOR_DEFAULTS,
     Found,
     actor_config,
@@ -20,11 +24,7 @@ from meshrl.testing.parity.layout import (
     padded,
     ragged_of,
 )
-from meshrl.testing.parity.statistics import token_entropy
-from meshrl.trainer.algorithms.losses import vanilla
-from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput
-from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.algorithms.value_loss import value_loss
+from tests.doubles.parity.statistics import token_entropy
 
 CORE = "verl.trainer.ppo.core_algos."
 LOSSES = (

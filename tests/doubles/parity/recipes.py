@@ -7,9 +7,6 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from meshrl.testing.parity.cases import Array, Case
-from meshrl.testing.parity.layout import Found, flat, padded, ragged_of
-from meshrl.testing.parity.statistics import token_logprobs
 from meshrl.trainer.algorithms.advantages import gigpo, preference, prime, sppo
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch
 from meshrl.trainer.algorithms.advantages.grpo import group_relative
@@ -20,6 +17,9 @@ from meshrl.trainer.algorithms.losses import sppo as sppo_loss
 from meshrl.trainer.algorithms.losses._types import LossInputs
 from meshrl.trainer.algorithms.ragged import Ragged, variance
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig
+from tests.doubles.parity.cases import Array, Case
+from tests.doubles.parity.layout import Found, flat, padded, ragged_of
+from tests.doubles.parity.statistics import token_logprobs
 
 IGNORED = -100
 """Label of a token that is not scored."""

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshrl.testing.parity.cases import Array, Case
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import ActorConfig, AggregationMode, RolloutCorrectionConfig
+from tests.doubles.parity.cases import Array, Case
 
 CORRECTION_DEFAULTS: Mapping[str, Any] = {"rollout_is": "sequence"}
 ACTOR_DEFAULTS: Mapping[str, Any] = {

@@ -1,6 +1,6 @@
 """Compares training by several ranks with training by one process, for every way in which ranks share the work.
 
-python -m meshrl.testing.equality [MODEL ...] [--ranks 2 4] [--training AdamW Muon] [--write docs/reference/models.md]
+python -m tests.doubles.equality [MODEL ...] [--ranks 2 4] [--training AdamW Muon] [--write docs/reference/models.md]
 
 random weights ─▶ checkpoint ─▶ three steps of the learner by one process ─▶ the same by 2 and 4 ranks (gloo)
 """
@@ -108,7 +108,7 @@ Three steps with gradients clipped, by the learner itself with several micro-bat
 process; float32, gloo. This section is what
 
 ```
-python -m meshrl.testing.equality --write docs/reference/models.md
+python -m tests.doubles.equality --write docs/reference/models.md
 ```
 
 found. What ranks share is named as in `trainer.parallel`.

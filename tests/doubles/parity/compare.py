@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from meshrl.contract.errors import MeshError
-from meshrl.testing.parity import advantages, correction, losses, recipes, statistics
-from meshrl.testing.parity.cases import Array, Case
-from meshrl.testing.parity.layout import Found
+from tests.doubles.parity import advantages, correction, losses, recipes, statistics
+from tests.doubles.parity.cases import Array, Case
+from tests.doubles.parity.layout import Found
 
 ADAPTERS: Mapping[str, Callable[[Case], Found]] = {
     **advantages.ADAPTERS,

@@ -1,0 +1,1 @@
+"""Compares the algorithms with recorded inputs and outputs of verl: `python -m tests.doubles.parity DIR`."""
