@@ -17,8 +17,7 @@ from meshrl.contract.stage_worker import StageResult, StageWorker
 from meshrl.contract.types import ROLLOUT_STAGE, LeasedRow, Version
 from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.clients.lease_renewer import HUNG_S, LeaseRenewer
-
-from ..contract.queue_actors import rollout_of
+from meshrl.testing.contract.queue_actors import rollout_of
 
 RUN = "run"
 VERSION = Version(1, 0)

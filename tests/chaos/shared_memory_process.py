@@ -15,8 +15,7 @@ import xxhash
 from meshrl.contract.frames import Shared, pack
 from meshrl.contract.types import ROLLOUT_STAGE, GroupRows, PackedGroup, Version
 from meshrl.rpc.clients import QueueClient
-
-from ..contract.queue_actors import rollout_of
+from meshrl.testing.contract.queue_actors import rollout_of
 
 NOW = Version(1, 0)
 TOKENS = 40_000

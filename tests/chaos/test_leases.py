@@ -20,10 +20,10 @@ from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.clients.lease_renewer import LeaseRenewer
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
+from meshrl.testing.contract.queue_actors import WAIT_S, Actors, spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-from ..contract.queue_actors import WAIT_S, Actors, spec, tasks
 from ..waiting import until
 
 GROUPS = 2

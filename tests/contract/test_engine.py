@@ -14,10 +14,10 @@ from meshrl.contract.ports import Engine
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.engines import build_engine
+from meshrl.testing.contract.engine_suite import LONG, SLOTS, EngineSuite
 
 from .. import sglang_checkpoint
 from ..unit.rollout.checkpoints import make_model, pack
-from .engine_suite import LONG, SLOTS, EngineSuite
 
 
 class TestEcho(EngineSuite):

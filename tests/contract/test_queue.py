@@ -10,14 +10,14 @@ from uuid import uuid4
 import pytest
 
 from meshrl.contract.ports import Queue
+from meshrl.testing.contract.queue_batch_suite import QueueBatchSuite
+from meshrl.testing.contract.queue_repeat_suite import QueueRepeatSuite
+from meshrl.testing.contract.queue_suite import QueueSuite
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 
 from ..redis_server import RedisServer, needs_redis, running
-from .queue_batch_suite import QueueBatchSuite
-from .queue_repeat_suite import QueueRepeatSuite
-from .queue_suite import QueueSuite
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,12 @@ from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.clients.queue import ClientOptions
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
+from meshrl.testing.contract.queue_batch_suite import QueueBatchSuite
+from meshrl.testing.contract.queue_repeat_suite import QueueRepeatSuite
+from meshrl.testing.contract.queue_suite import QueueSuite
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
-
-from .queue_batch_suite import QueueBatchSuite
-from .queue_repeat_suite import QueueRepeatSuite
-from .queue_suite import QueueSuite
 
 OPTIONS: dict[str, ClientOptions] = {
     "grpc": {"compression": "off"},

@@ -16,13 +16,12 @@ from meshrl.rpc.clients.shard import ShardClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.rpc.servicers.shard import ShardServicer
+from meshrl.testing.contract.queue_batch_suite import QueueBatchSuite
+from meshrl.testing.contract.queue_repeat_suite import QueueRepeatSuite
+from meshrl.testing.contract.queue_suite import QueueSuite
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.sharding import Shard, ShardedQueue, ShardQueue
-
-from .queue_batch_suite import QueueBatchSuite
-from .queue_repeat_suite import QueueRepeatSuite
-from .queue_suite import QueueSuite
 
 NAMES = ("queue-0", "queue-1", "queue-2")
 GROWS_AT = 4

@@ -22,11 +22,10 @@ from typing import Any
 
 from meshrl.contract.errors import EndOfDataError, MeshError, WaitTimeoutError
 from meshrl.contract.types import REWARD_STAGE, ROLLOUT_STAGE
+from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
-
-from ..contract.queue_actors import Actors, spec, tasks
 
 PAGE = 4096
 GROUPS = 12

@@ -23,12 +23,12 @@ from meshrl.rpc.local_socket.wire import Kind
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.rpc.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
+from meshrl.testing.contract.queue_actors import Actors, spec, task, tasks
+from meshrl.testing.contract.queue_repeat_suite import more_of
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 from meshrl.v1 import queue_pb2
 
-from ..contract.queue_actors import Actors, spec, task, tasks
-from ..contract.queue_repeat_suite import more_of
 from ..waiting import until
 from .messages import Recorder, Request, corruptions_of
 

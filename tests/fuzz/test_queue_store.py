@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import CorruptError, WaitTimeoutError
+from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.disk import DiskStore
 
-from ..contract.queue_actors import Actors, spec, tasks
 from ..unit.transferqueue.rewritten import rewrite
 
 ROOT = Path(__file__).parents[2]

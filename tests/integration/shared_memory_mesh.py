@@ -34,11 +34,11 @@ from meshrl.rpc.local_socket.shared_memory import (
 from meshrl.rpc.local_socket.wire import Kind, Wire
 from meshrl.rpc.runtime import GrpcServer
 from meshrl.rpc.servicers import QueueServicer
+from meshrl.testing.contract.queue_actors import rollout_of
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1.local_socket_pb2 import CallHead
 
-from ..contract.queue_actors import rollout_of
 from ..waiting import until
 from .test_local_socket import serving
 

@@ -18,8 +18,7 @@ from meshrl.launcher.ports import free_port
 from meshrl.launcher.stage_service import open_run
 from meshrl.rpc.queue_connection import connect_queue
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-
-from ..contract.queue_actors import Actors, spec, tasks
+from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 
 SETTINGS = ServerSettings(metrics_port=None, drain_grace_s=1)
 

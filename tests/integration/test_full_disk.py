@@ -16,11 +16,11 @@ from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.clients.patience import Patience
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
+from meshrl.testing.contract.queue_actors import Actors, rollout_of, spec, tasks, waiting_entries
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation
 from meshrl.transferqueue.stores.disk import DiskStore
 
-from ..contract.queue_actors import Actors, rollout_of, spec, tasks, waiting_entries
 from ..waiting import until
 
 ROWS = 12

@@ -39,13 +39,13 @@ from meshrl.rpc.local_socket.client import LocalSocket
 from meshrl.rpc.local_socket.wire import Kind, Wire, WireError
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
+from meshrl.testing.contract.queue_actors import rollout_of
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import build
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1.local_socket_pb2 import CallEnd, CallHead
 
-from ..contract.queue_actors import rollout_of
 from ..waiting import until
 
 SPEC = RunSpec(run="run", group_size=2, batch_groups=1, max_staleness=1, stages=(ROLLOUT_STAGE,))

@@ -15,8 +15,8 @@ from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.engines import build_engine
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.streams import sample
+from meshrl.testing.contract.engine_suite import SLOTS, ask
 
-from ..contract.engine_suite import SLOTS, ask
 from ..sglang_checkpoint import make_checkpoint, mislabelled, weights
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "my_engine.py"

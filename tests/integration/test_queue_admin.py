@@ -25,13 +25,13 @@ from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.rpc.servicers.queue_admin import QueueAdminServicer, encode_piece
 from meshrl.rpc.servicers.shard import ShardServicer
+from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding import ShardQueue
 from meshrl.transferqueue.store import Operation, Table
 
-from ..contract.queue_actors import Actors, spec, tasks
 from ..unit.transferqueue.rewritten import rewrite
 
 RECIPE = """

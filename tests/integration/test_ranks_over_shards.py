@@ -7,10 +7,9 @@ import asyncio
 import pytest
 
 from meshrl.rpc.queue_connection import connect_queue
+from meshrl.testing.contract.queue_actors import WAIT_S, Actors, batch_uids, spec, tasks
 from meshrl.transferqueue.sharding.batches import ShardedBatches
 from meshrl.transferqueue.sharding.shard import BatchPlan
-
-from ..contract.queue_actors import WAIT_S, Actors, batch_uids, spec, tasks
 
 STEPS = 12
 GROUPS = 3

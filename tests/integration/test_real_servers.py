@@ -34,6 +34,7 @@ from meshrl.rollout.server_engine import lending
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.streams import Response, sample
 from meshrl.testing import vision
+from meshrl.testing.contract.engine_suite import LONG, SLOTS, EngineSuite, until_running
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model.packing import pack as pack_rows
@@ -41,7 +42,6 @@ from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.model.snapshot import take_snapshot
 
 from .. import servers
-from ..contract.engine_suite import LONG, SLOTS, EngineSuite, until_running
 from ..listening import reachable_sockets
 from ..sglang_conversation import hold
 from ..unit.rollout.checkpoints import (

@@ -22,12 +22,12 @@ from meshrl.rollout.engines.sglang import build
 from meshrl.rollout.server_engine import lending
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.streams import sample
+from meshrl.testing.contract.engine_suite import SLOTS, ask
 from meshrl.testing.devices.stub import GPU, PATTERN, opened
 from meshrl.testing.libraries.stub import VARIABLE
 from meshrl.weights.fleet import ReplicaState
 from meshrl.weights.shared_memory import SharedMemory
 
-from ..contract.engine_suite import SLOTS, ask
 from ..sglang_checkpoint import make_checkpoint, mislabelled, weights
 from ..waiting import until
 from . import weights_fleet

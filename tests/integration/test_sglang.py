@@ -24,10 +24,10 @@ from meshrl.rollout.engines.sglang import LOADER, build
 from meshrl.rollout.ports import UNSERVED
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.streams import Response, closing, sample
+from meshrl.testing.contract.engine_suite import SLOTS, ask
 from meshrl.testing.sglang_server.routes import NOT_FLUSHED
 from meshrl.testing.sglang_server.updates import PARTIAL
 
-from ..contract.engine_suite import SLOTS, ask
 from ..sglang_checkpoint import (
     EOS,
     cache_marks,

@@ -17,10 +17,10 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.rows import column_text
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.testing.contract.queue_actors import Actors, task
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-from ..contract.queue_actors import Actors, task
 from ..mesh import Mesh, make_mesh
 
 HOW_TO = Path(__file__).parents[2] / "docs" / "how-to" / "extend.md"

@@ -19,10 +19,9 @@ from meshrl.launcher.up import view_page
 from meshrl.rpc.credentials import ensure_credentials, verifiers_file
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.queue import TransferQueue
-
-from ..contract.queue_actors import Actors, spec, tasks
 
 RECIPE = "model: {path: model}\nrun: {name: run, dir: RUN}\nqueue: {reserve_bytes: 0}\n"
 

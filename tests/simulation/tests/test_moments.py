@@ -19,6 +19,7 @@ from meshrl.http.gateway.sessions import SessionTable
 from meshrl.planning.loop import START_S
 from meshrl.rollout.sessions.session import Session
 from meshrl.rpc.interceptors import Context
+from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue.model.waiting import CLAIM_S
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
@@ -32,7 +33,6 @@ from tests.doubles.weights import HashSink, StubSource
 from tests.simulation.call import connect
 from tests.simulation.network import Delays, Network
 
-from ...contract.queue_actors import Actors, spec, tasks
 from ..virtual_time import run, virtual_time
 
 

@@ -6,10 +6,9 @@ import numpy as np
 
 from meshrl.contract.precision import with_rounded_logprobs
 from meshrl.contract.types import RowWrite, Uid
+from meshrl.testing.contract.queue_actors import Actors, rollout_of, spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
-
-from ...contract.queue_actors import Actors, rollout_of, spec, tasks
 
 THIRD = np.full(6, -1 / 3, np.float32)
 

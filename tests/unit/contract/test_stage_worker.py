@@ -24,10 +24,10 @@ from meshrl.contract.types import (
     Uid,
     Version,
 )
+from meshrl.testing.contract.queue_actors import Actors, rollout_of, spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-from ...contract.queue_actors import Actors, rollout_of, spec, tasks
 from ...waiting import until
 
 ROWS, LIMIT = 12, 2

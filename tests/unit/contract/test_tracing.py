@@ -12,11 +12,11 @@ from meshrl.contract import tracing
 from meshrl.contract.stage_worker import StageResult, StageWorker
 from meshrl.contract.types import ROLLOUT_STAGE, LeasedRow, Uid, Version
 from meshrl.http.view.spans import SpanFiles
+from meshrl.testing.contract.queue_actors import Actors, rollout_of, spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ...collector import collector, parsed
-from ...contract.queue_actors import Actors, rollout_of, spec, tasks
 
 ROW = Uid("r", "0-1", 2)
 

@@ -11,10 +11,9 @@ import pytest
 from meshrl.contract.errors import FencedError, UnavailableError, UserError
 from meshrl.contract.held_rows import Refusal, WriteBack
 from meshrl.contract.types import LeasedRow, PackedGroup, RowWrite, Uid, Version
+from meshrl.testing.contract.queue_actors import Actors, rollout_of, spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
-
-from ...contract.queue_actors import Actors, rollout_of, spec, tasks
 
 ROWS = 6
 VERSION = Version(1, 0)

@@ -14,11 +14,10 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.files import check_owner, check_private_file, replace_file
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, Entry, run_lock
 from meshrl.rpc import credentials
+from meshrl.testing.contract.queue_actors import Actors, tasks
 from meshrl.transferqueue.operations.backup import back_up
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.disk import DiskStore
-
-from ...contract.queue_actors import Actors, tasks
 
 SOMEBODY = 12345
 

@@ -7,10 +7,9 @@ from prometheus_client import CollectorRegistry
 
 from meshrl.contract.types import ROLLOUT_STAGE, Version
 from meshrl.rpc.queue_metrics import QueueCollector, wanted_workers
+from meshrl.testing.contract.queue_actors import spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
-
-from ...contract.queue_actors import spec, tasks
 
 FIRST = Version(1, 0)
 

@@ -32,11 +32,11 @@ from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.rpc.servicers.queue_admin import QueueAdminServicer
 from meshrl.rpc.servicers.shard import ShardServicer
+from meshrl.testing.contract.queue_actors import rollout_of, spec, tasks, tokens_of
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.sharding import SHARD_LIST, ShardQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-from ...contract.queue_actors import rollout_of, spec, tasks, tokens_of
 from ...waiting import until
 from .test_identity import methods, token_of
 

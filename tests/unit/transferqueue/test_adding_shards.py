@@ -20,11 +20,10 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.held_rows import HeldLeases
 from meshrl.contract.types import Version
+from meshrl.testing.contract.queue_actors import WAIT_S, Actors, batch_uids, spec, tasks, uids
 from meshrl.transferqueue.sharding import ShardedQueue, ShardQueue, run_shards, shard_list
 from meshrl.transferqueue.sharding.run_shards import RunShards, owner
 from meshrl.transferqueue.stores.memory import MemoryStore
-
-from ...contract.queue_actors import WAIT_S, Actors, batch_uids, spec, tasks, uids
 
 Connect = Callable[..., ShardedQueue]
 

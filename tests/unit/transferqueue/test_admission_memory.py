@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from meshrl.contract.errors import WaitTimeoutError
+from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue.model import records
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
-
-from ...contract.queue_actors import Actors, spec, tasks
 
 
 async def trained(actors: Actors, start: int, steps: int) -> None:

@@ -7,12 +7,11 @@ from collections import Counter
 import pytest
 
 from meshrl.contract.types import Outcome
+from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue.model import records
 from meshrl.transferqueue.model.records import AuditLog
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
-
-from ...contract.queue_actors import Actors, spec, tasks
 
 
 async def lived(store: MemoryStore) -> Actors:

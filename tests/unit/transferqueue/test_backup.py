@@ -16,6 +16,7 @@ import pytest
 from meshrl.contract.errors import CapacityError, ConflictError, NotFoundError, UserError
 from meshrl.contract.frames import with_checksum
 from meshrl.contract.types import Outcome
+from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.config import QueueConfig
@@ -26,7 +27,6 @@ from meshrl.transferqueue.store import Operation, Store, Table
 from meshrl.transferqueue.stores.disk import STAMP, DiskStore
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-from ...contract.queue_actors import Actors, spec, tasks
 from ...redis_server import needs_redis, running
 from .rewritten import rewrite
 from .test_disk_store import file_limit

@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator
 import pytest
 
 from meshrl.contract.errors import CapacityError, InfraError
-from meshrl.transferqueue.queue import TransferQueue
-
-from ...contract.queue_actors import (
+from meshrl.testing.contract.queue_actors import (
     WAIT_S,
     Actors,
     spec,
     tasks,
 )
+from meshrl.transferqueue.queue import TransferQueue
+
 from .gated_store import GatedStore
 
 

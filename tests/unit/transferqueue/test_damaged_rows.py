@@ -12,13 +12,12 @@ import pytest
 from meshrl.contract.errors import CorruptError, EndOfDataError, WaitTimeoutError
 from meshrl.contract.rows import DAMAGED
 from meshrl.contract.types import GroupPolicy
+from meshrl.testing.contract.queue_actors import Actors, batch_uids, spec, tasks
+from meshrl.testing.contract.queue_repeat_suite import more_of
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding import ShardedQueue, ShardQueue
 from meshrl.transferqueue.store import Operation, Table
 from meshrl.transferqueue.stores.memory import MemoryStore
-
-from ...contract.queue_actors import Actors, batch_uids, spec, tasks
-from ...contract.queue_repeat_suite import more_of
 
 
 async def damage(store: MemoryStore, holding: bytes) -> None:

@@ -8,13 +8,12 @@ from contextlib import aclosing
 import pytest
 
 from meshrl.contract.types import Outcome
+from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue.model.specs import Quota
 from meshrl.transferqueue.operations.audit import audit
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Table
 from meshrl.transferqueue.stores.memory import MemoryStore
-
-from ...contract.queue_actors import Actors, spec, tasks
 
 
 @pytest.fixture

@@ -13,11 +13,10 @@ import pytest
 from meshrl.contract.errors import EndOfDataError
 from meshrl.contract.rows import FAILED, UNTRAINABLE
 from meshrl.contract.types import Batch, GroupPolicy, RunSpec
+from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.disk import DiskStore
 from meshrl.transferqueue.stores.memory import MemoryStore
-
-from ...contract.queue_actors import Actors, spec, tasks
 
 
 async def told(actors: Actors, batch: Batch) -> None:

@@ -21,13 +21,13 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
+from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, Table
 from meshrl.transferqueue.stores.disk import STAMP, DiskStore
 
-from ...contract.queue_actors import Actors, spec, tasks
 from .rewritten import rewrite
 
 MIB = 1 << 20

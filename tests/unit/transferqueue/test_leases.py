@@ -10,11 +10,11 @@ import pytest
 from meshrl.contract.errors import WaitTimeoutError
 from meshrl.contract.held_rows import HeldLeases
 from meshrl.contract.types import LeasedRow, Uid
+from meshrl.testing.contract.queue_actors import WAIT_S, Actors, spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding.renewals import ShardedHeldLeases
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-from ...contract.queue_actors import WAIT_S, Actors, spec, tasks
 from ...simulation.virtual_time import in_virtual_time
 
 

@@ -13,11 +13,10 @@ import pytest
 
 from meshrl.contract.errors import CorruptError, WaitTimeoutError
 from meshrl.contract.frames import with_checksum
+from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, Table
 from meshrl.transferqueue.stores.disk import DiskStore
-
-from ...contract.queue_actors import Actors, spec, tasks
 
 PAGE = 4096
 GROUP, TASK = b"g" + bytes(11), b"t" + bytes(11)

@@ -8,12 +8,11 @@ import pytest
 
 from meshrl.contract.errors import CapacityError, UserError
 from meshrl.contract.types import ROLLOUT_STAGE, StageSpec
+from meshrl.testing.contract.queue_actors import spec, task
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.model.specs import Quota
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
-
-from ...contract.queue_actors import spec, task
 
 BAD = [".", "..", "a\0b", "a\nb", "\ud800", "\u202e", "x" * 201]
 

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from meshrl.contract.errors import CapacityError
+from meshrl.testing.contract.queue_actors import Actors, rollout_of, spec, tasks, tokens_of
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import FRAME, Operation, RecentFrames, Table
 
-from ...contract.queue_actors import Actors, rollout_of, spec, tasks, tokens_of
 from .gated_store import GatedStore
 
 

@@ -15,6 +15,7 @@ import trustme
 from redis.asyncio import Redis
 
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError, MeshError, UserError
+from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, OwnerLostError, Table
@@ -22,7 +23,6 @@ from meshrl.transferqueue.stores import _redis_connection
 from meshrl.transferqueue.stores import redis as redis_store
 from meshrl.transferqueue.stores.redis import TIMING, RedisStore, Timing
 
-from ...contract.queue_actors import Actors, spec, tasks
 from ...redis_server import RedisServer, needs_redis, running
 
 pytestmark = needs_redis

@@ -12,6 +12,7 @@ import pytest
 
 from meshrl.contract.errors import CapacityError, ConflictError, InfraError, NotFoundError
 from meshrl.contract.types import Outcome
+from meshrl.testing.contract.queue_actors import WAIT_S, Actors, rollout_of, spec, tasks, tokens_of
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.model.specs import Quota
 from meshrl.transferqueue.operations import removal
@@ -19,8 +20,6 @@ from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, Store, Table
 from meshrl.transferqueue.stores.disk import DiskStore
 from meshrl.transferqueue.stores.memory import MemoryStore
-
-from ...contract.queue_actors import WAIT_S, Actors, rollout_of, spec, tasks, tokens_of
 
 
 async def used(queue: TransferQueue, run: str) -> Actors:

@@ -11,11 +11,7 @@ import pytest
 
 from meshrl.contract.errors import EndOfDataError, FencedError, UnavailableError, WaitTimeoutError
 from meshrl.contract.types import GroupPolicy, Outcome, Version
-from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.stores.disk import DiskStore
-from meshrl.transferqueue.stores.memory import MemoryStore
-
-from ...contract.queue_actors import (
+from meshrl.testing.contract.queue_actors import (
     WAIT_S,
     Actors,
     batch_uids,
@@ -25,6 +21,9 @@ from ...contract.queue_actors import (
     tokens_of,
     uids,
 )
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.disk import DiskStore
+from meshrl.transferqueue.stores.memory import MemoryStore
 
 Life = tuple[Actors, Callable[[], Awaitable[None]]]
 

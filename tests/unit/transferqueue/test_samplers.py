@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Version
+from meshrl.testing.contract.queue_actors import Actors, batch_uids, spec, task, tasks
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sampling import CompleteGroup
 from meshrl.transferqueue.stores.memory import MemoryStore
-
-from ...contract.queue_actors import Actors, batch_uids, spec, task, tasks
 
 REVERSE = '''
 class Sampler:

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import WaitTimeoutError
+from meshrl.testing.contract.queue_actors import WAIT_S, Actors, spec, tasks, tokens_of
 from meshrl.transferqueue.model import fair_share
 from meshrl.transferqueue.sharding import ShardedQueue, ShardQueue
 from meshrl.transferqueue.sharding.run_shards import owner
 from meshrl.transferqueue.stores.memory import MemoryStore
-
-from ...contract.queue_actors import WAIT_S, Actors, spec, tasks, tokens_of
 
 
 class Counted:

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import EndOfDataError
+from meshrl.testing.contract.queue_actors import WAIT_S, Actors, batch_uids, spec, tasks
 from meshrl.transferqueue.sharding import ShardedQueue, ShardQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
-
-from ...contract.queue_actors import WAIT_S, Actors, batch_uids, spec, tasks
 
 TASKS = 24
 SHARDS = 3

@@ -13,14 +13,13 @@ import pytest
 
 from meshrl.contract.errors import FencedError, UnavailableError, UserError, WaitTimeoutError
 from meshrl.contract.types import Lease, RunSpec
+from meshrl.testing.contract.queue_actors import WAIT_S, Actors, batch_uids, spec, tasks
 from meshrl.transferqueue.sharding import GroupCounts, Sampled, ShardedQueue, ShardQueue
 from meshrl.transferqueue.sharding.batches import plan_batch
 from meshrl.transferqueue.sharding.run_shards import RunShards, owner
 from meshrl.transferqueue.sharding.shard import BatchPlan, parse_batch_name
 from meshrl.transferqueue.stores.disk import DiskStore
 from meshrl.transferqueue.stores.memory import MemoryStore
-
-from ...contract.queue_actors import WAIT_S, Actors, batch_uids, spec, tasks
 
 TASKS = [f"task-{number}" for number in range(6000)]
 

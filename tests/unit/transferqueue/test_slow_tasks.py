@@ -17,11 +17,10 @@ from meshrl.contract.errors import WaitTimeoutError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import ROLLOUT_STAGE, Lease, LeasedRow, Ledger, StalePolicy
 from meshrl.planning.loop import SimulatedLoop
+from meshrl.testing.contract.queue_actors import Actors, rollout_of, spec, tasks, tokens_of
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding import ShardedQueue, ShardQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
-
-from ...contract.queue_actors import Actors, rollout_of, spec, tasks, tokens_of
 
 STEPS = 40
 BATCH = 10

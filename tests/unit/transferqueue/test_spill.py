@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import CapacityError
+from meshrl.testing.contract.queue_actors import Actors, batch_uids, spec, tasks
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, Table
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-from ...contract.queue_actors import Actors, batch_uids, spec, tasks
 from .test_disk_store import file_limit
 
 KIB = 1 << 10

@@ -23,17 +23,17 @@ from meshrl.contract.types import (
     StalePolicy,
     Uid,
 )
-from meshrl.transferqueue.operations import lifecycle
-from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.stores.memory import MemoryStore
-
-from ...contract.queue_actors import (
+from meshrl.testing.contract.queue_actors import (
     Actors,
     batch_uids,
     spec,
     task,
     uids,
 )
+from meshrl.transferqueue.operations import lifecycle
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
+
 from .queue_model import STAGES, Model, ModelBatch, ModelRow
 
 T = TypeVar("T")

@@ -34,8 +34,7 @@ from meshrl.contract.types import (
     Task,
     Version,
 )
-
-from .queue_actors import (
+from meshrl.testing.contract.queue_actors import (
     WAIT_S,
     Actors,
     facts,

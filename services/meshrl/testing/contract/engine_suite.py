@@ -16,6 +16,7 @@ from meshrl.contract.ports import Engine
 from meshrl.contract.types import (
     GenerateDelta,
     GenerateRequest,
+    Int32,
     OnUpdate,
     SamplingParams,
     Uint8,
@@ -39,7 +40,7 @@ def ask(name: str, *, max_tokens: int = 12, **sampling: Any) -> GenerateRequest:
     )
 
 
-def said(tokens: Sequence[int]) -> GenerateDelta:
+def said(tokens: Sequence[int] | Int32) -> GenerateDelta:
     return GenerateDelta(
         tokens=np.array(tokens, dtype=np.int32),
         logprobs=np.zeros(len(tokens), dtype=np.float32),
@@ -87,7 +88,7 @@ class EngineSuite(ABC):
                 deltas.append(delta)
         assert sum(len(delta.tokens) for delta in deltas) == 12
         for delta in deltas:
-            assert (delta.tokens.dtype, delta.logprobs.dtype) == (np.int32, np.float32)
+            assert delta.tokens.dtype == np.int32 and delta.logprobs.dtype == np.float32
             assert len(delta.tokens) == len(delta.logprobs)
             assert (delta.logprobs <= 0).all()
         assert [delta.finish_reason for delta in deltas[:-1]] == [""] * (len(deltas) - 1)
@@ -239,7 +240,7 @@ class EngineSuite(ABC):
             try:
                 waiting = asyncio.create_task(sample(engine, ask("b")))
                 await asyncio.sleep(0.05)
-                assert engine.asleep and not waiting.done()
+                assert (engine.asleep, waiting.done()) == (True, False)
                 # A busy server may have sampled all of "a" before it slept.
                 assert engine.stats().running <= 1
             finally:

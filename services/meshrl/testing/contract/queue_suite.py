@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +23,8 @@ from meshrl.contract.types import (
     GroupPolicy,
     Version,
 )
-
-from .queue_actors import WAIT_S, Actors, spec, task, tasks
-from .queue_stage_suite import LeasePromises, WritePromises
+from meshrl.testing.contract.queue_actors import WAIT_S, Actors, spec, task, tasks
+from meshrl.testing.contract.queue_stage_suite import LeasePromises, WritePromises
 
 
 class RunPromises:
@@ -73,7 +73,7 @@ class RunPromises:
         ],
     )
     async def test_a_spec_that_makes_no_sense_is_refused_in_one_line(
-        self, queue: Queue, changes: dict[str, object], problem: str
+        self, queue: Queue, changes: dict[str, Any], problem: str
     ) -> None:
         with pytest.raises(UserError, match=problem):
             await queue.open_run(spec(**changes))

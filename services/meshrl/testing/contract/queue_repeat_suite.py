@@ -20,8 +20,7 @@ from meshrl.contract.types import (
     RowWrite,
     StageSpec,
 )
-
-from .queue_actors import Actors, spec, tasks, tokens_of
+from meshrl.testing.contract.queue_actors import Actors, spec, tasks, tokens_of
 
 
 def more_of(group: LeasedGroup, start: int, stop: int, rows: int = 2) -> ProgressGroup:

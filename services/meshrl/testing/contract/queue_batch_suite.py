@@ -14,8 +14,16 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import GroupPolicy, Outcome, StalePolicy, Uid, Version
-
-from .queue_actors import WAIT_S, Actors, batch_uids, spec, task, tasks, uids, waiting_entries
+from meshrl.testing.contract.queue_actors import (
+    WAIT_S,
+    Actors,
+    batch_uids,
+    spec,
+    task,
+    tasks,
+    uids,
+    waiting_entries,
+)
 
 
 class TakePromises:
