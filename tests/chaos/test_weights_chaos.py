@@ -33,7 +33,7 @@ def at_bucket(mesh: Mesh, index: int) -> dict[str, int]:
 async def test_survivors_commit_when_a_receiver_is_killed_at_the_first_or_the_last_bucket(
     mesh: Mesh,
 ) -> None:
-    """`test_weights_relays.py` kills at each bucket, in virtual time."""
+    """`test_weights_channels.py` kills at each bucket, in virtual time."""
     buckets = (0, BUCKETS - 1)
     trainer = await mesh.trainer()
     survivor = await mesh.replica("survivor")

@@ -13,7 +13,6 @@ The weight plane: how a version of the weights reaches every rollout engine as o
        Prepared(hashes) ─────────────────────▶
               ◀───────────────────────────────  Commit                 once the fleet holds the version
        Committed ────────────────────────────▶
-              ◀───────────────────────────────  Relay(buckets)         pass on what you hold, to another replica
 
        Report  ──────────────────────────────▶                         every few seconds, instead of a beat
               ◀───────────────────────────────  Leave                  at the operator's wish
@@ -320,31 +319,31 @@ Global___ReplicaHello: _TypeAlias = ReplicaHello  # noqa: Y015
 class ReplicaReady(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    HOP_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     CHUNK_DIGESTS_FIELD_NUMBER: _builtins.int
-    hop: _builtins.int
+    group: _builtins.int
     """Of the PROPOSE that this answers."""
     error: _builtins.str
-    """Not ready: why its end of the channel from another replica did not open."""
+    """Not ready: why its end of the group's channel did not open."""
     chunk_digests: _builtins.bool
     """It receives into memory of a device: TRANSFER has to say chunk digests, and RECEIVED answers with those."""
     @_builtins.property
     def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Buckets that it holds already, verified: they came before the sender changed."""
+        """Buckets that it holds already, verified: they came before the group failed."""
 
     def __init__(
         self,
         *,
-        hop: _builtins.int = ...,
+        group: _builtins.int = ...,
         error: _builtins.str = ...,
         held: _abc.Iterable[_builtins.int] | None = ...,
         chunk_digests: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_digests", b"chunk_digests", "error", b"error", "held", b"held", "hop", b"hop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_digests", b"chunk_digests", "error", b"error", "group", b"group", "held", b"held"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -356,16 +355,16 @@ class ReplicaReceived(_message.Message):
 
     BUCKET_FIELD_NUMBER: _builtins.int
     HASH_FIELD_NUMBER: _builtins.int
-    HOP_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     MOVED_BYTES_FIELD_NUMBER: _builtins.int
     bucket: _builtins.int
     hash: _builtins.str
     """xxh3-128, or chunk digest, of what arrived; empty when nothing readable did."""
-    hop: _builtins.int
-    """Of the PROPOSE that named the sender."""
+    group: _builtins.int
+    """Of the PROPOSE that named the channel."""
     error: _builtins.str
-    """The channel from another replica failed: why."""
+    """The group's channel failed: why."""
     moved_bytes: _builtins.int
     """What travelled of it; less than the bucket where the carrier sends what changed."""
     def __init__(
@@ -373,13 +372,13 @@ class ReplicaReceived(_message.Message):
         *,
         bucket: _builtins.int = ...,
         hash: _builtins.str = ...,
-        hop: _builtins.int = ...,
+        group: _builtins.int = ...,
         error: _builtins.str = ...,
         moved_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "error", b"error", "hash", b"hash", "hop", b"hop", "moved_bytes", b"moved_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "error", b"error", "group", b"group", "hash", b"hash", "moved_bytes", b"moved_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -544,7 +543,6 @@ class PlaneMessage(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
-    RELAY_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def stamp(self) -> Global___WeightStamp: ...
@@ -561,8 +559,6 @@ class PlaneMessage(_message.Message):
     @_builtins.property
     def beat(self) -> Global___Beat: ...
     @_builtins.property
-    def relay(self) -> Global___PlaneRelay: ...
-    @_builtins.property
     def leave(self) -> Global___PlaneLeave: ...
     def __init__(
         self,
@@ -574,14 +570,13 @@ class PlaneMessage(_message.Message):
         commit: Global___PlaneCommit | None = ...,
         abort: Global___PlaneAbort | None = ...,
         beat: Global___Beat | None = ...,
-        relay: Global___PlaneRelay | None = ...,
         leave: Global___PlaneLeave | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "beat", b"beat", "body", b"body", "commit", b"commit", "leave", b"leave", "propose", b"propose", "relay", b"relay", "stamp", b"stamp", "transfer", b"transfer", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "beat", b"beat", "body", b"body", "commit", b"commit", "leave", b"leave", "propose", b"propose", "stamp", b"stamp", "transfer", b"transfer", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "beat", b"beat", "body", b"body", "commit", b"commit", "leave", b"leave", "propose", b"propose", "relay", b"relay", "stamp", b"stamp", "transfer", b"transfer", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "beat", b"beat", "body", b"body", "commit", b"commit", "leave", b"leave", "propose", b"propose", "stamp", b"stamp", "transfer", b"transfer", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "propose", "transfer", "commit", "abort", "beat", "relay", "leave"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "propose", "transfer", "commit", "abort", "beat", "leave"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -617,7 +612,6 @@ class PlanePropose(_message.Message):
     MANIFEST_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     CARRIER_FIELD_NUMBER: _builtins.int
-    HOP_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
@@ -625,12 +619,11 @@ class PlanePropose(_message.Message):
     """Where the carrier is met: an address for gloo, a directory relative to the run's for disk."""
     carrier: _builtins.str
     """Which carrier is met there: one that the HELLO named."""
-    hop: _builtins.int
-    """Who sends: 0 the trainer, to this replica alone; else another replica, or the trainer to a group, by the channel of
-    this number. A second PROPOSE of one version names another sender, and what was verified stays.
-    """
     group: _builtins.int
-    """The channel is a group of `size` ends, in which this replica has `rank`; 0: it has two."""
+    """0: the channel has two ends, the trainer's and this replica's. Else it is the group of this number and of `size`
+    ends, in which this replica has `rank`. A second PROPOSE of one version names another channel, and what was verified
+    stays.
+    """
     rank: _builtins.int
     size: _builtins.int
     @_builtins.property
@@ -641,14 +634,13 @@ class PlanePropose(_message.Message):
         manifest: Global___WeightManifest | None = ...,
         endpoint: _builtins.str = ...,
         carrier: _builtins.str = ...,
-        hop: _builtins.int = ...,
         group: _builtins.int = ...,
         rank: _builtins.int = ...,
         size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["carrier", b"carrier", "endpoint", b"endpoint", "group", b"group", "hop", b"hop", "manifest", b"manifest", "rank", b"rank", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carrier", b"carrier", "endpoint", b"endpoint", "group", b"group", "manifest", b"manifest", "rank", b"rank", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -691,51 +683,6 @@ class PlaneTransfer(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PlaneTransfer: _TypeAlias = PlaneTransfer  # noqa: Y015
-
-@_typing.final
-class PlaneRelay(_message.Message):
-    """To a replica: be the sender of another one. The first about a channel also opens it."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    GENERATION_FIELD_NUMBER: _builtins.int
-    HOP_FIELD_NUMBER: _builtins.int
-    ENDPOINT_FIELD_NUMBER: _builtins.int
-    CARRIER_FIELD_NUMBER: _builtins.int
-    BUCKETS_FIELD_NUMBER: _builtins.int
-    DONE_FIELD_NUMBER: _builtins.int
-    CLOSE_FIELD_NUMBER: _builtins.int
-    generation: _builtins.int
-    """The generation of the receiver."""
-    hop: _builtins.int
-    endpoint: _builtins.str
-    carrier: _builtins.str
-    done: _builtins.bool
-    """The receiver has all of the version."""
-    close: _builtins.bool
-    """The channel is of no further use."""
-    @_builtins.property
-    def buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """To be sent in this order; this replica has acknowledged each."""
-
-    def __init__(
-        self,
-        *,
-        generation: _builtins.int = ...,
-        hop: _builtins.int = ...,
-        endpoint: _builtins.str = ...,
-        carrier: _builtins.str = ...,
-        buckets: _abc.Iterable[_builtins.int] | None = ...,
-        done: _builtins.bool = ...,
-        close: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "carrier", b"carrier", "close", b"close", "done", b"done", "endpoint", b"endpoint", "generation", b"generation", "hop", b"hop"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PlaneRelay: _TypeAlias = PlaneRelay  # noqa: Y015
 
 @_typing.final
 class PlaneCommit(_message.Message):

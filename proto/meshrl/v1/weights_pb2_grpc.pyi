@@ -13,7 +13,6 @@ The weight plane: how a version of the weights reaches every rollout engine as o
        Prepared(hashes) ─────────────────────▶
               ◀───────────────────────────────  Commit                 once the fleet holds the version
        Committed ────────────────────────────▶
-              ◀───────────────────────────────  Relay(buckets)         pass on what you hold, to another replica
 
        Report  ──────────────────────────────▶                         every few seconds, instead of a beat
               ◀───────────────────────────────  Leave                  at the operator's wish

@@ -6,9 +6,6 @@ A carrier's module may assign these literals, which are read without importing i
     NEEDS = ("torch", "cuda")                    modules that both ends must be able to import; cuda: a GPU driver
     RATE = 1e9                                   bytes/s to one replica, before anything is measured
     SPARSE = False                               whether it sends what changed, so that its time follows the density
-    RELAYS = False                               whether a replica can be the sender of another one: its end of a
-                                                 channel of rank 0 opens by the same endpoint. The trainer then sends
-                                                 a version once, into a chain of replicas
     STREAMS = False                              whether `send` takes each bucket as soon as it is gathered, and
                                                  `stage` reads none
     GATHERS = False                              whether `stage` waits for each bucket by itself (`gathering`), and
@@ -59,11 +56,9 @@ class Link:
     generation: int
     endpoint: str
     rank: int
-    """0 is the sender's end."""
-    hop: int = 0
-    """Numbers the channels to one replica in one generation: 0 comes from the trainer, others from replicas."""
+    """0 is the trainer's end."""
     group: int = 0
-    """Numbers the channels of more than two ends in one epoch; `generation` and `hop` say nothing then."""
+    """Numbers the channels of more than two ends in one epoch; `generation` says nothing then."""
     size: int = 2
 
     @property
@@ -71,12 +66,11 @@ class Link:
         """Names the channel among all channels that ever use the endpoint."""
         if self.group:
             return f"{self.run}/e{self.epoch}/all{self.group}"
-        hop = f"h{self.hop}" if self.hop else ""
-        return f"{self.run}/e{self.epoch}/g{self.generation}{hop}"
+        return f"{self.run}/e{self.epoch}/g{self.generation}"
 
 
 class Channel(Protocol):
-    """One end of the connection between a sender and one replica, for one generation.
+    """One end of the connection between the trainer and one replica, for one generation; or all, see GROUPS.
 
     Buckets are sent and received in the same order. A channel that failed once is of no further use. One that sends
     what changed has `moved_bytes` too: what travelled of the bucket that was received last.
@@ -163,7 +157,6 @@ class CarrierFacts:
     needs: tuple[str, ...]
     rate: float
     sparse: bool
-    relays: bool
     groups: bool
     streams: bool
     gathers: bool
@@ -191,7 +184,6 @@ def carrier_facts(name: str) -> CarrierFacts:
         needs=needs,
         rate=float(str(constant("RATE", 1e9))),
         sparse=bool(constant("SPARSE", False)),
-        relays=bool(constant("RELAYS", False)),
         groups=bool(constant("GROUPS", False)),
         streams=bool(constant("STREAMS", False)),
         gathers=bool(constant("GATHERS", False)),

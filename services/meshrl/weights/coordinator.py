@@ -247,7 +247,6 @@ class WeightCoordinator:
             # At the end of a run all are out, which is how it should be.
             level = logging.DEBUG if self._closed else logging.WARNING
             logger.log(level, "replica %s is out: %s", replica.name, failure)
-            await replica.release()
         await self._send_reason(stream, generation, failure)
 
     def _admit(self, hello: pb.ReplicaMessage, stream: ReplicaStream) -> Replica:
@@ -321,9 +320,9 @@ class WeightCoordinator:
         began_ns = time.time_ns()
         transaction.enter(replica.generation)
         try:
-            await replica.propose(transaction.source, self._before(transaction, replica))
+            await replica.propose(transaction.source)
             if may_skip and self._is_superseded(transaction):
-                await replica.skip(transaction.version)
+                replica.skip()
                 transaction.leave(replica.generation)
                 return False
             await replica.prepare(transaction.source)
@@ -359,22 +358,6 @@ class WeightCoordinator:
             )  # fmt: skip
         await self._notify()
         return True
-
-    def _before(self, transaction: Transaction, replica: Replica) -> Replica | None:
-        """Who may send the version on to `replica`: of those that joined before it, the last that takes it too."""
-        return max(
-            (
-                other
-                for other in self._replicas.values()
-                if other.generation < replica.generation
-                and other.state is not ReplicaState.OUT
-                and transaction.takes_part(other.generation)
-                and other.progress.may_hold(transaction.version)
-                and not replica.shuns(other)
-            ),
-            key=lambda other: other.generation,
-            default=None,
-        )
 
     def _is_superseded(self, transaction: Transaction) -> bool:
         """A newer version is committed: a replica that joins while versions follow fast takes that one."""

@@ -17,15 +17,17 @@ from typing import Any, Generic, TypeVar
 
 from meshrl.contract.errors import InfraError, MeshError
 from meshrl.contract.ports import WeightSource
-from meshrl.contract.types import Version
 from meshrl.weights.carrier import Channel
-from meshrl.weights.senders import RelayError
 from meshrl.weights.waiting import unless
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _MOST_FAILED = 2
 """Groups of one version that may fail though nobody is out: then each member has a channel of its own."""
+
+
+class GroupError(InfraError):
+    """A replica gets nothing from the group that it is in."""
 
 
 class Meeting(Generic[_T]):
@@ -87,7 +89,7 @@ class Group:
             self._opening = asyncio.create_task(self._open(deadline_s), name="weight-group-open")
 
     async def meet(self, value: object, then: Callable[[list[Any]], Awaitable[_T]]) -> _T:
-        """What `then` makes of what all members brought, once all of them have come here. Raises RelayError."""
+        """What `then` makes of what all members brought, once all of them have come here. Raises GroupError."""
         meeting: Meeting[_T] = self._meeting
         result = meeting.bring(value)
         if meeting.came == len(self.members):
@@ -97,7 +99,7 @@ class Group:
             return await unless(self.broken, asyncio.shield(result), self.reason)
         except MeshError as error:
             self.fail(str(error))
-            raise RelayError(self.reason) from error
+            raise GroupError(self.reason) from error
 
     async def send(self, source: WeightSource, index: int) -> None:
         """One bucket, to all."""
@@ -216,52 +218,39 @@ class Assembly:
         return self._groups.form(self.carrier, sorted(members))
 
 
-class FromGroup:
-    """Sends to one replica as a member of a group: what all of them lack goes to all of them, once."""
+class Member:
+    """One replica in a group: what all members lack goes to all of them, once."""
 
-    def __init__(self, group: Group, assembly: Assembly, generation: int, hop: int) -> None:
-        """`hop` numbers this replica's end."""
+    def __init__(self, group: Group, assembly: Assembly, generation: int) -> None:
         self.group = group
-        self.hop = hop
         self._assembly = assembly
         self._generation = generation
 
-    @property
-    def is_out(self) -> bool:
-        """A group fails of itself: nobody is to be shunned for it."""
-        return True
-
     async def while_in(self, work: Awaitable[_T]) -> _T:
-        """The result of `work`. Raises RelayError as soon as the group has failed."""
+        """The result of `work`. Raises GroupError as soon as the group has failed."""
         try:
             return await unless(self.group.broken, work, "the group has failed")
         except MeshError as error:
             if self.group.broken.is_set():
-                raise RelayError(self.group.reason) from error
+                raise GroupError(self.group.reason) from error
             raise
 
     async def plan(self, missing: Sequence[int]) -> Sequence[int]:
-        """The buckets that some member lacks. Raises RelayError."""
+        """The buckets that some member lacks. Raises GroupError."""
 
         async def union(all_missing: list[Sequence[int]]) -> list[int]:
             return sorted(set().union(*all_missing))
 
         return await self.group.meet(missing, union)
 
-    async def open(self, version: Version) -> None:
-        """It is opened with the proposal."""
-
-    async def until_held(self, version: Version, index: int) -> None:
-        """The trainer holds everything."""
-
     async def send(self, source: WeightSource, index: int) -> None:
-        """Raises RelayError."""
+        """One bucket, once all members have come for it. Raises GroupError."""
         await self.group.meet(index, lambda _: self.group.send(source, index))
 
-    async def done(self, version: Version) -> None:
-        """This member has everything."""
+    def done(self) -> None:
+        """This member has all of the version."""
         self._assembly.done(self._generation)
 
-    async def close(self, version: Version) -> None:
+    def leave(self) -> None:
         """This member is in it no more."""
         self.group.fail("a member has left the group")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -24,7 +23,7 @@ from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Channel, Link
 from meshrl.weights.fleet import ReplicaReport, ReplicaState, ReplicaView, decode_report
 from meshrl.weights.gathering import SourceError, chunk_digest, gathered
-from meshrl.weights.groups import Assembly, FromGroup
+from meshrl.weights.groups import Assembly, GroupError, Member
 from meshrl.weights.messages import (
     ReplicaStream,
     digest,
@@ -34,13 +33,10 @@ from meshrl.weights.messages import (
     wrong_tensors,
 )
 from meshrl.weights.routes import Peer, Route, Routes
-from meshrl.weights.senders import FromReplica, FromTrainer, Progress, RelayError
 from meshrl.weights.waiting import together, within
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_MOST_FAILED = 2
-"""Replicas that could not send to this one, though they live: after so many the trainer always does."""
 
 
 class Replica:
@@ -77,18 +73,14 @@ class Replica:
         self._routes = routes
         self._config = config
         self._channels: dict[str, Channel] = {}
-        """From the trainer, by carrier; open, except the one that `_propose` is opening."""
-        self.progress = Progress()
-        self._hops = itertools.count(1)
-        self._sender: FromReplica | FromGroup | None = None
-        """The replica that sends to this one, or the group that it is in; kept from version to version."""
+        """To this replica alone, by carrier; open, except the one that `_propose` is opening."""
+        self._member: Member | None = None
+        """In the group that it is in; kept from version to version."""
         self._assembly: tuple[Version, Assembly] | None = None
         """Of which version it is a member that can be in a group."""
-        self._hop = 0
-        """Of the channel that is used."""
+        self._group = 0
+        """Of the channel that is used; 0 is its own."""
         self._proposed: Version | None = None
-        self._shunned: set[int] = set()
-        """Generations of replicas that lived and did not send."""
         self._planned = False
         """Whether the version was proposed before it was gathered, so that each TRANSFER has to say the hashes."""
         self._on_device = False
@@ -125,27 +117,21 @@ class Replica:
             report=None if self.state is ReplicaState.OUT else self.report,
         )
 
-    async def propose(self, source: WeightSource, before: Replica | None = None) -> None:
+    async def propose(self, source: WeightSource) -> None:
         """PROPOSE … READY: the replica has the manifest, and both ends of the channel are open.
 
         Another version may be proposed next: the replica forgets this one.
-
-        Args:
-            source: the version.
-            before: takes the same version, and may send it on to this one.
 
         Raises:
             MeshError: the replica failed or hung.
         """
         self._began = self._clock()
-        version = source.manifest.version
-        self.progress.begin(version)
         self._moving_bytes = 0
         self._route = await self._routes.choose(self.peer, source)
         proposed_at = self._clock()
         with self._carrying():
-            await self._choose_sender(source, before)
-            await self._propose_by_sender(source)
+            await self._choose_channel(source.manifest.version)
+            await self._propose_by_channel(source)
         self._opening_s = self._clock() - proposed_at
 
     async def prepare(self, source: WeightSource) -> None:
@@ -169,7 +155,6 @@ class Replica:
 
     async def commit(self, version: Version) -> None:
         """COMMIT … COMMITTED: the engine serves the version."""
-        self.progress.end()
         await self._send(version, commit=pb.PlaneCommit())
         deadline_s = self._commit_s + self._config.switch_s(self._served_bytes)
         committed = await self._expect("committed", deadline_s)
@@ -185,33 +170,21 @@ class Replica:
         """It is a member of this version, and can be in a group."""
         self._assembly = version, assembly
 
-    async def skip(self, version: Version) -> None:
+    def skip(self) -> None:
         """Nothing is sent to it of what was proposed."""
-        self.progress.end()
         self._leave_assembly()
-        if isinstance(self._sender, FromGroup):
-            await self._sender.close(version)
-            self._sender = None
+        self._end_membership()
 
     async def drop(self, version: Version, reason: str) -> None:
         """Withdraw the prepared version; the replica stays in the fleet."""
-        self.progress.end()
         await self._send(version, abort=pb.PlaneAbort(code="corrupt", message=reason))
 
     def give_up(self, reason: str) -> None:
         """Mark the replica as out, and abort what is still being sent to it."""
         self.state, self.suspect, self.reason = ReplicaState.OUT, False, reason
-        self.progress.leave()
         self._leave_assembly()
         for channel in self._channels.values():
             channel.abort()
-
-    async def release(self) -> None:
-        """It is out: the one before it need keep nothing for it."""
-        if self._sender is not None and self.progress.version is not None:
-            with suppress(RelayError):
-                await self._sender.close(self.progress.version)
-            self._sender = None
 
     def inspect(self, message: pb.ReplicaMessage) -> bool:
         """Raise the failure that the replica tells of, whatever this side waits for; keep what it says of itself."""
@@ -241,21 +214,26 @@ class Replica:
         if self._assembly is not None:
             self._assembly[1].leave(self.generation)
 
-    async def _propose_by_sender(self, source: WeightSource) -> None:
-        """Propose with the sender that was chosen, or with what follows when that cannot; at last the trainer."""
-        version = source.manifest.version
-        while (sender := self._sender) is not None:
+    async def _propose_by_channel(self, source: WeightSource) -> None:
+        """Propose by the group's channel while there is one to be in, else by this replica's own."""
+        while (member := self._member) is not None:
             try:
-                await sender.open(version)
-                await self._propose(source, sender)
-            except RelayError as error:
-                await self._leave_sender(version, error)
+                await self._propose(source, member)
+            except GroupError as error:
+                await self._leave_group(source.manifest.version, error)
             else:
                 return
         await self._propose(source)
 
+    async def _choose_channel(self, version: Version) -> None:
+        """`_member` is this replica in the group that brings the version; None: its own channel does."""
+        if self._assembly is not None and self._assembly[0] == version:
+            await self._join_group(version)
+        else:
+            self._end_membership()
+
     async def _join_group(self, version: Version) -> None:
-        """Be in the group of this version, if there is one to be in: `_sender` is it."""
+        """Be in the group of this version, if there is one to be in: `_member` says it."""
         if self._assembly is None or self._assembly[0] != version:
             return
         assembly = self._assembly[1]
@@ -264,152 +242,108 @@ class Replica:
         group = await assembly.join(self.generation)
         if group is None:
             assembly.done(self.generation)
-            self._sender = None
-        elif not isinstance(self._sender, FromGroup) or self._sender.group is not group:
-            self._sender = FromGroup(group, assembly, self.generation, next(self._hops))
+            self._member = None
         else:
-            self._sender = FromGroup(group, assembly, self.generation, self._sender.hop)
+            self._member = Member(group, assembly, self.generation)
 
-    async def _choose_sender(self, source: WeightSource, before: Replica | None) -> None:
-        """`_sender` is the replica that sends, or the group; None: the trainer does, to this one alone."""
-        version, route = source.manifest.version, self._route
-        assert route is not None
-        if self._assembly is not None and self._assembly[0] == version:
-            if isinstance(self._sender, FromReplica):
-                with suppress(RelayError):
-                    await self._sender.close(version)
-                self._sender = None
-            await self._join_group(version)
-            return
-        if isinstance(self._sender, FromGroup):
-            await self._sender.close(version)
-            self._sender = None
-        chosen: Replica | None = None
-        if before is not None and len(self._shunned) < _MOST_FAILED:
-            chosen = before if self._routes.relays(route, self.peer, before.peer) else None
-        sender = self._sender
-        if sender is not None and (
-            chosen is None
-            or sender.generation != chosen.generation
-            or sender.carrier != route.carrier
-        ):
-            self._sender = None
-            with suppress(RelayError):
-                await sender.close(version)
-        if chosen is not None and self._sender is None:
-            link = replace(self._link, endpoint=route.endpoint, hop=next(self._hops))
-            self._sender = FromReplica(
-                *(chosen.generation, chosen.progress, chosen.relay, link), carrier=route.carrier
-            )
-
-    async def relay(self, version: Version, order: pb.PlaneRelay) -> None:
-        """Have this replica send to another one. Raises MeshError."""
-        await self._send(version, relay=order)
-
-    def shuns(self, other: Replica) -> bool:
-        """Whether `other` has failed to send to this one."""
-        return other.generation in self._shunned
-
-    async def _leave_sender(self, version: Version, error: RelayError) -> None:
-        """From now on the trainer sends, or the next group."""
-        assert self._sender is not None
-        sender, self._sender = self._sender, None
-        if isinstance(sender, FromReplica) and not sender.is_out:
-            self._shunned.add(sender.generation)
+    async def _leave_group(self, version: Version, error: GroupError) -> None:
+        """From now on the next group brings the version, or this replica's own channel."""
         logger.info("%s gets weights %s otherwise: %s", self.name, version, error)
-        with suppress(RelayError):
-            await sender.close(version)
+        self._end_membership()
         await self._join_group(version)
+
+    def _end_membership(self) -> None:
+        if self._member is not None:
+            self._member.leave()
+            self._member = None
 
     async def _send_version(self, source: WeightSource) -> None:
         """TRANSFER … RECEIVED of the last bucket, with the right hash."""
         version, route = source.manifest.version, self._route
         assert route is not None
         began, self._gathering_s = self._clock(), 0.0
-        while (sender := self._sender) is not None:
+        while True:
+            member = self._member
             try:
-                await self._send_missing(sender, source)
-            except RelayError as error:
-                await self._leave_sender(version, error)
-                await self._propose_by_sender(source)
-            else:
-                with suppress(RelayError):
-                    await sender.done(version)
+                await self._send_missing(source, member)
                 break
-        if self._sender is None:
-            await self._send_missing(FromTrainer(self._channels[route.carrier]), source)
+            except GroupError as error:
+                await self._leave_group(version, error)
+                await self._propose_by_channel(source)
+        if member is not None:
+            member.done()
         seconds = self._clock() - began - self._gathering_s
         self._routes.observe(route, version, seconds, self._opening_s)
 
-    async def _send_missing(
-        self, sender: FromTrainer | FromReplica | FromGroup, source: WeightSource
-    ) -> None:
+    async def _send_missing(self, source: WeightSource, member: Member | None) -> None:
         """Until every bucket has arrived with the right hash; a group sends each once."""
-        for _ in range(1 if isinstance(sender, FromGroup) else 1 + self._config.resends):
-            await self._transfer(sender, source)
+        for _ in range(1 if member else 1 + self._config.resends):
+            await self._transfer(source, member)
             if not self._missing:
                 return
         what = f"buckets {list(self._missing)} of weights {source.manifest.version}"
         problem = f"{self.name}: {what} arrived corrupted, again and again"
-        raise RelayError(problem) if sender.hop else CorruptError(problem)
+        raise GroupError(problem) if member else CorruptError(problem)
 
-    async def _propose(
-        self, source: WeightSource, sender: FromReplica | FromGroup | None = None
-    ) -> None:
-        """Open both ends of the channel from `sender`, or else from the trainer; the replica says what it holds."""
+    async def _propose(self, source: WeightSource, member: Member | None = None) -> None:
+        """Open both ends of the group's channel, or of this replica's own; the replica says what it holds."""
         manifest, route = source.manifest, self._route
         assert route is not None
         message = pb.PlanePropose(
             manifest=manifest_to_message(manifest),
             endpoint=route.endpoint,
             carrier=route.carrier,
-            hop=sender.hop if sender else 0,
         )
-        self._hop, self._planned = message.hop, not manifest.bucket_hashes
-        self._proposed = manifest.version
-        if isinstance(sender, FromGroup):
-            group = sender.group
+        opens_own = member is None and route.carrier not in self._channels
+        if member is not None:
+            group = member.group
             message.group, message.size = group.number, group.size
             message.rank = group.rank(self.generation)
             if (alone := self._channels.pop(route.carrier, None)) is not None:
                 alone.abort()  # before it was a member
             group.open(self._config.ready_s)
+        self._group, self._planned = message.group, not manifest.bucket_hashes
+        self._proposed = manifest.version
         await self._send(manifest.version, propose=message)
         opening = self._ready(source)
-        if sender is None and route.carrier not in self._channels:
+        if opens_own:
             channel = self._routes.channel(route, replace(self._link, endpoint=route.endpoint))
             self._channels[route.carrier] = channel
             opening = together(channel.open(self._config.ready_s), opening)
-        await self._progressing(opening, self._config.ready_s, "READY", sender)
+        await self._progressing(opening, self._config.ready_s, "READY", member)
 
     async def _ready(self, source: WeightSource) -> None:
         ready = (await self._receive("ready")).ready
         if ready.error:
-            raise RelayError(ready.error)
+            raise GroupError(ready.error)
         self._on_device = ready.chunk_digests
         every, held = range(len(source.manifest.bucket_bytes)), set(ready.held)
         self._missing = [index for index in every if index not in held]
 
-    async def _transfer(
-        self, sender: FromTrainer | FromReplica | FromGroup, source: WeightSource
-    ) -> None:
+    async def _transfer(self, source: WeightSource, member: Member | None) -> None:
         """Send the missing buckets; then those are missing that arrived corrupted."""
         manifest, wanted, route = source.manifest, self._missing, self._route
         version, planned, on_device = manifest.version, self._planned, self._on_device
         assert route is not None
-        writes = isinstance(sender, FromTrainer) and self._routes.writes(route)
-        one_by_one = sender.hop or planned or writes or on_device
+        own = None if member else self._channels[route.carrier]
+        writes = own is not None and self._routes.writes(route)
+        one_by_one = member is not None or planned or writes or on_device
         lacking = set(wanted)
-        if isinstance(sender, FromGroup):
-            wanted = await sender.plan(wanted)
+        if member is not None:
+            wanted = await member.plan(wanted)
         corrupted: list[int] = []
+
+        async def send_bucket(index: int) -> None:
+            if member is not None:
+                await member.send(source, index)
+            elif own is not None:
+                await own.send(manifest, index, source.bucket(index))
 
         async def send() -> None:
             for index in wanted:
-                await sender.until_held(version, index)
                 digest, tensors = await gathered(source, index)
                 if writes:
-                    await sender.send(source, index)
+                    await send_bucket(index)
                 if one_by_one:
                     transfer = pb.PlaneTransfer(buckets=[index])
                     if on_device:
@@ -419,55 +353,46 @@ class Replica:
                         transfer.tensor_hashes.extend(tensors)
                     await self._send(version, transfer=transfer)
                 if not writes:
-                    await sender.send(source, index)
+                    await send_bucket(index)
 
         async def acknowledge() -> None:
             for place, index in enumerate(wanted):
-                expected = await self._gathered(source, index, sender)
-                await sender.until_held(version, index)
+                expected = await self._gathered(source, index, member)
                 if on_device:
                     expected = await chunk_digest(source, index)
-                received = await self._received(manifest.bucket_bytes[index], sender)
+                received = await self._received(manifest.bucket_bytes[index], member)
                 if received.bucket != index:
                     raise InfraError(
                         f"{self.name}: acknowledged bucket {received.bucket}, not {index}"
                     )
                 self._moving_bytes += received.moved_bytes
-                if received.hash == expected:
-                    self.progress.holds(index)
-                elif index in lacking:
+                if received.hash != expected and index in lacking:
                     corrupted.append(index)
                 self._missing = [*corrupted, *(i for i in wanted[place + 1 :] if i in lacking)]
 
         if not one_by_one or not wanted:
             await self._send(version, transfer=pb.PlaneTransfer(buckets=wanted))
         await together(send(), acknowledge())
-        if isinstance(sender, FromGroup) and wanted and not corrupted:
+        if member is not None and wanted and not corrupted:
             await self._send(version, transfer=pb.PlaneTransfer())  # that was all
-        for index in corrupted if not isinstance(sender, FromReplica) else ():
+        for index in corrupted:
             _check_source(index, source, *await gathered(source, index))
 
-    async def _gathered(
-        self, source: WeightSource, index: int, sender: FromTrainer | FromReplica | FromGroup
-    ) -> str:
-        """The hash of a bucket, once it is there: no deadline counts that. Raises RelayError."""
+    async def _gathered(self, source: WeightSource, index: int, member: Member | None) -> str:
+        """The hash of a bucket, once it is there: no deadline counts that. Raises GroupError."""
         began = self._clock()
         coming = gathered(source, index)
-        alone = isinstance(sender, FromTrainer)
-        expected, _ = await (coming if alone else sender.while_in(coming))  # type: ignore[union-attr]
+        expected, _ = await (member.while_in(coming) if member else coming)
         self._gathering_s += self._clock() - began
         return expected
 
-    async def _received(
-        self, nbytes: int, sender: FromTrainer | FromReplica | FromGroup
-    ) -> pb.ReplicaReceived:
-        """The next RECEIVED of what `sender` sends."""
-        relay = None if isinstance(sender, FromTrainer) else sender
+    async def _received(self, nbytes: int, member: Member | None) -> pb.ReplicaReceived:
+        """The next RECEIVED."""
         deadline_s = self._config.deadline_s(nbytes)
         message = self._receive("received")
-        received = (await self._progressing(message, deadline_s, "RECEIVED", relay)).received
+        received = (await self._progressing(message, deadline_s, "RECEIVED", member)).received
         if received.error:
-            raise RelayError(received.error)
+            raise GroupError(received.error)
         return received
 
     async def _progressing(
@@ -475,23 +400,23 @@ class Replica:
         work: Awaitable[_T],
         deadline_s: float,
         what: str,
-        sender: FromReplica | FromGroup | None,
+        member: Member | None,
     ) -> _T:
         """The result of `work` within the deadline.
 
         Raises:
-            RelayError: another replica sends, and it may be the cause that nothing came.
+            GroupError: another member may be the cause that nothing came.
             WaitTimeoutError: nothing came, by this replica's fault.
         """
         waiting = within(work, deadline_s, f"{self.name}: {what}", self._mark_suspect)
         try:
-            result = await (sender.while_in(waiting) if sender else waiting)
+            result = await (member.while_in(waiting) if member else waiting)
         except WaitTimeoutError as error:
-            if sender is None or self.stream.quiet_s > deadline_s / 2:
+            if member is None or self.stream.quiet_s > deadline_s / 2:
                 raise
-            raise RelayError(str(error)) from error
-        except RelayError as error:
-            if isinstance(sender, FromGroup) and self.stream.quiet_s > deadline_s / 2:
+            raise GroupError(str(error)) from error
+        except GroupError as error:
+            if self.stream.quiet_s > deadline_s / 2:
                 raise WaitTimeoutError(f"{self.name}: {what}: silent in a group") from error
             raise
         self.suspect = False
@@ -506,9 +431,9 @@ class Replica:
             body = message.WhichOneof("body")
             if body not in ("ready", "received", "prepared"):
                 break
-            # Neither of a version that was withdrawn, nor of a sender that was left.
+            # Neither of a version that was withdrawn, nor of a group that was left.
             of_version = stamped_version(message.stamp) == self._proposed
-            if of_version and getattr(getattr(message, body), "hop", self._hop) == self._hop:
+            if of_version and getattr(getattr(message, body), "group", self._group) == self._group:
                 break
         if body != kind:
             raise InfraError(f"{self.name}: sent {body}, not {kind}")

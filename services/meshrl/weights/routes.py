@@ -155,11 +155,6 @@ class Routes:
                 self._chosen[receivers] = (version, route)
                 return route
 
-    def relays(self, route: Route, receiver: Peer, sender: Peer) -> bool:
-        """Whether a replica that takes `route` can get from another one what that has received."""
-        same = not self._choosing or self._receivers(receiver) == self._receivers(sender)
-        return same and self._facts[route.carrier].relays
-
     def grouped(self, peer: Peer, version: Version) -> str:
         """The carrier of a route that is chosen, if one channel of it can have more than two ends; else empty."""
         chosen = self._chosen.get(self._receivers(peer))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -30,7 +30,7 @@ from meshrl.contract.ports import (
     PinningSink,
     WeightSink,
 )
-from meshrl.contract.types import Version, WeightManifest
+from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Carriers, Channel, DeviceChannel, Link
 from meshrl.weights.lora_merging import Merger
@@ -43,13 +43,32 @@ from meshrl.weights.messages import (
     stamped_version,
     wrong_tensors,
 )
-from meshrl.weights.relays import Received, Relays
 from meshrl.weights.waiting import unless
 
 logger = logging.getLogger(__name__)
 
 _CLOSING_S = 2.0
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Incoming:
+    """A version while it arrives."""
+
+    manifest: WeightManifest
+    buckets: list[Uint8]
+    missing: set[int]
+    hashes: dict[int, tuple[str, Sequence[int]]]
+    """Of each bucket and its tensors, as far as the trainer has said them."""
+    lent: list[LentBucket] = field(default_factory=list)
+    """Where they arrive on a device, in place of `buckets`; none: on the host."""
+    digests: dict[int, str] = field(default_factory=dict)
+    """Chunk digests, for those that arrive on a device."""
+
+    @property
+    def version(self) -> Version:
+        """The version."""
+        return self.manifest.version
 
 
 class Session:
@@ -81,30 +100,19 @@ class Session:
         self._merger = merger
         self._leave = leave
         self._channels: dict[str, Channel] = {}
-        """From the trainer, by carrier."""
-        self._hop_channel: Channel | None = None
-        """From another replica."""
+        """Of two ends, by carrier."""
+        self._group_channel: Channel | None = None
+        """Of more than two."""
         self._channel: Channel | None = None
         """The one that carries the proposed version."""
-        self._hop = 0
-        """Its number."""
-        self._in_group = False
-        """Whether it has more than two ends."""
+        self._group = 0
+        """The number of its group; 0: it has two ends."""
         self._proposals = 0
         """That have arrived, and wait for what is done now."""
         self._proposed = asyncio.Event()
         """One waits."""
-        self._incoming: Received | None = None
-        """Of the proposed version, until it is staged."""
-        self._received: Received | None = None
-        """What can be passed on."""
-        self._relays = Relays(
-            carriers,
-            run=self._run,
-            epoch=self._epoch,
-            open_s=config.ready_s,
-            received=lambda: self._received,
-        )
+        self._incoming: Incoming | None = None
+        """The proposed version, until it is staged."""
         self._staged: Version | None = None
         self._staged_bytes = 0
         self.failure: MeshError | None = None
@@ -120,10 +128,6 @@ class Session:
             raise from_detail(message.abort.code, message.abort.message, {})
         if body == "leave":
             self._leave()
-            return True
-        if body == "relay":
-            self._relays.order(stamped_version(message.stamp), message.relay)
-            self._forget_committed()
             return True
         if body == "propose":
             self._proposals += 1
@@ -153,8 +157,7 @@ class Session:
 
     async def close(self) -> None:
         """Discard what is not committed; idempotent."""
-        self._relays.close()
-        for channel in filter(None, (*self._channels.values(), self._hop_channel)):
+        for channel in self._all_channels():
             await channel.close()
         await self._discard()
 
@@ -182,23 +185,22 @@ class Session:
             await self._discard()
             every = range(len(manifest.bucket_bytes))
             empty = [np.empty(0, np.uint8) for _ in every]
-            self._incoming = Received(manifest, empty, set(every), {})
+            self._incoming = Incoming(manifest, empty, set(every), {})
         self._incoming.hashes.update(hashes_of(manifest))
-        incoming, ready = self._incoming, pb.ReplicaReady(hop=message.propose.hop)
+        incoming, ready = self._incoming, pb.ReplicaReady(group=message.propose.group)
         try:
             self._channel = await self._open_channel(message.propose)
         except UnavailableError as error:
-            if not message.propose.hop:
+            if not message.propose.group:
                 raise
             ready.error = str(error)
         else:
             await self._make_room(incoming, self._channel)
             ready.held.extend(sorted(set(range(len(incoming.buckets))) - incoming.missing))
             ready.chunk_digests = bool(incoming.lent)
-        self._received = None if incoming.lent else incoming
         await self._send(manifest.version, ready=ready)
 
-    async def _make_room(self, incoming: Received, channel: Channel) -> None:
+    async def _make_room(self, incoming: Incoming, channel: Channel) -> None:
         """Memory for what is missing: of the engine's device where that lends to this channel, or of the host."""
         manifest = incoming.manifest
         lent = await self._lent(manifest, channel)
@@ -208,7 +210,7 @@ class Session:
         if lent:
             return
         # Fresh for each version: an engine may keep these very arrays until, and after, the commit. And for each
-        # sender: the one before may still write into what it has not finished.
+        # channel: the one before may still write into what it has not finished.
         indices = sorted(incoming.missing)
         sizes = [manifest.bucket_bytes[index] for index in indices]
         pin = self._engine.pin if isinstance(self._engine, PinningSink) else None
@@ -230,14 +232,14 @@ class Session:
         return [*await self._engine.lend(manifest, receiver)]
 
     async def _open_channel(self, proposed: pb.PlanePropose) -> Channel:
-        """This end of the channel, open, by the carrier and from the sender that the coordinator chose."""
-        if proposed.hop and self._hop == proposed.hop and self._hop_channel is not None:
-            return self._hop_channel
-        if self._hop_channel is not None:
-            self._hop_channel.abort()
-            self._hop_channel = None
-        self._hop, self._in_group = proposed.hop, bool(proposed.group)
-        if not proposed.hop and proposed.carrier in self._channels:
+        """This end of the channel, open, by the carrier and to the ends that the coordinator chose."""
+        if self._group_channel is not None:
+            if self._group == proposed.group:
+                return self._group_channel
+            self._group_channel.abort()
+            self._group_channel = None
+        self._group = proposed.group
+        if not proposed.group and proposed.carrier in self._channels:
             return self._channels[proposed.carrier]
         if proposed.group and (alone := self._channels.pop(proposed.carrier, None)) is not None:
             alone.abort()
@@ -245,28 +247,31 @@ class Session:
             run=self._run,
             epoch=self._epoch,
             generation=self._generation,
-            hop=proposed.hop,
             endpoint=proposed.endpoint,
             group=proposed.group,
             rank=proposed.rank or 1,
             size=proposed.size or 2,
         )
         channel = self._carriers[proposed.carrier].channel(link)
-        if proposed.hop:
-            self._hop_channel = channel
+        if proposed.group:
+            self._group_channel = channel
         else:
             self._channels[proposed.carrier] = channel
         try:
-            await self._from_sender(channel.open(self._config.ready_s))
+            await self._unless_proposed(channel.open(self._config.ready_s))
         except UserError as error:
             if len(self._carriers.names) == 1:
                 raise
             raise UnavailableError(str(error)) from error  # another carrier can be tried
         return channel
 
-    async def _from_sender(self, work: Awaitable[_T]) -> _T:
-        """What the channel does, until the coordinator names another sender."""
-        return await unless(self._proposed, work, "another sender is named")
+    async def _unless_proposed(self, work: Awaitable[_T]) -> _T:
+        """What the channel does, until the coordinator names another one."""
+        return await unless(self._proposed, work, "another channel is named")
+
+    def _all_channels(self) -> list[Channel]:
+        every = [*self._channels.values()]
+        return every if self._group_channel is None else [*every, self._group_channel]
 
     async def _transfer(self, version: Version, transfer: pb.PlaneTransfer) -> None:
         incoming, indices = self._incoming, transfer.buckets
@@ -278,10 +283,10 @@ class Session:
         for index in indices:
             await self._receive(incoming, index, self._channel)
         # A group is sent what others lack, too; nothing is what it is told when that was all.
-        if not incoming.missing and not (self._in_group and indices):
+        if not incoming.missing and not (self._group and indices):
             await self._stage(incoming)
 
-    async def _receive(self, incoming: Received, index: int, channel: Channel) -> None:
+    async def _receive(self, incoming: Incoming, index: int, channel: Channel) -> None:
         """One bucket; RECEIVED says what came."""
         if incoming.lent and index in incoming.missing:
             await self._receive_lent(incoming, index, channel)
@@ -290,9 +295,9 @@ class Session:
         if index not in incoming.missing:  # in a group: another one lacks it
             buckets = [*buckets]
             (buckets[index],) = shared_buffers.allocate([manifest.bucket_bytes[index]])
-        received = pb.ReplicaReceived(bucket=index, hop=self._hop)
+        received = pb.ReplicaReceived(bucket=index, group=self._group)
         try:
-            mapped = await self._from_sender(channel.receive(manifest, index, buckets[index]))
+            mapped = await self._unless_proposed(channel.receive(manifest, index, buckets[index]))
             if mapped is not None:
                 buckets[index] = mapped
             received.moved_bytes = getattr(channel, "moved_bytes", buckets[index].nbytes)
@@ -300,7 +305,7 @@ class Session:
         except CorruptError:
             received.hash = ""  # no bucket has this hash: the coordinator sends it again
         except UnavailableError as error:
-            if not self._hop:
+            if not self._group:
                 raise
             received.error = str(error)
         expected, of_tensors = incoming.hashes.get(index, ("", ()))
@@ -313,15 +318,16 @@ class Session:
             logger.warning("weights %s arrived wrong: %s", manifest.version, wrong)
         await self._send(manifest.version, received=received)
 
-    async def _receive_lent(self, incoming: Received, index: int, channel: Channel) -> None:
+    async def _receive_lent(self, incoming: Incoming, index: int, channel: Channel) -> None:
         """One bucket into memory of the device, by a channel that can; RECEIVED says what lies there."""
         assert isinstance(channel, DeviceChannel)
-        bucket, received = incoming.lent[index], pb.ReplicaReceived(bucket=index, hop=self._hop)
+        bucket = incoming.lent[index]
+        received = pb.ReplicaReceived(bucket=index, group=self._group)
         try:
-            received.hash = await self._from_sender(channel.receive_lent(bucket))
+            received.hash = await self._unless_proposed(channel.receive_lent(bucket))
             received.moved_bytes = bucket.nbytes
         except UnavailableError as error:
-            if not self._hop:
+            if not self._group:
                 raise
             received.error = str(error)
         if received.hash and received.hash == incoming.digests.get(index):
@@ -332,7 +338,7 @@ class Session:
             )
         await self._send(incoming.version, received=received)
 
-    async def _stage(self, incoming: Received) -> None:
+    async def _stage(self, incoming: Incoming) -> None:
         buckets = incoming.buckets
         manifest = replace(
             incoming.manifest,
@@ -371,19 +377,12 @@ class Session:
                 )
             self._staged = None
             pause_s = await self._switch_engine(version, self._staged_bytes)
-        for channel in filter(None, (*self._channels.values(), self._hop_channel)):
+        for channel in self._all_channels():
             channel.committed(version)
-        self._forget_committed()
         await self._send(version, committed=pb.ReplicaCommitted(pause_s=pause_s))
 
-    def _forget_committed(self) -> None:
-        """Free what the engine serves, unless it is still passed on."""
-        received = self._received
-        if received and received.version == self._version():
-            self._received = received if self._relays.needs(received.version) else None
-
     async def _discard(self) -> None:
-        self._incoming = self._received = None
+        self._incoming = None
         if self._staged is not None:
             staged, self._staged = self._staged, None
             await self._engine.discard_weights(staged)

@@ -67,10 +67,6 @@ class Transaction:
         holders = len(self._members & self._prepared)
         return self.phase is Phase.PREPARING and 2 * holders >= len(self._members)
 
-    def takes_part(self, replica: int) -> bool:
-        """Whether a replica is brought the version now, or holds it."""
-        return replica in self._members or replica in self._followers
-
     def accept_late_quorum(self) -> None:
         """The stragglers' time is over: from now on the late quorum suffices."""
         self._quorum = min(self._quorum, self._late_quorum)

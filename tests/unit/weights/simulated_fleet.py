@@ -1,6 +1,6 @@
 """A weight plane of simulated processes in virtual time, whose carrier counts bytes and can be struck at any bucket.
 
-Coordinator, replica controllers, sessions and relays are the product's. A process that is killed runs nothing more,
+Coordinator, replica controllers and sessions are the product's. A process that is killed runs nothing more,
 and its channels break; one that is stopped is silent, and its channels hang until their own deadline.
 """
 
@@ -47,8 +47,6 @@ class Wires:
         """Bytes that left each process."""
         self.opened: list[tuple[str, str]] = []
         self.stopped: set[Process] = set()
-        self.cut: Callable[[str, str], bool] = lambda sender, receiver: False
-        """Whether no channel between two processes opens."""
         self.cut_groups = False
         """Whether no channel of more than two ends opens."""
         self.on_bucket: Strike = lambda sender, receiver, index: None
@@ -134,9 +132,7 @@ class WireChannel:
 
     @property
     def _is_cut(self) -> bool:
-        if self._link.size > 2:
-            return self._wires.cut_groups
-        return self._wires.cut(*self._names)
+        return self._link.size > 2 and self._wires.cut_groups
 
     async def _until(self, condition: Callable[[], bool], deadline_s: float) -> None:
         ends = self._edge.ends
@@ -270,7 +266,6 @@ class SimulatedFleet:
         raise AssertionError(f"not within {within_s} s: {self.coordinator.fleet()}")
 
 
-RELAYS = True
 STREAMS = True
 """This very module is what `weights.carrier` names."""
 

@@ -1,4 +1,4 @@
-"""The carrier of `simulated_fleet` with one channel to all replicas instead of a chain."""
+"""The carrier of `simulated_fleet` with one channel to all replicas instead of one to each."""
 
 from .simulated_fleet import WireCarrier as Carrier
 

@@ -1,10 +1,9 @@
-"""Weights over TCP by torch's gloo backend: one two-rank group per link of the chain, of processes started apart.
+"""Weights over TCP by torch's gloo backend: one two-rank group per replica, of processes started apart.
 
 The trainer's process holds a TCPStore; the two ends of a channel find each other there under the prefix
 run/epoch/generation and build a ProcessGroupGloo directly, so neither joins nor disturbs a default process group.
-Replicas send on to each other (`RELAYS`), so the trainer sends a version once. A group has two ranks: in a larger
-one the death of a rank frees the root at once, but every other receiver waits for its whole timeout. Blocking calls
-run in a daemon thread per channel, each with a deadline of its own.
+A group has two ranks: in a larger one the death of a rank frees the root at once, but every other receiver waits for
+its whole timeout. Blocking calls run in a daemon thread per channel, each with a deadline of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from meshrl.weights.waiting import WorkerThread
 REACH = "network"
 NEEDS = ("torch",)
 RATE = 1e9
-RELAYS = True
 STREAMS = True
 
 log = logging.getLogger(__name__)
@@ -40,7 +38,7 @@ c10d: Any = torch.distributed
 
 
 class Carrier:
-    """On the trainer's side, the rendezvous store, for links between replicas too."""
+    """On the trainer's side, the rendezvous store."""
 
     def __init__(self, config: WeightsConfig, paths: RunPaths) -> None:
         self._config = config
