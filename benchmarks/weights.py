@@ -24,7 +24,6 @@ words move by one. Parts:
             publish, with a step between two versions, and at once after one another
     plan    seconds from the begin of a gather of half a second until its first bucket is taken, and until all hold
             the version: sent when it is whole, and each bucket as soon as it is there; update by update in turn
-    auto    100 updates with `auto` beside each fixed carrier, in turn: receivers here, and said to be elsewhere
 
 Pauses and waits are what the replicas report, by the clock that all processes share. The first two updates of each
 fleet warm up (memory is allocated, channels are opened). The last line is one JSON object.
@@ -41,8 +40,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +56,7 @@ from meshrl.testing.devices.stub import PATTERN
 from meshrl.testing.libraries.stub import VARIABLE
 from meshrl.weights.shared_memory import SharedMemory
 
-PARTS = ("exact", "speed", "kill", "stop", "root", "copies", "staging", "hung", "plan", "auto")
+PARTS = ("exact", "speed", "kill", "stop", "root", "copies", "staging", "hung", "plan")
 GATHER_S = 0.5
 NAMES = ["one", "two", "three"]
 WARM = 2
@@ -316,9 +313,8 @@ class Bench:
     async def plan(self) -> None:
         """The gather before the transfer, and beside it."""
         self.results["plan"] = {"gather_s": GATHER_S}
-        for carrier in (*self.options.carriers, "auto"):
+        for carrier in self.options.carriers:
             config = self.config(carrier, nccl={"library": "stub"}, bucket_bytes=self.bytes // 8)
-            config["among"] = ["shm", "gloo", "delta"]
             weights = Drifting(self.bytes, self.bytes // 8)
             seconds: dict[str, list[float]] = {"before": [], "beside": []}
             taken: dict[str, list[float]] = {"before": [], "beside": []}
@@ -350,38 +346,6 @@ class Bench:
             }
             self.results["plan"][carrier] = figures
             print(f"plan    {carrier:6} {figures}", flush=True)
-
-    async def auto(self) -> None:
-        """Beside the fixed ones."""
-        self.results["auto"] = {}
-        for where, among, flags in (
-            ("here", ["shm", "gloo", "delta"], ()),
-            ("elsewhere", ["gloo", "delta"], ("--elsewhere",)),
-        ):
-            weights = Drifting(self.bytes // 4, self.bytes // 16)
-            updates: dict[str, list[Update]] = {}
-            async with AsyncExitStack() as stack:
-                fleets = {}
-                for carrier in (*among, "auto"):
-                    config = self.config(carrier, among=among)
-                    fleet = opened(config, self.place("auto"), NAMES, *flags)
-                    fleets[carrier] = await stack.enter_async_context(fleet)
-                for _ in range(WARM + 100):  # in turn: other work on the machine disturbs all alike
-                    for carrier, fleet in fleets.items():
-                        updates.setdefault(carrier, []).append(await fleet.update(weights))
-            seconds = {
-                carrier: round(sum(update.prepare_s for update in each[WARM:]), 2)
-                for carrier, each in updates.items()
-            }
-            used = Counter(update.carrier for update in updates["auto"])
-            best = min(seconds[carrier] for carrier in among)
-            figures = {
-                "seconds_of_100": seconds,
-                "used": dict(used),
-                "auto_to_best": round(seconds["auto"] / best, 2),
-            }
-            self.results["auto"][where] = figures
-            print(f"auto    {where:9} {figures}", flush=True)
 
 
 def plain_copy_s(nbytes: int) -> float:

@@ -46,7 +46,6 @@ class Update:
     """One version's way through the fleet."""
 
     version: str
-    carrier: str
     began: float
     """By the clock of all processes: when its gather began."""
     prepare_s: float
@@ -141,12 +140,8 @@ class Fleet:
         await self.until(
             lambda: version in self.committed and all(version in m.served for m in members)
         )
-        carriers = {
-            view.carrier for view in self.coordinator.fleet().replicas if view.name in self.members
-        }
         return Update(
             version,
-            "+".join(sorted(carriers)),
             began,
             max(member.staged[version] for member in members) - began,
             max(member.served[version] for member in members) - began,

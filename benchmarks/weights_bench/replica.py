@@ -93,12 +93,9 @@ async def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--hashes", action="store_true")
-    parser.add_argument("--elsewhere", action="store_true", help="say that this is another host")
     parser.add_argument("--lends", action="store_true", help="memory of a stub of a device")
     options = parser.parse_args()
     COPIES.install()
-    if options.elsewhere:
-        replica_controller.host_id = lambda: "elsewhere"
     assert host_id()
     engine = (LendingEngine if options.lends else CopyingEngine)(options.hashes)
     replica = replica_controller.ReplicaController(

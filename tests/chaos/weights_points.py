@@ -88,7 +88,7 @@ GATHERING = (
 
 def points_of(carrier: str) -> tuple[Point, ...]:
     """Those of a carrier, replicas' first: each point of a trainer ends an epoch."""
-    points = POINTS + (GATHERING if carrier_facts(carrier).streams else ())
+    points = POINTS + (() if carrier_facts(carrier).reach == "directory" else GATHERING)
     return tuple(sorted(points, key=lambda point: point.role))
 
 

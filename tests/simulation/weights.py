@@ -139,7 +139,6 @@ class WeightSurroundings:
         self._folder = f"/simulated-{id(self)}"
         self.config = WeightsConfig(
             carrier=shape.carrier,
-            among=("shm", "disk"),
             directory=f"memory:/{self._folder}",
             anchor_every=shape.anchor_every,
             quorum=shape.quorum,

@@ -61,6 +61,7 @@ DROPPED_KEYS: Final[Mapping[Loc, str]] = {
     ("trainer", "metrics_max_bytes"): "64 MiB",
     ("trainer", "take_wait_s"): "30 s",
     ("actor", "policy_loss", "rollout_correction"): "set algorithm.rollout_correction",
+    ("weights", "among"): "weights.carrier auto takes shm, nccl, disk or gloo by a rule",
 }
 """Keys of earlier versions that are ignored, so that old runs stay readable, and what holds instead."""
 REPLACED_VALUES: Final[Mapping[Loc, Mapping[object, object]]] = {

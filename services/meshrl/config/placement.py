@@ -190,7 +190,9 @@ class Placement:
             )
 
     def lines(self) -> Iterator[str]:
-        """The table."""
+        """The table, and what `weights.carrier: auto` takes."""
+        if self.recipe.weights.carrier == "auto":
+            yield self.recipe.weights.auto_says
         if not self.places:
             if self.no_gpu != NO_GPU and self.recipe.trainer.device != "cpu":
                 yield f"this machine has {self.no_gpu}: everything computes on the CPU"

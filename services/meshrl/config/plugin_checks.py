@@ -137,9 +137,8 @@ def _served_adapters(recipe: Recipe) -> Iterator[Problem]:
 def _lent_memory(recipe: Recipe) -> Iterator[Problem]:
     """A server has memory of its device for what NCCL brings alone."""
     rollout, weights = recipe.rollout, recipe.weights
-    used = weights.among if weights.carrier == "auto" else (weights.carrier,)
     asked = rollout.engine.get("weight_staging") == "device"
-    if asked and rollout.name in ("vllm", "sglang") and "nccl" not in used:
+    if asked and rollout.name in ("vllm", "sglang") and "nccl" not in weights.choices:
         yield (
             ("rollout", "engine", "weight_staging"),
             f"rollout.engine.weight_staging: device, and weights.carrier {weights.carrier} brings weights"
@@ -214,8 +213,6 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
             yield from _name(tuple(key.split(".")), package, name)
     for index, logger in enumerate(recipe.trainer.logger):
         yield from _name(("trainer", "logger", index), LOGGERS, logger)
-    for index, carrier in enumerate(recipe.weights.among):
-        yield from _name(("weights", "among", index), CARRIERS, carrier)
     for index, function in enumerate(recipe.reward.functions):
         if function.path is None:
             at_function: Loc = ("reward", "functions", index, "name")
@@ -228,8 +225,7 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
 
 def names_at(key: str) -> tuple[str, ...]:
     """The modules that may be named at a key of a recipe; empty where the key names none."""
-    others = {"algorithm.name": "meshrl.trainer.algorithms.recipes", "weights.among": CARRIERS}
-    others["trainer.logger"] = LOGGERS
+    others = {"algorithm.name": "meshrl.trainer.algorithms.recipes", "trainer.logger": LOGGERS}
     package = {**NAMES, **others}.get(key)
     return tuple(sorted(plugins.known(package))) if package else ()
 

@@ -48,11 +48,8 @@ class WeightsConfig(Config):
 
     carrier: str = "gloo"
     """A module of `meshrl.weights.carriers`, or a dotted path: gloo over TCP, nccl between GPUs, shm and
-    cuda_ipc on one host, delta for what changed, disk and object through a directory or a store; auto chooses for
-    each class of rollout processes, by what both ends can do and what was measured."""
-    among: tuple[str, ...] = ("cuda_ipc", "shm", "nccl", "gloo", "delta")
-    """What `auto` chooses among; an end leaves out those that it cannot run. With a fixed `port` they listen on
-    that one and the ones after it, in this order."""
+    cuda_ipc on one host, delta for what changed, disk and object through a directory or a store; auto takes shm on
+    the trainer's host, elsewhere nccl between GPUs, else disk where there is a `directory`, else gloo."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What floating-point tensors are cast to before they are sent; where a recipe does not name it and trains on a
     GPU, `model.param_dtype`. A run goes on with the type it began with."""
@@ -65,7 +62,8 @@ class WeightsConfig(Config):
     host: str = "127.0.0.1"
     """Address of the trainer's machine under which the rollout processes reach the carrier."""
     port: NonNegativeInt = 0
-    """Port of the carrier's rendezvous on the trainer's machine; 0 lets the system choose."""
+    """Port of the carrier's rendezvous on the trainer's machine, with `auto` this one and the next two; 0 lets the
+    system choose."""
     base_s: PositiveFloat = 10.0
     """Every progress deadline: this, plus the bytes at stake divided by `min_bytes_per_s`."""
     min_bytes_per_s: PositiveFloat = 20e6
@@ -105,16 +103,29 @@ class WeightsConfig(Config):
     every version is whole."""
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """The carriers that may be used; `auto` takes the first that fits, see `weights/carriers/auto.py`."""
+        if self.carrier != "auto":
+            return (self.carrier,)
+        return ("shm", "nccl", "disk" if self.directory else "gloo")
+
+    @property
+    def auto_says(self) -> str:
+        """What `auto` takes, in one line."""
+        return (
+            "weights.carrier auto: shm to workers on the trainer's machine; elsewhere nccl where both have a GPU and"
+            f" cupy, else {self.choices[-1]}"
+        )
+
+    @property
     def may_use_gloo(self) -> bool:
         """Weights may go over a carrier that neither encrypts nor asks who receives."""
-        return self.carrier == "gloo" or (self.carrier == "auto" and "gloo" in self.among)
+        return "gloo" in self.choices
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.silence_s <= self.beat_s:
             raise ValueError(f"silence_s {self.silence_s} must exceed beat_s {self.beat_s}")
-        if self.carrier == "auto" and not self.among:
-            raise ValueError("carrier 'auto' needs carriers in weights.among")
         if self.carrier == "object" and not self.directory:
             raise ValueError("carrier 'object' needs weights.directory, a path or a URL")
         return self

@@ -199,6 +199,8 @@ class _Case:
             f"weights: {self.weight_bytes / 1e9:.3g} GB at {asked.bandwidth / 1e9:g} GB/s into every GPU at the same"
             f" time: {self.transfer_s:.2g} s beside the next step; an engine pauses {asked.commit_s:g} s"
         )
+        if recipe.weights.carrier == "auto":
+            yield recipe.weights.auto_says
         yield (
             f"a reward takes {asked.reward_s:g} s, a response {asked.tool_calls} tool calls of {asked.tool_s:g} s;"
             " the processors of rewards and of the reference are not among the GPUs"

@@ -4,13 +4,9 @@ A carrier's module may assign these literals, which are read without importing i
 
     REACH = "host" | "network" | "directory"     which replicas: this host, any host, those that see the directory
     NEEDS = ("torch", "cuda")                    modules that both ends must be able to import; cuda: a GPU driver
-    RATE = 1e9                                   bytes/s to one replica, before anything is measured
-    SPARSE = False                               whether it sends what changed, so that its time follows the density
-    STREAMS = False                              whether `send` takes each bucket as soon as it is gathered, and
-                                                 `stage` reads none
-    GATHERS = False                              whether `stage` waits for each bucket by itself (`gathering`), and
-                                                 writes it while the rest is gathered; of carriers that neither do
-                                                 nor stream, a version is gathered first
+    STREAMS = False                              whether it takes each bucket as soon as it is gathered: `send` does,
+                                                 and `stage` reads none, or waits for each (`gathering`); for other
+                                                 carriers a version is gathered first
     WRITES = False                               whether what `send` gives is where the replica reads it when `send`
                                                  has ended, not before: it is told of a bucket then
     GROUPS = False                               whether a channel may have more than two ends: rank 0 sends each
@@ -129,11 +125,8 @@ class Carrier(Protocol):
         """Trainer's process: be ready for channels; returns the endpoint that is sent to the replicas."""
         ...
 
-    async def stage(self, source: WeightSource) -> float | None:
-        """Trainer's process: called once per version that some channel will send, before it does.
-
-        Returns how many seconds it waited for buckets to be gathered, if it does.
-        """
+    async def stage(self, source: WeightSource) -> None:
+        """Trainer's process: called once per version that some channel will send, before it does."""
         ...
 
     def channel(self, link: Link) -> Channel:
@@ -155,11 +148,8 @@ class CarrierFacts:
 
     reach: str
     needs: tuple[str, ...]
-    rate: float
-    sparse: bool
     groups: bool
     streams: bool
-    gathers: bool
     writes: bool
 
     @property
@@ -182,11 +172,8 @@ def carrier_facts(name: str) -> CarrierFacts:
     return CarrierFacts(
         reach=str(constant("REACH", "network")),
         needs=needs,
-        rate=float(str(constant("RATE", 1e9))),
-        sparse=bool(constant("SPARSE", False)),
         groups=bool(constant("GROUPS", False)),
         streams=bool(constant("STREAMS", False)),
-        gathers=bool(constant("GATHERS", False)),
         writes=bool(constant("WRITES", False)),
     )
 
@@ -214,17 +201,21 @@ class Carriers:
                 self[name]
             except (MeshError, ImportError, OSError) as error:
                 logger.warning("carrier %s is not offered: %s", name, error)
-                self.names = tuple(each for each in self.names if each != name)
+                self.give_up(name)
+
+    def give_up(self, name: str) -> None:
+        """Offer it no more; idempotent. Its channels stay."""
+        self.names = tuple(each for each in self.names if each != name)
 
     def __getitem__(self, name: str) -> Carrier:
         """Raises ConflictError for one that this process does not offer, ConfigError when it cannot be loaded."""
+        if name in self._created:
+            return self._created[name]
         if name not in self.names:
             raise ConflictError(f"carrier {name!r}: this process offers {', '.join(self.names)}")
-        if name not in self._created:
-            index = self._config.among.index(name) if self._config.carrier == "auto" else 0
-            port = self._config.port + index if self._config.port else 0
-            config = self._config.model_copy(update={"carrier": name, "port": port})
-            self._created[name] = self._load(config, self._paths)
+        port = self._config.port and self._config.port + self._config.choices.index(name)
+        config = self._config.model_copy(update={"carrier": name, "port": port})
+        self._created[name] = self._load(config, self._paths)
         return self._created[name]
 
     async def close(self) -> None:
@@ -236,11 +227,8 @@ class Carriers:
 def offered(config: WeightsConfig) -> tuple[str, ...]:
     """The carriers that this process can be reached by: the configured one, or those of `auto` that it can run."""
     if config.carrier != "auto":
-        return (config.carrier,)
-    known = plugins.known(CARRIERS)
-    return tuple(
-        name for name in config.among if ("." in name or name in known) and carrier_facts(name).met
-    )
+        return config.choices
+    return tuple(name for name in config.choices if carrier_facts(name).met)
 
 
 def load_carrier(config: WeightsConfig, paths: RunPaths) -> Carrier:

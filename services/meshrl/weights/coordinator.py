@@ -453,7 +453,6 @@ class WeightCoordinator:
             level = logging.INFO if self._committed is None else logging.DEBUG
             self._committed = transaction
             self._pace_s = self._clock() - self._begun_at
-            self._routes.committed(transaction.source)
             await self._on_committed(transaction.version)
             logger.log(level, "version %s is committed", transaction.version)
         self._proposed = None

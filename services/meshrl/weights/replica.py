@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -13,7 +12,6 @@ from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import (
     CorruptError,
     InfraError,
-    MeshError,
     WaitTimeoutError,
     from_detail,
 )
@@ -89,16 +87,10 @@ class Replica:
         """Buckets of the version in transfer that it has not acknowledged."""
         self._route: Route | None = None
         """Of the last version, or of the one in transfer."""
-        self._moving = False
-        """Between PROPOSE and the last RECEIVED: the carrier may be the cause of a failure now."""
         self._moving_bytes = 0
         """What has travelled of the version in transfer."""
         self._served_bytes = 0
         """Of the last version that was prepared."""
-        self._opening_s = 0.0
-        """From PROPOSE to READY, of the last version."""
-        self._gathering_s = 0.0
-        """What it waited for buckets of the version in transfer to be gathered, with nothing else to do."""
 
     @property
     def view(self) -> ReplicaView:
@@ -128,11 +120,8 @@ class Replica:
         self._began = self._clock()
         self._moving_bytes = 0
         self._route = await self._routes.choose(self.peer, source)
-        proposed_at = self._clock()
-        with self._carrying():
-            await self._choose_channel(source.manifest.version)
-            await self._propose_by_channel(source)
-        self._opening_s = self._clock() - proposed_at
+        await self._choose_channel(source.manifest.version)
+        await self._propose_by_channel(source)
 
     async def prepare(self, source: WeightSource) -> None:
         """TRANSFER … PREPARED of what was proposed: the replica holds it, verified; its engine is untouched.
@@ -141,8 +130,7 @@ class Replica:
             SourceError: the source's bytes are not what its manifest says.
             MeshError: the replica failed, hung or received corrupted bytes too often.
         """
-        with self._carrying():
-            await self._send_version(source)
+        await self._send_version(source)
         manifest = source.manifest
         served = manifest.served
         self._served_bytes = served.total_bytes
@@ -192,23 +180,8 @@ class Replica:
             self.report = decode_report(message.report)
             return True
         if message.WhichOneof("body") == "failed":
-            self._report_route_failure()
             raise from_detail(message.failed.code, f"{self.name}: {message.failed.message}", {})
         return False
-
-    @contextmanager
-    def _carrying(self) -> Iterator[None]:
-        """What fails in this context may be the carrier's fault."""
-        self._moving = True
-        try:
-            yield
-        except SourceError:
-            raise
-        except MeshError:
-            self._report_route_failure()
-            raise
-        finally:
-            self._moving = False
 
     def _leave_assembly(self) -> None:
         if self._assembly is not None:
@@ -259,21 +232,16 @@ class Replica:
 
     async def _send_version(self, source: WeightSource) -> None:
         """TRANSFER … RECEIVED of the last bucket, with the right hash."""
-        version, route = source.manifest.version, self._route
-        assert route is not None
-        began, self._gathering_s = self._clock(), 0.0
         while True:
             member = self._member
             try:
                 await self._send_missing(source, member)
                 break
             except GroupError as error:
-                await self._leave_group(version, error)
+                await self._leave_group(source.manifest.version, error)
                 await self._propose_by_channel(source)
         if member is not None:
             member.done()
-        seconds = self._clock() - began - self._gathering_s
-        self._routes.observe(route, version, seconds, self._opening_s)
 
     async def _send_missing(self, source: WeightSource, member: Member | None) -> None:
         """Until every bucket has arrived with the right hash; a group sends each once."""
@@ -380,10 +348,8 @@ class Replica:
 
     async def _gathered(self, source: WeightSource, index: int, member: Member | None) -> str:
         """The hash of a bucket, once it is there: no deadline counts that. Raises GroupError."""
-        began = self._clock()
         coming = gathered(source, index)
         expected, _ = await (member.while_in(coming) if member else coming)
-        self._gathering_s += self._clock() - began
         return expected
 
     async def _received(self, nbytes: int, member: Member | None) -> pb.ReplicaReceived:
@@ -442,11 +408,6 @@ class Replica:
     async def _send(self, version: Version, **body: object) -> None:
         about = stamp(self._run, self.generation, version)
         await self.stream.send(pb.PlaneMessage(stamp=about, **body))  # type: ignore[arg-type]
-
-    def _report_route_failure(self) -> None:
-        if self._moving and self._route is not None:
-            self._moving = False
-            self._routes.failed(self._route)
 
     def _mark_suspect(self) -> None:
         self.suspect = True

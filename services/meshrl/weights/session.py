@@ -262,7 +262,8 @@ class Session:
         except UserError as error:
             if len(self._carriers.names) == 1:
                 raise
-            raise UnavailableError(str(error)) from error  # another carrier can be tried
+            self._carriers.give_up(proposed.carrier)  # the next joining offers the others
+            raise UnavailableError(str(error)) from error
         return channel
 
     async def _unless_proposed(self, work: Awaitable[_T]) -> _T:

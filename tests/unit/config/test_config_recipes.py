@@ -435,10 +435,6 @@ reward: {custom_reward_function: {path: mine.py}}
             ),
             ("weights.carrier=glue", "weights.carrier: got 'glue'"),
             (
-                "weights.among=[shm,gloe]",
-                "weights.among.1: got 'gloe'; did you mean 'gloo'?",
-            ),
-            (
                 "weights.ipc.library=cupi",
                 "weights.ipc.library: got 'cupi'; did you mean 'cupy'?",
             ),

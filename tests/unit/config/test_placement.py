@@ -111,6 +111,19 @@ def test_without_gpus_nothing_is_placed_and_the_recipe_stays_as_it_is(tmp_path: 
     assert (placement.recipe, dict(placement.places), list(placement.lines())) == (asked, {}, [])
 
 
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_the_carrier_that_auto_takes_is_said_when_a_recipe_is_checked(
+    tmp_path: Path, gpus: int
+) -> None:
+    for more, last in (((), "gloo"), (("weights.directory=s3://bucket/w",), "disk")):
+        asked = recipe(tmp_path, "weights.carrier=auto", *more)
+        said, *_ = place(asked, machine(gpus)).lines()
+        assert said.startswith("weights.carrier auto: shm to workers on the trainer's machine;")
+        assert said.endswith(f"nccl where both have a GPU and cupy, else {last}")
+    fixed = place(recipe(tmp_path, "weights.carrier=shm"), machine(gpus)).lines()
+    assert not [line for line in fixed if line.startswith("weights.carrier")]
+
+
 @pytest.mark.parametrize(
     ("gpus", "overrides", "wanted"),
     [

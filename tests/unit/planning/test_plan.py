@@ -148,14 +148,15 @@ def test_a_question_without_an_answer_is_named(asked: Question, problem: str) ->
 def test_the_command_prints_json_and_wrong_input_ends_with_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = ["plan", str(RECIPE), "data.train_batch_size=8", "--gpus", "2", "--params", "1e9"]
+    changes = ("data.train_batch_size=8", "weights.carrier=auto")
+    asked = ["plan", str(RECIPE), *changes, "--gpus", "2", "--params", "1e9"]
     with pytest.raises(SystemExit) as ended:
         main([*asked, "--json"])
     assert ended.value.code == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["best"]["rollout_gpus"] == 1
     assert answer["bottleneck"]
-    assert answer["assumptions"]
+    assert any(each.startswith("weights.carrier auto: shm") for each in answer["assumptions"])
     with pytest.raises(SystemExit) as ended:
         main([*asked, "--rollout-gpus", "7"])
     assert ended.value.code == 2

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import resource
 import threading
@@ -20,8 +19,10 @@ from meshrl.contract.errors import (
     CorruptError,
     UserError,
 )
+from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Version
 from meshrl.weights.carrier import (
+    CarrierFacts,
     Carriers,
     Link,
     RunPaths,
@@ -31,116 +32,89 @@ from meshrl.weights.carrier import (
     offered,
 )
 from meshrl.weights.carriers import shm
-from meshrl.weights.carriers.auto import EXPLORE_EVERY, EXPLORE_SHARE, CostModel
 from meshrl.weights.fleet import ReplicaState, ReplicaView
 from meshrl.weights.gathering import SourceError
-from meshrl.weights.routes import Peer, Routes, density
+from meshrl.weights.routes import Peer, Routes
 from meshrl.weights.shared_memory import SharedMemory, boot_id
 from tests.doubles.weights import GatheredStub, StubSource
 
-from ...simulation.virtual_time import in_virtual_time
 from .simulated_fleet import WireCarrier, Wires
 
-WORK = 1e6
-STATED = {"fast": 4e9, "slow": 1e9, "sparse": 1e9}
+HERE, AWAY = host_id(), "elsewhere"
+EVERYTHING = ("shm", "nccl", "disk", "gloo")
 
 
-def seconds_of(
-    chooser: CostModel, rates: dict[str, float], versions: int
-) -> tuple[float, list[str]]:
-    """What `versions` take when the carriers move bytes at `rates`."""
-    total, used = 0.0, []
-    for _ in range(versions):
-        name = chooser.choose("here", dict.fromkeys(rates, WORK), STATED)
-        seconds = WORK / rates[name]
-        chooser.observe("here", name, WORK, seconds)
-        total += seconds
-        used.append(name)
-    return total, used
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has whatever a carrier needs."""
+    monkeypatch.setattr(CarrierFacts, "met", property(lambda self: True))
 
 
-def test_the_carrier_that_states_the_higher_rate_comes_first() -> None:
-    assert CostModel().choose("here", {"slow": WORK, "fast": WORK}, STATED) == "fast"
+class Failing(WireCarrier):
+    """Has no room for any version."""
+
+    async def stage(self, source: WeightSource) -> None:
+        raise CapacityError("no room")
 
 
-@pytest.mark.parametrize("truth", [{"fast": 1e8, "slow": 2e7}, {"fast": 1e8, "slow": 9e8}])
-def test_auto_stays_within_a_tenth_of_the_best_fixed_carrier(truth: dict[str, float]) -> None:
-    best = 400 * WORK / max(truth.values())
-    total, used = seconds_of(CostModel(), truth, 400)
-    found_late = used.count("fast") * (WORK / truth["fast"] - WORK / max(truth.values()))
-    assert total - found_late <= 1.1 * best
-    assert used[-1] == max(truth, key=lambda name: truth[name])
+def simulated(*failing: str, directory: str = "") -> Routes:
+    """Of a trainer with `auto`, whose carriers move nothing."""
+
+    def load(config: WeightsConfig, paths: RunPaths) -> WireCarrier:
+        kind = Failing if config.carrier in failing else WireCarrier
+        return kind(config, Wires())
+
+    config = WeightsConfig(carrier="auto", directory=directory)
+    return Routes(config, RunPaths(directory=Path()), load)
 
 
-def test_a_carrier_that_states_too_little_is_found_out_by_exploring() -> None:
-    _, used = seconds_of(CostModel(), {"fast": 1e8, "slow": 9e8}, 4 * EXPLORE_EVERY)
-    assert used[0] == "fast"
-    assert used[-EXPLORE_EVERY:].count("slow") >= EXPLORE_EVERY - 1
+@pytest.mark.parametrize(
+    ("host", "offers", "directory", "carrier"),
+    [
+        (HERE, EVERYTHING, "", "shm"),
+        (HERE, EVERYTHING, "s3://bucket/weights", "shm"),
+        (AWAY, EVERYTHING, "", "nccl"),
+        (AWAY, EVERYTHING, "s3://bucket/weights", "nccl"),
+        (AWAY, ("shm", "gloo"), "", "gloo"),
+        (AWAY, ("shm", "disk"), "s3://bucket/weights", "disk"),
+        ("", ("shm", "gloo"), "", "gloo"),
+    ],
+)
+@pytest.mark.usefixtures("gpus")
+async def test_auto_goes_by_the_host_the_gpus_and_the_directory(
+    host: str, offers: tuple[str, ...], directory: str, carrier: str
+) -> None:
+    routes = simulated(directory=directory)
+    await routes.start()
+    peer = Peer(name="one", host=host, carriers=offers)
+    route = await routes.choose(peer, StubSource("r", Version(1, 0)))
+    assert route.carrier == carrier
+    grouped = routes.grouped(peer, Version(1, 0))
+    assert grouped == ("nccl" if carrier == "nccl" else "")
+    await routes.close()
 
 
-def test_exploring_costs_no_more_than_its_share() -> None:
-    truth = {"fast": 1e8, "slow": 1e6}
-    total, used = seconds_of(CostModel(), truth, 2000)
-    extra = used.count("slow") * (WORK / truth["slow"] - WORK / truth["fast"])
-    # What the first try costs is known only afterwards; it is paid for before there is another.
-    assert extra <= EXPLORE_SHARE * total + WORK / truth["slow"]
-
-
-def test_two_failures_running_pass_a_carrier_over_and_a_success_forgives() -> None:
-    chooser = CostModel()
-    both = {"fast": WORK, "slow": WORK}
-    assert chooser.choose("here", both, STATED) == "fast"
-    chooser.failed("here", "fast")
-    assert chooser.choose("here", both, STATED) == "fast"
-    chooser.observe("here", "fast", WORK, 0.001)
-    chooser.failed("here", "fast")
-    assert chooser.choose("here", both, STATED) == "fast"
-    chooser.failed("here", "fast")
-    assert chooser.choose("here", both, STATED) == "slow"
-    assert chooser.choose("elsewhere", both, STATED) == "fast", "another class knows nothing of it"
-    later = [chooser.choose("here", both, STATED) for _ in range(70)]
-    assert "fast" in later, "it is tried again some day"
-
-
-def test_a_trial_that_fails_is_not_repeated_soon() -> None:
-    chooser = CostModel()
-    _, used = seconds_of(chooser, {"fast": 1e8, "slow": 9e7}, EXPLORE_EVERY - 1)
-    assert set(used) == {"fast"}
-    while (name := chooser.choose("here", {"fast": WORK, "slow": WORK}, STATED)) == "fast":
-        chooser.observe("here", name, WORK, 0.01)
-    chooser.failed("here", "slow")
-    _, used = seconds_of(chooser, {"fast": 1e8, "slow": 9e7}, 2 * EXPLORE_EVERY - 1)
-    assert set(used) == {"fast"}
-
-
-def test_work_decides_where_one_carrier_sends_only_what_changed() -> None:
-    chooser = CostModel()
-    assert chooser.choose("x", {"slow": 100.0, "sparse": 30.0}, STATED) == "sparse"
-    assert chooser.choose("x", {"slow": 100.0, "sparse": 100.0}, STATED) in ("slow", "sparse")
-    chooser.observe("x", "slow", 100.0, 1.0)
-    chooser.observe("x", "sparse", 30.0, 0.9)
-    assert chooser.choose("x", {"slow": 100.0, "sparse": 30.0}, STATED) == "sparse"
-    assert chooser.choose("x", {"slow": 100.0, "sparse": 60.0}, STATED) == "slow"
-
-
-def test_density_is_the_share_of_elements_that_differ() -> None:
-    base = StubSource("r", Version(1, 0), dtype="bfloat16")
-
-    class Nudged(StubSource):
-        def bucket(self, index: int) -> np.ndarray:
-            words = super().bucket(index).copy().view(np.uint16)
-            words[::50] ^= 1
-            return words.view(np.uint8)
-
-    assert density(base, base) == 0.0
-    assert density(base, Nudged("r", Version(1, 0), dtype="bfloat16")) == pytest.approx(0.02, 0.05)
-    assert density(base, StubSource("r", Version(1, 1), dtype="bfloat16")) > 0.99
-    assert density(base, StubSource("r", Version(1, 0), buckets=2)) == 1.0
+async def test_a_carrier_that_cannot_bring_a_version_is_left_for_the_next_one_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    routes = simulated("shm")
+    await routes.start()
+    peer = Peer(name="near", host=HERE, carriers=("shm", "gloo"))
+    for step in range(3):
+        route = await routes.choose(peer, StubSource("r", Version(1, step)))
+        assert route.carrier == "gloo"
+    assert caplog.messages == ["weights go by shm no more: no room"]
+    await routes.close()
+    routes = simulated("shm", "gloo")
+    await routes.start()
+    with pytest.raises(CapacityError, match="no room"):
+        await routes.choose(peer, StubSource("r", Version(1, 0)))
 
 
 def test_auto_offers_what_this_process_can_run() -> None:
-    config = WeightsConfig(carrier="auto", among=("cuda_ipc", "shm", "gloo", "gone"))
-    assert offered(config) == ("shm", "gloo")
+    config = WeightsConfig(carrier="auto")
+    assert offered(config) == ("shm", "gloo")  # no GPU here
+    assert offered(WeightsConfig(carrier="auto", directory="s3://b/w")) == ("shm", "disk")
     assert offered(WeightsConfig(carrier="disk")) == ("disk",)
     assert carrier_facts("shm").reach == "host"
     with pytest.raises(ConflictError, match="'disk': this process offers shm, gloo"):
@@ -161,22 +135,20 @@ def test_a_replica_that_nothing_reaches_is_refused_with_the_reason(tmp_path: Pat
 async def test_a_gather_that_fails_is_no_fault_of_the_carrier_that_waits_for_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    among = ("disk", "object")
-    config = WeightsConfig(carrier="auto", among=among, directory=str(tmp_path / "store"))
+    config = WeightsConfig(carrier="auto", directory=str(tmp_path / "store"))
     routes = Routes(config, RunPaths(directory=tmp_path))
     await routes.start()
-    peer = Peer(name="far", host="elsewhere", carriers=among)
-    for step in range(3):
-        source = GatheredStub("r", Version(1, step))
-        choosing = asyncio.create_task(routes.choose(peer, source))
-        source.come(0)
-        await asyncio.sleep(0)
-        source.fail(RuntimeError("rank 1 has died"))
-        with pytest.raises(SourceError, match="rank 1 has died"):
-            await choosing
-    route = await routes.choose(peer, StubSource("r", Version(1, 3)))
+    peer = Peer(name="far", host="elsewhere", carriers=("disk",))
+    source = GatheredStub("r", Version(1, 0))
+    choosing = asyncio.create_task(routes.choose(peer, source))
+    source.come(0)
+    await asyncio.sleep(0)
+    source.fail(RuntimeError("rank 1 has died"))
+    with pytest.raises(SourceError, match="rank 1 has died"):
+        await choosing
+    route = await routes.choose(peer, StubSource("r", Version(1, 1)))
     assert route.carrier == "disk"
-    assert "cannot go by" not in caplog.text
+    assert not caplog.messages
     await routes.close()
 
 
@@ -255,73 +227,6 @@ def test_status_says_how_a_replica_gets_its_weights_or_why_it_does_not() -> None
     assert (
         _weights_line(replace(view, state=ReplicaState.JOINING, carrier="")) == "weights: joining"
     )
-
-
-class Drifting(StubSource):
-    """Versions of which one word in fifty differs from the one before."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__("r", Version(1, step), dtype="bfloat16")
-        self._step = step
-
-    def bucket(self, index: int) -> np.ndarray:
-        return _drifted(index, self._step).view(np.uint8)
-
-
-@functools.lru_cache(maxsize=16)
-def _drifted(index: int, step: int) -> np.ndarray:
-    """The words of a bucket after so many steps."""
-    if step == 0:
-        return StubSource("r", Version(1, 0), dtype="bfloat16").bucket(index).view(np.uint16)
-    words = _drifted(index, step - 1).copy()
-    words[step % 50 :: 50] ^= step
-    return words
-
-
-CODING = 1e9
-"""Bytes of a version that are scanned, coded and applied a second."""
-
-
-async def over(link: float, versions: int) -> tuple[list[str], float]:
-    """What `auto` chooses over a link of so many bytes a second, and its seconds beside those of `gloo` alone.
-
-    In virtual time, with carriers of no work: what this process takes would outweigh the microseconds of a fast link.
-    """
-    routes = Routes(
-        *(WeightsConfig(carrier="auto", among=("gloo", "delta")), RunPaths(directory=Path())),
-        load=lambda config, paths: WireCarrier(config, Wires()),
-    )
-    await routes.start()
-    peer = Peer(name="far", host="elsewhere", carriers=("gloo", "delta"))
-    used, spent, alone = [""], 0.0, 0.0
-    for step in range(versions):
-        source = Drifting(step)
-        route = await routes.choose(peer, source)
-        whole = source.manifest.total_bytes
-        sent = whole / 50 if route.carrier == used[-1] == "delta" else whole
-        seconds = sent / link + (whole / CODING if route.carrier == "delta" else 0.0)
-        routes.observe(route, source.manifest.version, seconds, 0.0)
-        routes.committed(source)
-        used.append(route.carrier)
-        spent += seconds
-        alone += whole / link
-    await routes.close()
-    return used[1:], spent / alone
-
-
-@in_virtual_time
-async def test_over_a_slow_link_only_what_changed_is_sent_once_that_was_tried() -> None:
-    used, share = await over(link=1e7, versions=4 * EXPLORE_EVERY)
-    assert set(used[: EXPLORE_EVERY - 1]) == {"gloo"}
-    assert used[-2 * EXPLORE_EVERY :].count("delta") >= 2 * EXPLORE_EVERY - 2
-    assert share < 0.5
-
-
-@in_virtual_time
-async def test_over_a_fast_link_coding_does_not_pay_and_trying_it_costs_little() -> None:
-    used, share = await over(link=2e10, versions=8 * EXPLORE_EVERY)
-    assert used[-EXPLORE_EVERY:].count("gloo") >= EXPLORE_EVERY - 2
-    assert share < 1.0 + 3 * EXPLORE_SHARE
 
 
 async def test_shared_memory_brings_a_version_that_is_older_than_the_kept_ones(

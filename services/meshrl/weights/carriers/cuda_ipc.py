@@ -5,8 +5,7 @@
 
 **When to use it.** Only where `/dev/shm` is too small for the weights (64 MiB is a common default of containers): it
 needs two buckets of device memory per replica, and no more. Otherwise `shm` copies less and needs no GPU, because a
-WeightSource and a WeightSink hold host memory, so bytes begin and end there; its stated rate makes `auto` prefer
-`shm`.
+WeightSource and a WeightSink hold host memory, so bytes begin and end there; `auto` never takes it.
 
 **When a process dies.** Messages travel over a socket, so the other end notices a death, and the driver frees all
 device memory of a killed process. A channel that is aborted does not free its slots, since the other side may still
@@ -34,7 +33,6 @@ from meshrl.weights.waiting import WorkerThread, within
 
 REACH = "host"
 NEEDS = ("cupy", "cuda")
-RATE = 2e9
 STREAMS = True
 
 SLOTS = 2

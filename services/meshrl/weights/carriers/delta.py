@@ -51,8 +51,6 @@ from meshrl.weights.waiting import WorkerThread, within
 
 REACH = "network"
 NEEDS: tuple[str, ...] = ()
-RATE = 1e9
-SPARSE = True
 STREAMS = True
 
 PART_BYTES: Final = 4 << 20

@@ -9,7 +9,6 @@ for what lies where. The receiver checks the bytes against the manifest. No torc
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -24,8 +23,7 @@ from meshrl.weights.version_store import MARK, VersionReader, VersionStore, Vers
 from meshrl.weights.waiting import WorkerThread, within
 
 REACH = "directory"
-RATE = 0.5e9
-GATHERS = True
+STREAMS = True
 
 _T = TypeVar("_T")
 FOLDER = "weights"
@@ -65,10 +63,8 @@ class Carrier:
             raise ConfigError(f"weights.directory: {error}") from error
         return self._store.url
 
-    async def stage(self, source: WeightSource) -> float:
+    async def stage(self, source: WeightSource) -> None:
         """Write the version, once for all replicas: each bucket while the next one is gathered.
-
-        Returns how many seconds it waited for buckets.
 
         Raises:
             CapacityError: the store refuses it.
@@ -76,19 +72,15 @@ class Carrier:
             UnavailableError: the store cannot be reached.
             WaitTimeoutError: it takes longer than `min_bytes_per_s` allows.
         """
-        nbytes, waited_s = source.manifest.total_bytes, 0.0
+        nbytes = source.manifest.total_bytes
         if is_whole(source):
             await self._writing(self.writer.write, source, nbytes=nbytes)
-            return waited_s
-        clock = asyncio.get_running_loop().time
+            return
         draft = self.writer.begin(source)
         for index, size in enumerate(source.manifest.bucket_bytes):
-            began = clock()
             await gathered(source, index)
-            waited_s += clock() - began
             await self._writing(draft.add, index, nbytes=size)
         await self._writing(self.writer.finish, draft, nbytes=nbytes)
-        return waited_s
 
     async def _writing(self, call: Callable[[_T], None], what: _T, *, nbytes: int) -> None:
         write = self.thread.run(call, what)

@@ -28,7 +28,6 @@ from meshrl.weights.waiting import WorkerThread
 
 REACH = "network"
 NEEDS = ("torch",)
-RATE = 1e9
 STREAMS = True
 
 log = logging.getLogger(__name__)

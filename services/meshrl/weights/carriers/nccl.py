@@ -32,7 +32,6 @@ from meshrl.weights.nccl.rendezvous import Rendezvous, WaitingPeer, check_same_n
 from meshrl.weights.waiting import within
 
 NEEDS = ("cupy", "cuda")
-RATE = 8e9
 GROUPS = True
 STREAMS = True
 

@@ -5,6 +5,4 @@ from meshrl.weights.carriers.disk import Carrier
 __all__ = ["Carrier"]
 
 REACH = "directory"
-RATE = 0.2e9
-SPARSE = True
-GATHERS = True
+STREAMS = True

@@ -37,7 +37,6 @@ from meshrl.weights.waiting import WorkerThread
 
 REACH = "host"
 NEEDS: tuple[str, ...] = ()
-RATE = 4e9
 STREAMS = True
 WRITES = True
 
