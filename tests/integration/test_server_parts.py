@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import Version
 from meshrl.rollout.engines import sglang
-from meshrl.rollout.server_engine import subprocess_guard
 from meshrl.rollout.server_engine.checkpoint import check_version, read_checkpoint, write_version
 from meshrl.rollout.server_engine.managed_server import ManagedServer
 from meshrl.rollout.server_engine.response import Chunk, ResponseReader
@@ -195,45 +194,6 @@ async def test_processes_that_a_killed_guard_leaves_are_killed(
     assert await server.ended() == -signal.SIGKILL
     assert await gone(grandchild)
     await server.stop()
-
-
-async def test_a_server_and_its_children_end_when_their_parent_is_killed() -> None:
-    parent = subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-c", PARENT, str(subprocess_guard.__file__), sys.executable, FAMILY],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert parent.stdout is not None
-    with parent.stdout:
-        grandchild = int(await asyncio.to_thread(parent.stdout.readline))
-        assert alive(grandchild)
-        parent.kill()
-        parent.wait()
-        assert await gone(grandchild)
-
-
-def test_a_long_log_of_a_server_is_moved_aside_and_no_line_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(subprocess_guard, "LOG_BYTES", 1000)
-    path = tmp_path / "server.log"
-    printed, printing = os.pipe()
-    text = "".join(f"line {number}\n" for number in range(150))
-    for at in range(0, len(text), 100):
-        os.write(printing, text[at : at + 100].encode())
-    os.close(printing)
-    monkeypatch.setattr(subprocess_guard, "READ_BYTES", 100)
-    subprocess_guard.copy_to_log(printed, os.open(path, os.O_WRONLY | os.O_CREAT), path)
-    os.close(printed)
-    assert (tmp_path / "server.log.1").read_text() + path.read_text() == text
-
-
-PARENT = """
-import subprocess, sys, time
-guard, python, family = sys.argv[1:]
-child = subprocess.Popen([python, guard, "/dev/null", python, "-c", family], stdin=subprocess.PIPE)
-time.sleep(600)
-"""
 
 
 def test_logprobs_of_a_long_response_stay_with_their_tokens() -> None:

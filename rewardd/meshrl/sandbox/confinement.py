@@ -12,15 +12,15 @@ import os
 import platform
 import re
 import resource
-import signal
 import struct
 import sys
 from pathlib import Path
 
+from meshrl.contract.process_guard import die_with_parent
 from meshrl.contract.types import Json
 from meshrl.sandbox import landlock, seccomp
 
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
+PR_SET_DUMPABLE = 4
 CLONE_NEWUSER, CLONE_NEWNS, CLONE_NEWNET, CLONE_NEWIPC, CLONE_NEWUTS = (
     0x10000000,
     0x00020000,
@@ -61,7 +61,7 @@ def confine(confinement: Json, limits: Json) -> None:
             os.setresuid(*[confinement["user"]] * 3)
         _own_namespaces(libc, limits["tmp_bytes"])
         if level == "weak":  # changing the user has reset it
-            libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+            die_with_parent(os.getppid())
     _apply(limits)
     sys.path += confinement["search"]  # at the end: nothing there replaces a module of ours
     if level != "off":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from meshrl.config.placement import Placement
 from meshrl.config.recipe import Recipe, names
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.rpc.parent_death import DRAIN_AT_EOF, PARENT_VARIABLE
+from meshrl.contract.process_guard import DRAIN_AT_EOF, PARENT_VARIABLE
 
 MACHINE = "{machine}"
 PROGRAM = (sys.executable, "-P", "-m", "meshrl.cli")

@@ -27,8 +27,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshrl.contract.process_guard import die_with_parent, die_with_supervisor
 from meshrl.contract.words import counted
-from meshrl.rpc.parent_death import PARENT_VARIABLE, die_with_parent
 
 LIGHT = (
     "meshrl.cli.commands.serve",
@@ -59,7 +59,7 @@ PADDING = "." * 4096
 
 def main() -> None:
     """Import, fork on request, and in a fork run the service."""
-    die_with_parent()
+    die_with_supervisor()
     descriptor, light_modules, torch_modules, _padding = sys.argv[1:]
     torch_control = socket.socket(fileno=int(descriptor))
     show_command_line((*NAME, "light"))
@@ -68,8 +68,7 @@ def main() -> None:
     _import(light_modules.split(","))
     light = os.getpid()
     if os.fork() == 0:
-        os.environ[PARENT_VARIABLE] = str(light)
-        die_with_parent()
+        die_with_parent(light)
         os.dup2(torch_control.fileno(), CONTROL)
         show_command_line((*NAME, "torch"))
         _import(torch_modules.split(","))

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, Literal, TypeAlias
 
+from meshrl.contract.process_guard import PARENT_VARIABLE
 from meshrl.launcher.preloader import LIGHT, NAME, PADDING, PYTHON, READY, REQUEST_BYTES, TORCH
-from meshrl.rpc.parent_death import PARENT_VARIABLE
 
 Kind: TypeAlias = Literal["light", "torch"]
 KINDS: tuple[Kind, ...] = ("light", "torch")

@@ -8,13 +8,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
 
+from meshrl.contract import process_guard
 from meshrl.launcher.preloading import (
     ForkedProcess,
     PreloadError,
@@ -25,7 +24,6 @@ from meshrl.launcher.service import Service
 
 LineSink: TypeAlias = Callable[[str, str], None]
 """Takes (service name, one line)."""
-WATCHDOG = Path(__file__).with_name("watchdog.py")
 ERROR_LINE = re.compile(r"^(error:|\w*(\.\w+)*(Error|Exception|Interrupt)\b)|\b(ERROR|CRITICAL)\b")
 READ_BYTES = 1 << 16
 LONGEST_LINE = 1 << 20
@@ -195,7 +193,7 @@ async def _fork(
 
 
 class Watchdog:
-    """The process of `watchdog.py`, which kills all listed process groups if this process dies."""
+    """A process that outlives this one, and kills all listed process groups when this one dies."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -203,7 +201,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._process = subprocess.Popen(
-            [sys.executable, "-S", "-E", str(WATCHDOG)],
+            process_guard.watch(),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,

@@ -44,6 +44,7 @@ from meshrl.contract.errors import (
     UserError,
 )
 from meshrl.contract.files import lasting_fault
+from meshrl.contract.process_guard import DRAIN_AT_EOF
 from meshrl.contract.sockets import is_loopback, join_address
 from meshrl.rpc import tls
 from meshrl.rpc.auth import TokenStore
@@ -63,7 +64,6 @@ from meshrl.rpc.interceptors import (
 from meshrl.rpc.local_socket.server import LocalSocketServer
 from meshrl.rpc.local_socket.shared_memory import SHARED_BYTES
 from meshrl.rpc.metrics_endpoint import MetricsEndpoint
-from meshrl.rpc.parent_death import DRAIN_AT_EOF
 from meshrl.rpc.process_memory import reuse_freed_memory
 from meshrl.rpc.transport import MAX_CONNECTIONS, SERVER_OPTIONS
 

@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from meshrl.contract.errors import ConflictError
+from meshrl.contract.process_guard import die_with_parent
 from meshrl.rpc.queue_connection import connect_queue
 from meshrl.rpc.runtime import run_service
 from meshrl.transferqueue.sharding import ShardedQueue
@@ -31,7 +32,6 @@ from .proxy import Proxy
 from .recorded import RecordedQueue
 from .service import look, serve
 
-PR_SET_PDEATHSIG = 1
 CLONE_NEWNET = 0x40000000
 PATIENCE_S = 120.0
 
@@ -72,16 +72,14 @@ class Actor:
             os._exit(code)
 
     def _settle_in(self, parent: int) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(128 + signal.SIGKILL)
+        die_with_parent(parent)
         log = os.open(self.errors, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
         logging.basicConfig(level=logging.INFO)
         if self._namespace is not None:
             file = os.open(self._namespace, os.O_RDONLY)
+            libc = ctypes.CDLL(None, use_errno=True)
             if libc.setns(file, CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"cannot enter {self._namespace}")
 

@@ -212,8 +212,8 @@ from meshrl.launcher.supervisor import Supervisor, Verdict
 
 CHILD = '''
 import os, subprocess, sys, time
-from meshrl.rpc.parent_death import die_with_parent
-die_with_parent()
+from meshrl.contract.process_guard import die_with_supervisor
+die_with_supervisor()
 other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(os.getpid(), other.pid, flush=True)
 time.sleep(600)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import faulthandler
 import inspect
 import os
@@ -21,25 +20,15 @@ import sys
 from typing import Any, BinaryIO
 
 from meshrl.contract.errors import MeshError
+from meshrl.contract.process_guard import die_with_parent
 from meshrl.contract.types import Json, Outcome
 from meshrl.rewardd.pool.functions import Scorer, combine, describe, load, where
 from meshrl.rewardd.pool.messages import encode_frame, read_frame
 from meshrl.rewardd.pool.rule import Rule
 from meshrl.sandbox import confinement
 
-PR_SET_PDEATHSIG = 1
 WHERE_SIGNAL = signal.SIGUSR2
 """On this signal the process writes its current line to stderr, even while it is stuck in C code."""
-
-
-def end_with_parent(parent: int) -> None:
-    """End with the service: by a signal on Linux, else by the end of stdin. 0: the sandbox ends the process."""
-    if parent == 0:
-        return
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent:
-        sys.exit(0)  # it died before the call above
 
 
 def move_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -160,7 +149,9 @@ def _length(sample: Json) -> int | None:
 
 def main() -> None:
     """Load the rule of the first request, then score."""
-    end_with_parent(int(sys.argv[1]))
+    # 0: the sandbox ends the process. Other systems than Linux: the end of stdin does.
+    if parent := int(sys.argv[1]):
+        die_with_parent(parent)
     requests, replies = move_pipes()
     faulthandler.enable()
     faulthandler.register(WHERE_SIGNAL, all_threads=False)

@@ -7,16 +7,17 @@ import contextlib
 import os
 import re
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from meshrl.contract import device_lease
+from meshrl.contract import device_lease, process_guard
 from meshrl.contract.errors import InfraError
 
+GRACE_S = 5.0
+"""Seconds that a server has to end."""
 STOP_S = 30.0
-"""The guard kills processes that have not ended 5 s after SIGTERM; the rest is for a busy machine."""
+"""The guard kills what has not ended in `GRACE_S`; the rest is for a busy machine."""
 TAIL_BYTES = 64 << 10
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _LOG_PREFIX = re.compile(
@@ -46,18 +47,17 @@ class ServerProcess:
         return self._process.returncode if self._process else None
 
     async def start(self) -> None:
-        """Run the command under a subprocess guard, which ends it when this process ends.
+        """Run the command under a process guard, which ends it when this process ends.
 
         Raises:
             InfraError: the log cannot be written, or no process started.
         """
-        guard = Path(__file__).with_name("subprocess_guard.py")
         try:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with _private(self._log) as log:
                 self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-E", "-S", str(guard), str(self._log), *self._command),
-                    stdin=asyncio.subprocess.PIPE,
+                    *process_guard.command(self._command, grace_s=GRACE_S, log=self._log),
+                    stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     env=self._environment,
@@ -85,9 +85,8 @@ class ServerProcess:
         process = self._process
         if process is None:
             return
-        if process.stdin is not None:
-            # Not waited for: whoever is cancelled in `wait_closed` cancels it for all that come later.
-            process.stdin.close()
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
         try:
             async with asyncio.timeout(STOP_S):
                 await self.ended()

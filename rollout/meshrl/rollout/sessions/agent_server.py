@@ -21,17 +21,15 @@ import itertools
 import json
 import logging
 import os
-import signal
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshrl.contract import process_guard
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.sockets import reach_directly
 from meshrl.contract.types import Json
 from meshrl.rollout.sessions.agents import (
-    GUARD,
     MAX_LINE_BYTES,
     PRIVATE,
     AgentError,
@@ -138,9 +136,8 @@ class AgentServer:
             return self._server
 
     async def _spawn(self) -> asyncio.subprocess.Process:
-        guarded = (sys.executable, "-S", "-E", str(GUARD), str(os.getpid()), str(MAX_LINE_BYTES))
         return await asyncio.create_subprocess_exec(
-            *(*guarded, *self._command),
+            *process_guard.command(self._command, grace_s=0, line_bytes=MAX_LINE_BYTES),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -195,7 +192,7 @@ class _Server:
             log.info("%s is killed: %s", self.name, why)
             self._killed = why
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGUSR1)
+                self._process.terminate()
         others = self._watched - {asyncio.current_task()}
         for watch in others:
             watch.cancel()

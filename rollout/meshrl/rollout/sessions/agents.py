@@ -12,25 +12,22 @@ import json
 import logging
 import math
 import os
-import signal
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from meshrl.contract import process_guard
 from meshrl.contract.errors import UserError
 from meshrl.contract.sockets import reach_directly
 from meshrl.contract.types import Json, PostedReward, Task, Uid
 from meshrl.images.messages import as_openai
 from meshrl.rollout.sessions.gateway import Address
 from meshrl.rollout.tokenizer import Tokenizer
-from meshrl.rollout.tools import subprocess_guard
 from meshrl.rollout.user_functions import load_function
 
 FUNCTION = "rollout.program_options.function"
-GUARD = Path(subprocess_guard.__file__)
 OUTPUT_BYTES = 4096
 """How much of the end of a command's output is kept, for the message of a failure."""
 MAX_LINE_BYTES = 1 << 20
@@ -183,9 +180,8 @@ class CommandAgent:
     async def __call__(self, task: Mapping[str, Json], address: Address) -> Led:
         """See `Agent`; a command sets its reward with `POST {OPENAI_BASE_URL}/reward`."""
         address_env = {"OPENAI_BASE_URL": address.base_url, "OPENAI_API_KEY": address.api_key}
-        guarded = (sys.executable, "-S", "-E", str(GUARD), str(os.getpid()), str(MAX_LINE_BYTES))
         process = await asyncio.create_subprocess_exec(
-            *(*guarded, *self._command),
+            *process_guard.command(self._command, grace_s=0, line_bytes=MAX_LINE_BYTES),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -226,5 +222,5 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     """Kill the command and everything that it started, its guard included."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGUSR1)
+            process.terminate()
         await asyncio.shield(process.wait())

@@ -14,14 +14,12 @@ import base64
 import importlib
 import json
 import logging
-import os
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from meshrl.contract import process_guard
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Json, Uid
 from meshrl.rollout.tools.config import ToolConfig
@@ -36,6 +34,8 @@ Answer = TypeVar("Answer")
 
 log = logging.getLogger(__name__)
 
+GRACE_S = 1.0
+"""Seconds that a server has to end after SIGTERM; the library kills its guard after two."""
 MOST_BYTES = 8 << 20
 """The longest answer of a server; a longer one is an error that the policy observes."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
@@ -353,15 +353,13 @@ def _transport(config: ToolConfig) -> Transport:
 
     if config.url:
         return _http(config)
-    guard = [
-        str(Path(__file__).with_name("subprocess_guard.py")),
-        str(os.getpid()),
-        str(MOST_BYTES),
-    ]
+    program, *arguments = process_guard.command(
+        config.command, grace_s=GRACE_S, line_bytes=MOST_BYTES
+    )
     return stdio_client(
         StdioServerParameters(
-            command=sys.executable,
-            args=["-E", "-S", *guard, *config.command],
+            command=program,
+            args=arguments,
             env=config.env,
             cwd=config.cwd,
         )

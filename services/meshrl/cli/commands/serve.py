@@ -25,10 +25,10 @@ from meshrl.config.stages import SERVICES, module_of, service_kind
 from meshrl.contract import plugins, tracing
 from meshrl.contract.device_share import DEVICES
 from meshrl.contract.errors import ConfigError, UserError
+from meshrl.contract.process_guard import die_with_supervisor
 from meshrl.launcher.address_book import AddressBook
 from meshrl.launcher.ports import is_taken
 from meshrl.rpc.exit_codes import Exit
-from meshrl.rpc.parent_death import die_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def serve(
 
     SERVICE is queue, rollout, reward, reference, trainer, feeder, or a stage of the recipe.
     """
-    die_with_parent()
+    die_with_supervisor()
     try:
         code = _serve(service, recipe, overrides, options)
     except UserError as error:

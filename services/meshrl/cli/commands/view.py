@@ -21,12 +21,12 @@ from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.contract.ports import Queue
+from meshrl.contract.process_guard import die_with_supervisor
 from meshrl.contract.sockets import is_loopback
 from meshrl.contract.types import DeadLetter
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, is_up, newest_run_dir
 from meshrl.launcher.fleet_waits import fleet_waits
 from meshrl.rpc.credentials import MeshRole, new_token
-from meshrl.rpc.parent_death import die_with_parent
 from meshrl.rpc.runtime import ServerSettings, permit_insecure, run_service
 
 RETRY_S = 2.0
@@ -63,7 +63,7 @@ def view(
     It shows curves, the fleet, the flow of rows, the configuration and the rollouts. Open the address that it prints:
     the token in it lets you in, to read. Only who shows an operator's credential of the run may replay dead letters.
     """
-    die_with_parent()
+    die_with_supervisor()
     directories = [_directory(run) for run in runs] or [newest_run_dir()]
     settings = ServerSettings(
         host=host,

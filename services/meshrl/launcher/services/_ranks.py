@@ -25,11 +25,11 @@ from functools import partial
 from meshrl.config.recipe import Recipe
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import UserError
+from meshrl.contract.process_guard import DRAIN_AT_EOF, PARENT_VARIABLE
 from meshrl.contract.sockets import is_loopback
 from meshrl.launcher.ports import free_port
 from meshrl.rpc import credentials
 from meshrl.rpc.exit_codes import Exit
-from meshrl.rpc.parent_death import DRAIN_AT_EOF, PARENT_VARIABLE
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.service_context import ServiceContext
 

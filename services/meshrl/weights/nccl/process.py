@@ -17,8 +17,8 @@ from meshrl.config.weights import NcclConfig
 from meshrl.contract import shared_buffers
 from meshrl.contract.errors import ConfigError, UnavailableError, from_detail
 from meshrl.contract.ports import LentBucket
+from meshrl.contract.process_guard import PARENT_VARIABLE
 from meshrl.contract.types import Uint8
-from meshrl.rpc.parent_death import PARENT_VARIABLE
 from meshrl.weights.nccl import messages
 from meshrl.weights.waiting import within
 

@@ -17,7 +17,7 @@ import threading
 from typing import NoReturn
 
 from meshrl.contract.errors import InfraError, MeshError, UnavailableError
-from meshrl.rpc.parent_death import die_with_parent
+from meshrl.contract.process_guard import die_with_supervisor
 from meshrl.weights.nccl.library import load_library
 from meshrl.weights.nccl.messages import Frame, pack, receive
 from meshrl.weights.nccl.rank import Rank
@@ -27,7 +27,7 @@ _LEAVE_S = 1.0
 
 def main() -> NoReturn:
     """Serve until the parent closes the socket."""
-    die_with_parent()
+    die_with_supervisor()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", type=int, required=True)
