@@ -1,137 +1,95 @@
-"""A headless Chromium over the WebDriver protocol, spoken with httpx: Debian's `chromium` and `chromium-driver`."""
+"""A headless Chromium: Debian's `chromium` and `chromium-driver`, driven by selenium."""
 
 from __future__ import annotations
 
 import base64
-import re
+import importlib.util
+import os
 import shutil
-import subprocess
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
-import httpx
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
 
 PROGRAMS = ("chromium", "chromedriver")
 LONGEST_S = 30.0
-STARTS = 3
 
 
 def missing() -> str:
     """Why there is no browser here; empty if there is one."""
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
+    absent += [] if importlib.util.find_spec("selenium") else ["selenium"]
     return f"not installed: {', '.join(absent)}" if absent else ""
 
 
 class Browser:
     """One window."""
 
-    def __init__(self, client: httpx.Client) -> None:
-        self._client = client
-
-    def _send(self, path: str, **body: Any) -> Any:
-        answer = self._client.post(path, json=body).json()["value"]
-        if isinstance(answer, dict) and "error" in answer:
-            raise RuntimeError(f"{answer['error']}: {answer['message']}")
-        return answer
-
-    def open(self, url: str) -> None:
-        self._send("url", url=url)
-
-    def run(self, script: str, *arguments: Any) -> Any:
+    def __init__(self, driver: Chrome) -> None:
+        self._driver = driver
+        self.open = driver.get
+        self.run = driver.execute_script
         """What the JavaScript returns."""
-        return self._send("execute/sync", script=script, args=list(arguments))
 
     def until(self, script: str, *arguments: Any) -> Any:
         """What the JavaScript returns once that is true."""
-        ends = time.monotonic() + LONGEST_S
-        while not (found := self.run(f"return {script}", *arguments)):
-            if time.monotonic() > ends:
-                text = self.run("return document.body.innerText")
-                raise AssertionError(f"never true: {script}\n{text}")
-            time.sleep(0.05)
-        return found
+        from selenium.common.exceptions import TimeoutException
+        from selenium.webdriver.support.wait import WebDriverWait
+
+        try:
+            return WebDriverWait(self._driver, LONGEST_S, poll_frequency=0.05).until(
+                lambda driver: driver.execute_script(f"return {script}", *arguments)
+            )
+        except TimeoutException:
+            text = self.run("return document.body.innerText")
+            raise AssertionError(f"never true: {script}\n{text}") from None
 
     def show(self, width: int, height: int, *, dark: bool = False) -> None:
         """The size of the page, and the colours that it is asked for."""
-        self._command(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._command("Emulation.setEmulatedMedia", features=[scheme])
-
-    def _command(self, cmd: str, **params: Any) -> Any:
-        return self._send("goog/cdp/execute", cmd=cmd, params=params)
+        self._driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
 
     def picture(self, path: Path, *, whole: bool = False) -> None:
         """Save what is seen as PNG; `whole`: the page to its end."""
-        options: dict[str, Any] = {"captureBeyondViewport": whole}
+        options: dict[str, Any] = {"format": "png", "captureBeyondViewport": whole}
         if whole:
-            size = self._command("Page.getLayoutMetrics")["cssContentSize"]
+            size = self._driver.execute_cdp_cmd("Page.getLayoutMetrics", {})["cssContentSize"]
             options["clip"] = {**size, "scale": 1}
-        shot = self._command("Page.captureScreenshot", format="png", **options)
+        shot = self._driver.execute_cdp_cmd("Page.captureScreenshot", options)
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def complaints(self) -> list[str]:
         """What the page wrote to the console since the last call: errors and violations of its policy."""
-        logged = self._send("se/log", type="browser")
+        logged = self._driver.get_log("browser")
         return [entry["message"] for entry in logged if entry["level"] == "SEVERE"]
-
-
-@contextmanager
-def _driver() -> Iterator[str]:
-    """A driver that serves; its port. One ends at once if another process takes the port that it has found free."""
-    command, said = ["chromedriver", "--port=0"], ""
-    for _ in range(STARTS):
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        ) as driver:
-            try:
-                assert driver.stdout is not None
-                for line in driver.stdout:
-                    said += line
-                    if match := re.search(r"started successfully on port (\d+)", line):
-                        yield match[1]
-                        return
-            finally:
-                driver.terminate()
-    raise RuntimeError(f"chromedriver did not start {STARTS} times: {said}")
 
 
 @contextmanager
 def browser() -> Iterator[Browser]:
     """A browser of its own, with an empty profile."""
-    with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
-        _driver() as port,
-        httpx.Client(
-            base_url=f"http://127.0.0.1:{port}/session/", timeout=120, trust_env=False
-        ) as client,
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium") or ""
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--disable-dev-shm-usage",
     ):
-        arguments = [
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            "--disable-dev-shm-usage",
-        ]
-        options = {"args": [*arguments, f"--user-data-dir={profile}"]}
-        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-        made = client.post(
-            f"http://127.0.0.1:{port}/session",
-            json={"capabilities": {"alwaysMatch": wanted}},
-        ).json()["value"]
-        if "sessionId" not in made:
-            raise RuntimeError(made["message"])
-        client.base_url = f"http://127.0.0.1:{port}/session/{made['sessionId']}/"
-        try:
-            yield Browser(client)
-        finally:
-            client.delete(f"http://127.0.0.1:{port}/session/{made['sessionId']}")
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = webdriver.ChromeService(executable_path=shutil.which("chromedriver"))
+    with patch.dict(os.environ, no_proxy="*"):  # the driver is here
+        driver = webdriver.Chrome(options=options, service=service)
+    try:
+        yield Browser(driver)
+    finally:
+        driver.quit()
