@@ -138,6 +138,20 @@ endif
 newest:
 	PYTHON=$(PYTHON) bash .ci/newest.sh
 
+# What needs root and programs of its own: Slurm, pods, several machines. deploy/checks/README.md has the rest, by hand.
+.PHONY: deploy-checks
+deploy-checks: venv
+	$(BIN)/python -m pytest deploy/checks
+
+# What is too long for each commit: `make nightly NEWEST_PYTHON=python3.13`.
+NEWEST_PYTHON ?= python3.13
+.PHONY: nightly
+nightly: venv
+	$(BIN)/pytest -m nightly
+	$(MAKE) --no-print-directory simulate SEEDS=1000
+	$(MAKE) --no-print-directory deploy-checks
+	$(MAKE) --no-print-directory newest PYTHON=$(NEWEST_PYTHON)
+
 demo: venv
 	$(BIN)/meshrl demo
 
@@ -145,7 +159,7 @@ demo: venv
 TEST_WORKERS ?= 3
 
 test: venv
-	$(BIN)/pytest -m "not vllm and not sglang" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
+	$(BIN)/pytest -m "not vllm and not sglang and not nightly" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations 25
 
 # The tests that drive a real vLLM or SGLang server, alone: they race against a real stream. Without the server they are
 # skipped and say so.

@@ -172,7 +172,11 @@ def _program(call: Mapping[str, Any]) -> str | None:
     ):
         return None
     words = argv[2:] if argv[1] == "-P" else argv[1:]
-    if words[0] == "-m" and words[1].startswith(("meshrl.", "tests.")) and words[1] != __name__:
+    if (
+        words[0] == "-m"
+        and words[1].startswith(("meshrl.", "tests.", "deploy."))
+        and words[1] != __name__
+    ):
         return words[1]
     return words[0] if words[0].startswith(f"{ROOT}/tests/") else None
 

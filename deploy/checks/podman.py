@@ -1,7 +1,7 @@
 """What `meshrl kubernetes` prints, played by podman with our image: a run to its end, with pods killed and added.
 
 podman plays Pods, ConfigMaps and PersistentVolumeClaims, and nothing that makes pods: `rendered` stands for those
-controllers. It enforces no NetworkPolicy; tests/e2e/test_pods.py compares them with the connections of a mesh.
+controllers. It enforces no NetworkPolicy; test_pods.py compares them with the connections of a mesh.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
+from tests.mesh import make_mesh
 
-from ..mesh import make_mesh
 from .images import docker
 
 Manifest = dict[str, Any]

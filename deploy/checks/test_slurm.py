@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.mesh import PATIENCE_S, Mesh, make_mesh
 
 from meshrl.launcher.ports import free_port
 
-from .. import slurm_cluster
-from ..mesh import PATIENCE_S, Mesh, make_mesh
+from . import slurm_cluster
 
 pytestmark = [
     pytest.mark.slow,

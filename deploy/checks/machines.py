@@ -6,7 +6,7 @@
 
 Every service is started by the command of docs/how-to/several-machines.md, and again when it fails, as systemd would.
 
-    python -m tests.machines [STORY ...] [--folder DIR]     plays stories as root; a line of JSON for each
+    python -m deploy.checks.machines [STORY ...] [--folder DIR]     plays stories as root; a line of JSON for each
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from tests.mesh import PATIENCE_S, Mesh, make_mesh
 
 from meshrl.rpc.exit_codes import Exit
 
-from .mesh import PATIENCE_S, Mesh, make_mesh
-
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 QUEUE_PORT, TRAINER_PORT = 7001, 7005
 FILES = {"cert": "cert.pem", "key": "key.pem", "ca": "ca.pem", "client_ca": "ca.pem"}
 
@@ -596,7 +595,7 @@ def main() -> None:
             inside = [
                 sys.executable,
                 "-m",
-                "tests.machines",
+                "deploy.checks.machines",
                 story,
                 "--inside",
                 "--folder",

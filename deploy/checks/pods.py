@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OWN = ("proc", "dev", "tmp", "sys", "mesh", "recipe", "credentials", "assets")
 """Folders of the root that are a pod's own, or none of its."""
 Manifest = Mapping[str, Any]

@@ -1,6 +1,6 @@
 """The manifests of `meshrl kubernetes`, played: a run to its end, its queue and its trainer killed, its fleet grown.
 
-pytest ──▶ unshare --net --mount python -m tests.e2e.test_pods FOLDER     the pods, and what is asked of them
+pytest ──▶ unshare --net --mount python -m deploy.checks.test_pods FOLDER     the pods, and what is asked of them
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.mesh import PATIENCE_S, Mesh, make_mesh
 
-from ..mesh import PATIENCE_S, Mesh, make_mesh
-from ..pods import ROOT, Cluster, Pod
+from .pods import ROOT, Cluster, Pod
 
 STEPS = 12
 CONFIG = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 256}
@@ -36,7 +36,7 @@ pytestmark = [
 
 def test_a_mesh_of_pods_trains_to_its_end_whoever_is_killed(tmp_path: Path) -> None:
     make_mesh(tmp_path / "assets")
-    words = ["unshare", "--net", "--mount", sys.executable, "-m", "tests.e2e.test_pods"]
+    words = ["unshare", "--net", "--mount", sys.executable, "-m", "deploy.checks.test_pods"]
     done = subprocess.run(
         [*words, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -18,7 +18,7 @@ from typing import Final
 
 import click
 
-from ..pods import ROOT
+from .pods import ROOT
 
 BASE: Final = "base:bookworm"
 MIRROR: Final = "http://deb.debian.org/debian"

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
+from tests.mesh import make_mesh
 
-from ..mesh import make_mesh
-from ..pods import ROOT
 from .images import BASE, Docker, docker
+from .pods import ROOT
 
 STEPS: Final = 900
 PORT: Final = "18800"

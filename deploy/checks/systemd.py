@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Final
 
 import yaml
+from tests.mesh import make_mesh
 
-from ..mesh import make_mesh
-from ..pods import ROOT
 from .images import Docker, docker
+from .pods import ROOT
 
 STEPS: Final = 100
 CONTROLLERS: Final = ("systemd", "memory", "pids")
