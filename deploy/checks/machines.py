@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from tests.mesh import PATIENCE_S, Mesh, make_mesh
 
 from meshrl.rpc.exit_codes import Exit
+from tests.mesh import PATIENCE_S, Mesh, make_mesh
 
 ROOT = Path(__file__).parents[2]
 QUEUE_PORT, TRAINER_PORT = 7001, 7005

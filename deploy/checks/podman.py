@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import yaml
+
 from tests.mesh import make_mesh
 
 from .images import docker

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import yaml
+
 from tests.mesh import make_mesh
 
 from .images import Docker, docker

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from tests.mesh import PATIENCE_S, Mesh, make_mesh
 
 from .pods import ROOT, Cluster, Pod

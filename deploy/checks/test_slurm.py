@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.mesh import PATIENCE_S, Mesh, make_mesh
 
 from meshrl.launcher.ports import free_port
+from tests.mesh import PATIENCE_S, Mesh, make_mesh
 
 from . import slurm_cluster
 
