@@ -52,11 +52,16 @@ def write(path: Path, calls: Iterable[Call]) -> None:
     path.write_bytes(lzma.compress(text.encode(), preset=9))
 
 
-async def make_call(channel: grpc.aio.Channel, method: str, requests: Sequence[bytes]) -> Call:
+async def make_call(
+    channel: grpc.aio.Channel,
+    method: str,
+    requests: Sequence[bytes],
+    metadata: Sequence[tuple[str, str]] = (),
+) -> Call:
     """Send the bytes; returns the call with its answer."""
     done = Call(method, list(requests))
     # A unary call has the bytes of a stream of one message.
-    answers = channel.stream_stream(method)(iter(requests), timeout=60)
+    answers = channel.stream_stream(method)(iter(requests), metadata=metadata, timeout=60)
     try:
         async for reply in answers:
             done.replies.append(reply)

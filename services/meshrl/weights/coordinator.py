@@ -18,7 +18,9 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
+
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract import tracing
@@ -45,6 +47,8 @@ from meshrl.weights.transaction import Phase, Transaction
 from meshrl.weights.waiting import first_ends
 
 logger = logging.getLogger(__name__)
+_ADDRESS_OF_0_1: Final = 7
+"""The field of a HELLO with the worker's address, which only 0.1 sends."""
 _SKIPS = 3
 """Versions in a row that a replica may pass over for a newer one: then it takes the one that it was proposed."""
 _LATE_SHARE = 0.5
@@ -253,6 +257,12 @@ class WeightCoordinator:
         is_hello = hello.WhichOneof("body") == "hello"
         if fault := name_fault(hello.hello.replica) if is_hello else "there is none":
             raise UserError(f"a replica's first message must be HELLO with its name: {fault}")
+        unknown = UnknownFieldSet(hello.hello)
+        if _ADDRESS_OF_0_1 in [unknown[at].field_number for at in range(len(unknown))]:
+            raise UserError(
+                f"{hello.hello.replica} runs meshrl 0.1, which cannot take weights from this trainer:"
+                " start it with the trainer's version"
+            )
         if hello.stamp.run != self._run:
             raise UserError(f"this coordinator serves run {self._run!r}, not {hello.stamp.run!r}")
         if hello.hello.highest_epoch > self._epoch:
