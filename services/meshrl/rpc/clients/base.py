@@ -60,7 +60,7 @@ SLOWEST_BYTES_PER_S: Final = 5e6
 
 
 Connect: TypeAlias = Callable[[str], grpc.aio.Channel]
-"""Opens a channel to `host:port`. The simulation passes its own."""
+"""Opens a channel to `host:port`."""
 
 
 def connect(address: str, credential: Credential | None = None) -> grpc.aio.Channel:

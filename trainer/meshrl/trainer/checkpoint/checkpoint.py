@@ -104,7 +104,7 @@ class TrainerState:
 
 
 class Checkpoints(Protocol):
-    """What a trainer needs of its checkpoints: this module, or the simulation's stand-in with a disk of its own."""
+    """What a trainer needs of its checkpoints: this module by default."""
 
     def describe(
         self, state: TrainerState, policy: Policy, beside: Mapping[str, Trained] | None = None
