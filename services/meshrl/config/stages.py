@@ -48,7 +48,7 @@ def _one(recipe: Recipe) -> int | None:
     return None
 
 
-def _restarts(recipe: Recipe) -> str:
+def _no_reason(recipe: Recipe) -> str:
     return ""
 
 
@@ -102,8 +102,10 @@ class ServiceKind:
     """True: when it is done, the run is done."""
     removable: bool = False
     """True: one of several may be drained while the run goes on."""
-    cannot_restart: Callable[[Recipe], str] = _restarts
+    cannot_restart: Callable[[Recipe], str] = _no_reason
     """Why it must not be started again after a crash; empty where it may."""
+    crash_at_start: Callable[[Recipe], str] = _no_reason
+    """Why it would crash again where it crashed before it was ready; empty where it may not."""
 
     def columns_of(self, recipe: Recipe, *, evaluation: bool) -> Columns | None:
         """The columns in one of the recipe's runs; None for what is no stage of it."""

@@ -179,6 +179,7 @@ class LaunchPlan:
             removable=rules.removable,
             fleet=service.kind if rules.removable else "",
             cannot_restart=rules.cannot_restart(self._recipe),
+            crash_at_start=rules.crash_at_start(self._recipe),
             on_port_taken=None if name in self._fixed else lambda: self._replace(name),
         )
 

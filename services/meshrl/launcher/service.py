@@ -50,6 +50,8 @@ class Service:
     """True: of a fleet, and the run goes on also where it finds something wrong with its recipe or options."""
     cannot_restart: str = ""
     """Why it must not be started again after a crash; empty where it may."""
+    crash_at_start: str = ""
+    """Why it would crash again where it crashed before it was ready; empty where it may not."""
     elsewhere: bool = False
     """The process is a launcher's: its end of input drains the service, SIGINT ends it at once."""
     on_port_taken: Callable[[], None] | None = None

@@ -42,6 +42,8 @@ PROBE_EVERY_S = 0.1
 START_LINE_S = 30.0
 """Between two lines about a service that is not ready yet."""
 PORT_TRIES = 5
+CRASHES = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV})
+"""Signals by which a process ends itself."""
 BEFORE_DRAIN_S = 15.0
 
 Phase = Literal[
@@ -331,6 +333,10 @@ class Supervisor:
                 ports_tried += 1
                 service.on_port_taken()
                 continue
+            if not ready and service.crash_at_start and -code in CRASHES:
+                line = f"{service.name} {_exit_text(code)} before it was ready: {service.crash_at_start}"
+                self._fail(service, Verdict(code=Exit.USER_ERROR, line=line))
+                return
             if service.cannot_restart and service.name not in self._unproven:
                 line = f"{service.name} {_exit_text(code)} and cannot be restarted: {service.cannot_restart}"
                 self._end(Verdict(code=Exit.FAILED, line=line))

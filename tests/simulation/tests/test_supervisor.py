@@ -309,6 +309,35 @@ async def test_a_service_that_cannot_be_restarted_ends_the_run_and_says_why() ->
 
 
 @in_virtual_time
+@pytest.mark.parametrize("by", [signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV])
+async def test_a_service_that_crashes_on_a_damaged_file_ends_the_run_at_once(
+    by: signal.Signals,
+) -> None:
+    mesh = Mesh()
+    crashes = Life(seconds=0.3, ready_s=60, code=-by)
+    queue = mesh.service("queue", crashes, crash_at_start="data.mdb is damaged: restore a backup")
+    verdict = await mesh.supervise(queue).run()
+    assert (verdict.code, verdict.line) == (
+        Exit.USER_ERROR,
+        f"queue was killed by {by.name} before it was ready: data.mdb is damaged: restore a backup",
+    )
+    assert len(mesh.processes) == 1
+
+
+@in_virtual_time
+@pytest.mark.parametrize(
+    "ends",
+    [Life(seconds=60, code=-signal.SIGBUS), Life(seconds=1, ready_s=9, code=-signal.SIGKILL)],
+)
+async def test_a_service_that_was_ready_or_was_killed_is_started_again(ends: Life) -> None:
+    mesh = Mesh()
+    queue = mesh.service("queue", ends, WORKS, crash_at_start="data.mdb is damaged")
+    async with mesh.running(queue) as over:
+        await until(lambda: len(mesh.of("queue")) == 2 and mesh.phase("queue") == "ready")
+        assert not over.done()
+
+
+@in_virtual_time
 async def test_a_drained_service_is_not_started_again_and_the_run_goes_on() -> None:
     mesh = Mesh()
     worker = mesh.service("rollout-0", removable=True)

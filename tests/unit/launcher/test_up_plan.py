@@ -168,6 +168,8 @@ def test_a_port_for_a_service_that_is_not_there_is_refused(tmp_path: Path) -> No
 
 def test_a_queue_in_memory_is_not_started_again(tmp_path: Path) -> None:
     assert plan(tmp_path)[1]["queue"].cannot_restart == ""
+    assert "data.mdb is damaged: restore" in plan(tmp_path)[1]["queue"].crash_at_start
+    assert plan(tmp_path, "queue.store=memory")[1]["queue"].crash_at_start == ""
     assert "disk" in plan(tmp_path, "queue.store=memory")[1]["queue"].cannot_restart
 
 

@@ -21,12 +21,20 @@ def _rows_are_lost(recipe: Recipe) -> str:
     return "queue.store is memory, so its rows went with it; queue.store=disk survives"
 
 
+def _file_is_damaged(recipe: Recipe) -> str:
+    """LMDB ends the process on some damaged pages."""
+    if recipe.queue.store != "disk":
+        return ""
+    return f"{recipe.queue_path / 'data.mdb'} is damaged: restore a backup (meshrl queue restore)"
+
+
 SERVICE = ServiceKind(
     sections=("queue",),
     count=_shards,
     start_order=0,
     drain_order=2,
     cannot_restart=_rows_are_lost,
+    crash_at_start=_file_is_damaged,
 )
 
 
