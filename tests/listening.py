@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LISTENING = "0A"
+ACCEPTS = 0x10000
+"""In the flags of a unix socket that listens."""
 
 
 def addresses(pid: int | None = None) -> set[str]:
@@ -28,6 +30,18 @@ def sockets(pid: int | None = None) -> set[tuple[str, int]]:
             if state == LISTENING and inode in inodes:
                 address, _, port = local.partition(":")
                 found.add((_address(address), int(port, 16)))
+    return found
+
+
+def unix_sockets(pid: int | None = None) -> set[str]:
+    """Names, abstract ones included, of the unix sockets at which the process `pid` listens."""
+    process = Path("/proc") / str(pid or os.getpid())
+    inodes = set(_inodes(process))
+    found = set()
+    for line in (process / "net" / "unix").read_text().splitlines()[1:]:
+        _, _, _, flags, _, _, inode, *name = line.split(maxsplit=7)
+        if int(flags, 16) & ACCEPTS and inode in inodes:
+            found.add("".join(name))
     return found
 
 

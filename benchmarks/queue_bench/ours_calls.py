@@ -85,7 +85,7 @@ async def write_rollouts(
                     for row in rows[start:end]
                 ]
             )
-            frame = pack(rows[start:end], queue.room)
+            frame = pack(rows[start:end])
             packed.append(packed_group(leased, frame, facts, start))
     await queue.write_packed(run, ROLLOUT.name, packed)
 
@@ -131,7 +131,7 @@ async def write_annotations(queue: RowMethods, run: str, lease: Lease) -> None:
             "reward": Flat(rewards[row:to_row], np.ones(len(leased), np.uint32)),
             "ref_logprobs": Flat(reference[token:to_token], tokens.lengths[row:to_row]),
         }
-        packed.append(packed_group(leased, pack_flat(len(leased), columns, queue.room)))
+        packed.append(packed_group(leased, pack_flat(len(leased), columns)))
         row, token = to_row, to_token
     await queue.write_packed(run, ANNOTATE.name, packed)
 

@@ -30,12 +30,7 @@ async def main(path: Path, section: str) -> None:
     queue = await ShardQueue.open(stores.build(config, path), cache_bytes=config.cache_bytes)
     servicers = [QueueServicer(queue), ShardServicer(queue)]
     try:
-        settings = ServerSettings(
-            drain_grace_s=1,
-            local_socket=config.local_socket,
-            shared_bytes=config.shared_bytes,
-        )
-        async with GrpcServer(settings, servicers) as server:
+        async with GrpcServer(ServerSettings(drain_grace_s=1), servicers) as server:
             await server.ready()
             print(json.dumps({"address": server.address, "server": [os.getpid()]}), flush=True)
             await asyncio.to_thread(sys.stdin.read)

@@ -23,11 +23,7 @@ async def ours(
     store: str, folder: Path, seed: int, tuning: dict[str, Any]
 ) -> AsyncIterator[System]:
     """A queue service on `store`, or as many shards as `tuning` says, and its clients."""
-    section: dict[str, Any] = {
-        "store": store,
-        "durability": "always",
-        "local_socket": not tuning.get("grpc"),
-    }
+    section: dict[str, Any] = {"store": store, "durability": "always"}
     redis = None
     if store == "redis":
         redis, section["redis_url"] = await start_redis(folder / "redis")

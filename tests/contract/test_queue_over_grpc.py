@@ -1,4 +1,4 @@
-"""The queue contract through a servicer and a client: over gRPC on loopback, and with payload on a local socket."""
+"""The queue contract through a servicer and a client over gRPC on loopback, with payload as it is and compressed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 
 OPTIONS: dict[str, ClientOptions] = {
-    "grpc": {"compression": "off"},
-    "local socket, compressed": {"compression": "zstd"},
+    "as it is": {"compression": "off"},
+    "compressed": {"compression": "zstd"},
 }
 
 
@@ -31,14 +31,11 @@ OPTIONS: dict[str, ClientOptions] = {
 async def queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Queue]:
     config = QueueConfig(store="memory")
     opened = await TransferQueue.open(stores.build(config, tmp_path / "queue"))
-    servicer = QueueServicer(opened)
-    local = request.param != "grpc"
-    settings = ServerSettings(metrics_port=None, drain_grace_s=1, local_socket=local)
+    settings = ServerSettings(metrics_port=None, drain_grace_s=1)
     async with (
-        GrpcServer(settings, [servicer]) as server,
+        GrpcServer(settings, [QueueServicer(opened)]) as server,
         QueueClient(server.address, retry_s=1, **OPTIONS[request.param]) as client,
     ):
-        client.local_socket.named(servicer.local_socket)
         with suppress(NotFoundError):
             # The first call connects; some tests measure milliseconds.
             await client.fetch("none", [], [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from meshrl.api import run
 from meshrl.trainer.trajectories.files import FOLDER
 
-from ..listening import reachable_sockets
+from ..listening import descendants, reachable_sockets, unix_sockets
 from ..mesh import PATIENCE_S, make_mesh
 from ..run_directory import unnamed_files
 
@@ -28,12 +29,17 @@ def test_a_run_trains_evaluates_exports_and_balances(
     monkeypatch.setenv("TEST_FORKS", "0")
     mesh = make_mesh(tmp_path, reference=True)
     reachable: set[tuple[str, int]] = set()
+    local: set[str] = set()
     with mesh.up() as process:
         while process.poll() is None:
             reachable |= reachable_sockets(process.pid)
+            for each in descendants(process.pid):
+                with contextlib.suppress(OSError):
+                    local |= unix_sockets(each)
             time.sleep(0.2)
         mesh.wait(process)
     assert not reachable, "nothing listens beyond loopback unasked"
+    assert not local, "payload has no way beside gRPC"
     assert not unnamed_files(mesh.run_dir), "docs/reference/run-directory.md names every file"
     assert [line["step"] for line in mesh.steps()] == [0, 1, 2, 3]
     assert [m["step"] for m in mesh.metrics() if "val/score/mean" in m] == [0, 2, 4]

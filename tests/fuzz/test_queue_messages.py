@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -18,8 +18,6 @@ from meshrl.contract.errors import MeshError
 from meshrl.contract.held_rows import HeldLeases
 from meshrl.contract.types import REFERENCE_STAGE, REWARD_STAGE, ROLLOUT_STAGE, Ledger, Outcome
 from meshrl.rpc.clients import QueueClient
-from meshrl.rpc.local_socket.client import LocalSocket, answer_of
-from meshrl.rpc.local_socket.wire import Kind
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
 from meshrl.rpc.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
@@ -60,26 +58,6 @@ class Scene:
     actors: Actors
     requests: dict[str, list[Request]]
     channel: grpc.aio.Channel
-    local: LocalSocket
-
-    async def send_locally(self, method: str, request: Request) -> grpc.StatusCode:
-        """As `send`, by the local socket; a call that waits for long is given up."""
-        wire = await self.local.free_wire()
-        assert wire is not None
-        try:
-            async with asyncio.timeout(WAIT_S[method]):
-                name = f"/meshrl.v1.Queue/{method}"
-                async with self.local.call(wire, name, ()):
-                    for message in request:
-                        await wire.send(Kind.MESSAGE, [message])
-                    await wire.send(Kind.END)
-                    async for _ in answer_of(wire):
-                        pass
-        except grpc.aio.AioRpcError as error:
-            return error.code()
-        except TimeoutError:
-            return grpc.StatusCode.DEADLINE_EXCEEDED
-        return grpc.StatusCode.OK
 
     async def send(self, method: str, request: Request, wait_s: float = 0.0) -> grpc.StatusCode:
         """The status of a call made of bytes."""
@@ -103,16 +81,11 @@ class Scene:
 async def scene() -> AsyncIterator[Scene]:
     queue = await TransferQueue.open(MemoryStore())
     settings = ServerSettings(metrics_port=None, drain_grace_s=1)
-    servicer = QueueServicer(queue)
-    async with GrpcServer(settings, [servicer]) as server:
-        local = LocalSocket()
-        local.named(servicer.local_socket)
-        servicer.local_socket = ""  # the recorder sees gRPC alone
+    async with GrpcServer(settings, [QueueServicer(queue)]) as server:
         requests = await recorded(server.address)
         options = [*CHANNEL_OPTIONS, ("grpc.max_send_message_length", -1)]
         async with grpc.aio.insecure_channel(server.address, options=options) as channel:
-            yield Scene(server, Actors(queue), requests, channel, local)
-        local.close()
+            yield Scene(server, Actors(queue), requests, channel)
     await queue.close()
 
 
@@ -179,18 +152,9 @@ async def test_every_method_is_recorded(scene: Scene) -> None:
     assert set(scene.requests) == set(METHODS)
 
 
-@pytest.mark.parametrize(
-    ("method", "send"),
-    [
-        *((name, Scene.send) for name in METHODS if METHODS[name].input_type.fields),
-        *((name, Scene.send_locally) for name in sorted(QueueServicer.with_payload)),
-    ],
-)
+@pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name].input_type.fields])
 async def test_a_corrupted_request_gets_a_proper_status_and_changes_nothing(
-    scene: Scene,
-    method: str,
-    send: Callable[[Scene, str, Request], Awaitable[grpc.StatusCode]],
-    caplog: pytest.LogCaptureFixture,
+    scene: Scene, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     dice = random.Random(f"{SEED} {method}")
     corruptions = corruptions_of(METHODS[method])
@@ -199,7 +163,7 @@ async def test_a_corrupted_request_gets_a_proper_status_and_changes_nothing(
         request = dice.choice(corruptions)(list(dice.choice(scene.requests[method])), dice)
         before = await scene.ledger()
         with caplog.at_level(logging.ERROR):
-            status = await send(scene, method, request)
+            status = await scene.send(method, request)
         assert status in PROPER, (status, request, caplog.text)
         assert not caplog.records, (request, caplog.text)
         after = await scene.ledger()

@@ -36,6 +36,8 @@ from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import build
 
+from ..listening import sockets, unix_sockets
+
 SPEC = RunSpec(run="run", group_size=2, batch_groups=1, max_staleness=1, stages=(ROLLOUT_STAGE,))
 NOW = Version(1, 0)
 
@@ -72,6 +74,21 @@ def answers(lease: Lease, tokens: int = 8) -> list[RowWrite]:
 
 def tokens_of(lease: Lease) -> dict[Uid, int]:
     return {row.uid: row.token for row in lease.rows}
+
+
+async def test_payload_goes_by_the_one_socket_of_grpc() -> None:
+    before = unix_sockets(), sockets()
+    async with remote_queue() as queue:
+        await queue.open_run(SPEC)
+        await queue.acquire("run", "trainer")
+        await queue.publish("run", NOW)
+        await queue.admit("run", [task("a")], cursor="1", wait_s=5)
+        lease = await queue.lease(["run"], "rollout", worker="w", limit=2, version=NOW, wait_s=5)
+        await queue.write("run", "rollout", tokens_of(lease), answers(lease, tokens=1 << 16))
+        found = await queue.fetch("run", list(tokens_of(lease)), ["tokens"])
+        assert [len(columns["tokens"]) for columns in found] == [1 << 16] * 2
+        assert unix_sockets() == before[0]
+        assert len(sockets() - before[1]) == 1
 
 
 @asynccontextmanager

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Final, NamedTuple, TypeAlias, cast
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +32,8 @@ Columns: TypeAlias = Mapping[str, Array]
 DTYPES: Final = ("<i4", "|u1", "<f4", "<i8", "<f8", "<f2", "|i1", "<i2", "<u2", "<u4", "<u8", "|b1")
 """Code is the position; append only."""
 MAX_RANK: Final = 4
-FRAME_BYTES: Final = (4 << 20) - (64 << 10)
-"""Of arrays. Rows beyond it start another frame, so that any but a single row's has room in shared memory."""
+FRAME_BYTES: Final = 4 << 20
+"""Of arrays. Rows beyond it start another frame."""
 _CODES: Final = {name: code for code, name in enumerate(DTYPES)}
 _DTYPES: Final = tuple(np.dtype(name) for name in DTYPES)
 _LONG_BYTES: Final = 4096
@@ -43,35 +43,6 @@ _HEAD: Final = struct.Struct("<IHH")
 _LENGTHS: Final = np.dtype("<u4")
 _PADDING: Final = tuple(bytes(-size % 8) for size in range(8))
 _MALFORMED: Final = (ValueError, IndexError, struct.error, OverflowError, TypeError)
-
-
-class Shared(np.ndarray[Any, np.dtype[Any]]):
-    """uint8: memory that another process maps, too, and could change. A part of it keeps all of it alive."""
-
-    owner: object = None
-    """Of a frame: whose memory this is."""
-    at = grant = 0
-    """Of a frame: where it begins, and under which grant it was written."""
-
-    def room(self, start: int, size: int, owner: object, at: int, grant: int = 0) -> Shared:
-        """A part of it, for a frame."""
-        found = cast(Shared, self[start : start + size])
-        found.owner, found.at, found.grant = owner, at, grant
-        return found
-
-    def frame(self) -> memoryview:
-        """This, read-only."""
-        return memoryview(cast(Any, self)).toreadonly()
-
-
-Room: TypeAlias = Callable[[int], Shared | None]
-"""Memory of so many bytes that a frame is to lie in; None where there is none."""
-
-
-def is_shared(value: bytes | memoryview) -> bool:
-    """Bytes that may have changed since they were checked: they are checked again before they get a new checksum."""
-    lies_in: Any = value.obj if isinstance(value, memoryview) else None
-    return isinstance(lies_in, Shared)
 
 
 def with_checksum(*parts: bytes | memoryview) -> bytes:
@@ -192,14 +163,14 @@ def _entries(head: bytes, count: int) -> tuple[tuple[Entry, ...], int]:
     return tuple(entries), sum([entry.rank > 0 for entry in entries])
 
 
-def pack_flat(rows: int, columns: Mapping[str, Flat], room: Room | None = None) -> bytes:
-    """Columns that lie on end already as one frame: the quick way for a writer of many rows. `room`: see `pack`."""
+def pack_flat(rows: int, columns: Mapping[str, Flat]) -> bytes:
+    """Columns that lie on end already as one frame: the quick way for a writer of many rows."""
     arrays = {name: [column.values] for name, column in columns.items()}
-    return _pack(rows, arrays, {name: column.lengths for name, column in columns.items()}, room)
+    return _pack(rows, arrays, {name: column.lengths for name, column in columns.items()})
 
 
-def pack(rows: Sequence[Columns], room: Room | None = None) -> bytes:
-    """Rows whose arrays have the same `signature` as one frame; it lies in `room`, read-only, where there is some."""
+def pack(rows: Sequence[Columns]) -> bytes:
+    """Rows whose arrays have the same `signature` as one frame."""
     columns: dict[str, Sequence[Array]] = {}
     lengths: dict[str, npt.NDArray[np.uint32] | None] = {}
     for name in rows[0]:
@@ -212,14 +183,13 @@ def pack(rows: Sequence[Columns], room: Room | None = None) -> bytes:
             if len(arrays) > 1 and arrays[0].nbytes < _LONG_BYTES:
                 arrays = [np.concatenate(arrays)]
         columns[name] = arrays
-    return _pack(len(rows), columns, lengths, room)
+    return _pack(len(rows), columns, lengths)
 
 
 def _pack(
     rows: int,
     columns: Mapping[str, Sequence[Array]],
     lengths: Mapping[str, npt.NDArray[np.uint32] | None],
-    room: Room | None,
 ) -> bytes:
     """A frame of columns, each in pieces that follow each other; their bytes are copied once."""
     entries: list[bytes] = []
@@ -236,7 +206,7 @@ def _pack(
         body = [_bytes_of(piece, dtype) for piece in pieces]
         bodies += body
         bodies.append(_PADDING[sum(map(len, body)) % 8])
-    return _frame(rows, entries, sizes, bodies, room)
+    return _frame(rows, entries, sizes, bodies)
 
 
 def _bytes_of(array: Array, dtype: np.dtype[Any]) -> memoryview:
@@ -251,22 +221,12 @@ def _frame(
     entries: Sequence[bytes],
     lengths: Sequence[bytes | memoryview],
     bodies: Sequence[bytes | memoryview],
-    room: Room | None = None,
 ) -> bytes:
     """A frame of its parts; `bodies` are padded."""
     head, sizes = b"".join(entries), b"".join(lengths)
     head += _PADDING[len(head) % 8]
     start = _HEAD.pack(rows, len(entries), len(head)) + head + sizes
-    parts = (start + _PADDING[len(sizes) % 8], *bodies)
-    memory = None if room is None else room(_SUM.size + sum(map(len, parts)))
-    if memory is None:
-        return with_checksum(*parts)
-    frame, at = memoryview(cast(Any, memory)), _SUM.size
-    for part in parts:
-        frame[at : at + len(part)] = part
-        at += len(part)
-    _SUM.pack_into(frame, 0, xxhash.xxh3_64_intdigest(frame[_SUM.size :]))
-    return cast(bytes, memory.frame())
+    return with_checksum(start + _PADDING[len(sizes) % 8], *bodies)
 
 
 def signature(columns: Columns) -> tuple[tuple[str, str, int, tuple[int, ...]], ...]:
@@ -294,19 +254,14 @@ def described(array: object) -> str:
 class Frame:
     """A frame, read: `rows` is n, `columns` has a Column for each name."""
 
-    __slots__ = ("_whole", "columns", "rows", "value")
+    __slots__ = ("columns", "rows", "value")
 
     def __init__(
-        self,
-        value: bytes | memoryview,
-        what: str = "frame",
-        *,
-        checked: bool = False,
-        names: Container[str] | None = None,
+        self, value: bytes | memoryview, what: str = "frame", *, checked: bool = False
     ) -> None:
         """Raises CorruptError, naming `what`, for bytes that are not a frame.
 
-        With `checked` somebody has compared them with their checksum already. `names`: the columns to read, or all.
+        With `checked` somebody has compared them with their checksum already.
         """
         body = memoryview(value)[_SUM.size :] if checked else strip_checksum(value, what)
         try:
@@ -314,9 +269,6 @@ class Frame:
         except _MALFORMED as error:
             raise CorruptError(f"{what}: {len(value)} bytes are no frame: {error}") from error
         self.value = value
-        self._whole = len(self.columns)
-        if names is not None:
-            self.columns = {name: self.columns[name] for name in self.columns if name in names}
 
     def row(self, position: int, names: Iterable[str] | None = None) -> dict[str, Array]:
         """The columns of one row (all, or those of `names` that it has). For many rows take `split`."""
@@ -349,7 +301,7 @@ class Frame:
         """A frame of some columns, and of some rows; this one where that is all it has."""
         selected = [name for name in names if name in self.columns]
         whole = positions is None or list(positions) == list(range(self.rows))
-        if whole and len(selected) == self._whole:
+        if whole and len(selected) == len(self.columns):
             return bytes(self.value)
         if positions is not None and not whole:
             split = {name: self.split(name) for name in selected}

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, UserError
-from meshrl.contract.frames import Room
 from meshrl.contract.precision import Precision, with_rounded_logprobs
 from meshrl.contract.routed_experts import RoutedExperts
 from meshrl.contract.types import (
@@ -343,8 +342,6 @@ class RowMethods(ABC):
 
     logprob_precision: Precision = "fp32"
     """What `write` rounds log-probs to; rows that come packed are left as they are."""
-    room: Room | None = None
-    """Where to pack what is to be written (`pack(rows, queue.room)`), in the thread of the queue's event loop."""
 
     @abstractmethod
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
@@ -362,7 +359,7 @@ class RowMethods(ABC):
         """See Queue."""
         if self.logprob_precision != "fp32":
             rows = [with_rounded_logprobs(row, self.logprob_precision) for row in rows]
-        await self.write_packed(run, stage, packed_groups(token_of, rows, self.room))
+        await self.write_packed(run, stage, packed_groups(token_of, rows))
 
     async def fetch(
         self, run: str, uids: Sequence[Uid], columns: Sequence[str]

@@ -485,15 +485,12 @@ class LeaseHeader(_message.Message):
     WORKER_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
     NUM_GROUPS_FIELD_NUMBER: _builtins.int
-    LOCAL_SOCKET_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
     worker: _builtins.str
     ttl_s: _builtins.float
     """Seconds from the grant."""
     num_groups: _builtins.int
     """Groups in the stream."""
-    local_socket: _builtins.str
-    """Where processes of the same machine may make calls with payload; see local_socket.proto. Empty: nowhere."""
     def __init__(
         self,
         *,
@@ -501,11 +498,10 @@ class LeaseHeader(_message.Message):
         worker: _builtins.str = ...,
         ttl_s: _builtins.float = ...,
         num_groups: _builtins.int = ...,
-        local_socket: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["local_socket", b"local_socket", "num_groups", b"num_groups", "stage", b"stage", "ttl_s", b"ttl_s", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_groups", b"num_groups", "stage", b"stage", "ttl_s", b"ttl_s", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -562,7 +558,6 @@ class Parts(_message.Message):
     COUNTS_FIELD_NUMBER: _builtins.int
     SIZES_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
-    NAMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Frames of each group."""
@@ -575,21 +570,16 @@ class Parts(_message.Message):
     def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """For each row of each frame, its place among the rows of its group."""
 
-    @_builtins.property
-    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The columns that were asked for, where a frame may have others; none: all."""
-
     def __init__(
         self,
         *,
         counts: _abc.Iterable[_builtins.int] | None = ...,
         sizes: _abc.Iterable[_builtins.int] | None = ...,
         rows: _abc.Iterable[_builtins.int] | None = ...,
-        names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "names", b"names", "rows", b"rows", "sizes", b"sizes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "rows", b"rows", "sizes", b"sizes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1089,12 +1079,9 @@ class FetchRowsResponse(_message.Message):
     NUM_GROUPS_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
-    LOCAL_SOCKET_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
     num_groups: _builtins.int
     """Groups in the stream; in the first message only."""
-    local_socket: _builtins.str
-    """As in LeaseHeader; in the first message only."""
     @_builtins.property
     def rows(self) -> Global___GroupRows:
         """In the order asked for; groups of one message together have about 1 MiB."""
@@ -1111,12 +1098,11 @@ class FetchRowsResponse(_message.Message):
         num_groups: _builtins.int = ...,
         rows: Global___GroupRows | None = ...,
         parts: Global___Parts | None = ...,
-        local_socket: _builtins.str = ...,
         frames: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts", "rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "local_socket", b"local_socket", "num_groups", b"num_groups", "parts", b"parts", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "num_groups", b"num_groups", "parts", b"parts", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

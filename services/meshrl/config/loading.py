@@ -30,6 +30,8 @@ DROPPED_KEYS: Final[Mapping[Loc, str]] = {
     ("queue", "compression_dictionary"): "payload is compressed without a dictionary",
     ("data", "media_store"): "pictures travel with their prompt or row, of 32 MiB at most",
     ("data", "media_inline_bytes"): "pictures of one prompt, or one row, have 32 MiB at most",
+    ("queue", "local_socket"): "payload always travels over gRPC",
+    ("queue", "shared_bytes"): "payload always travels over gRPC",
     ("queue", "shared_memory_bytes"): "payload always travels over gRPC",
     ("queue", "grow_bytes"): "the disk store grows by itself",
     ("queue", "quota", "stages"): "64 stages, and columns of each",

@@ -30,7 +30,7 @@ import grpc
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 from pydantic import Field, NonNegativeFloat
 
 from meshrl.contract import tracing
@@ -61,8 +61,6 @@ from meshrl.rpc.interceptors import (
     as_status,
     traced,
 )
-from meshrl.rpc.local_socket.server import LocalSocketServer
-from meshrl.rpc.local_socket.shared_memory import SHARED_BYTES
 from meshrl.rpc.metrics_endpoint import MetricsEndpoint
 from meshrl.rpc.process_memory import reuse_freed_memory
 from meshrl.rpc.transport import MAX_CONNECTIONS, SERVER_OPTIONS
@@ -87,10 +85,6 @@ class ServerSettings(Config):
     """Port of Prometheus' /metrics; 0 picks a free one, null serves no metrics."""
     drain_grace_s: NonNegativeFloat = 10.0
     """Seconds that running calls get to finish when the service ends."""
-    local_socket: bool = True
-    """Also take calls with payload at a unix socket, from processes of the same user on this machine."""
-    shared_bytes: int = Field(default=SHARED_BYTES, ge=0)
-    """Memory that this service and callers of that socket share, for long frames; 0: none."""
     allow_insecure_bind: bool = False
     """Accept unencrypted calls from any host. Use it only inside a network that you trust."""
     tls: Certificates = Certificates()
@@ -170,21 +164,13 @@ class GrpcServer:
         self.registry = CollectorRegistry()
         """The Prometheus registry. Services register their own metrics here."""
         self._servicers = tuple(servicers)
-        self._long_polls = LongPolls(self._names("waits") | {HEALTH_WATCH})
+        waits = (f"/{each.service}/{name}" for each in self._servicers for name in each.waits)
+        self._long_polls = LongPolls({*waits, HEALTH_WATCH})
         self._stopping = asyncio.Event()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined] # unknown to its stubs
         self._grpc: grpc.aio.Server | None = None
-        self._local: LocalSocketServer | None = None
         self._metrics: MetricsEndpoint | None = None
         self._closing = ExitStack()
-
-    def _names(self, names: str) -> set[str]:
-        """The methods that the servicers list as `waits` or `with_payload`, by full name."""
-        return {
-            f"/{servicer.service}/{name}"
-            for servicer in self._servicers
-            for name in getattr(servicer, names, ())
-        }
 
     def _methods(self, table: str) -> dict[str, Callable[[Any], Any]]:
         """The servicers' tables `parsers` or `serializers`, by full method name."""
@@ -240,7 +226,6 @@ class GrpcServer:
                 undo.push_async_callback(self._metrics.stop)
                 self.metrics_port = self._metrics.port
             await self._grpc.start()
-            self._open_local_socket(handlers)
             undo.pop_all()
         log.info("serving %s on %s", ", ".join(names[:-1]), self.address)
         return self
@@ -269,29 +254,6 @@ class GrpcServer:
         )
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflector, server)
         return names
-
-    def _open_local_socket(self, handlers: InterceptedHandlers) -> None:
-        """For calls with payload. Not where certificates say who calls: a socket has none."""
-        methods = self._names("with_payload")
-        wanted = self.settings.local_socket and not self.settings.tls.mutual
-        if not (methods and wanted and sys.platform == "linux"):
-            return
-        local = LocalSocketServer(handlers, methods, self.settings.shared_bytes)
-        try:
-            local.start()
-        except OSError as error:
-            log.warning("no socket for payload on this machine, which goes over gRPC: %s", error)
-            return
-        self._local = local
-        gauge = Gauge(
-            "meshrl_shared_memory_bytes",
-            "Memory for long frames that is written to, or of which a frame is held.",
-            registry=self.registry,
-        )
-        gauge.set_function(lambda: local.shared_bytes_used)
-        for servicer in self._servicers:
-            if hasattr(servicer, "local_socket"):
-                servicer.local_socket = local.name
 
     async def ready(self) -> None:
         """Set health to SERVING."""
@@ -322,11 +284,7 @@ class GrpcServer:
             return
         await self._health.enter_graceful_shutdown()
         self._long_polls.end()
-        grace_s = self.settings.drain_grace_s
-        ending = [self._grpc.stop(grace_s)]
-        if self._local is not None:
-            ending.append(self._local.close(grace_s))
-        await asyncio.gather(*ending)
+        await self._grpc.stop(self.settings.drain_grace_s)
 
     def _on_input(self) -> None:
         if not os.read(sys.stdin.fileno(), 4096):

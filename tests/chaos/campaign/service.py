@@ -31,7 +31,6 @@ async def serve(plan: Plan, number: int) -> None:
         metrics_port=None,
         drain_grace_s=1.0,
         allow_insecure_bind=True,
-        local_socket=not plan.lost_answers,  # the proxy that loses them sees gRPC alone
     )
     try:
         servicers = [QueueServicer(planted(plan.bug, queue)), ShardServicer(queue)]

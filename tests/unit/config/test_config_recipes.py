@@ -91,13 +91,16 @@ def test_a_saved_recipe_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert load_recipe(tmp_path / "saved.yaml", check=False) == recipe
 
 
+@pytest.mark.parametrize(
+    "gone", ["shared_memory_bytes: 4", "shared_bytes: 0", "local_socket: true"]
+)
 def test_a_key_that_is_gone_is_dropped_with_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: str
 ) -> None:
-    recipe = load(MINIMAL + "queue:\n  shared_memory_bytes: 4\n  max_attempts: 5\n")
+    recipe = load(MINIMAL + f"queue:\n  {gone}\n  max_attempts: 5\n")
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        "my.yaml:3: queue.shared_memory_bytes is no longer a key and is ignored: "
+        f"my.yaml:3: queue.{gone.split(':')[0]} is no longer a key and is ignored: "
         "payload always travels over gRPC"
     )
     assert recipe.queue.max_attempts == 5

@@ -16,7 +16,6 @@ from meshrl.contract.frames import (
     FRAME_BYTES,
     Flat,
     Frame,
-    Shared,
     pack,
     pack_flat,
     signature,
@@ -32,7 +31,6 @@ from meshrl.contract.types import (
     group_rows,
     packed_groups,
 )
-from meshrl.rpc.local_socket.shared_memory import LEAST_BYTES, REGION_BYTES
 
 
 @st.composite
@@ -103,30 +101,6 @@ def test_some_columns_of_a_frame_are_the_frame_that_packing_them_makes(
         assert frame.select(names) == pack_flat(len(rows), flat)
 
 
-@given(rows_of_one_signature())
-def test_a_frame_packed_in_given_memory_is_the_same_and_read_only(rows: list[Any]) -> None:
-    memory = np.full(1 << 16, 255, np.uint8).view(Shared)
-    frame: Any = pack(rows, lambda size: memory.room(64, size, owner="this", at=64))
-    assert frame == pack(rows) == pack(rows, lambda size: None)
-    assert frame.readonly and frame.obj.owner == "this"
-    assert memory[:64].tobytes() + memory[64 + len(frame) :].tobytes() == bytes([255]) * (
-        len(memory) - len(frame)
-    )
-
-
-@given(rows_of_one_signature(), st.data())
-def test_a_part_has_the_columns_that_were_asked_for_cut_or_not(rows: list[Any], data: Any) -> None:
-    names = data.draw(st.frozensets(st.sampled_from([*rows[0], "other"])))
-    whole = Part(rows=tuple(range(len(rows))), frame=pack(rows), names=names)
-    for part in (whole, whole.cut()):
-        assert part.read.columns.keys() == names & rows[0].keys()
-        for row, columns in enumerate(rows):
-            assert same(part.read.row(row), {name: columns[name] for name in part.read.columns})
-    assert whole.cut().frame == pack([{n: row[n] for n in row if n in names} for row in rows])
-    damaged = Part(rows=whole.rows, frame=b"x" + whole.frame[1:], names=names)
-    assert damaged.cut() is damaged or whole.frame[:1] == b"x"
-
-
 def test_reading_copies_nothing_and_arrays_are_aligned_and_read_only() -> None:
     frame = Frame(pack([{"a": np.arange(3, dtype=np.uint8), "b": np.arange(4)}]))
     flat = frame.columns["b"].flat
@@ -194,13 +168,12 @@ def test_rows_are_packed_by_group_token_and_signature() -> None:
         packed_groups({}, rows)
 
 
-def test_large_rows_start_another_frame_and_each_has_room_in_shared_memory() -> None:
+def test_rows_beyond_the_size_of_a_frame_start_another_one() -> None:
     third = np.zeros(FRAME_BYTES // 3, np.uint8)
     rows = [write("a", index, x=third) for index in range(8)]
     found = packed_groups({row.uid: 1 for row in rows}, rows)
     assert sorted(index for group in found for index in group.indices) == list(range(8))
-    assert max(len(group.frame) for group in found) <= REGION_BYTES
-    assert min(len(group.frame) for group in found) >= LEAST_BYTES
+    assert [len(group) for group in found] == [3, 3, 2]
 
 
 def test_a_column_is_gathered_over_groups_and_frames_in_the_order_of_the_rows() -> None:

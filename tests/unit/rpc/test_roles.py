@@ -239,7 +239,6 @@ async def attacked(run_dir: Path) -> AsyncIterator[Attacked]:
     settings = ServerSettings(
         metrics_port=None,
         drain_grace_s=0,
-        local_socket=False,
         verifiers=credentials.verifiers_file(run_dir),
     )
     servicers = [

@@ -84,12 +84,6 @@ class QueueConfig(Config):
     compression: Literal["auto", "off", "zstd"] = "auto"
     """Compression of payload over gRPC: `auto` compresses between hosts, not on loopback. Lossless, about 2.5 times
     fewer bytes."""
-    local_socket: bool = True
-    """Payload of services on the queue's own machine goes past gRPC, by a unix socket for processes of the same user.
-    Linux; without effect with `tls.client_ca`."""
-    shared_bytes: NonNegativeInt = 512 << 20
-    """Memory that the queue and services of that socket share: long frames are written and read there, and only
-    where they lie goes through the socket. Taken as it is needed; 0: none."""
     logprob_precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """The precision to which rollout and reference round log-probs: bf16 and fp16 halve their bytes between hosts,
     with an error of up to 0.03 (bf16) or 0.008 (fp16)."""

@@ -30,7 +30,6 @@ from meshrl.contract.codec.runs import (
 )
 from meshrl.contract.codec.streams import (
     AdmitCall,
-    SizeOf,
     WriteCall,
     decode_admit,
     decode_fetched,
@@ -77,7 +76,6 @@ __all__ = [
     "PAGE_BYTES",
     "AdmitCall",
     "Bulk",
-    "SizeOf",
     "WriteCall",
     "decode_admit",
     "decode_array",

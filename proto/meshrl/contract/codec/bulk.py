@@ -10,7 +10,7 @@ decompresses it, so the code behind sees no difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -66,7 +66,7 @@ class Bulk(Generic[M]):
     def ByteSize(self) -> int:
         """Bytes of the serialised message, as protobuf's method of that name says."""
         if self._size is None:
-            self._size = sum(map(len, self.parts()))
+            self._size = sum(map(len, self._pieces()))
         return self._size
 
     def compressed(self) -> Bulk[M]:
@@ -75,10 +75,10 @@ class Bulk(Generic[M]):
 
     def SerializeToString(self) -> bytes:
         """The bytes that protobuf would write."""
-        return b"".join(self.parts())
+        return b"".join(self._pieces())
 
-    def parts(self, beside: Container[int] = ()) -> Sequence[Frame]:
-        """The bytes that protobuf would write, in pieces: no frame is copied. Frames with a number in `beside` lack.
+    def _pieces(self) -> Sequence[Frame]:
+        """The bytes that protobuf would write, no frame copied.
 
         Protobuf serialises a message to tell its size, so that is done once for both.
         """
@@ -86,22 +86,7 @@ class Bulk(Generic[M]):
             self._parts = [self.message.SerializeToString()]
             for frame in self.frames:
                 self._parts += (bytes((_TAG,)) + _varint(len(frame)), frame)
-        if not beside:
-            return self._parts
-        # Behind the message, each frame has two pieces.
-        return [
-            part for at, part in enumerate(self._parts) if not at or (at - 1) // 2 not in beside
-        ]
-
-    def insert(self, frames: Mapping[int, Frame]) -> None:
-        """Frames that were left out, by number. Raises DecodeError for numbers that do not follow the others'."""
-        size = self.ByteSize() + sum(map(len, frames.values()))
-        every = list(self.frames)
-        for number, frame in sorted(frames.items()):
-            if number > len(every):
-                raise DecodeError(f"frame {number} of {len(every)}")
-            every.insert(number, frame)
-        self.frames, self._size, self._parts = every, size, []
+        return self._parts
 
 
 def parser(kind: type[M]) -> Callable[[Frame], Bulk[M]]:

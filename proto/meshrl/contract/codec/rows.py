@@ -77,7 +77,6 @@ def encode_parts(parts: Sequence[Sequence[Part]]) -> pb.Parts:
         counts=[len(of_group) for of_group in parts],
         sizes=[len(part.rows) for part in every],
         rows=chain.from_iterable([part.rows for part in every]),
-        names=sorted({name for part in every for name in part.names or ()}),
     )
 
 
@@ -93,10 +92,7 @@ def decode_parts(message: pb.Parts, frames: Sequence[Frame], of: Rows) -> list[t
     if len(frames) != len(sizes):
         malformed(f"{len(sizes)} parts with {len(frames)} frames")
     named = per_group(message.rows, sizes, "rows")
-    names = frozenset(message.names) or None
-    every = [
-        Part(rows=rows, frame=frame, names=names) for rows, frame in zip(named, frames, strict=True)
-    ]
+    every = [Part(rows=rows, frame=frame) for rows, frame in zip(named, frames, strict=True)]
     found = per_group(every, counts, "parts")
     for parts, size in zip(found, of.counts, strict=True):
         for part in parts:

@@ -6,10 +6,10 @@ cut short is never mistaken for a short one. Payload travels in the frames in wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, cast
 
 from meshrl.contract.codec.bulk import Bulk, Frame, pages
 from meshrl.contract.codec.rows import (
@@ -43,10 +43,6 @@ from meshrl.contract.types import (
 )
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import trajectory_pb2
-
-PayloadG = TypeVar("PayloadG", bound=PayloadGroup)
-SizeOf: TypeAlias = Callable[[Frame], int]
-"""What a frame adds to its message: fewer bytes than it has where the message only refers to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +93,7 @@ def decode_admit(messages: Sequence[pb.AdmitRequest]) -> AdmitCall:
 
 
 @encoder
-def encode_lease(lease: Lease, size_of: SizeOf = len) -> list[Bulk[pb.LeaseResponse]]:
+def encode_lease(lease: Lease) -> list[Bulk[pb.LeaseResponse]]:
     """Rows with their tasks and the columns that the stage reads."""
     messages = [
         Bulk(
@@ -116,9 +112,9 @@ def encode_lease(lease: Lease, size_of: SizeOf = len) -> list[Bulk[pb.LeaseRespo
         )
         for groups in pages(
             lambda group: (
-                len(group.packed.data) + _frame_bytes(size_of, group.parts, group.progress)
+                len(group.packed.data) + _frame_bytes(group.parts) + _frame_bytes(group.progress)
             ),
-            _sent(lease.groups, size_of),
+            lease.groups,
         )
     ]
     header = pb.LeaseHeader(
@@ -167,7 +163,7 @@ def decode_lease(messages: Sequence[Bulk[pb.LeaseResponse]]) -> Lease:
 
 
 @encoder
-def encode_write(call: WriteCall, size_of: SizeOf = len) -> list[Bulk[pb.WriteRequest]]:
+def encode_write(call: WriteCall) -> list[Bulk[pb.WriteRequest]]:
     """Any groups; their frames are packed already."""
     messages = [
         Bulk(
@@ -181,7 +177,7 @@ def encode_write(call: WriteCall, size_of: SizeOf = len) -> list[Bulk[pb.WriteRe
             ),
             [group.frame for group in groups],
         )
-        for groups in pages(lambda group: size_of(group.frame), call.groups)
+        for groups in pages(lambda group: len(group.frame), call.groups)
     ]
     header = pb.WriteHeader(run=call.run, stage=call.stage, num_groups=len(call.groups))
     messages[0].message.header.CopyFrom(header)
@@ -234,12 +230,9 @@ def decode_write(messages: Sequence[Bulk[pb.WriteRequest]]) -> WriteCall:
     return WriteCall(run=header.run, stage=header.stage, groups=tuple(written))
 
 
-def encode_fetched(
-    groups: Sequence[PayloadGroup], size_of: SizeOf = len
-) -> Iterator[Bulk[pb.FetchRowsResponse]]:
+def encode_fetched(groups: Sequence[PayloadGroup]) -> Iterator[Bulk[pb.FetchRowsResponse]]:
     """Made message by message, so that a batch's payload is never in memory twice."""
-    sent = _sent(groups, size_of)
-    for number, page in enumerate(pages(lambda group: _frame_bytes(size_of, group.parts), sent)):
+    for number, page in enumerate(pages(lambda group: _frame_bytes(group.parts), groups)):
         message = pb.FetchRowsResponse(
             num_groups=0 if number else len(groups),
             rows=encode_rows(page),
@@ -276,19 +269,9 @@ def decode_fetched(
     return found
 
 
-def _sent(groups: Sequence[PayloadG], size_of: SizeOf) -> Iterator[PayloadG]:
-    """The groups without what nobody asked for, but for frames that a message only refers to: those stay whole."""
-    for group in groups:
-        if any([part.names for part in group.parts]):
-            parts = [p if size_of(p.frame) < len(p.frame) else p.cut() for p in group.parts]
-            yield replace(group, parts=tuple(parts))
-        else:
-            yield group
-
-
-def _frame_bytes(size_of: SizeOf, *parts: Sequence[Part]) -> int:
-    """Bytes of the frames of several sequences of parts."""
-    return sum([size_of(part.frame) for part in chain.from_iterable(parts)])
+def _frame_bytes(parts: Sequence[Part]) -> int:
+    """Bytes of the frames."""
+    return sum([len(part.frame) for part in parts])
 
 
 def _kept_bytes(frame: Frame) -> int:

@@ -24,7 +24,6 @@ from meshrl.contract.frames import (
     Array,
     Flat,
     Frame,
-    Room,
     pack,
     signature,
     strip_checksum,
@@ -98,10 +97,8 @@ class ProgressGroup(PackedGroup):
     """Per row: entries that were appended before, so that a repeated append counts once."""
 
 
-def packed_groups(
-    token_of: Mapping[Uid, int], rows: Sequence[RowWrite], room: Room | None = None
-) -> list[PackedGroup]:
-    """Row-level writes by group, token and signature, packed in `room`; of two writes to one row the last counts.
+def packed_groups(token_of: Mapping[Uid, int], rows: Sequence[RowWrite]) -> list[PackedGroup]:
+    """Row-level writes by group, token and signature, packed; of two writes to one row the last counts.
 
     Raises:
         UserError: with `uid`; no token for a row, or an array that no frame can hold.
@@ -131,7 +128,7 @@ def packed_groups(
             indices=tuple(row.uid.index for row in rows),
             attempts=tuple(row.uid.attempt for row in rows),
             token=token_of[rows[0].uid],
-            frame=pack([row.columns for row in rows], room),
+            frame=pack([row.columns for row in rows]),
             facts=tuple(row.facts for row in rows if row.facts is not None),
         )
         for rows in frames
@@ -144,28 +141,17 @@ class Part:
 
     rows: tuple[int, ...]
     frame: bytes | memoryview
-    names: frozenset[str] | None = None
-    """The columns that were asked for, where the frame may have others; None: all."""
 
     @cached_property
     def head(self) -> Frame:
-        """The frame, without columns that nobody asked for; its bytes are not checked yet. Raises CorruptError."""
-        return Frame(self.frame, checked=True, names=self.names)
+        """The frame; its bytes are not checked yet. Raises CorruptError."""
+        return Frame(self.frame, checked=True)
 
     @cached_property
     def read(self) -> Frame:
         """The same, checked once. Raises CorruptError."""
         strip_checksum(self.frame, "frame")
         return self.head
-
-    def cut(self) -> Part:
-        """The same with no bytes but of columns that were asked for. A damaged one stays: its reader will see it."""
-        if self.names is None:
-            return self
-        try:
-            return Part(rows=self.rows, frame=self.read.select(self.read.columns))
-        except CorruptError:
-            return self
 
 
 @dataclass(frozen=True, kw_only=True)

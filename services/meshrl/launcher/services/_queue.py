@@ -47,10 +47,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             ShardServicer(queue),
             QueueAdminServicer(QueueAdmin(queue, store)),
         ]
-        shared_bytes = recipe.queue.shared_bytes
-        update = {"local_socket": recipe.queue.local_socket, "shared_bytes": shared_bytes}
-        settings = context.settings.model_copy(update=update)
-        async with GrpcServer(settings, servicers) as server, _owning(queue, server):
+        async with GrpcServer(context.settings, servicers) as server, _owning(queue, server):
             server.registry.register(QueueCollector(queue, store))
             await server.ready()
             await server.until_stopped()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypedDict, Unpack, cast
+from typing import Any, Protocol, TypedDict, Unpack
 
 from google.protobuf.message import Message
 
@@ -34,7 +33,6 @@ from meshrl.rpc.clients.base import SERVICE_RETRY_S, Connect, GrpcClient, connec
 from meshrl.rpc.clients.lease_renewer import LeaseRenewer, Metadata
 from meshrl.rpc.clients.patience import Patience
 from meshrl.rpc.credentials import Credential
-from meshrl.rpc.local_socket.client import LocalMethod, LocalSocket
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
 from meshrl.v1.trajectory_pb2 import Ack
@@ -93,9 +91,6 @@ class QueueClient(GrpcClient, RowMethods):
         self._stub = rpc.QueueStub(self._connection.channel)
         renewer = options.get("renewer", partial(LeaseRenewer, credential=credential))
         self._renewer = renewer(self._connection.name, address, self._connection.metadata)
-        self.local_socket = LocalSocket(credential)
-        """By which calls with payload go once the queue has named it."""
-        self.room = None if self._compresses else self.local_socket.room
         self._lease = self._streamed("Lease", pb.LeaseRequest, pb.LeaseResponse)
         self._fetch = self._streamed("Fetch", pb.FetchRowsRequest, pb.FetchRowsResponse)
         self._write = self._streaming("Write")
@@ -103,22 +98,19 @@ class QueueClient(GrpcClient, RowMethods):
 
     def _streamed(self, name: str, request: type[Message], answer: type[Message]) -> Any:
         """A method that answers with payload."""
-        method, parse = f"/meshrl.v1.Queue/{name}", codec.parser(answer)
-        by_grpc = self._connection.channel.unary_stream(method, request.SerializeToString, parse)
-        return LocalMethod(self.local_socket, method, by_grpc, parse).unary_stream
+        return self._connection.channel.unary_stream(
+            f"/meshrl.v1.Queue/{name}", request.SerializeToString, codec.parser(answer)
+        )
 
     def _streaming(self, name: str) -> Any:
         """A method that is given payload."""
-        method = f"/meshrl.v1.Queue/{name}"
-        by_grpc = self._connection.channel.stream_unary(
-            method, codec.Bulk.SerializeToString, Ack.FromString
+        return self._connection.channel.stream_unary(
+            f"/meshrl.v1.Queue/{name}", codec.Bulk.SerializeToString, Ack.FromString
         )
-        return LocalMethod(self.local_socket, method, by_grpc, Ack.FromString).stream_unary
 
     async def close(self) -> None:
         """See GrpcClient."""
         await self._renewer.close()
-        self.local_socket.close()
         await super().close()
 
     async def open_run(self, spec: RunSpec) -> RunState:
@@ -172,7 +164,9 @@ class QueueClient(GrpcClient, RowMethods):
             at_least=at_least,
             version=codec.encode_version(version) if version else None,
         )
-        attempt = partial(self._connection.call_for_stream, self._lease, request, self._leased)
+        attempt = partial(
+            self._connection.call_for_stream, self._lease, request, codec.decode_lease
+        )
         return await self._connection.poll(request, attempt, wait_s)
 
     async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
@@ -197,14 +191,8 @@ class QueueClient(GrpcClient, RowMethods):
         await self._connection.call_with_stream(self._append, self._bulk(call), discard)
 
     def _bulk(self, call: codec.WriteCall) -> Sequence[codec.Bulk[pb.WriteRequest]]:
-        if self._compresses:
-            return [message.compressed() for message in codec.encode_write(call)]
-        frames = self.local_socket.placed([group.frame for group in call.groups])
-        groups = [
-            replace(group, frame=cast(bytes, frame)) if frame is not group.frame else group
-            for group, frame in zip(call.groups, frames, strict=True)
-        ]
-        return codec.encode_write(replace(call, groups=tuple(groups)), self.local_socket.size_of)
+        messages = codec.encode_write(call)
+        return [message.compressed() for message in messages] if self._compresses else messages
 
     async def redo(self, run: str, stage: str, uids: Sequence[Uid]) -> int:
         """See Queue. Repeated after a lost answer, it finds fewer rows and returns a smaller number."""
@@ -250,21 +238,8 @@ class QueueClient(GrpcClient, RowMethods):
         """See Queue."""
         request = pb.FetchRowsRequest(run=run, rows=codec.encode_rows(groups), columns=columns)
         return await self._connection.call_for_stream(
-            self._fetch, request, partial(self._fetched, groups)
+            self._fetch, request, lambda answer: codec.decode_fetched(answer, groups)
         )
-
-    def _leased(self, answer: Sequence[codec.Bulk[pb.LeaseResponse]]) -> Lease:
-        lease = codec.decode_lease(answer)
-        self.local_socket.named(answer[0].message.header.local_socket)
-        return lease
-
-    def _fetched(
-        self, groups: Sequence[GroupRows], answer: Sequence[codec.Bulk[pb.FetchRowsResponse]]
-    ) -> Sequence[PayloadGroup]:
-        found = codec.decode_fetched(answer, groups)
-        if answer:
-            self.local_socket.named(answer[0].message.local_socket)
-        return found
 
     async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:
         """See Queue."""

@@ -31,12 +31,8 @@ class QueueServicer(rpc.QueueServicer):
     waits: Final = frozenset({"Admit", "Attend", "Lease", "Take"})
     serializers: Final = dict.fromkeys(("Lease", "Fetch"), codec.Bulk.SerializeToString)
 
-    with_payload: Final = frozenset({"Lease", "Write", "Append", "Fetch"})
-
     def __init__(self, queue: HeartbeatQueue) -> None:
         self._queue = queue
-        self.local_socket = ""
-        """Where processes of this machine may make the calls `with_payload`; the server says it."""
         parse = codec.parser(pb.WriteRequest)
         self.parsers = dict.fromkeys(("Write", "Append"), parse)
 
@@ -79,9 +75,7 @@ class QueueServicer(rpc.QueueServicer):
             version=codec.decode_version(request.version) if request.HasField("version") else None,
             wait_s=bounded(request.wait_s),
         )
-        messages = codec.encode_lease(lease, _size_of(context))
-        messages[0].message.header.local_socket = self.local_socket
-        for message in self._bulk(messages, context):
+        for message in self._bulk(codec.encode_lease(lease), context):
             yield message
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewResponse:
@@ -147,9 +141,7 @@ class QueueServicer(rpc.QueueServicer):
     ) -> AsyncIterator[codec.Bulk[pb.FetchRowsResponse]]:
         asked = codec.decode_rows(request.rows)
         groups = await self._queue.fetch_packed(request.run, asked, list(request.columns))
-        socket = self.local_socket
-        for message in self._bulk(codec.encode_fetched(groups, _size_of(context)), context):
-            message.message.local_socket, socket = socket, ""
+        for message in self._bulk(codec.encode_fetched(groups), context):
             yield message
 
     async def Filter(self, request: pb.FilterRowsRequest, context: Context) -> Ack:
@@ -196,9 +188,3 @@ class QueueServicer(rpc.QueueServicer):
         if TAKES_COMPRESSED in (context.invocation_metadata() or ()):
             return (message.compressed() for message in messages)
         return iter(messages)
-
-
-def _size_of(context: Context) -> codec.SizeOf:
-    """What a frame adds to a message of the answer: less where the local socket only refers to it."""
-    size_of: codec.SizeOf = getattr(context, "size_of", len)
-    return size_of

@@ -13,7 +13,7 @@ import numpy as np
 
 from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, NotFoundError, UserError
-from meshrl.contract.frames import Column, Frame, checksum_of, is_shared, pack, strip_checksum
+from meshrl.contract.frames import Column, Frame, checksum_of, pack, strip_checksum
 from meshrl.contract.row_values import value_fault
 from meshrl.contract.rows import DAMAGED
 from meshrl.contract.types import (
@@ -485,8 +485,7 @@ def _parts(
 ) -> tuple[Part, ...] | None:
     """The needed rows and columns of stored frames; None if one of the frames was deleted while they were read.
 
-    A frame that has no others is passed on as it is, and one in shared memory always, for readers who map it.
-    `names` None: all columns.
+    A frame that has no others is passed on as it is. `names` None: all columns.
 
     Raises:
         CorruptError: the store returns another frame than the one that was written under its key.
@@ -500,10 +499,9 @@ def _parts(
         if fault := _fault(frame.key, found, frame.checksum):
             raise CorruptError(fault)
         whole = names is None or names.issuperset(writes[frame.stage])
-        if frame.positions is None and (whole or is_shared(value)):
-            parts.append(Part(rows=frame.rows, frame=value, names=None if whole else names))
-            continue
-        checked = not is_shared(value)
-        read = Frame(value, f"frame {frame.key.hex()}", checked=checked, names=names)
-        parts.append(Part(rows=frame.rows, frame=read.select(read.columns, frame.positions)))
+        if frame.positions is not None or not whole:
+            read = Frame(value, f"frame {frame.key.hex()}", checked=True)
+            wanted = [name for name in read.columns if names is None or name in names]
+            value = read.select(wanted, frame.positions)
+        parts.append(Part(rows=frame.rows, frame=value))
     return tuple(parts)
