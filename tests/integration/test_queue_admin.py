@@ -23,14 +23,13 @@ from meshrl.rpc.clients.queue_admin import QueueAdminClient
 from meshrl.rpc.queue_metrics import QueueCollector
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.queue import QueueServicer
-from meshrl.rpc.servicers.queue_admin import QueueAdminServicer, encode_piece
+from meshrl.rpc.servicers.queue_admin import QueueAdminServicer
 from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.sharding import ShardQueue
-from meshrl.transferqueue.store import Operation, Table
 
 from ..unit.transferqueue.rewritten import rewrite
 
@@ -91,14 +90,6 @@ async def mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> AsyncItera
         await actors.work(limit=6)
         yield Mesh(actors, server, tmp_path, capsys)
     await queue.close()
-
-
-def test_a_piece_of_a_backup_takes_frames_from_where_the_memory_store_has_them() -> None:
-    frame = bytes(range(256)) * (9 << 10)
-    piece = [Operation(Table.PAYLOAD, b"key", memoryview(frame))]  # type: ignore[arg-type]
-    records = [record for message in encode_piece(piece) for record in message.records]
-    assert len(records) == 3
-    assert b"".join(record.value for record in records) == frame
 
 
 async def test_a_queue_that_serves_is_backed_up_verified_and_restored(mesh: Mesh) -> None:

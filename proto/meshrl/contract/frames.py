@@ -55,7 +55,7 @@ def with_checksum(*parts: bytes | memoryview) -> bytes:
     return b"".join([_SUM.pack(checksum.intdigest()), *parts])
 
 
-def checksum_of(value: bytes | memoryview) -> int:
+def checksum_of(value: bytes) -> int:
     """The checksum that a value with a checksum carries. Raises CorruptError for what is too short to carry one."""
     if len(value) < _SUM.size:
         raise CorruptError(f"{len(value)} bytes are too short for a checksum")
@@ -63,7 +63,7 @@ def checksum_of(value: bytes | memoryview) -> int:
     return checksum
 
 
-def strip_checksum(value: bytes | memoryview, what: str) -> memoryview:
+def strip_checksum(value: bytes, what: str) -> memoryview:
     """The body of a value with a checksum.
 
     Raises:
@@ -256,9 +256,7 @@ class Frame:
 
     __slots__ = ("columns", "rows", "value")
 
-    def __init__(
-        self, value: bytes | memoryview, what: str = "frame", *, checked: bool = False
-    ) -> None:
+    def __init__(self, value: bytes, what: str = "frame", *, checked: bool = False) -> None:
         """Raises CorruptError, naming `what`, for bytes that are not a frame.
 
         With `checked` somebody has compared them with their checksum already.
@@ -302,7 +300,7 @@ class Frame:
         selected = [name for name in names if name in self.columns]
         whole = positions is None or list(positions) == list(range(self.rows))
         if whole and len(selected) == len(self.columns):
-            return bytes(self.value)
+            return self.value
         if positions is not None and not whole:
             split = {name: self.split(name) for name in selected}
             return pack([{name: of[row] for name, of in split.items()} for row in positions])

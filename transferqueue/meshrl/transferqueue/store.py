@@ -356,9 +356,7 @@ class CommitLog:
                 Operation(
                     table,
                     key,
-                    change
-                    if change is None or isinstance(change, bytes | memoryview)
-                    else change.encode(),
+                    change if change is None or isinstance(change, bytes) else change.encode(),
                 )
                 for (table, key), change in commit.changes.items()
             ]

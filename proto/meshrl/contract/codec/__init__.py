@@ -1,7 +1,7 @@
 """Between contract types and protobuf messages: `encode_*` takes a type, `decode_*` a message or a list of them.
 
 Whatever is wrong with a value or a message ends in a UserError that names the type, never in a TypeError from deep
-inside. Decoded arrays are read-only views of the message's bytes, not copies.
+inside. Decoded arrays are read-only.
 
     types       single values: versions, uids, tasks, arrays; what turns a mistake into a UserError
     rows        rows of several groups side by side, batches among them

@@ -2,7 +2,7 @@
 
     format      the message as its .proto says: other fields, then 15: frame, 15: frame ...
     sending     one join of the frames as they are, instead of three copies in protobuf
-    receiving   views of the bytes that came in, instead of a parse and a copy for each
+    receiving   one copy of each, instead of a parse and two
 
 Any protobuf implementation reads and writes the same bytes. A frame may be compressed (compression.py): the parser
 decompresses it, so the code behind sees no difference.
@@ -11,7 +11,7 @@ decompresses it, so the code behind sees no difference.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, Generic, TypeAlias, TypeVar
+from typing import Final, Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -48,19 +48,17 @@ _FIXED: Final = {1: 8, 5: 4}
 MAX_DECOMPRESSED_BYTES: Final = MAX_FRAME_BYTES + PAGE_BYTES
 """The largest message with its frames decompressed: one frame of the largest size, and a page."""
 
-Frame: TypeAlias = bytes | memoryview
-
 
 class Bulk(Generic[M]):
     """A message without its frames, and the frames."""
 
     __slots__ = ("_parts", "_size", "frames", "message")
 
-    def __init__(self, message: M, frames: Sequence[Frame], size: int | None = None) -> None:
+    def __init__(self, message: M, frames: Sequence[bytes], size: int | None = None) -> None:
         self.message = message
         self.frames = frames
         self._size = size
-        self._parts: list[Frame] = []
+        self._parts: list[bytes] = []
         """What is sent, from the first time that somebody asks for it or its size: then the message is complete."""
 
     def ByteSize(self) -> int:
@@ -77,7 +75,7 @@ class Bulk(Generic[M]):
         """The bytes that protobuf would write."""
         return b"".join(self._pieces())
 
-    def _pieces(self) -> Sequence[Frame]:
+    def _pieces(self) -> Sequence[bytes]:
         """The bytes that protobuf would write, no frame copied.
 
         Protobuf serialises a message to tell its size, so that is done once for both.
@@ -89,14 +87,14 @@ class Bulk(Generic[M]):
         return self._parts
 
 
-def parser(kind: type[M]) -> Callable[[Frame], Bulk[M]]:
+def parser(kind: type[M]) -> Callable[[bytes], Bulk[M]]:
     """For gRPC: what a generated stub would be given `kind.FromString` for. Raises DecodeError.
 
     Its counterpart for sending is `Bulk.SerializeToString`.
     """
 
-    def parse(data: Frame) -> Bulk[M]:
-        rest, frames = _apart(memoryview(data))
+    def parse(data: bytes) -> Bulk[M]:
+        rest, frames = _apart(data)
         size = len(data)
         for number, frame in enumerate(frames):
             if frame[:4] == MAGIC:
@@ -120,7 +118,7 @@ def _varint(value: int) -> bytes:
     return bytes(found)
 
 
-def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
     while shift < 64:
         byte = data[at]
@@ -132,13 +130,13 @@ def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
     raise DecodeError("a varint of more than ten bytes")
 
 
-def _apart(data: memoryview) -> tuple[bytes, list[Frame]]:
-    """The message without its frames, and views of the frames.
+def _apart(data: bytes) -> tuple[bytes, list[bytes]]:
+    """The message without its frames, and the frames.
 
     Fields that protobuf does not take it refuses when it parses the rest.
     """
-    rest: list[memoryview] = []
-    frames: list[Frame] = []
+    rest: list[bytes] = []
+    frames: list[bytes] = []
     at = kept = 0
     try:
         while at < len(data):

@@ -71,7 +71,7 @@ class FrameCompressor:
         )
         self._unzstd = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
 
-    def compress(self, frame: bytes | memoryview) -> bytes | None:
+    def compress(self, frame: bytes) -> bytes | None:
         """The frame in fewer bytes, or None where that does not pay. Raises CorruptError for what is not a frame."""
         columns = [column.values for column in Frame(frame).columns.values()]
         head = memoryview(frame)[: len(frame) - sum(_padded(column.nbytes) for column in columns)]
@@ -96,7 +96,7 @@ class FrameCompressor:
             return column.itemsize, compressed_sample
         return column.itemsize, self._zstd.compress(planes)
 
-    def decompress(self, data: bytes | memoryview, *, limit: int = MAX_FRAME_BYTES) -> bytes:
+    def decompress(self, data: bytes, *, limit: int = MAX_FRAME_BYTES) -> bytes:
         """The frame that was compressed, at most `limit` bytes.
 
         Raises:
@@ -146,7 +146,7 @@ class FrameCompressor:
         return _widened(narrowing, column, raw)
 
 
-def compressed(frame: bytes | memoryview) -> bytes | memoryview:
+def compressed(frame: bytes) -> bytes:
     """The frame in fewer bytes, or as it is where that does not pay or it is not a frame of columns."""
     try:
         return _compressor().compress(frame) or frame
@@ -154,7 +154,7 @@ def compressed(frame: bytes | memoryview) -> bytes | memoryview:
         return frame
 
 
-def decompressed(frame: bytes | memoryview, *, limit: int = MAX_FRAME_BYTES) -> bytes | memoryview:
+def decompressed(frame: bytes, *, limit: int = MAX_FRAME_BYTES) -> bytes:
     """A frame that may have been compressed, at most `limit` bytes. Raises CorruptError.
 
     The checksum of an uncompressed frame may happen to begin with `MAGIC`: such a frame is known by that checksum.

@@ -7,7 +7,6 @@ from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple, TypeVar
 
-from meshrl.contract.codec.bulk import Frame
 from meshrl.contract.codec.types import OUTCOMES, decoder, encoder, malformed, require
 from meshrl.contract.types import Batch, BatchGroup, GroupRows, Part, RowFacts, Version
 from meshrl.v1 import queue_pb2 as pb
@@ -80,7 +79,7 @@ def encode_parts(parts: Sequence[Sequence[Part]]) -> pb.Parts:
     )
 
 
-def decode_parts(message: pb.Parts, frames: Sequence[Frame], of: Rows) -> list[tuple[Part, ...]]:
+def decode_parts(message: pb.Parts, frames: Sequence[bytes], of: Rows) -> list[tuple[Part, ...]]:
     """Of each group. Raises ValueError."""
     counts, sizes = message.counts[:], message.sizes[:]
     if len(counts) != len(of.counts):

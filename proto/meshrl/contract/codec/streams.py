@@ -1,7 +1,7 @@
 """What the queue streams: admitted tasks, leases, writes, fetched rows. Each is a list of messages.
 
 The first message of a stream, and only the first, has a header that counts what follows, so that a stream that was
-cut short is never mistaken for a short one. Payload travels in the frames in which it was packed, uncopied (bulk.py).
+cut short is never mistaken for a short one. Payload travels in the frames in which it was packed (bulk.py).
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
-from meshrl.contract.codec.bulk import Bulk, Frame, pages
+from meshrl.contract.codec.bulk import Bulk, pages
 from meshrl.contract.codec.rows import (
     decode_facts,
     decode_parts,
@@ -198,11 +198,6 @@ def decode_write(messages: Sequence[Bulk[pb.WriteRequest]]) -> WriteCall:
         facts: list[tuple[RowFacts, ...]] = [()] * len(frames)
         if message.HasField("facts"):
             facts = decode_facts(message.facts, rows.counts)
-        # A frame that is much of the memory that it keeps stays there, read-only, and is not copied again.
-        whole = [
-            cast(bytes, frame) if 4 * len(frame) >= _kept_bytes(frame) else bytes(frame)
-            for frame in frames
-        ]
         groups = [
             PackedGroup(
                 task=task,
@@ -213,7 +208,7 @@ def decode_write(messages: Sequence[Bulk[pb.WriteRequest]]) -> WriteCall:
                 facts=of_rows,
             )
             for task, indices, attempts, token, frame, of_rows in zip(
-                *(rows.tasks, rows.indices, rows.attempts, message.tokens, whole, facts),
+                *(rows.tasks, rows.indices, rows.attempts, message.tokens, frames, facts),
                 strict=True,
             )
         ]
@@ -272,11 +267,6 @@ def decode_fetched(
 def _frame_bytes(parts: Sequence[Part]) -> int:
     """Bytes of the frames."""
     return sum([len(part.frame) for part in parts])
-
-
-def _kept_bytes(frame: Frame) -> int:
-    """Bytes of the memory that a frame keeps."""
-    return memoryview(frame.obj if isinstance(frame, memoryview) else frame).nbytes
 
 
 def _header(messages: Sequence[Any]) -> Any:

@@ -140,7 +140,7 @@ class Part:
     """A frame and its place in a group: its row i is row `rows[i]` of the group."""
 
     rows: tuple[int, ...]
-    frame: bytes | memoryview
+    frame: bytes
 
     @cached_property
     def head(self) -> Frame:

@@ -77,7 +77,7 @@ def encode_piece(piece: Sequence[Operation]) -> Iterator[pb.BackupPiece]:
     for table, key, value in piece:
         assert value is not None
         for at in range(0, max(1, len(value)), PIECE_BYTES):
-            part = bytes(value[at : at + PIECE_BYTES])
+            part = value[at : at + PIECE_BYTES]
             message.records.add(
                 payload=table is Table.PAYLOAD,
                 key=key,
