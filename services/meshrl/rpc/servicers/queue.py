@@ -29,12 +29,11 @@ class QueueServicer(rpc.QueueServicer):
 
     service: Final = full_name(pb.DESCRIPTOR, "Queue")
     waits: Final = frozenset({"Admit", "Attend", "Lease", "Take"})
+    parsers: Final = dict.fromkeys(("Write", "Append"), codec.parser(pb.WriteRequest))
     serializers: Final = dict.fromkeys(("Lease", "Fetch"), codec.Bulk.SerializeToString)
 
     def __init__(self, queue: HeartbeatQueue) -> None:
         self._queue = queue
-        parse = codec.parser(pb.WriteRequest)
-        self.parsers = dict.fromkeys(("Write", "Append"), parse)
 
     def attach(self, server: grpc.aio.Server) -> None:
         rpc.add_QueueServicer_to_server(self, server)
