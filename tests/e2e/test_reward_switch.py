@@ -61,19 +61,20 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-def shadow_a_hostile_one(mesh: Mesh) -> None:
-    """A fifth of the rows go to a function that forks and spins, too."""
+def submit_a_hostile_one(mesh: Mesh) -> str:
+    """A version that forks and spins, which no name points to; its hash."""
     path = mesh.directory / "hostile.py"
     path.write_text(HOSTILE)
     limits = ("--limit", "deadline_s=0.5", "--limit", "processes=4")
-    said = meshrl(mesh, "submit", str(path), "--name", "reward", "--hold", *limits)
-    watched = said.split()[0]
-    assert "on 20% of the rows" in meshrl(mesh, "watch", "reward", watched, "--share", "0.2")
+    return meshrl(mesh, "submit", str(path), "--name", "reward", "--hold", *limits).split()[0]
 
 
-def hostile_calls_ended(mesh: Mesh) -> int:
-    watch = json.loads(meshrl(mesh, "list", "--json"))["watch"]
-    return int(watch.get("faults_b", 0))
+def compare_with(mesh: Mesh, hostile: str) -> None:
+    """Four samples go to it, beside the rows of the run; none gets a score."""
+    samples = mesh.directory / "samples.jsonl"
+    samples.write_text("".join(json.dumps({"solution": f"a{n}"}) + "\n" for n in range(4)))
+    said = meshrl(mesh, "compare", "reward", hostile, "--samples", str(samples))
+    assert "no score: 4 -> 0" in said
 
 
 def test_a_reward_improved_twice_beside_a_hostile_one_switches_at_batch_boundaries(
@@ -92,9 +93,7 @@ def test_a_reward_improved_twice_beside_a_hostile_one_switches_at_batch_boundari
     with mesh.up(*long) as process:
         mesh.wait_for_step(process, 2)
         versions = [submit(mesh, 2)]
-        shadow_a_hostile_one(mesh)
-        while not hostile_calls_ended(mesh):
-            mesh.wait_for_step(process, len(mesh.steps()) + 1)
+        compare_with(mesh, submit_a_hostile_one(mesh))
         versions.append(submit(mesh, 3, "process"))
         mesh.wait_for_step(process, len(mesh.steps()) + 3)
         assert f"scoring: {versions[1]}" in meshrl(mesh, "list")

@@ -240,8 +240,6 @@ async def test_grpc_does_the_same_as_http(tmp_path: Path) -> None:
         found = await client.compare("reward", accepted.hash, two, [sample("x")])
         assert (found.mean_a, found.mean_b) == (1.0, 2.0)
         assert (await client.roll_back("reward")).current == accepted.hash
-        watched = await client.watch("reward", two, 0.5)
-        assert watched.watched == (two, 0.5)
         assert two in (await client.retire("reward", two)).retired
         with pytest.raises(errors.ConflictError, match="was retired"):
             await client.roll_back("reward", two)
@@ -397,7 +395,6 @@ METHODS: dict[str, Callable[[bytes], Any]] = {
     "DiffRewards": pb.RewardPair.FromString,
     "RollBackReward": pb.RewardRef.FromString,
     "RetireReward": pb.RewardRef.FromString,
-    "WatchReward": pb.WatchRewardRequest.FromString,
     "TryReward": pb.TryRewardRequest.FromString,
     "CompareRewards": pb.CompareRewardsRequest.FromString,
 }

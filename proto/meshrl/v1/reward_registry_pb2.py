@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from meshrl.v1 import reward_pb2 as meshrl_dot_v1_dot_reward__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmeshrl/v1/reward_registry.proto\x12\tmeshrl.v1\x1a\x16meshrl/v1/reward.proto\"\x9c\x01\n\nRewardCase\x12\x10\n\x08solution\x18\x01 \x01(\t\x12\r\n\x05score\x18\x02 \x01(\x01\x12\x19\n\x11ground_truth_json\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x04 \x01(\t\x12\x17\n\x0f\x65xtra_info_json\x18\x05 \x01(\t\x12\x16\n\ttolerance\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_tolerance\"\xb7\x02\n\x13SubmitRewardRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\r\n\x05wheel\x18\x03 \x01(\x0c\x12\x13\n\x0b\x65ntry_point\x18\x04 \x01(\t\x12#\n\x04kind\x18\x05 \x01(\x0e\x32\x15.meshrl.v1.RewardKind\x12\x0c\n\x04\x64\x65ps\x18\x06 \x03(\t\x12$\n\x05\x63\x61ses\x18\x07 \x03(\x0b\x32\x15.meshrl.v1.RewardCase\x12\x0c\n\x04note\x18\x08 \x01(\t\x12\x0c\n\x04hold\x18\t \x01(\x08\x12:\n\x06limits\x18\n \x03(\x0b\x32*.meshrl.v1.SubmitRewardRequest.LimitsEntry\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"i\n\x14SubmitRewardResponse\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x08\x12\r\n\x05\x63\x61ses\x18\x03 \x01(\x05\x12#\n\x04name\x18\x04 \x01(\x0b\x32\x15.meshrl.v1.RewardName\"\x14\n\x12ListRewardsRequest\"\xb6\x01\n\x0bRewardNames\x12$\n\x05names\x18\x01 \x03(\x0b\x32\x15.meshrl.v1.RewardName\x12\x10\n\x08\x66ollowed\x18\x02 \x01(\t\x12\x0f\n\x07scoring\x18\x03 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x04 \x01(\t\x12\x14\n\x0chttp_address\x18\x05 \x01(\t\x12\x30\n\x05watch\x18\x06 \x01(\x0b\x32\x1c.meshrl.v1.RewardDifferencesH\x00\x88\x01\x01\x42\x08\n\x06_watch\"\x97\x01\n\nRewardName\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63urrent\x18\x02 \x01(\t\x12\x0f\n\x07watched\x18\x03 \x01(\t\x12\r\n\x05share\x18\x04 \x01(\x01\x12\x10\n\x08versions\x18\x05 \x03(\t\x12\x0f\n\x07retired\x18\x06 \x03(\t\x12\'\n\x07history\x18\x07 \x03(\x0b\x32\x16.meshrl.v1.RewardEvent\"`\n\x0bRewardEvent\x12\x0e\n\x06\x61\x63tion\x18\x01 \x01(\t\x12\x0c\n\x04hash\x18\x02 \x01(\t\x12\n\n\x02\x62y\x18\x03 \x01(\t\x12\n\n\x02\x61t\x18\x04 \x01(\x01\x12\x0c\n\x04note\x18\x05 \x01(\t\x12\r\n\x05share\x18\x06 \x01(\x01\"*\n\tRewardRef\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"\xa1\x02\n\rRewardVersion\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04hash\x18\x02 \x01(\t\x12\x13\n\x0b\x65ntry_point\x18\x03 \x01(\t\x12#\n\x04kind\x18\x04 \x01(\x0e\x32\x15.meshrl.v1.RewardKind\x12\x0c\n\x04\x64\x65ps\x18\x05 \x03(\t\x12\x0f\n\x07\x63ontent\x18\x06 \x01(\x0c\x12\x10\n\x08is_wheel\x18\x07 \x01(\x08\x12$\n\x05\x63\x61ses\x18\x08 \x03(\x0b\x32\x15.meshrl.v1.RewardCase\x12\x34\n\x06limits\x18\t \x03(\x0b\x32$.meshrl.v1.RewardVersion.LimitsEntry\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"4\n\nRewardPair\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03old\x18\x02 \x01(\t\x12\x0b\n\x03new\x18\x03 \x01(\t\"\x1a\n\nRewardDiff\x12\x0c\n\x04text\x18\x01 \x01(\t\"B\n\x12WatchRewardRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05share\x18\x03 \x01(\x01\"U\n\x10TryRewardRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\"\n\x07samples\x18\x03 \x03(\x0b\x32\x11.meshrl.v1.Sample\"_\n\x15\x43ompareRewardsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\t\n\x01\x61\x18\x02 \x01(\t\x12\t\n\x01\x62\x18\x03 \x01(\t\x12\"\n\x07samples\x18\x04 \x03(\x0b\x32\x11.meshrl.v1.Sample\"\xdb\x01\n\x11RewardDifferences\x12\t\n\x01\x61\x18\x01 \x01(\t\x12\t\n\x01\x62\x18\x02 \x01(\t\x12\x0c\n\x04rows\x18\x03 \x01(\x03\x12\x10\n\x08\x63ompared\x18\x04 \x01(\x03\x12\r\n\x05\x65qual\x18\x05 \x01(\x03\x12\x10\n\x08\x66\x61ults_a\x18\x06 \x01(\x03\x12\x10\n\x08\x66\x61ults_b\x18\x07 \x01(\x03\x12\x0f\n\x07skipped\x18\x08 \x01(\x03\x12\x0e\n\x06mean_a\x18\t \x01(\x01\x12\x0e\n\x06mean_b\x18\n \x01(\x01\x12,\n\x07largest\x18\x0b \x03(\x0b\x32\x1b.meshrl.v1.RewardDifference\"C\n\x10RewardDifference\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\t\n\x01\x61\x18\x02 \x01(\x01\x12\t\n\x01\x62\x18\x03 \x01(\x01\x12\x0c\n\x04text\x18\x04 \x01(\t*x\n\nRewardKind\x12\x1b\n\x17REWARD_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19REWARD_KIND_COMPUTE_SCORE\x10\x01\x12\x15\n\x11REWARD_KIND_BATCH\x10\x02\x12\x17\n\x13REWARD_KIND_PROCESS\x10\x03\x32\xf8\x04\n\x0eRewardRegistry\x12O\n\x0cSubmitReward\x12\x1e.meshrl.v1.SubmitRewardRequest\x1a\x1f.meshrl.v1.SubmitRewardResponse\x12\x44\n\x0bListRewards\x12\x1d.meshrl.v1.ListRewardsRequest\x1a\x16.meshrl.v1.RewardNames\x12;\n\tGetReward\x12\x14.meshrl.v1.RewardRef\x1a\x18.meshrl.v1.RewardVersion\x12;\n\x0b\x44iffRewards\x12\x15.meshrl.v1.RewardPair\x1a\x15.meshrl.v1.RewardDiff\x12=\n\x0eRollBackReward\x12\x14.meshrl.v1.RewardRef\x1a\x15.meshrl.v1.RewardName\x12;\n\x0cRetireReward\x12\x14.meshrl.v1.RewardRef\x1a\x15.meshrl.v1.RewardName\x12\x43\n\x0bWatchReward\x12\x1d.meshrl.v1.WatchRewardRequest\x1a\x15.meshrl.v1.RewardName\x12\x42\n\tTryReward\x12\x1b.meshrl.v1.TryRewardRequest\x1a\x18.meshrl.v1.ScoreResponse\x12P\n\x0e\x43ompareRewards\x12 .meshrl.v1.CompareRewardsRequest\x1a\x1c.meshrl.v1.RewardDifferencesb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fmeshrl/v1/reward_registry.proto\x12\tmeshrl.v1\x1a\x16meshrl/v1/reward.proto\"\x9c\x01\n\nRewardCase\x12\x10\n\x08solution\x18\x01 \x01(\t\x12\r\n\x05score\x18\x02 \x01(\x01\x12\x19\n\x11ground_truth_json\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x61ta_source\x18\x04 \x01(\t\x12\x17\n\x0f\x65xtra_info_json\x18\x05 \x01(\t\x12\x16\n\ttolerance\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_tolerance\"\xb7\x02\n\x13SubmitRewardRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\r\n\x05wheel\x18\x03 \x01(\x0c\x12\x13\n\x0b\x65ntry_point\x18\x04 \x01(\t\x12#\n\x04kind\x18\x05 \x01(\x0e\x32\x15.meshrl.v1.RewardKind\x12\x0c\n\x04\x64\x65ps\x18\x06 \x03(\t\x12$\n\x05\x63\x61ses\x18\x07 \x03(\x0b\x32\x15.meshrl.v1.RewardCase\x12\x0c\n\x04note\x18\x08 \x01(\t\x12\x0c\n\x04hold\x18\t \x01(\x08\x12:\n\x06limits\x18\n \x03(\x0b\x32*.meshrl.v1.SubmitRewardRequest.LimitsEntry\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"i\n\x14SubmitRewardResponse\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x08\x12\r\n\x05\x63\x61ses\x18\x03 \x01(\x05\x12#\n\x04name\x18\x04 \x01(\x0b\x32\x15.meshrl.v1.RewardName\"\x14\n\x12ListRewardsRequest\"\x80\x01\n\x0bRewardNames\x12$\n\x05names\x18\x01 \x03(\x0b\x32\x15.meshrl.v1.RewardName\x12\x10\n\x08\x66ollowed\x18\x02 \x01(\t\x12\x0f\n\x07scoring\x18\x03 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x04 \x01(\t\x12\x14\n\x0chttp_address\x18\x05 \x01(\tJ\x04\x08\x06\x10\x07\"\x83\x01\n\nRewardName\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63urrent\x18\x02 \x01(\t\x12\x10\n\x08versions\x18\x05 \x03(\t\x12\x0f\n\x07retired\x18\x06 \x03(\t\x12\'\n\x07history\x18\x07 \x03(\x0b\x32\x16.meshrl.v1.RewardEventJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"W\n\x0bRewardEvent\x12\x0e\n\x06\x61\x63tion\x18\x01 \x01(\t\x12\x0c\n\x04hash\x18\x02 \x01(\t\x12\n\n\x02\x62y\x18\x03 \x01(\t\x12\n\n\x02\x61t\x18\x04 \x01(\x01\x12\x0c\n\x04note\x18\x05 \x01(\tJ\x04\x08\x06\x10\x07\"*\n\tRewardRef\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"\xa1\x02\n\rRewardVersion\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04hash\x18\x02 \x01(\t\x12\x13\n\x0b\x65ntry_point\x18\x03 \x01(\t\x12#\n\x04kind\x18\x04 \x01(\x0e\x32\x15.meshrl.v1.RewardKind\x12\x0c\n\x04\x64\x65ps\x18\x05 \x03(\t\x12\x0f\n\x07\x63ontent\x18\x06 \x01(\x0c\x12\x10\n\x08is_wheel\x18\x07 \x01(\x08\x12$\n\x05\x63\x61ses\x18\x08 \x03(\x0b\x32\x15.meshrl.v1.RewardCase\x12\x34\n\x06limits\x18\t \x03(\x0b\x32$.meshrl.v1.RewardVersion.LimitsEntry\x1a-\n\x0bLimitsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"4\n\nRewardPair\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03old\x18\x02 \x01(\t\x12\x0b\n\x03new\x18\x03 \x01(\t\"\x1a\n\nRewardDiff\x12\x0c\n\x04text\x18\x01 \x01(\t\"U\n\x10TryRewardRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\"\n\x07samples\x18\x03 \x03(\x0b\x32\x11.meshrl.v1.Sample\"_\n\x15\x43ompareRewardsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\t\n\x01\x61\x18\x02 \x01(\t\x12\t\n\x01\x62\x18\x03 \x01(\t\x12\"\n\x07samples\x18\x04 \x03(\x0b\x32\x11.meshrl.v1.Sample\"\xd0\x01\n\x11RewardDifferences\x12\t\n\x01\x61\x18\x01 \x01(\t\x12\t\n\x01\x62\x18\x02 \x01(\t\x12\x0c\n\x04rows\x18\x03 \x01(\x03\x12\x10\n\x08\x63ompared\x18\x04 \x01(\x03\x12\r\n\x05\x65qual\x18\x05 \x01(\x03\x12\x10\n\x08\x66\x61ults_a\x18\x06 \x01(\x03\x12\x10\n\x08\x66\x61ults_b\x18\x07 \x01(\x03\x12\x0e\n\x06mean_a\x18\t \x01(\x01\x12\x0e\n\x06mean_b\x18\n \x01(\x01\x12,\n\x07largest\x18\x0b \x03(\x0b\x32\x1b.meshrl.v1.RewardDifferenceJ\x04\x08\x08\x10\t\"C\n\x10RewardDifference\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\t\n\x01\x61\x18\x02 \x01(\x01\x12\t\n\x01\x62\x18\x03 \x01(\x01\x12\x0c\n\x04text\x18\x04 \x01(\t*x\n\nRewardKind\x12\x1b\n\x17REWARD_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19REWARD_KIND_COMPUTE_SCORE\x10\x01\x12\x15\n\x11REWARD_KIND_BATCH\x10\x02\x12\x17\n\x13REWARD_KIND_PROCESS\x10\x03\x32\xb3\x04\n\x0eRewardRegistry\x12O\n\x0cSubmitReward\x12\x1e.meshrl.v1.SubmitRewardRequest\x1a\x1f.meshrl.v1.SubmitRewardResponse\x12\x44\n\x0bListRewards\x12\x1d.meshrl.v1.ListRewardsRequest\x1a\x16.meshrl.v1.RewardNames\x12;\n\tGetReward\x12\x14.meshrl.v1.RewardRef\x1a\x18.meshrl.v1.RewardVersion\x12;\n\x0b\x44iffRewards\x12\x15.meshrl.v1.RewardPair\x1a\x15.meshrl.v1.RewardDiff\x12=\n\x0eRollBackReward\x12\x14.meshrl.v1.RewardRef\x1a\x15.meshrl.v1.RewardName\x12;\n\x0cRetireReward\x12\x14.meshrl.v1.RewardRef\x1a\x15.meshrl.v1.RewardName\x12\x42\n\tTryReward\x12\x1b.meshrl.v1.TryRewardRequest\x1a\x18.meshrl.v1.ScoreResponse\x12P\n\x0e\x43ompareRewards\x12 .meshrl.v1.CompareRewardsRequest\x1a\x1c.meshrl.v1.RewardDifferencesb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUBMITREWARDREQUEST_LIMITSENTRY']._serialized_options = b'8\001'
   _globals['_REWARDVERSION_LIMITSENTRY']._loaded_options = None
   _globals['_REWARDVERSION_LIMITSENTRY']._serialized_options = b'8\001'
-  _globals['_REWARDKIND']._serialized_start=2070
-  _globals['_REWARDKIND']._serialized_end=2190
+  _globals['_REWARDKIND']._serialized_start=1908
+  _globals['_REWARDKIND']._serialized_end=2028
   _globals['_REWARDCASE']._serialized_start=71
   _globals['_REWARDCASE']._serialized_end=227
   _globals['_SUBMITREWARDREQUEST']._serialized_start=230
@@ -49,31 +49,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTREWARDSREQUEST']._serialized_start=650
   _globals['_LISTREWARDSREQUEST']._serialized_end=670
   _globals['_REWARDNAMES']._serialized_start=673
-  _globals['_REWARDNAMES']._serialized_end=855
-  _globals['_REWARDNAME']._serialized_start=858
-  _globals['_REWARDNAME']._serialized_end=1009
-  _globals['_REWARDEVENT']._serialized_start=1011
-  _globals['_REWARDEVENT']._serialized_end=1107
-  _globals['_REWARDREF']._serialized_start=1109
-  _globals['_REWARDREF']._serialized_end=1151
-  _globals['_REWARDVERSION']._serialized_start=1154
-  _globals['_REWARDVERSION']._serialized_end=1443
+  _globals['_REWARDNAMES']._serialized_end=801
+  _globals['_REWARDNAME']._serialized_start=804
+  _globals['_REWARDNAME']._serialized_end=935
+  _globals['_REWARDEVENT']._serialized_start=937
+  _globals['_REWARDEVENT']._serialized_end=1024
+  _globals['_REWARDREF']._serialized_start=1026
+  _globals['_REWARDREF']._serialized_end=1068
+  _globals['_REWARDVERSION']._serialized_start=1071
+  _globals['_REWARDVERSION']._serialized_end=1360
   _globals['_REWARDVERSION_LIMITSENTRY']._serialized_start=496
   _globals['_REWARDVERSION_LIMITSENTRY']._serialized_end=541
-  _globals['_REWARDPAIR']._serialized_start=1445
-  _globals['_REWARDPAIR']._serialized_end=1497
-  _globals['_REWARDDIFF']._serialized_start=1499
-  _globals['_REWARDDIFF']._serialized_end=1525
-  _globals['_WATCHREWARDREQUEST']._serialized_start=1527
-  _globals['_WATCHREWARDREQUEST']._serialized_end=1593
-  _globals['_TRYREWARDREQUEST']._serialized_start=1595
-  _globals['_TRYREWARDREQUEST']._serialized_end=1680
-  _globals['_COMPAREREWARDSREQUEST']._serialized_start=1682
-  _globals['_COMPAREREWARDSREQUEST']._serialized_end=1777
-  _globals['_REWARDDIFFERENCES']._serialized_start=1780
-  _globals['_REWARDDIFFERENCES']._serialized_end=1999
-  _globals['_REWARDDIFFERENCE']._serialized_start=2001
-  _globals['_REWARDDIFFERENCE']._serialized_end=2068
-  _globals['_REWARDREGISTRY']._serialized_start=2193
-  _globals['_REWARDREGISTRY']._serialized_end=2825
+  _globals['_REWARDPAIR']._serialized_start=1362
+  _globals['_REWARDPAIR']._serialized_end=1414
+  _globals['_REWARDDIFF']._serialized_start=1416
+  _globals['_REWARDDIFF']._serialized_end=1442
+  _globals['_TRYREWARDREQUEST']._serialized_start=1444
+  _globals['_TRYREWARDREQUEST']._serialized_end=1529
+  _globals['_COMPAREREWARDSREQUEST']._serialized_start=1531
+  _globals['_COMPAREREWARDSREQUEST']._serialized_end=1626
+  _globals['_REWARDDIFFERENCES']._serialized_start=1629
+  _globals['_REWARDDIFFERENCES']._serialized_end=1837
+  _globals['_REWARDDIFFERENCE']._serialized_start=1839
+  _globals['_REWARDDIFFERENCE']._serialized_end=1906
+  _globals['_REWARDREGISTRY']._serialized_start=2031
+  _globals['_REWARDREGISTRY']._serialized_end=2594
 # @@protoc_insertion_point(module_scope)

@@ -223,7 +223,6 @@ class RewardNames(_message.Message):
     SCORING_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
     HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
-    WATCH_FIELD_NUMBER: _builtins.int
     followed: _builtins.str
     """The name that the run follows."""
     scoring: _builtins.str
@@ -234,10 +233,6 @@ class RewardNames(_message.Message):
     """Where the HTTP API listens; empty when there is none."""
     @_builtins.property
     def names(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardName]: ...
-    @_builtins.property
-    def watch(self) -> Global___RewardDifferences:
-        """Of the watch under way, if there is one."""
-
     def __init__(
         self,
         *,
@@ -246,15 +241,12 @@ class RewardNames(_message.Message):
         scoring: _builtins.str = ...,
         base: _builtins.str = ...,
         http_address: _builtins.str = ...,
-        watch: Global___RewardDifferences | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_watch", b"_watch", "watch", b"watch"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_watch", b"_watch", "base", b"base", "followed", b"followed", "http_address", b"http_address", "names", b"names", "scoring", b"scoring", "watch", b"watch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "followed", b"followed", "http_address", b"http_address", "names", b"names", "scoring", b"scoring"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__watch: _TypeAlias = _typing.Literal["watch"]  # noqa: Y015
-    _WhichOneofArgType__watch: _TypeAlias = _typing.Literal["_watch", b"_watch"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__watch) -> _WhichOneofReturnType__watch | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RewardNames: _TypeAlias = RewardNames  # noqa: Y015
 
@@ -264,17 +256,12 @@ class RewardName(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     CURRENT_FIELD_NUMBER: _builtins.int
-    WATCHED_FIELD_NUMBER: _builtins.int
-    SHARE_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
     RETIRED_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     current: _builtins.str
     """The version that it points to; empty while it points nowhere."""
-    watched: _builtins.str
-    """The version scored beside it; empty for none."""
-    share: _builtins.float
     @_builtins.property
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -286,15 +273,13 @@ class RewardName(_message.Message):
         *,
         name: _builtins.str = ...,
         current: _builtins.str = ...,
-        watched: _builtins.str = ...,
-        share: _builtins.float = ...,
         versions: _abc.Iterable[_builtins.str] | None = ...,
         retired: _abc.Iterable[_builtins.str] | None = ...,
         history: _abc.Iterable[Global___RewardEvent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "history", b"history", "name", b"name", "retired", b"retired", "share", b"share", "versions", b"versions", "watched", b"watched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "history", b"history", "name", b"name", "retired", b"retired", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -309,15 +294,13 @@ class RewardEvent(_message.Message):
     BY_FIELD_NUMBER: _builtins.int
     AT_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
-    SHARE_FIELD_NUMBER: _builtins.int
     action: _builtins.str
-    """submit, point, watch, retire."""
+    """submit, point, retire."""
     hash: _builtins.str
     by: _builtins.str
     at: _builtins.float
     """Seconds since 1970."""
     note: _builtins.str
-    share: _builtins.float
     def __init__(
         self,
         *,
@@ -326,11 +309,10 @@ class RewardEvent(_message.Message):
         by: _builtins.str = ...,
         at: _builtins.float = ...,
         note: _builtins.str = ...,
-        share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "at", b"at", "by", b"by", "hash", b"hash", "note", b"note", "share", b"share"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "at", b"at", "by", b"by", "hash", b"hash", "note", b"note"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -474,32 +456,6 @@ class RewardDiff(_message.Message):
 Global___RewardDiff: _TypeAlias = RewardDiff  # noqa: Y015
 
 @_typing.final
-class WatchRewardRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
-    SHARE_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    version: _builtins.str
-    share: _builtins.float
-    """1 is a shadow, less a canary, 0 ends it."""
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        version: _builtins.str = ...,
-        share: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "share", b"share", "version", b"version"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WatchRewardRequest: _TypeAlias = WatchRewardRequest  # noqa: Y015
-
-@_typing.final
 class TryRewardRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -568,7 +524,6 @@ class RewardDifferences(_message.Message):
     EQUAL_FIELD_NUMBER: _builtins.int
     FAULTS_A_FIELD_NUMBER: _builtins.int
     FAULTS_B_FIELD_NUMBER: _builtins.int
-    SKIPPED_FIELD_NUMBER: _builtins.int
     MEAN_A_FIELD_NUMBER: _builtins.int
     MEAN_B_FIELD_NUMBER: _builtins.int
     LARGEST_FIELD_NUMBER: _builtins.int
@@ -580,7 +535,6 @@ class RewardDifferences(_message.Message):
     equal: _builtins.int
     faults_a: _builtins.int
     faults_b: _builtins.int
-    skipped: _builtins.int
     mean_a: _builtins.float
     mean_b: _builtins.float
     @_builtins.property
@@ -597,14 +551,13 @@ class RewardDifferences(_message.Message):
         equal: _builtins.int = ...,
         faults_a: _builtins.int = ...,
         faults_b: _builtins.int = ...,
-        skipped: _builtins.int = ...,
         mean_a: _builtins.float = ...,
         mean_b: _builtins.float = ...,
         largest: _abc.Iterable[Global___RewardDifference] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["a", b"a", "b", b"b", "compared", b"compared", "equal", b"equal", "faults_a", b"faults_a", "faults_b", b"faults_b", "largest", b"largest", "mean_a", b"mean_a", "mean_b", b"mean_b", "rows", b"rows", "skipped", b"skipped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["a", b"a", "b", b"b", "compared", b"compared", "equal", b"equal", "faults_a", b"faults_a", "faults_b", b"faults_b", "largest", b"largest", "mean_a", b"mean_a", "mean_b", b"mean_b", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

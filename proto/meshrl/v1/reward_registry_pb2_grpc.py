@@ -65,11 +65,6 @@ class RewardRegistryStub(object):
                 request_serializer=meshrl_dot_v1_dot_reward__registry__pb2.RewardRef.SerializeToString,
                 response_deserializer=meshrl_dot_v1_dot_reward__registry__pb2.RewardName.FromString,
                 _registered_method=True)
-        self.WatchReward = channel.unary_unary(
-                '/meshrl.v1.RewardRegistry/WatchReward',
-                request_serializer=meshrl_dot_v1_dot_reward__registry__pb2.WatchRewardRequest.SerializeToString,
-                response_deserializer=meshrl_dot_v1_dot_reward__registry__pb2.RewardName.FromString,
-                _registered_method=True)
         self.TryReward = channel.unary_unary(
                 '/meshrl.v1.RewardRegistry/TryReward',
                 request_serializer=meshrl_dot_v1_dot_reward__registry__pb2.TryRewardRequest.SerializeToString,
@@ -127,13 +122,6 @@ class RewardRegistryServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def WatchReward(self, request, context):
-        """Score a share of the run's rows with a further version, compare, use nothing of it. Role: operate.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def TryReward(self, request, context):
         """Score samples with a version; nothing of it enters a run. Role: read.
         """
@@ -179,11 +167,6 @@ def add_RewardRegistryServicer_to_server(servicer, server):
             'RetireReward': grpc.unary_unary_rpc_method_handler(
                     servicer.RetireReward,
                     request_deserializer=meshrl_dot_v1_dot_reward__registry__pb2.RewardRef.FromString,
-                    response_serializer=meshrl_dot_v1_dot_reward__registry__pb2.RewardName.SerializeToString,
-            ),
-            'WatchReward': grpc.unary_unary_rpc_method_handler(
-                    servicer.WatchReward,
-                    request_deserializer=meshrl_dot_v1_dot_reward__registry__pb2.WatchRewardRequest.FromString,
                     response_serializer=meshrl_dot_v1_dot_reward__registry__pb2.RewardName.SerializeToString,
             ),
             'TryReward': grpc.unary_unary_rpc_method_handler(
@@ -358,33 +341,6 @@ class RewardRegistry(object):
             target,
             '/meshrl.v1.RewardRegistry/RetireReward',
             meshrl_dot_v1_dot_reward__registry__pb2.RewardRef.SerializeToString,
-            meshrl_dot_v1_dot_reward__registry__pb2.RewardName.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def WatchReward(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/meshrl.v1.RewardRegistry/WatchReward',
-            meshrl_dot_v1_dot_reward__registry__pb2.WatchRewardRequest.SerializeToString,
             meshrl_dot_v1_dot_reward__registry__pb2.RewardName.FromString,
             options,
             channel_credentials,

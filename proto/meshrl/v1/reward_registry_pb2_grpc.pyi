@@ -31,8 +31,6 @@ class RewardRegistryStub:
     """Point a name to an older version. Role: operate."""
     RetireReward: _aio.UnaryUnaryMultiCallable[_reward_registry_pb2.RewardRef, _reward_registry_pb2.RewardName]
     """Bar a version from scoring under a name. Role: operate."""
-    WatchReward: _aio.UnaryUnaryMultiCallable[_reward_registry_pb2.WatchRewardRequest, _reward_registry_pb2.RewardName]
-    """Score a share of the run's rows with a further version, compare, use nothing of it. Role: operate."""
     TryReward: _aio.UnaryUnaryMultiCallable[_reward_registry_pb2.TryRewardRequest, _reward_pb2.ScoreResponse]
     """Score samples with a version; nothing of it enters a run. Role: read."""
     CompareRewards: _aio.UnaryUnaryMultiCallable[_reward_registry_pb2.CompareRewardsRequest, _reward_registry_pb2.RewardDifferences]
@@ -86,14 +84,6 @@ class RewardRegistryServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_reward_registry_pb2.RewardRef, _abc.Awaitable[_reward_registry_pb2.RewardName]],
     ) -> _abc.Awaitable[_reward_registry_pb2.RewardName]:
         """Bar a version from scoring under a name. Role: operate."""
-
-    @_abc_1.abstractmethod
-    def WatchReward(
-        self,
-        request: _reward_registry_pb2.WatchRewardRequest,
-        context: _aio.ServicerContext[_reward_registry_pb2.WatchRewardRequest, _abc.Awaitable[_reward_registry_pb2.RewardName]],
-    ) -> _abc.Awaitable[_reward_registry_pb2.RewardName]:
-        """Score a share of the run's rows with a further version, compare, use nothing of it. Role: operate."""
 
     @_abc_1.abstractmethod
     def TryReward(

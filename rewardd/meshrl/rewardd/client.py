@@ -139,11 +139,6 @@ class _Methods:
         """Forbid a version to score under this name."""
         return self._send("POST", f"/v1/rewards/{name}/retire", json={"version": version})
 
-    def watch(self, name: str, version: str, share: float = 1.0) -> Any:
-        """Score a share of the run's rows with this version too, and compare; 0 ends it."""
-        body = {"version": version, "share": share}
-        return self._send("POST", f"/v1/rewards/{name}/watch", json=body)
-
     def score(self, name: str, samples: Sequence[Mapping[str, Json]], version: str = "") -> Any:
         """Try a version out: one score per sample."""
         body = {"samples": [*samples], "version": version}

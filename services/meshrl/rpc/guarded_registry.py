@@ -25,7 +25,6 @@ ROLES: Mapping[Callable[..., Any], Role] = {
     Registry.submit: Role.SUBMIT,
     Registry.roll_back: Role.OPERATE,
     Registry.retire: Role.OPERATE,
-    Registry.watch: Role.OPERATE,
 }
 """The methods that callers may reach. Those that need more than READ change the registry and are audited."""
 

@@ -95,7 +95,6 @@ METHODS: Final[Mapping[str, frozenset[MeshRole]]] = {
         DiffRewards=(_SUBMITTER, _READER),
         RollBackReward=(),
         RetireReward=(),
-        WatchReward=(),
         TryReward=(_SUBMITTER, _READER),
         CompareRewards=(_SUBMITTER, _READER),
     ),

@@ -9,7 +9,7 @@ from meshrl.contract.codec.types import decoder, from_json, json_object, lossles
 from meshrl.contract.types import Sample
 from meshrl.rewardd.pool.signatures import Kind
 from meshrl.rewardd.registry.comparison import Differences
-from meshrl.rewardd.registry.types import Action, Case, Event, Name, Submission
+from meshrl.rewardd.registry.types import WATCHED, Action, Case, Event, Name, Submission
 from meshrl.v1 import reward_pb2
 from meshrl.v1 import reward_registry_pb2 as pb
 
@@ -94,18 +94,13 @@ def decode_submission(message: pb.SubmitRewardRequest) -> Submission:
 
 def encode_name(name: Name) -> pb.RewardName:
     """To a message."""
-    watched, share = name.watched
     return pb.RewardName(
         name=name.name,
         current=name.current,
-        watched=watched,
-        share=share,
         versions=name.versions,
         retired=sorted(name.retired),
         history=[
-            pb.RewardEvent(
-                action=e.action, hash=e.hash, by=e.by, at=e.at, note=e.note, share=e.share
-            )
+            pb.RewardEvent(action=e.action, hash=e.hash, by=e.by, at=e.at, note=e.note)
             for e in name.history
         ],
     )
@@ -115,8 +110,9 @@ def encode_name(name: Name) -> pb.RewardName:
 def decode_name(message: pb.RewardName) -> Name:
     """Raises UserError."""
     history = [
-        Event(action=Action(e.action), hash=e.hash, by=e.by, at=e.at, note=e.note, share=e.share)
+        Event(action=Action(e.action), hash=e.hash, by=e.by, at=e.at, note=e.note)
         for e in message.history
+        if e.action != WATCHED
     ]
     return Name(name=message.name, history=tuple(history))
 
@@ -131,7 +127,6 @@ def encode_differences(differences: Differences) -> pb.RewardDifferences:
         equal=differences.equal,
         faults_a=differences.faults_a,
         faults_b=differences.faults_b,
-        skipped=differences.skipped,
         mean_a=differences.mean_a,
         mean_b=differences.mean_b,
         largest=[

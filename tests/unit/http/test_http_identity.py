@@ -36,7 +36,6 @@ REGISTRY: Mapping[tuple[str, str], set[MeshRole]] = {
     ("POST", "/v1/rewards/{name}/compare"): LOOK,
     ("POST", "/v1/rewards/{name}/rollback"): CHANGE,
     ("POST", "/v1/rewards/{name}/retire"): CHANGE,
-    ("POST", "/v1/rewards/{name}/watch"): CHANGE,
 }
 BODY = {
     "version": "a",
@@ -44,13 +43,11 @@ BODY = {
     "source": "x",
     "samples": [{"solution": "1"}],
     "a": "a",
-    "share": 1,
 }
 FIELDS = {
     "/v1/rewards": ("name", "source"),
     "/v1/rewards/{name}/score": ("samples",),
     "/v1/rewards/{name}/compare": ("a", "samples"),
-    "/v1/rewards/{name}/watch": ("version", "share"),
 }
 REFUSED = {401, 403}
 CERTIFICATES = {"spiffe://mesh/rollout": MeshRole.ROLLOUT, "ann": MeshRole.OPERATOR}

@@ -84,7 +84,7 @@ KINDS: Final = {
     "RewardRegistry": {
         LOOKS: "ListRewards GetReward DiffRewards TryReward CompareRewards",
         SUBMITS: "SubmitReward",
-        OPERATES: "RollBackReward RetireReward WatchReward",
+        OPERATES: "RollBackReward RetireReward",
     },
     "Trainer": {LOOKS: "GetStatus Watch", OPERATES: "Stop SaveCheckpoint"},
     "Weights": {LOOKS: "Fleet", WORKS: "Join", OPERATES: "Drain"},

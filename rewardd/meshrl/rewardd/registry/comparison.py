@@ -1,4 +1,4 @@
-"""Compares the scores of two versions on the same samples; stores sums only, so that it can run for ever."""
+"""Compares the scores of two versions on the same samples."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ class Differences:
     """Rows whose scores differ by at most 1e-6."""
     faults_a: int = 0
     faults_b: int = 0
-    skipped: int = 0
-    """Rows that were not compared, because `b` was too slow."""
     sum_a: float = 0.0
     sum_b: float = 0.0
     largest: list[tuple[float, str, float, float, str]] = field(default_factory=list)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import difflib
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -68,7 +67,6 @@ class Listing:
     """Hash of the version that scores the run now."""
     base: str
     """Hash of the recipe's own functions."""
-    watch: Differences | None
 
 
 class Registry:
@@ -144,7 +142,6 @@ class Registry:
             followed=self.followed,
             scoring=self._judge.reward_hash,
             base=self._base,
-            watch=self._judge.differences,
         )
 
     def name(self, name: str) -> Name:
@@ -284,28 +281,6 @@ class Registry:
                 entry = await self._append(entry, _event(Action.RETIRE, target, by))
             return entry
 
-    async def watch(self, by: str, name: str, version: str, share: float) -> Name:
-        """Score `share` (0 to 1) of the run's rows with `version` too and compare; 1 is a shadow, 0 ends it.
-
-        Raises:
-            ConflictError: it is the current version or retired, or the run does not follow `name`.
-            UserError: `share` is out of range.
-        """
-        if not (math.isfinite(share) and 0 <= share <= 1):
-            raise UserError(f"share is {share}; want 0 to 1")
-        async with self._names_lock:
-            entry = self.name(name)
-            target = self.resolve(name, version)
-            if name != self.followed:
-                raise ConflictError(
-                    f"the run follows {self.followed!r}, not {name!r}: there is nothing to compare"
-                )
-            _refuse_retired(entry, target)
-            if target in (entry.current, self._base):
-                raise ConflictError(f"{target} scores the run already")
-            async with self._cache.borrow(target):
-                return await self._append(entry, _event(Action.WATCH, target, by, share=share))
-
     async def score(self, name: str, version: str, samples: Sequence[Sample]) -> Sequence[Score]:
         """Score `samples` with a version of `name`; nothing of it enters the run. Raises NotFoundError."""
         _check_count(samples)
@@ -377,8 +352,7 @@ class Registry:
     async def _follow(self) -> None:
         name = self._names.get(self.followed)
         current = name.current if name else ""
-        watched, share = name.watched if name else ("", 0.0)
-        await self._judge.follow(current or self._base, watched, share)
+        await self._judge.follow(current or self._base)
 
     def _forget(self, version: str) -> None:
         """Delete a version that no name has and nobody is submitting."""
@@ -389,8 +363,8 @@ class Registry:
             self._store.remove(version)
 
 
-def _event(action: Action, version: str, by: str, *, note: str = "", share: float = 0.0) -> Event:
-    return Event(action=action, hash=version, by=by, at=time.time(), note=note, share=share)
+def _event(action: Action, version: str, by: str, *, note: str = "") -> Event:
+    return Event(action=action, hash=version, by=by, at=time.time(), note=note)
 
 
 def _when(seconds: float) -> str:

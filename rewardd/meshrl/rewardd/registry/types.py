@@ -52,7 +52,7 @@ class Submission:
     note: str = ""
     """For people."""
     point: bool = True
-    """Whether `name` points to it at once; False stores it for a watch, a comparison or a later roll-forward."""
+    """Whether `name` points to it at once; False stores it for a comparison or a later roll-forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +97,12 @@ class Action(StrEnum):
     """A version was accepted."""
     POINT = "point"
     """The name points to it from now on, after a submission or a roll-back."""
-    WATCH = "watch"
-    """It scores a `share` of the rows beside the current version; its scores are compared, not used."""
     RETIRE = "retire"
     """It may not score any more."""
+
+
+WATCHED = "watch"
+"""An action of earlier versions, which says nothing any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +115,6 @@ class Event:
     at: float
     """Seconds since 1970."""
     note: str = ""
-    share: float = 0.0
-    """Of a watch; 0 ends it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,14 +149,6 @@ class Name:
         """Hashes that may not score any more."""
         return frozenset(e.hash for e in self.history if e.action is Action.RETIRE)
 
-    @property
-    def watched(self) -> tuple[str, float]:
-        """The version that is scored beside the current one, and on which share of the rows; ("", 0) for none."""
-        last = next((e for e in reversed(self.history) if e.action is Action.WATCH), None)
-        if last is None or not last.share or last.hash in {self.current, *self.retired}:
-            return "", 0.0
-        return last.hash, last.share
-
     def after(self, *events: Event) -> Name:
         """A copy with more events."""
         return replace(self, history=(*self.history, *events))
@@ -167,9 +159,19 @@ class Name:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Name:
-        """The inverse. Raises CorruptError."""
+        """The inverse; leaves WATCHED out. Raises CorruptError."""
         try:
-            events = [Event(**{**e, "action": Action(e["action"])}) for e in value["history"]]
+            events = [
+                Event(
+                    action=Action(event["action"]),
+                    hash=event["hash"],
+                    by=event["by"],
+                    at=event["at"],
+                    note=event.get("note", ""),
+                )
+                for event in value["history"]
+                if event["action"] != WATCHED
+            ]
             return cls(name=value["name"], history=tuple(events))
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptError(f"the history of a reward name is broken: {error}") from error

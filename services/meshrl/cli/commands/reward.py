@@ -136,8 +136,6 @@ def list_(context: click.Context, as_json: bool) -> None:
     text_console().print(table)
     of = "the recipe's own" if found.scoring == found.base else f"as {found.followed!r} says"
     click.echo(f"scoring: {found.scoring} ({of})")
-    if found.HasField("watch"):
-        _print_differences(found.watch)
     if found.http_address:
         click.echo(f"HTTP: {found.http_address} (pages: {found.http_address}/docs)")
 
@@ -183,20 +181,6 @@ def retire(context: click.Context, name: str, version: str) -> None:
     """Forbid VERSION to score as NAME."""
     _ask(context, lambda client: client.retire(name, version))
     click.echo(f"{name}: {version} is retired")
-
-
-@reward.command()
-@click.argument("name")
-@click.argument("version")
-@click.option(
-    "--share", type=float, default=1.0, show_default=True, help="Share of the rows; 0 ends it."
-)
-@click.pass_context
-def watch(context: click.Context, name: str, version: str, share: float) -> None:
-    """Score rows with VERSION too, and only compare (a canary; with all rows a shadow)."""
-    found = _ask(context, lambda client: client.watch(name, version, share))
-    watched, of = found.watched
-    click.echo(f"watching {watched} on {of:.0%} of the rows" if watched else "watching nothing")
 
 
 @reward.command("test")
@@ -311,10 +295,8 @@ def _print_differences(differences: Any) -> None:
     click.echo(
         f"  equal {differences.equal}, mean {differences.mean_a:.4g} -> {differences.mean_b:.4g}"
     )
-    if differences.faults_a or differences.faults_b or differences.skipped:
-        click.echo(
-            f"  no score: {differences.faults_a} -> {differences.faults_b}; left out: {differences.skipped}"
-        )
+    if differences.faults_a or differences.faults_b:
+        click.echo(f"  no score: {differences.faults_a} -> {differences.faults_b}")
     for one in differences.largest:
         click.echo(f"  {printable(one.uid)}: {one.a:g} -> {one.b:g}  {one_line(one.text)}")
 

@@ -40,7 +40,6 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "diff_rewards": Registry.diff,
     "roll_back": Registry.roll_back,
     "retire": Registry.retire,
-    "watch": Registry.watch,
     "score": Registry.score,
     "compare": Registry.compare,
 }
@@ -132,7 +131,6 @@ def _add_versions(router: APIRouter, registry: GuardedRegistry) -> None:
             followed=listing.followed,
             scoring=listing.scoring,
             base=listing.base,
-            watch=m.DifferencesModel.of(listing.watch) if listing.watch else None,
         )
 
     @router.get("/{name}")
@@ -156,7 +154,7 @@ def _add_versions(router: APIRouter, registry: GuardedRegistry) -> None:
 
 
 def _add_changes(router: APIRouter, registry: GuardedRegistry) -> None:
-    """Routes that change which version a name points to, and which one is watched."""
+    """Routes that change which version a name points to."""
 
     @router.post("/{name}/rollback")
     async def roll_back(name: str, body: m.VersionBody, who: Who) -> m.NameModel:
@@ -167,13 +165,6 @@ def _add_changes(router: APIRouter, registry: GuardedRegistry) -> None:
     async def retire(name: str, body: m.VersionBody, who: Who) -> m.NameModel:
         """Forbid a version to score under this name."""
         return m.NameModel.of(await registry.change(who, Registry.retire, name, body.version))
-
-    @router.post("/{name}/watch")
-    async def watch(name: str, body: m.WatchBody, who: Who) -> m.NameModel:
-        """Score a share of the run's rows with another version too, and compare (canary, shadow)."""
-        return m.NameModel.of(
-            await registry.change(who, Registry.watch, name, body.version, body.share)
-        )
 
 
 def _add_trials(router: APIRouter, registry: GuardedRegistry) -> None:

@@ -98,12 +98,11 @@ class SubmitBody(_Model):
 class EventModel(_Model):
     """One event in the history of a name."""
 
-    action: Literal["submit", "point", "watch", "retire"]
+    action: Literal["submit", "point", "retire"]
     hash: str
     by: str
     at: float
     note: str = ""
-    share: float = 0.0
 
 
 class NameModel(_Model):
@@ -112,8 +111,6 @@ class NameModel(_Model):
     name: str
     current: str
     """The version that it points to; empty while it points nowhere."""
-    watched: str
-    share: float
     versions: list[str]
     retired: list[str]
     history: list[EventModel]
@@ -121,12 +118,9 @@ class NameModel(_Model):
     @classmethod
     def of(cls, name: Name) -> NameModel:
         """From the registry's type."""
-        watched, share = name.watched
         return cls(
             name=name.name,
             current=name.current,
-            watched=watched,
-            share=share,
             versions=list(name.versions),
             retired=sorted(name.retired),
             history=[EventModel.model_validate(e, from_attributes=True) for e in name.history],
@@ -162,7 +156,6 @@ class DifferencesModel(_Model):
     equal: int
     faults_a: int
     faults_b: int
-    skipped: int
     mean_a: float
     mean_b: float
     largest: list[DifferenceModel]
@@ -185,7 +178,6 @@ class ListModel(_Model):
     followed: str
     scoring: str
     base: str
-    watch: DifferencesModel | None
 
 
 class VersionModel(_Model):
@@ -275,14 +267,6 @@ class VersionBody(_Model):
     """A version, by its hash or a prefix of it."""
 
     version: Text = ""
-
-
-class WatchBody(_Model):
-    """A version to be scored beside the current one."""
-
-    version: Text
-    share: float = Field(ge=0, le=1)
-    """1 is a shadow, less a canary, 0 ends it."""
 
 
 class ProblemModel(BaseModel):

@@ -14,7 +14,6 @@ from meshrl.config.recipe import Recipe
 from meshrl.contract.sockets import is_loopback
 from meshrl.http.rewards.app import build_app
 from meshrl.http.rewards.errors import problem
-from meshrl.http.rewards.metrics import WatchMetrics
 from meshrl.http.server import serving_http
 from meshrl.launcher.stage_service import (
     STAGE_GRACE_S,
@@ -57,7 +56,6 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             servicers.append(RewardRegistryServicer(guarded))
         server = GrpcServer(settings, servicers, tokens=tokens)
         await stack.enter_async_context(server)
-        server.registry.register(WatchMetrics(registry.judge))
         if submissions and config.http_port is not None:
             app = build_app(guarded, config.max_request_bytes)
             guarded.http_address = await stack.enter_async_context(

@@ -60,13 +60,6 @@ class RewardRegistryClient(GrpcClient):
         request = pb.RewardRef(name=name, version=version)
         return await self._connection.call(self._stub.RetireReward, request, decode_name)
 
-    async def watch(self, name: str, version: str, share: float) -> Name:
-        """Raises NotFoundError, ConflictError."""
-        request = pb.WatchRewardRequest(name=name, version=version, share=share)
-        return await self._connection.call(
-            self._stub.WatchReward, request, decode_name, wait_s=SUBMIT_S
-        )
-
     async def score(self, name: str, version: str, samples: Sequence[Sample]) -> list[Score]:
         """One Score per sample, in order. Raises NotFoundError."""
         scores: list[Score] = []

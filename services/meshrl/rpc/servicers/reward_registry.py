@@ -65,7 +65,6 @@ class RewardRegistryServicer(rpc.RewardRegistryServicer):
             scoring=listing.scoring,
             base=listing.base,
             http_address=self._registry.http_address,
-            watch=registry_codec.encode_differences(listing.watch) if listing.watch else None,
         )
 
     async def GetReward(self, request: pb.RewardRef, context: Context) -> pb.RewardVersion:
@@ -100,13 +99,6 @@ class RewardRegistryServicer(rpc.RewardRegistryServicer):
     async def RetireReward(self, request: pb.RewardRef, context: Context) -> pb.RewardName:
         name = await self._registry.change(
             caller_of(context), Registry.retire, request.name, request.version
-        )
-        return registry_codec.encode_name(name)
-
-    async def WatchReward(self, request: pb.WatchRewardRequest, context: Context) -> pb.RewardName:
-        caller = caller_of(context)
-        name = await self._registry.change(
-            caller, Registry.watch, request.name, request.version, request.share
         )
         return registry_codec.encode_name(name)
 
