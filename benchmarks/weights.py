@@ -359,7 +359,7 @@ def plain_copy_s(nbytes: int) -> float:
 
 def _first_sent(carrier: str) -> int:
     """The how many-th time that a bucket is asked for sends it: staging asks once before, where it writes."""
-    return 2 if carrier in ("disk", "object") else 1
+    return 2 if carrier == "disk" else 1
 
 
 def _crossed(file: Path, how: str) -> float:

@@ -13,7 +13,7 @@ from .weights_mesh import Mesh
 SPARSE = {"density": 0.01}
 
 
-@pytest.fixture(params=["delta", "object"])
+@pytest.fixture(params=["delta", "disk"])
 async def mesh(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Mesh]:
     mesh = Mesh(tmp_path, request.param)
     mesh.config["directory"] = str(tmp_path / "objects")
@@ -30,7 +30,7 @@ async def test_a_trainer_killed_in_a_sparse_transfer_resumes_and_everybody_follo
     for step in range(3):
         await trainer.publish(step, **SPARSE)
     await trainer.until(lambda: "1.2" in trainer.all("published"))
-    # On its way through delta, on its way to the store through object: two of its four patches are there.
+    # On its way through delta, on its way to the store through disk: two of its four patches are there.
     signal_at = {"pid": trainer.child.pid, "signal": signal.SIGKILL, "at": 2}
     await trainer.publish(3, **signal_at, **SPARSE)
     await trainer.child.wait()
@@ -50,7 +50,7 @@ async def test_a_trainer_killed_in_a_sparse_transfer_resumes_and_everybody_follo
         assert {version: got[version] for version in got if version in sent}.items() <= sent.items()
         assert got["2.3"] == sent["2.3"]
     left = sorted(path.name for path in (mesh.directory / "objects").glob("chaos/*"))
-    assert left == (["2.1", "2.2", "2.3"] if mesh.config["carrier"] == "object" else [])
+    assert left == (["2.1", "2.2", "2.3"] if mesh.config["carrier"] == "disk" else [])
 
 
 async def test_a_replica_killed_between_prepared_and_committed_comes_back_exact(

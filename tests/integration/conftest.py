@@ -25,7 +25,7 @@ def talking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=["gloo", "disk", "shm", "cuda_ipc", "auto", "nccl", "delta", "object"])
+@pytest.fixture(params=["gloo", "disk", "shm", "cuda_ipc", "auto", "nccl", "delta", "disk:memory"])
 def carrier(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -289,11 +289,11 @@ async def test_patches_travel_over_tls_where_the_mesh_does(
                 await rpc.WeightPatchesStub(channel).Fetch(pb.WeightPatchRequest()).read()
 
 
-@pytest.mark.parametrize("name", ["object", "disk"])
-async def test_a_hundred_updates_through_object_storage_are_exact_also_for_who_joins_late(
-    tmp_path: Path, name: str
+@pytest.mark.parametrize("scheme", ["", "file://"])
+async def test_a_hundred_updates_through_a_directory_are_exact_also_for_who_joins_late(
+    tmp_path: Path, scheme: str
 ) -> None:
-    async with opened(name, tmp_path, directory=str(tmp_path / "objects")) as fleet:
+    async with opened("disk", tmp_path, directory=f"{scheme}{tmp_path}/objects") as fleet:
         engines = await fleet.joined("one", "two")
         for step in range(100):
             if step == 47:
@@ -315,7 +315,7 @@ async def test_a_hundred_updates_through_object_storage_are_exact_also_for_who_j
 
 
 async def test_a_patch_that_rots_in_the_store_is_found_and_put_there_whole(tmp_path: Path) -> None:
-    async with opened("object", tmp_path) as fleet:
+    async with opened("disk", tmp_path, directory=str(tmp_path / "objects")) as fleet:
         (early,) = await fleet.joined("early")
         for step in range(3):
             await fleet.carry(sparse(step))
@@ -331,7 +331,7 @@ async def test_a_patch_that_rots_in_the_store_is_found_and_put_there_whole(tmp_p
 
 
 async def test_a_trainer_that_takes_over_begins_a_chain_of_its_own(tmp_path: Path) -> None:
-    async with opened("object", tmp_path) as fleet:
+    async with opened("disk", tmp_path, directory=str(tmp_path / "objects")) as fleet:
         (engine,) = await fleet.joined("one")
         for step in range(4):
             await fleet.carry(sparse(step))

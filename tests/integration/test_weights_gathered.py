@@ -15,7 +15,9 @@ from tests.doubles.weights import GatheredStub, StubSource
 from ..waiting import until
 from .weights_fleet import RUN, Fleet, opened
 
-CARRIERS = pytest.mark.parametrize("carrier", ["shm", "disk", "object", "delta", "gloo", "auto"])
+CARRIERS = pytest.mark.parametrize(
+    "carrier", ["shm", "disk", "disk:memory", "delta", "gloo", "auto"]
+)
 SPARSE = 0.02
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -150,14 +151,16 @@ class Fleet:
 
 @asynccontextmanager
 async def opened(carrier: str, directory: Path, /, **options: object) -> AsyncIterator[Fleet]:
+    """`carrier` is that of a recipe, or `disk:memory` for `disk` with a URL."""
     # No GPU is needed: the carrier's processes speak through sockets here.
     options = {
         "nccl": {"library": "stub"},
         "ipc": {"library": "stub"},
-        **({"directory": str(directory / "objects")} if carrier == "object" else {}),
+        **({"directory": f"memory://{secrets.token_hex(4)}"} if carrier == "disk:memory" else {}),
         **options,
     }
-    config = WeightsConfig.model_validate({"carrier": carrier, **options})
+    name = carrier.removesuffix(":memory")
+    config = WeightsConfig.model_validate({"carrier": name, **options})
     async with Fleet(config, directory, epoch=1, port=0) as fleet:
         yield fleet
 

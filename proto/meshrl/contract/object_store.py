@@ -109,6 +109,11 @@ class ObjectStore:
             ) from error
 
 
+def is_local(location: str) -> bool:
+    """Whether a path or URL names a directory, or memory, of the machine that opens it."""
+    return fsspec.utils.get_protocol(location) in (*LocalFileSystem.protocol, "memory")
+
+
 def one_line(error: Exception) -> str:
     """What an error says."""
     return " ".join(str(error).split())[:500] or type(error).__name__

@@ -68,6 +68,7 @@ DROPPED_KEYS: Final[Mapping[Loc, str]] = {
 """Keys of earlier versions that are ignored, so that old runs stay readable, and what holds instead."""
 REPLACED_VALUES: Final[Mapping[Loc, Mapping[object, object]]] = {
     ("queue", "durability"): {"everysec": "always"},
+    ("weights", "carrier"): {"object": "disk"},
 }
 """Values of earlier versions, and what replaces them."""
 

@@ -48,8 +48,8 @@ class WeightsConfig(Config):
 
     carrier: str = "gloo"
     """A module of `meshrl.weights.carriers`, or a dotted path: gloo over TCP, nccl between GPUs, shm and
-    cuda_ipc on one host, delta for what changed, disk and object through a directory or a store; auto takes shm on
-    the trainer's host, elsewhere nccl between GPUs, else disk where there is a `directory`, else gloo."""
+    cuda_ipc on one host, delta for what changed, disk through a directory or an object store; auto takes shm on the
+    trainer's host, elsewhere nccl between GPUs, else disk where there is a `directory`, else gloo."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What floating-point tensors are cast to before they are sent; where a recipe does not name it and trains on a
     GPU, `model.param_dtype`. A run goes on with the type it began with."""
@@ -86,7 +86,7 @@ class WeightsConfig(Config):
     late_s: NonNegativeFloat = 1.0
     """Shortest time that the first half of the replicas waits for the others."""
     keep: int = Field(default=2, ge=2)
-    """Versions that the carriers disk, object and shm keep."""
+    """Versions that the carriers disk and shm keep."""
     nccl: NcclConfig = NcclConfig()
     """The processes of the `nccl` carrier."""
     ipc: IpcConfig = IpcConfig()
@@ -96,8 +96,8 @@ class WeightsConfig(Config):
     max_density: float = Field(default=0.15, gt=0.0, le=1.0)
     """Share of changed words above which a bucket is sent whole instead of as a patch."""
     directory: str = ""
-    """Where the carriers object and disk keep versions: a path or URL that fsspec opens (s3://bucket/prefix,
-    /mnt/shared). Empty: disk writes whole versions to <run.dir>/weights; object needs a directory."""
+    """Where the carrier disk keeps versions: a URL that fsspec opens (s3://bucket/prefix), or a path that all see
+    (/mnt/shared). Empty: whole versions in <run.dir>/weights."""
     anchor_every: PositiveInt = Field(default=10, le=10)
     """Versions from one whole copy in `directory` to the next; those between hold what changed. In <run.dir>/weights
     every version is whole."""
@@ -126,8 +126,6 @@ class WeightsConfig(Config):
     def _fits_together(self) -> Self:
         if self.silence_s <= self.beat_s:
             raise ValueError(f"silence_s {self.silence_s} must exceed beat_s {self.beat_s}")
-        if self.carrier == "object" and not self.directory:
-            raise ValueError("carrier 'object' needs weights.directory, a path or a URL")
         return self
 
     def switch_s(self, nbytes: int) -> float:

@@ -22,6 +22,7 @@ from meshrl.config.recipe import Recipe, names
 from meshrl.config.stages import MeshService, mesh_services
 from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import UserError
+from meshrl.contract.object_store import is_local
 from meshrl.deploy.engine_group import EngineGroup
 from meshrl.rpc import credentials
 from meshrl.rpc.credentials import MeshRole
@@ -38,6 +39,7 @@ CALLED: Mapping[str, Sequence[str]] = {
 """Who is called by whom; everybody calls the queue. `meshrl.rpc.identity` says what each may ask."""
 PEER_CARRIERS = ("gloo", "nccl", "auto", "delta")
 """Carriers for which trainer and rollout pods open ports of their own choice between each other."""
+URL = "an object store's URL in weights.directory, such as s3://bucket/prefix"
 WORK, RECIPE_AT, CREDENTIALS_AT, TLS_AT = "/mesh/runs", "/recipe", "/credentials", "/tls"
 GRACE_S = 15
 """Beyond a service's own drain, before the kubelet kills it."""
@@ -541,11 +543,15 @@ def recipe_for_pods(recipe: Recipe) -> Recipe:
     Raises:
         UserError: it needs what pods do not share.
     """
-    carrier = recipe.weights.carrier
-    if carrier in ("disk", "shm", "cuda_ipc"):
+    weights = recipe.weights
+    if weights.carrier in ("shm", "cuda_ipc"):
         raise UserError(
-            f"weights.carrier: {carrier} needs a folder or a machine that trainer and workers share, and pods share"
-            " none; want gloo, delta, nccl or object"
+            f"weights.carrier: {weights.carrier} needs a machine that trainer and workers share, and pods share none;"
+            f" want gloo, delta, nccl, or disk with {URL}"
+        )
+    if "disk" in weights.choices and is_local(weights.directory):
+        raise UserError(
+            f"weights.directory: {weights.directory or 'a folder of the run'}: pods share no folder; want {URL}"
         )
     for key in ("cert", "key", "ca", "client_ca"):
         path = getattr(recipe.tls, key)
@@ -555,7 +561,6 @@ def recipe_for_pods(recipe: Recipe) -> Recipe:
             )
     run = recipe.run.model_copy(update={"dir": None, "name": recipe.run.name})
     name = f"{object_name(recipe.run.name)}-trainer"
-    weights = recipe.weights
     if not names(weights, "host"):
         weights = weights.model_copy(update={"host": f"{name}-0.{name}"})
     placement = recipe.placement.model_copy(update={"machines": {}})

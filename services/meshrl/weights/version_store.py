@@ -25,7 +25,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from meshrl.config.weights import WeightsConfig
-from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
+from meshrl.contract.errors import CapacityError, CorruptError, UnavailableError
 from meshrl.contract.files import sync
 from meshrl.contract.object_store import ObjectStore, one_line
 from meshrl.contract.ports import WeightSource
@@ -62,8 +62,6 @@ class VersionStore(ObjectStore):
         Raises:
             ConfigError: no such store can be opened here.
         """
-        if not location:
-            raise ConfigError("weights.directory: the carrier object needs a path or a URL")
         super().__init__(location, "weights.directory")
         self._shared = isinstance(location, str)
 

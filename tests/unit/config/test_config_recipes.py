@@ -119,13 +119,22 @@ def test_a_recipe_with_a_store_of_pictures_loads_with_a_line_for_each_key(
     assert said.count("\n") == 2 and "32 MiB at most" in said
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "old", "new"),
+    [("queue", "durability", "everysec", "always"), ("weights", "carrier", "object", "disk")],
+)
 def test_a_value_that_is_gone_is_replaced_with_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    section: str,
+    key: str,
+    old: str,
+    new: str,
 ) -> None:
-    recipe = load(MINIMAL + "queue: {durability: everysec}\n")
+    recipe = load(MINIMAL + f"{section}: {{{key}: {old}}}\n")
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == "my.yaml:2: queue.durability=everysec is no longer a value: always is used"
-    assert recipe.queue.durability == "always"
+    assert line == f"my.yaml:2: {section}.{key}={old} is no longer a value: {new} is used"
+    assert getattr(getattr(recipe, section), key) == new
     save_recipe(recipe, tmp_path / "saved.yaml")
     load_recipe(tmp_path / "saved.yaml", check=False)
     assert not capsys.readouterr().err

@@ -372,10 +372,6 @@ WRONG: list[tuple[str, str]] = [
         "weights.carrier=cuda_ipc",
         "weights.carrier: cuda_ipc: weights.ipc.library: cupy needs the package cupy, which is not installed",
     ),
-    (
-        "weights.carrier=object",
-        "weights: carrier 'object' needs weights.directory, a path or a URL (got ",
-    ),
     ("queue.store=redis", "queue.store: redis needs the package redis, which is not installed"),
     (
         "trainer.logger=[wandb]",

@@ -226,7 +226,7 @@ def test_an_engine_of_two_nodes_has_a_worker_on_the_first_one_and_its_ranks_on_b
 
 
 def test_a_trainer_of_two_machines_has_two_pods_that_share_a_volume_and_reach_each_other() -> None:
-    found = objects("trainer.nnodes=2", "weights.carrier=object", "weights.directory=s3://b/p")
+    found = objects("trainer.nnodes=2", "weights.carrier=disk", "weights.directory=s3://b/p")
     job = found["Job", "my-run-trainer"]["spec"]
     assert (job["completions"], job["parallelism"], job["completionMode"]) == (2, 2, "Indexed")
     volume = found["PersistentVolumeClaim", "my-run-trainer"]["spec"]
@@ -292,7 +292,26 @@ def test_containers_hold_nothing_that_they_do_not_need(variant: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["weights.carrier=disk"], "weights.carrier: disk needs a folder"),
+        (
+            ["weights.carrier=disk"],
+            "weights.directory: a folder of the run: pods share no folder; want an",
+        ),
+        (
+            ["weights.carrier=disk", "weights.directory=/mnt/w"],
+            "weights.directory: /mnt/w: pods share",
+        ),
+        (
+            ["weights.carrier=disk", "weights.directory=file:///w"],
+            "weights.directory: file:///w: pods",
+        ),
+        (
+            ["weights.carrier=auto", "weights.directory=/mnt/w"],
+            "weights.directory: /mnt/w: pods share",
+        ),
+        (
+            ["weights.carrier=shm"],
+            "weights.carrier: shm needs a machine that trainer and workers share",
+        ),
         (["--gpus-per-node", "1"], "share a GPU, which pods cannot"),
         (
             ["tls.cert=/etc/a.pem", "tls.key=/etc/a.key"],

@@ -40,10 +40,9 @@ class Carrier:
         *,
         thread: Callable[[str], WorkerThread] = WorkerThread,
     ) -> None:
-        """Raises ConfigError when the store cannot be opened here, or `object` has no directory."""
+        """Raises ConfigError when the store cannot be opened here."""
         self._config = config
-        in_run = config.carrier != "object" and not config.directory
-        self._store = VersionStore(paths.directory / FOLDER if in_run else config.directory)
+        self._store = VersionStore(config.directory or paths.directory / FOLDER)
         self.writer = VersionWriter(config, self._store, paths.model_path)
         self._new_thread = thread
         self.thread = thread("weights-disk")
