@@ -163,7 +163,7 @@ class Bench:
     async def stop(self) -> None:
         """SIGSTOP of one of three."""
         carrier = self.options.carriers[0]
-        config = self.config(carrier, late_quorum=0.5, late_s=0.0, base_s=3.0, ready_s=3.0)
+        config = self.config(carrier, late_quorum=0.5, base_s=3.0)
         weights = Drifting(self.bytes, self.bytes // 4)
         others = NAMES[:2]
         count = max(20, self.options.updates)

@@ -38,7 +38,7 @@ def make_fleet(directory: Path, *, workers: int, response_tokens: int = 16) -> M
         },
         "actor": {"optim": {"lr": 1e-5}, "use_kl_loss": False},
         "queue": {"max_staleness": 2, "lease_ttl_s": 3},
-        "weights": {"base_s": 2, "ready_s": 4, "silence_s": 6, "beat_s": 1},
+        "weights": {"base_s": 2, "silence_s": 6},
         "trainer": {"total_training_steps": 100_000, "save_freq": 1_000, "test_freq": -1},
         "data": {"val_files": [], "max_response_length": response_tokens},
     }

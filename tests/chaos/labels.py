@@ -142,7 +142,7 @@ def recipe_of(folder: Path, carrier: str) -> Path:
         },
         "reward": {"mixed_versions": "allow"},
         "queue": {"max_staleness": "inf", "lease_ttl_s": 3.0, "max_attempts": 100},
-        "weights": {"carrier": carrier, "base_s": 5.0, "silence_s": 10.0, "beat_s": 0.5},
+        "weights": {"carrier": carrier, "base_s": 5.0, "silence_s": 10.0},
     }
     path = folder / "labels.yaml"
     path.write_text(yaml.safe_dump(recipe))

@@ -25,7 +25,7 @@ IDLE = 3
 
 @pytest.fixture
 async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    mesh = Mesh(tmp_path, "nccl", base_s=1.0, ready_s=2.5)
+    mesh = Mesh(tmp_path, "nccl", base_s=1.0)
     yield mesh
     await mesh.end()
 

@@ -59,7 +59,7 @@ async def test_survivors_commit_when_a_receiver_is_killed_at_the_first_or_the_la
 
 @over_gloo
 async def test_a_stopped_replica_is_out_and_comes_back_at_the_newest_version(mesh: Mesh) -> None:
-    mesh.config |= {"base_s": 3.0, "ready_s": 5.0}  # nothing but a deadline finds it
+    mesh.config |= {"base_s": 3.0}  # nothing but a deadline finds it
     trainer = await mesh.trainer()
     healthy, stopped = await mesh.replica("healthy"), await mesh.replica("stopped")
     await trainer.until(lambda: len(trainer.fleet) == 2)

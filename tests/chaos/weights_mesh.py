@@ -83,9 +83,7 @@ class Mesh:
             "carrier": carrier,
             # A death breaks a connection: no deadline finds it. A busy machine must not be taken for one.
             "base_s": 60.0,
-            "ready_s": 60.0,
             "silence_s": 60.0,
-            "beat_s": 0.5,
             **config,
         }
         self.port = 0

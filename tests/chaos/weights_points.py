@@ -37,7 +37,7 @@ from .weights_mesh import Mesh, Process
 
 CASE_S = 60.0
 SURVIVORS = ("one", "two")
-QUICK = {"base_s": 1.0, "ready_s": 1.5, "commit_s": 1.0, "silence_s": 2.0, "beat_s": 0.25}
+QUICK = {"base_s": 1.0, "silence_s": 2.0}
 """Deadlines of seconds, where a real fleet has tens."""
 
 
@@ -310,7 +310,7 @@ def page(outcomes: Sequence[Outcome], carrier: str, slowly: float, *, lends: boo
 <!-- Written by `python -m tests.chaos.weights_points --write FILE`: run it again, do not edit. -->
 
 One trainer, two survivors and the process that is killed or stopped, all real processes, stub engines that serve
-hashes, carrier `{carrier}`, deadlines of {slowly:g} to {2 * slowly:g} seconds.{where}
+hashes, carrier `{carrier}`, deadlines of {slowly:g} to {6 * slowly:g} seconds.{where}
 {cases} of {cases} cases are right. A case is right when
 
 ```

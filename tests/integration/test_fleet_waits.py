@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.types import ROLLOUT_STAGE, RunSpec, Version
 from meshrl.launcher.fleet_waits import fleet_waits
 from meshrl.rollout.config import CircuitBreakerConfig
@@ -18,7 +21,9 @@ from .test_rollout_worker import RUN, Words, commit, tasks
 from .weights_fleet import opened
 
 
-async def test_each_worker_that_cannot_sample_says_why(tmp_path: Path) -> None:
+async def test_each_worker_that_cannot_sample_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queue = await TransferQueue.open(MemoryStore())
     engine = echo.build({}, model=tmp_path, slots=8)
     await engine.start()
@@ -29,7 +34,8 @@ async def test_each_worker_that_cannot_sample_says_why(tmp_path: Path) -> None:
     def report() -> ReplicaReport:
         return ReplicaReport(engine=engine.stats(), worker=worker.report())
 
-    async with opened("shm", tmp_path, beat_s=0.05) as fleet:
+    monkeypatch.setattr(WeightsConfig, "beat_s", 0.05)
+    async with opened("shm", tmp_path) as fleet:
         trainer = fleet.server.address
         fleet.join("rollout-0", report=report)
 

@@ -498,7 +498,7 @@ async def test_versions_arrive_in_memory_of_the_server_and_are_served_from_there
     engine = kind.build(options, model=checkpoint, slots=SLOTS, tokenizer=Words())
     await engine.start()
     prompt, seen = prompts(1)[0], []
-    patient = {"base_s": 60.0, "ready_s": 60.0, "silence_s": 60.0, "commit_s": 60.0}
+    patient = {"base_s": 60.0, "silence_s": 60.0}
     try:
         async with weights_fleet.opened("nccl", tmp_path, **patient) as fleet:
             fleet.attach("server", engine)

@@ -100,7 +100,7 @@ async def test_a_receiver_that_dies_in_a_bucket_leaves_nothing_that_is_served(
     struck = tmp_path / "struck"
     fault = {"at": "middle", "nth": 2, "do": what, "rank": 1, "once": str(struck)}
     nccl = {"library": "stub", "env": {VARIABLE: json.dumps({"deaf": True, "faults": [fault]})}}
-    deadlines = {"base_s": 4.0, "silence_s": 30.0, "beat_s": 0.25}
+    deadlines = {"base_s": 4.0, "silence_s": 30.0}
     async with opened("nccl", tmp_path, nccl=nccl, **deadlines) as fleet:
         other, _ = await fleet.joined("other", lender=engine)
         await serves(fleet, 0, other, engine)
@@ -154,7 +154,7 @@ async def test_memory_that_nothing_can_be_received_into_is_not_used_for_ever(
             return lent
 
     engine = Vanishing()
-    async with opened("nccl", tmp_path, base_s=60.0, ready_s=60.0, silence_s=60.0) as fleet:
+    async with opened("nccl", tmp_path, base_s=60.0, silence_s=60.0) as fleet:
         fleet.join("engine", engine)
         source = fleet.source(0)
         await fleet.coordinator.publish(source)

@@ -111,7 +111,7 @@ async def test_stragglers_are_waited_for_half_as_long_again_where_the_late_quoru
             await gate.wait()
             await super().stage_weights(manifest, buckets)
 
-    async with opened("disk", tmp_path, late_quorum=0.5, late_s=0.0) as fleet:
+    async with opened("disk", tmp_path, late_quorum=0.5) as fleet:
         *engines, slow = await fleet.joined("one", "two", slow=Slow())
         await fleet.carry(fleet.source(0))
         assert [engine.version for engine in engines] == [Version(1, 0)] * 2

@@ -37,6 +37,15 @@ CORRUPT_S: Final = 2.0
 DRAIN_S: Final = 300.0
 
 
+class QuietConfig(WeightsConfig):
+    """Beats more rarely than a real mesh."""
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between heartbeats."""
+        return BEAT_S
+
+
 class SimulatedSource:
     """A WeightSource: two buckets, full of the version's token."""
 
@@ -137,12 +146,11 @@ class WeightSurroundings:
         self._takes = takes(shape.transfer_s)
         self._transfers: dict[str, Transfers] = {}
         self._folder = f"/simulated-{id(self)}"
-        self.config = WeightsConfig(
+        self.config = QuietConfig(
             carrier=shape.carrier,
             directory=f"memory:/{self._folder}",
             anchor_every=shape.anchor_every,
             quorum=shape.quorum,
-            beat_s=BEAT_S,
             silence_s=SILENCE_S,
         )
         self.paths = RunPaths(directory=Path("simulated"))

@@ -64,6 +64,13 @@ DROPPED_KEYS: Final[Mapping[Loc, str]] = {
     ("trainer", "take_wait_s"): "30 s",
     ("actor", "policy_loss", "rollout_correction"): "set algorithm.rollout_correction",
     ("weights", "among"): "weights.carrier auto takes shm, nccl, disk or gloo by a rule",
+    ("weights", "ready_s"): "it is three times weights.base_s",
+    ("weights", "commit_s"): "it is six times weights.base_s, and more for large versions",
+    ("weights", "beat_s"): "it follows from weights.silence_s and weights.base_s",
+    ("weights", "late_s"): "stragglers have at least a second",
+    ("weights", "resends"): "what arrives corrupted is sent again twice",
+    ("weights", "bases"): "the trainer keeps two older versions for weights.carrier delta",
+    ("weights", "nccl", "start_s"): "a process of NCCL has 60 s to find its GPU",
 }
 """Keys of earlier versions that are ignored, so that old runs stay readable, and what holds instead."""
 REPLACED_VALUES: Final[Mapping[Loc, Mapping[object, object]]] = {

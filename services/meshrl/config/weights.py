@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import (
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    model_validator,
 )
 
 from meshrl.contract.config import Config, Environment
@@ -30,8 +28,6 @@ class NcclConfig(Config):
     side: all ranks need the identical version."""
     spare: bool = True
     """Keep one spare process started, because importing torch and cupy takes seconds."""
-    start_s: PositiveFloat = 60.0
-    """Longest time, in seconds, from the start of a process until it has found its GPU."""
 
 
 class IpcConfig(Config):
@@ -44,7 +40,7 @@ class IpcConfig(Config):
 
 
 class WeightsConfig(Config):
-    """How weights travel from the trainer to the rollout engines, and the deadlines of it."""
+    """How weights travel from the trainer to the rollout engines, and the three deadlines of it."""
 
     carrier: str = "gloo"
     """A module of `meshrl.weights.carriers`, or a dotted path: gloo over TCP, nccl between GPUs, shm and
@@ -65,34 +61,23 @@ class WeightsConfig(Config):
     """Port of the carrier's rendezvous on the trainer's machine, with `auto` this one and the next two; 0 lets the
     system choose."""
     base_s: PositiveFloat = 10.0
-    """Every progress deadline: this, plus the bytes at stake divided by `min_bytes_per_s`."""
+    """Longest wait for a bucket, which also has its bytes divided by `min_bytes_per_s`. A rollout process has three
+    times this to be ready for a version, and its engine six times this to switch, a second more for each ten of
+    `min_bytes_per_s`, and the rollout's deadline where it drains."""
     min_bytes_per_s: PositiveFloat = 20e6
     """A replica that moves bytes more slowly than this counts as stuck."""
-    ready_s: PositiveFloat = 30.0
-    """Longest wait from the proposal of a version until a replica is ready to receive it."""
-    commit_s: PositiveFloat = 60.0
-    """Longest time an engine may take to switch to a staged version: this, plus its bytes divided by ten times
-    `min_bytes_per_s`; a drain adds the rollout's deadline."""
-    beat_s: PositiveFloat = 2.0
-    """Seconds between heartbeats on an idle stream."""
     silence_s: PositiveFloat = 30.0
     """Seconds without any message after which the other side counts as dead."""
-    resends: NonNegativeInt = 2
-    """How often buckets that arrive corrupted are sent again before the replica is quarantined."""
     quorum: float = Field(default=1.0, gt=0.0, le=1.0)
     """Share of the live replicas that must hold a version before it is committed; the others follow."""
     late_quorum: float = Field(default=0.9, gt=0.0, le=1.0)
-    """Share that suffices once stragglers have had half as long again as the faster half took, and `late_s`."""
-    late_s: NonNegativeFloat = 1.0
-    """Shortest time that the first half of the replicas waits for the others."""
+    """Share that suffices once stragglers have had half as long again as the faster half took, and a second."""
     keep: int = Field(default=2, ge=2)
     """Versions that the carriers disk and shm keep."""
     nccl: NcclConfig = NcclConfig()
     """The processes of the `nccl` carrier."""
     ipc: IpcConfig = IpcConfig()
     """The GPU of the `cuda_ipc` carrier."""
-    bases: int = Field(default=2, ge=1, le=8)
-    """Older versions that the trainer keeps in memory for the carrier delta, of those that engines serve."""
     max_density: float = Field(default=0.15, gt=0.0, le=1.0)
     """Share of changed words above which a bucket is sent whole instead of as a patch."""
     directory: str = ""
@@ -122,11 +107,20 @@ class WeightsConfig(Config):
         """Weights may go over a carrier that neither encrypts nor asks who receives."""
         return "gloo" in self.choices
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if self.silence_s <= self.beat_s:
-            raise ValueError(f"silence_s {self.silence_s} must exceed beat_s {self.beat_s}")
-        return self
+    @property
+    def ready_s(self) -> float:
+        """Longest wait from the proposal of a version until a replica is ready to receive it."""
+        return 3 * self.base_s
+
+    @property
+    def commit_s(self) -> float:
+        """Longest time that an engine may take to switch to an empty version."""
+        return 6 * self.base_s
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between heartbeats: some fit into half of each deadline, after which silence tells who hangs."""
+        return min(self.silence_s / 15, self.base_s / 5)
 
     def switch_s(self, nbytes: int) -> float:
         """What an engine gets beyond `commit_s` to load `nbytes` that lie on its machine."""

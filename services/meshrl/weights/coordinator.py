@@ -52,7 +52,9 @@ _ADDRESS_OF_0_1: Final = 7
 _SKIPS = 3
 """Versions in a row that a replica may pass over for a newer one: then it takes the one that it was proposed."""
 _LATE_SHARE = 0.5
-"""Stragglers get this share of the time that the faster half took, on top of that time."""
+"""Stragglers get this share of the time that the faster half took, on top of that time …"""
+_LATE_S = 1.0
+"""… and at least so long: what takes milliseconds is no measure of a machine that stutters."""
 _PACES = 2.0
 """A version holds the next one up for so many times what the last committed one took: a slow fleet sets the trainer's
 pace, and one that hangs does not."""
@@ -376,7 +378,7 @@ class WeightCoordinator:
     async def _wait_for_stragglers(self, transaction: Transaction) -> None:
         """Half of the members hold the version: wait half as long again, then accept the late quorum."""
         taken_s = self._clock() - self._proposed_at
-        await asyncio.sleep(max(self._config.late_s, _LATE_SHARE * taken_s))
+        await asyncio.sleep(max(_LATE_S, _LATE_SHARE * taken_s))
         transaction.accept_late_quorum()
         await self._notify()
 

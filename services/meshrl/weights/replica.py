@@ -35,6 +35,8 @@ from meshrl.weights.waiting import together, within
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_RESENDS = 2
+"""So often are buckets that arrive corrupted sent again: a third time is no accident of the network."""
 
 
 class Replica:
@@ -245,7 +247,7 @@ class Replica:
 
     async def _send_missing(self, source: WeightSource, member: Member | None) -> None:
         """Until every bucket has arrived with the right hash; a group sends each once."""
-        for _ in range(1 if member else 1 + self._config.resends):
+        for _ in range(1 if member else 1 + _RESENDS):
             await self._transfer(source, member)
             if not self._missing:
                 return

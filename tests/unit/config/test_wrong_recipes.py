@@ -328,7 +328,6 @@ WRONG: list[tuple[str, str]] = [
         "rollout={name: vllm, engine: {url: 'http://a:1', weight_staging: device}}",
         "rollout.engine.weight_staging: device, and weights.carrier gloo brings weights to the host: want nccl",
     ),
-    ("weights.silence_s=2", "weights: silence_s 2.0 must exceed beat_s 2.0"),
     ("reward.registry.tokens=none.yaml", "reward.registry.tokens: no such file: none.yaml"),
     (
         "rollout={name: vllm, engine: {url: 'http://a:1', max_lora_rank: 8}}",

@@ -55,6 +55,15 @@ def test_deadlines_grow_with_the_bytes() -> None:
     assert config.deadline_s(3_000_000) == 5.0
 
 
+@pytest.mark.parametrize(("base_s", "silence_s"), [(10.0, 30.0), (0.5, 60.0), (60.0, 1.0)])
+def test_a_living_replica_is_heard_in_half_of_each_deadline(
+    base_s: float, silence_s: float
+) -> None:
+    config = WeightsConfig(base_s=base_s, silence_s=silence_s)
+    shortest = min(config.deadline_s(0), config.ready_s, config.commit_s, silence_s)
+    assert 2 * config.beat_s <= shortest / 2
+
+
 def test_a_manifest_survives_its_protobuf_form() -> None:
     manifest = StubSource("run", Version(2, 9)).manifest
     about = stamp("run", 4, manifest.version)

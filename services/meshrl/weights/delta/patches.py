@@ -44,11 +44,14 @@ class _Key:
     index: int
 
 
+_BASES = 2
+"""Older versions that are kept: whoever serves an older one gets whole buckets, once."""
+
+
 class Patches:
     """Versions that replicas may serve, and the patches between them. Belongs to one event loop."""
 
-    def __init__(self, *, bases: int, max_density: float) -> None:
-        self._bases = bases
+    def __init__(self, *, max_density: float) -> None:
         self._max_density = max_density
         self._sources: dict[Version, WeightSource] = {}
         self._patches: dict[_Key, asyncio.Task[bytes | None]] = {}
@@ -62,10 +65,10 @@ class Patches:
         return sorted(self._sources)
 
     def add(self, source: WeightSource, serving: Iterable[Version]) -> None:
-        """Add a version, and keep at most `bases` of the older ones, of those that replicas serve."""
+        """Add a version, and keep a few of the older ones, of those that replicas serve."""
         newest = source.manifest.version
         bases = sorted({at for at in serving if at in self._sources and at != newest})
-        bases = bases[-self._bases :]
+        bases = bases[-_BASES:]
         self._sources = {at: self._sources[at] for at in bases} | {newest: source}
         # A patch to an older version is still of use to a replica that follows.
         for key in [key for key in self._patches if key.version not in self._sources]:

@@ -27,6 +27,8 @@ _MODULE = "meshrl.weights.nccl.worker"
 _BLOCKING = "NCCL_COMM_BLOCKING"
 _ANSWER_S = 10.0
 """For answers that need no other rank."""
+_START_S = 60.0
+"""Importing torch and cupy, finding the GPU; pinning a version's memory."""
 _GRACE_S = 2.0
 """Time for a process that missed its own deadline to abort and report it."""
 _LEAVE_S = 3.0
@@ -133,7 +135,7 @@ class NcclProcess:
             UnavailableError: it ended.
         """
         if self._facts is None:
-            answer = await self._receive(self._config.start_s, "starting")
+            answer = await self._receive(_START_S, "starting")
             self._facts = Facts(library=answer["library"], version=answer["version"])
         return self._facts
 
@@ -226,7 +228,7 @@ class NcclProcess:
         """Have it map and pin a region, once, and let go of those that are no more."""
         for number in [each for each in self._attached if not shared_buffers.exists(each)]:
             self._attached.discard(number)
-            await self._ask(self._config.start_s, "unpinning memory", do="detach", number=number)
+            await self._ask(_START_S, "unpinning memory", do="detach", number=number)
         if region.number in self._attached:
             return
         await self.facts()
@@ -235,7 +237,7 @@ class NcclProcess:
             with contextlib.suppress(OSError):  # it has ended: what is asked next says how
                 socket.send_fds(self._files, [b"0"], [region.descriptor])
         frame = {"number": region.number, "nbytes": region.nbytes}
-        await self._ask(self._config.start_s, "pinning memory", do="attach", **frame)
+        await self._ask(_START_S, "pinning memory", do="attach", **frame)
         self._attached.add(region.number)
 
     async def _ask(self, limit_s: float, what: str, **frame: Any) -> messages.Frame:
