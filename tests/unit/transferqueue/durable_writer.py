@@ -3,7 +3,7 @@
     python durable_writer.py FOLDER DURABILITY
 
 Commit n rewrites what commit n-1 wrote: META `at` is n, PAYLOAD 0..KEYS-1 hold n. Prints n once it is acknowledged.
-One value is long: it lies in `frames.dat`.
+One value is long.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ import asyncio
 import json
 import os
 import resource
+import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import lmdb
@@ -17,7 +18,6 @@ from meshrl.contract.errors import (
     CapacityError,
     ConfigError,
     CorruptError,
-    UnavailableError,
     UserError,
     WaitTimeoutError,
 )
@@ -26,8 +26,10 @@ from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, Table
+from meshrl.transferqueue.stores._lmdb_snapshot import Snapshot
 from meshrl.transferqueue.stores.disk import STAMP, DiskStore
 
+from ...waiting import until
 from .rewritten import rewrite
 
 MIB = 1 << 20
@@ -98,7 +100,7 @@ async def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
         meta = environment.open_db(b"meta")
         with environment.begin(db=meta, write=True) as transaction:
             transaction.put(STAMP, json.dumps({"format": 99}).encode())
-    with pytest.raises(UserError, match=r"format 99, this meshrl reads format 5"):
+    with pytest.raises(UserError, match=r"format 99, this meshrl reads format 6"):
         await TransferQueue.open(DiskStore(tmp_path))
 
 
@@ -168,13 +170,8 @@ async def exported(store: DiskStore) -> tuple[list[Operation], AsyncGenerator[Se
     return [*await anext(pieces)], pieces
 
 
-@pytest.mark.parametrize("full", [False, True])
-async def test_a_reader_of_an_export_that_stops_holds_no_commit_up(
-    tmp_path: Path, full: bool
-) -> None:
+async def test_a_reader_of_an_export_that_stops_holds_no_commit_up(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, grow_bytes=MIB)
-    if full:  # there is no room for a copy: the reader is given up before the map must grow again
-        store = DiskStore(tmp_path, grow_bytes=MIB, reserve_bytes=1 << 60, stall_s=0.1)
     await store.load()
     await store.apply(puts(200))
     files = sorted(each.name for each in await asyncio.to_thread(lambda: [*tmp_path.iterdir()]))
@@ -183,12 +180,8 @@ async def test_a_reader_of_an_export_that_stops_holds_no_commit_up(
         for start in range(0, 1600, 160):
             later = [(2**16 + start + n).to_bytes(4, "big") for n in range(160)]
             await store.apply([Operation(Table.PAYLOAD, key, bytes(MIB // 16)) for key in later])
-    if full:
-        with pytest.raises(WaitTimeoutError, match="given up: nothing was read for"):
-            await anext(pieces)
-    else:
-        rest = [operation async for piece in pieces for operation in piece]
-        assert len(first) + len(rest) == 200, "one moment: what was there when it began"
+    rest = [operation async for piece in pieces for operation in piece]
+    assert len(first) + len(rest) == 200, "one moment: what was there when it began"
     assert (
         sorted(each.name for each in await asyncio.to_thread(lambda: [*tmp_path.iterdir()]))
         == files
@@ -196,15 +189,92 @@ async def test_a_reader_of_an_export_that_stops_holds_no_commit_up(
     await store.close()
 
 
-async def test_a_queue_closes_while_an_export_is_not_read(tmp_path: Path) -> None:
+async def test_a_slow_export_keeps_no_freed_page_from_being_used_again(tmp_path: Path) -> None:
     store = DiskStore(tmp_path)
     await store.load()
     await store.apply(puts(200))
     _, pieces = await exported(store)
+    sizes: list[int] = []
+    for _ in range(12):
+        await store.apply(puts(200))
+        sizes.append((tmp_path / "data.mdb").stat().st_size)
+    assert sizes[-1] == sizes[3]
+    await pieces.aclose()
+    await store.close()
+
+
+async def test_a_reader_of_an_export_that_takes_nothing_for_long_is_given_up(
+    tmp_path: Path,
+) -> None:
+    store = DiskStore(tmp_path, stall_s=0.1)
+    await store.load()
+    await store.apply(puts(200))
+    _, pieces = await exported(store)
+    assert copies(tmp_path)
+    await until(lambda: not copies(tmp_path))
+    with pytest.raises(WaitTimeoutError, match="given up: nothing was read for"):
+        await anext(pieces)
+    await store.close()
+
+
+def copies(folder: Path) -> list[str]:
+    """Those that this process has open, or that are there by name."""
+    found = [str(each) for each in folder.glob("export-*")]
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # of this very listing
+            found.append(str(each.readlink()))
+    return [each for each in found if each.startswith(f"{folder}/export-")]
+
+
+async def test_a_map_does_not_grow_while_an_export_that_was_cancelled_still_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore(tmp_path, grow_bytes=MIB)
+    await store.load()
+    copying, go_on = threading.Event(), threading.Event()
+    copy = Snapshot._begin
+
+    def slowly(snapshot: Snapshot, environment: lmdb.Environment, folder: Path) -> None:
+        copying.set()
+        go_on.wait()
+        copy(snapshot, environment, folder)
+
+    monkeypatch.setattr(Snapshot, "_begin", slowly)
+    reading = asyncio.ensure_future(exported(store))
+    await until(copying.is_set)
+    reading.cancel()
+    growing = asyncio.create_task(store.apply(puts(200)))
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+    assert not growing.done()
+    go_on.set()
+    await growing
+    with suppress(asyncio.CancelledError):
+        await reading
+    assert not copies(tmp_path)
+    await store.close()
+
+
+async def test_an_export_whose_copy_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, reserve_bytes=1 << 60)
+    await store.load()
+    await store.apply(puts(20))
+    with pytest.raises(CapacityError, match=r"no room for the copy .* bytes free on disk"):
+        await exported(store)
+    await store.apply(puts(20))
+    assert not copies(tmp_path)
+    await store.close()
+
+
+async def test_a_queue_closes_while_an_export_is_not_read(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    await store.load()
+    await store.apply(puts(200))
+    first, pieces = await exported(store)
     async with asyncio.timeout(60):
         await store.close()
-    with pytest.raises(UnavailableError, match="closing"):
-        await anext(pieces)
+    rest = [operation async for piece in pieces for operation in piece]
+    assert len(first) + len(rest) == 200
 
 
 async def test_the_copy_that_a_killed_export_left_is_removed(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ import xxhash
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.files import sync
-from meshrl.transferqueue.stores import _frame_file, _lmdb_checksums
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +55,6 @@ def recover(path: Path) -> None:
             f"the queue at {path} was written with durability none when the machine went down and may be"
             " torn: restore a backup (meshrl queue restore), or choose another path"
         )
-    _lmdb_checksums.forget(path)
     with (path / "data.mdb").open("r+b") as data:
         data.write(pages)
         data.flush()
@@ -78,8 +76,6 @@ def mark(path: Path) -> None:
 def clear(path: Path, environment: lmdb.Environment) -> None:
     """Sync what may be in the page cache only, and remove the mark. Raises lmdb.Error, OSError."""
     if (path / MARK).exists():
-        if (path / _frame_file.NAME).exists():
-            sync(path / _frame_file.NAME)
         environment.sync(True)
         (path / MARK).unlink()
         sync(path)

@@ -1,8 +1,8 @@
 """The durable store: one LMDB file pair per queue, owned by one process at a time, by default with fsync.
 
-    event loop ──apply───▶ commit thread ──one write transaction──▶ data.mdb; long values in frames.dat first
+    event loop ──apply───▶ commit thread ──one write transaction──▶ data.mdb
                ──read────▶ read thread   ──one read transaction───▶ (memory map)
-               ──export──▶ a thread more ──one read transaction───▶ (a copy: _lmdb_snapshot.py)
+               ──export──▶ a thread more ──a copy, then its pieces─▶ (_lmdb_snapshot.py)
 
 LMDB needs no recovery step: after a kill -9 or a power cut the file holds the last acknowledged commit, or the one
 after it. Freed pages are reused; the file never shrinks. Measured against an append log, SQLite and RocksDB: full
@@ -17,34 +17,40 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import lmdb
 
-from meshrl.contract import errors
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.store import FORMAT, Operation, Table
-from meshrl.transferqueue.stores import (
-    _lmdb_checksums,
-    _lmdb_damage,
-    _lmdb_unsynced,
-    _lmdb_walk,
-)
-from meshrl.transferqueue.stores._frame_file import FrameFile, Place, is_long
+from meshrl.transferqueue.stores import _lmdb_unsynced
 from meshrl.transferqueue.stores._lmdb_snapshot import FOLDER as EXPORT_FOLDER
 from meshrl.transferqueue.stores._lmdb_snapshot import STALL_S, Snapshot
 
 log = logging.getLogger(__name__)
 
 STAMP = b"\x00format"
-WITH_LONG_VALUES: Final = 5
-"""The format of a store from its first long value on, which lies beside LMDB's file. Any other is of FORMAT."""
-NUMBER_EVERY_S: Final = 0.5
-"""Between two writes of the last commit's number; at each commit it would cost 2 % of CPU."""
+STORE_FORMAT: Final = 6
+"""FORMAT without what 0.1 kept beside the rows, a checksum of each commit and the file `commits`. A store of FORMAT
+becomes one of this format at its first commit."""
+FRAME_FILE: Final = "frames.dat"
+FRAME_FILE_FORMAT: Final = 5
+"""The format of commits before the first release of 6, with long rows in FRAME_FILE."""
+FRAME_FILE_COMMIT: Final = "c6584707"
+"""The newest commit that reads FRAME_FILE_FORMAT."""
+MARK: Final = "kept"
+"""A file beside the data that says that a queue is stored here."""
+COMMITS: Final = "commits"
+"""A file that is beside a store of FORMAT only."""
+RESTORE: Final = "restore a backup (meshrl queue restore)"
+SPARE_BYTES: Final = 1 << 20
+"""The least by which the file is longer than its last page."""
+OPERATION_BYTES: Final = 3 * 4096
+"""Pages that one operation may take beside its value, rounded up."""
 _FULL = ("No space left", "quota exceeded", "File too large", "Input/output error")
 """LMDB reports a write cut short by a full disk as an input/output error."""
 _DAMAGED = (
@@ -70,6 +76,7 @@ class DiskStore:
     ) -> None:
         """A reader of an export that takes nothing for `stall_s` is given up."""
         self._path = path
+        self._data = path / "data.mdb"
         self._durability = durability
         self._grow_bytes = grow_bytes
         self._reserve_bytes = reserve_bytes
@@ -83,17 +90,14 @@ class DiskStore:
         self._exclusive = asyncio.Lock()
         """Held while the map grows or the environment is opened anew: no transaction may be open then."""
         self._exporting = asyncio.Lock()
-        """Held while an export reads the file; taken before `_exclusive`."""
-        self._closing = False
-        self._frames = FrameFile(path)
-        self._format = FORMAT
-        self._checksum = _lmdb_checksums.StoreChecksum()
-        self._number_file: _lmdb_checksums.CommitNumberFile | None = None
-        self._number_timer: asyncio.TimerHandle | None = None
+        """Held while an export copies the file; taken before `_exclusive`."""
+        self._format = 0
+        """As stored; 0 before the first commit."""
+        self._length = 0
+        """Bytes that the file has at least."""
 
     async def load(self) -> Sequence[tuple[bytes, bytes]]:
         """Open the environment (again) and return META. Raises UserError, CorruptError, CapacityError."""
-        self._cancel_number_timer()
         async with self._exporting, self._exclusive:
             await self._run(self._reads, lambda: None)
             return await self._run(self._commits, self._open_and_load)
@@ -110,10 +114,7 @@ class DiskStore:
             except (lmdb.Error, OSError) as error:
                 raise self._translated(error) from error
             else:
-                break
-        if self._number_timer is None:
-            loop = asyncio.get_running_loop()
-            self._number_timer = loop.call_later(NUMBER_EVERY_S, self._write_number)
+                return
 
     async def read(self, keys: Sequence[bytes]) -> Sequence[bytes | None]:
         """Copies of the PAYLOAD values. Raises InfraError, CorruptError."""
@@ -139,19 +140,18 @@ class DiskStore:
             )
 
     def size_bytes(self) -> int:
-        """The size of the files, with space that was freed in them and will be used again."""
-        return self._file_bytes() + self._frames.size_bytes()
+        """Of the file on disk, with space that was freed in it and will be used again."""
+        return self._data.stat().st_blocks * 512 if self._data.exists() else 0
 
     async def export(self) -> AsyncGenerator[Sequence[Operation], None]:
-        """Every record of one commit. A reader may be slow; one that stops is given up. Commits go on."""
+        """Every record of one commit, from a copy. A reader may be slow; one that stops is given up. Commits go on.
+
+        Raises:
+            CapacityError: the disk has no room for the copy. WaitTimeoutError: the reader stopped.
+        """
         snapshot = await self._snapshot()
         try:
-            while True:
-                piece = await snapshot.next()
-                if self._closing:  # what was read last may lack what was not there any more
-                    raise errors.UnavailableError("the queue is closing")
-                if not piece:
-                    break
+            while piece := await snapshot.next():
                 with snapshot.handed_over():
                     yield piece
         except lmdb.Error as error:
@@ -161,8 +161,6 @@ class DiskStore:
 
     async def close(self) -> None:
         """Wait for the threads, close the files, and release them to other processes."""
-        self._closing = True
-        self._cancel_number_timer()
         async with self._exporting, self._exclusive:
             await self._run(self._reads, lambda: None)
             await self._run(self._commits, self._shut)
@@ -170,76 +168,117 @@ class DiskStore:
         self._reads.shutdown(wait=False)
 
     async def _snapshot(self) -> Snapshot:
-        """One moment, from a copy of the file where the disk has room for one."""
-        await self._exporting.acquire()
-        snapshot = Snapshot(STAMP, self._frames, self._exporting.release, stall_s=self._stall_s)
-        try:
-            async with (
-                self._exclusive
-            ):  # while the file is read the map cannot grow: it grows ahead
-                await self._run(self._reads, lambda: None)
-                await self._run(self._commits, self._grow_ahead)
-            room = self._free_bytes() >= self._file_bytes() + self._reserve_bytes
-            await snapshot.begin(self._env, self._tables, self._path if room else None)
-        except BaseException as error:
-            await snapshot.end()
-            if isinstance(error, lmdb.Error | OSError):
-                raise self._translated(error) from error
-            raise
+        snapshot = Snapshot(STAMP, stall_s=self._stall_s)
+        async with self._exporting:
+            try:
+                async with self._exclusive:  # the map cannot grow during the copy: it grows ahead
+                    await self._run(self._reads, lambda: None)
+                    await self._run(self._commits, self._grow_ahead)
+                self._check_copy()
+                await snapshot.begin(self._env, self._path)
+            except BaseException as error:
+                await (
+                    snapshot.end()
+                )  # of a caller that was cancelled the thread may still be copying
+                if isinstance(error, lmdb.Error | OSError):
+                    raise self._translated(error) from error
+                raise
         return snapshot
+
+    def _check_copy(self) -> None:
+        needed, free = self._file_bytes(), self._free_bytes()
+        if free < needed + self._reserve_bytes:
+            raise CapacityError(
+                f"queue store {self._path}: no room for the copy that an export reads: {free} bytes free on"
+                f" disk, {needed} needed and {self._reserve_bytes} kept in reserve",
+                free=free,
+                wanted=needed,
+            )
 
     async def _run(self, thread: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(thread, work)
 
     def _open_and_load(self) -> list[tuple[bytes, bytes]]:
         try:
-            walked = self._open()
-            with self._env.begin() as transaction:
-                cursor = transaction.cursor(self._tables[Table.META])
-                items = [(k, v) for k, v in cursor if k != STAMP]
-                self._checksum = _lmdb_checksums.check(self._path, transaction, items, walked)
-            with self._env.begin(buffers=True) as transaction:
-                values = transaction.cursor(self._tables[Table.PAYLOAD])
-                places = {bytes(key): place for key, value in values if (place := Place.of(value))}
-            self._frames.open(places)
-            self._number_file = _lmdb_checksums.CommitNumberFile(self._path)
-            return items
+            self._open()
+            with self._env.begin(db=self._tables[Table.META]) as transaction:
+                return [(key, value) for key, value in transaction.cursor() if key != STAMP]
         except _DAMAGED as error:
             raise CorruptError(
-                f"{self._path} holds no readable queue store ({error}): restore a backup"
+                f"{self._path} holds no readable queue store ({error}): {RESTORE}"
             ) from error
         except (lmdb.Error, OSError) as error:
             raise self._translated(error) from error
 
-    def _open(self) -> _lmdb_walk.Walked | None:
-        """The environment; returns what a walk over the file found."""
+    def _open(self) -> None:
         self._shut_environment(clean=False)
+        if (self._path / FRAME_FILE).exists():
+            raise self._of_frame_file()
         self._own()
-        _lmdb_damage.refuse_emptied(self._path)
+        known = (self._path / MARK).exists()
+        if known and not self._file_bytes():  # LMDB would take it for a new one
+            raise CorruptError(
+                f"{self._data} is empty or gone, and a queue was stored there: put it back, or remove"
+                f" {self._path} to start afresh"
+            )
         _lmdb_unsynced.recover(self._path)
-        known = _lmdb_damage.marked(self._path)
-        walked = _lmdb_damage.walk(self._path)
-        size = max(self._grow_bytes, self._file_bytes())
         fsync = self._durability == "always"
         self._environment = lmdb.open(
             str(self._path),
-            map_size=size,
+            map_size=max(self._grow_bytes, self._file_bytes()),
             max_dbs=len(Table),
             sync=fsync,
             readahead=False,
             mode=0o600,
         )
-        _lmdb_walk.fill_up(self._path / "data.mdb", self._environment)
+        self._check_length()
         for table in Table:
             self._tables[table] = self._environment.open_db(table.encode(), create=not known)
-        if self._stamped(known):
-            walked = (0, 0)
-        _lmdb_damage.mark(self._path)
+        self._check_stamp(known)
+        (self._path / MARK).touch()
         if fsync:
             _lmdb_unsynced.clear(self._path, self._environment)
         else:
             _lmdb_unsynced.mark(self._path)
-        return walked
+
+    def _check_length(self) -> None:
+        """Refuse a file that ends before its last page: LMDB would map it, and reading behind the end is a SIGBUS.
+
+        Before format 6 the last pages of a sound file may be missing, too: see `_extend`.
+        """
+        self._length = self._file_bytes()
+        if self._length >= self._used_bytes():
+            return
+        if not (self._path / COMMITS).exists():
+            raise CorruptError(
+                f"{self._data} is cut short: it has {self._length} bytes, and its meta page says"
+                f" {self._used_bytes()}: {RESTORE}"
+            )
+        self._extend(0)
+
+    def _used_bytes(self) -> int:
+        """Up to the end of the last page, as LMDB's newest meta page says."""
+        return (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+
+    def _extend(self, nbytes: int) -> None:
+        """Keep the file longer than its last page will be when `nbytes` more are in it. The end takes no space.
+
+        LMDB counts pages that it frees in the transaction that took them and does not write them, so the file of a
+        sound store would be shorter than its meta page says.
+        """
+        wanted = (
+            self._used_bytes() * 513 // 512 + nbytes + SPARE_BYTES
+        )  # the list of free pages grows, too
+        if self._length < wanted:
+            self._length = wanted + SPARE_BYTES
+            os.truncate(self._data, self._length)
+
+    def _of_frame_file(self) -> UserError:
+        return UserError(
+            f"the queue at {self._path} is stored in format {FRAME_FILE_FORMAT}, with long rows in {FRAME_FILE},"
+            f" which was never released: only meshrl at commit {FRAME_FILE_COMMIT} reads it; finish the run with"
+            " that, or choose another path"
+        )
 
     def _own(self) -> None:
         """Take the lock that ends with the process: a second queue on these files would not see our RAM."""
@@ -264,92 +303,50 @@ class DiskStore:
         for left in self._path.glob(f"{EXPORT_FOLDER}*"):  # a killed process's
             shutil.rmtree(left, ignore_errors=True)
 
-    def _stamped(self, known: bool) -> bool:
-        """Refuse another format; stamp a new store that is not `known`. True if it was stamped now."""
+    def _check_stamp(self, known: bool) -> None:
+        """Refuse another format; stamp a new store that is not `known`."""
         meta = self._tables[Table.META]
         with self._env.begin(db=meta) as transaction:
             stamp = transaction.get(STAMP)
             empty = transaction.stat(meta)["entries"] == 0
+        self._format = 0
         if stamp is None and empty and not known:
-            with self._env.begin(write=True) as transaction:
-                transaction.put(STAMP, json.dumps({"format": FORMAT}).encode(), db=meta)
-                checksum = _lmdb_checksums.StoreChecksum().following(transaction.id())
-                transaction.put(_lmdb_checksums.KEY, checksum.encode())
-            return True
+            self._commit([])
+            return
         try:
-            found = json.loads(stamp or b"")["format"]
+            self._format = json.loads(stamp or b"")["format"]
         except (TypeError, ValueError, KeyError) as error:
             raise CorruptError(
-                f"{self._path}: no queue store, its stamp is {stamp!r}; if it was one, restore a backup"
+                f"{self._path}: no queue store, its stamp is {stamp!r}; if it was one, {RESTORE}"
             ) from error
-        self._format = found
-        if found not in (FORMAT, WITH_LONG_VALUES):
+        if self._format == FRAME_FILE_FORMAT:
+            raise self._of_frame_file()
+        if self._format not in (FORMAT, STORE_FORMAT):
             raise UserError(
-                f"the queue at {self._path} is stored in format {found}, this meshrl reads format"
-                f" {WITH_LONG_VALUES}: finish the run with the version that wrote it, or choose another path"
+                f"the queue at {self._path} is stored in format {self._format}, this meshrl reads format"
+                f" {STORE_FORMAT}: finish the run with the version that wrote it, or choose another path"
             )
-        return False
 
     def _commit(self, operations: Sequence[Operation]) -> None:
-        values = [(op.key, op.value) for op in operations if op.table is Table.PAYLOAD]
-        places = self._frames.write(
-            {key: value for key, value in values if value is not None and is_long(value)}
-        )
-        try:
-            if places and self._durability == "always":
-                self._frames.sync()
-            self._transact(operations, places)
-        except BaseException:
-            self._frames.take_back(places)
-            raise
-        self._frames.committed([key for key, _ in values], places)
-
-    def _transact(self, operations: Sequence[Operation], places: Mapping[bytes, Place]) -> None:
-        meta, payload = self._tables[Table.META], self._tables[Table.PAYLOAD]
+        size = sum(len(op.value or b"") for op in operations)
+        self._extend(size + len(operations) * OPERATION_BYTES)
+        stamped = self._format == STORE_FORMAT
         with self._env.begin(write=True) as transaction:
-            after = self._checksum.following(transaction.id())
-            if places and self._format == FORMAT:
-                stamp = json.dumps({"format": WITH_LONG_VALUES}).encode()
-                transaction.put(STAMP, stamp, db=meta)
+            if not stamped:
+                stamp = json.dumps({"format": STORE_FORMAT}).encode()
+                transaction.put(STAMP, stamp, db=self._tables[Table.META])
             for table, key, value in operations:
-                if key in places and table is Table.PAYLOAD:
-                    value = places[key].encode()
-                if table is Table.META:
-                    if value is None:
-                        after.delete(key)
-                        transaction.delete(key, db=meta)
-                    else:
-                        after.put(key, value)
-                        transaction.put(key, value, db=meta)
-                elif value is None:
-                    if transaction.delete(key, db=payload):
-                        after.value(key, -1)
-                elif transaction.put(key, value, db=payload, overwrite=False):
-                    after.value(key, 1)
+                if value is None:
+                    transaction.delete(key, db=self._tables[table])
                 else:
-                    transaction.put(key, value, db=payload)
-            transaction.put(_lmdb_checksums.KEY, after.encode())
-        self._checksum = after.committed()
-        if places:
-            self._format = WITH_LONG_VALUES
+                    transaction.put(key, value, db=self._tables[table])
+        if not stamped:
+            self._format = STORE_FORMAT
+            (self._path / COMMITS).unlink(missing_ok=True)
 
     def _get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        self._frames.begin_reading()
-        try:
-            with self._env.begin(db=self._tables[Table.PAYLOAD]) as transaction:
-                return [self._frames.read(transaction.get(key)) for key in keys]
-        finally:
-            self._frames.end_reading()
-
-    def _write_number(self) -> None:
-        self._number_timer = None  # it is cancelled before the file is closed
-        if self._number_file is not None:
-            self._number_file.write(self._checksum.number)
-
-    def _cancel_number_timer(self) -> None:
-        if self._number_timer is not None:
-            self._number_timer.cancel()
-            self._number_timer = None
+        with self._env.begin(db=self._tables[Table.PAYLOAD]) as transaction:
+            return [transaction.get(key) for key in keys]
 
     def _grow(self) -> None:
         size = 2 * self._env.info()["map_size"]
@@ -362,11 +359,6 @@ class DiskStore:
             self._grow()
 
     def _shut_environment(self, *, clean: bool) -> None:
-        if self._number_file is not None:
-            if clean:
-                self._number_file.write(self._checksum.number)
-            self._number_file.close()
-            self._number_file = None
         if self._environment is None:
             return
         try:
@@ -379,7 +371,6 @@ class DiskStore:
 
     def _shut(self) -> None:
         self._shut_environment(clean=True)
-        self._frames.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -391,8 +382,7 @@ class DiskStore:
         return self._environment
 
     def _file_bytes(self) -> int:
-        data = self._path / "data.mdb"
-        return data.stat().st_size if data.exists() else 0
+        return self._data.stat().st_size if self._data.exists() else 0
 
     def _free_bytes(self) -> int:
         status = os.statvfs(self._path)
@@ -402,7 +392,7 @@ class DiskStore:
         text = str(error)
         if isinstance(error, _DAMAGED):
             return CorruptError(
-                f"queue store {self._path}: the file is damaged ({text}): restore a backup"
+                f"queue store {self._path}: the file is damaged ({text}): {RESTORE}"
             )
         if isinstance(error, lmdb.DiskError) or any(sign in text for sign in _FULL):
             free = self._free_bytes()
