@@ -124,6 +124,17 @@ async def test_a_queue_that_serves_is_backed_up_verified_and_restored(mesh: Mesh
     await queue.close()
 
 
+async def test_a_backup_whose_copy_does_not_fit_ends_in_one_line(mesh: Mesh) -> None:
+    mesh.actors.queue._store._reserve_bytes = 1 << 60  # type: ignore[attr-defined]
+    backup = mesh.folder / "backup"
+    for words in (["queue", "backup", str(backup)], ["queue", "verify"]):
+        code, _, err = await mesh.meshrl(*words, *mesh.address)
+        assert code == 1 and err.count("\n") == 1, err
+        assert "no room for the copy that an export reads" in err
+    code, _, err = await mesh.meshrl("queue", "verify", str(backup))
+    assert code == 1 and "holds no backup" in err
+
+
 async def test_the_ledger_is_audited_at_the_command_line(mesh: Mesh) -> None:
     code, out, _ = await mesh.meshrl("ledger", "--audit", *mesh.address)
     assert code == 0 and "run: balanced" in out and "no problems" in out
