@@ -22,7 +22,11 @@ def test_the_page_of_models_has_every_architecture_that_the_command_tries() -> N
     assert list(listed()) == list(KINDS)
 
 
-@pytest.mark.parametrize("name", ["DeepseekV3", "GptOss", "Mixtral", "Llama4Text"])
+OFTEN = ("DeepseekV3", "GptOss", "Mixtral", "Llama4Text")
+SWEEP = [pytest.param(each, marks=pytest.mark.nightly) for each in KINDS if each not in OFTEN]
+
+
+@pytest.mark.parametrize("name", [*OFTEN, *SWEEP])
 def test_an_architecture_comes_out_as_the_page_says(
     name: str, tmp_path: Path, world: World
 ) -> None:
