@@ -1,4 +1,4 @@
-"""A trainer of two ranks whose fleet takes versions slowly, and which saves after each step: run as a program.
+"""A trainer of two ranks whose fleet takes versions slowly, and which saves after each step.
 
 Rank 0 prints the steps whose checkpoints were committed. A collective that a rank misses fails after seconds.
 """
@@ -6,13 +6,11 @@ Rank 0 prints the steps whose checkpoints were committed. A collective that a ra
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 import rank_work
-import torch
 
 from meshrl.contract.ports import Queue, WeightSource
 from meshrl.contract.rows import reward_write, rollout_write
@@ -92,7 +90,6 @@ async def train(model: Path, directory: Path) -> None:
     world.close()
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def main(model: str, directory: str) -> None:
     distributed.CONTROL_TIMEOUT_S = 20.0  # type: ignore[misc]
-    asyncio.run(train(Path(sys.argv[1]), Path(sys.argv[2])))
+    asyncio.run(train(Path(model), Path(directory)))

@@ -1,15 +1,12 @@
-"""One training step and a checkpoint, by however many ranks: run as a program by test_model_ranks."""
+"""Rows, a learner, and its training to checkpoints, by however many ranks."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import torch
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from meshrl.contract.routed_experts import RoutedExperts
 from meshrl.contract.types import (
@@ -24,7 +21,7 @@ from meshrl.contract.types import (
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.export import export_policy
-from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, ParallelConfig
+from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig
 from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers
@@ -152,38 +149,3 @@ def train(
     export_policy(learner.policy, world, target / "export", tokenizer=model)
     names = ("actor/loss", "actor/grad_norm", "actor/entropy")
     return [cast(float, metrics[name]) for name in names]
-
-
-def main(
-    model: Path, target: Path, rows_given: int, steps: int, parallel: str, top: int = 0
-) -> None:
-    torch.set_num_threads(1)
-    world = World.start("cpu", ParallelConfig.model_validate_json(parallel))
-    reductions: list[object] = []
-    add_up = DefaultReduceScatter.__call__
-
-    def counted(self: DefaultReduceScatter, *args: Any, **options: Any) -> Any:
-        reductions.append(self)
-        return add_up(self, *args, **options)
-
-    DefaultReduceScatter.__call__ = counted  # type: ignore[method-assign]
-    passes: list[object] = []
-    backward: Any = torch.Tensor.backward
-
-    def passed(self: torch.Tensor, *args: Any, **options: Any) -> Any:
-        passes.append(self.shape)
-        return backward(self, *args, **options)
-
-    torch.Tensor.backward = passed  # type: ignore[method-assign]
-    numbers = train(model, target, world, rows_given, steps, top)
-    if world.is_main:
-        (target / "reductions").write_text(f"{len(reductions)} {len(passes)}")
-        (target / "numbers").write_text(" ".join(map(repr, numbers)))
-    world.close()
-
-
-if __name__ == "__main__":
-    steps, parallel, *top = sys.argv[4:]
-    main(
-        Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(steps), parallel, *map(int, top)
-    )

@@ -1,20 +1,21 @@
-"""Programs of several ranks without the seconds of imports: one process has imported the trainer, and forks.
+"""Programs of several ranks without the seconds of imports: one process has imported them, and forks.
 
-stdin  ◀── {"program", "arguments", "ranks", "port", "output"}, a job a line
+stdin  ◀── {"program", "arguments", "ranks", "port", "output"}, a job a line; a program is a function
 stdout ──▶ the exit codes of its ranks, a line
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
-import runpy
-import socket
 import subprocess
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
+
+from meshrl.launcher.ports import free_port
 
 
 class Ranks:
@@ -29,19 +30,20 @@ class Ranks:
             text=True,
         )
 
-    def run(self, program: str, arguments: list[object], output: Path, *, ranks: int = 1) -> None:
-        """Run `program` as so many ranks to their end; all must exit with 0. They print into `output`."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+    def run(self, program: str, *arguments: object, output: Path, ranks: int = 1) -> None:
+        """Run `program` as so many ranks to their end; all must succeed. They print into `output`.
+
+        `program` is a function of `rank_programs`, or `module:function` of this folder; arguments become JSON.
+        """
         job = {
             "program": program,
-            "arguments": [*map(str, arguments)],
+            "arguments": arguments,
             "ranks": ranks,
-            "port": str(port),
+            "port": str(free_port("127.0.0.1")),
             "output": str(output),
         }
         assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.write(json.dumps(job, default=str) + "\n")
         self._process.stdin.flush()
         codes = json.loads(self._process.stdout.readline() or "null")
         assert codes == [0] * ranks, f"{program}: exit codes {codes}"
@@ -53,8 +55,11 @@ class Ranks:
 
 def serve() -> None:
     """The end that forks, in a process with nothing but imports behind it."""
-    import meshrl.trainer.loop  # noqa: F401
+    sys.path += [str(Path(__file__).parents[3]), str(Path(__file__).parents[2])]
+    import rank_programs  # noqa: F401
+    import torch
 
+    torch.set_num_threads(1)
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
         job = json.loads(line)
@@ -76,9 +81,8 @@ def start(job: dict[str, Any], rank: int) -> int:
                 RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["ranks"]),
                 MASTER_ADDR="127.0.0.1", MASTER_PORT=job["port"],
             )  # fmt: skip
-        program = str(Path(__file__).with_name(job["program"]))
-        sys.argv = [program, *job["arguments"]]
-        runpy.run_path(program, run_name="__main__")
+        module, _, function = job["program"].rpartition(":")
+        getattr(importlib.import_module(module or "rank_programs"), function)(*job["arguments"])
         code = 0
     except BaseException:
         traceback.print_exc()

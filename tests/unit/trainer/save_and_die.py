@@ -1,4 +1,4 @@
-"""Trainers that save all the time and are killed with -9 at random moments: run as a program by test_saving.
+"""Trainers that save all the time and are killed with -9 at random moments.
 
 One process imports, then forks each round's ranks: a round costs tenths of a second. A rank fills its weights with
 the number of the step, saves beside "training", and rank 0 reports which steps were committed.
@@ -10,8 +10,6 @@ import asyncio
 import os
 import random
 import signal
-import socket
-import sys
 import time
 from pathlib import Path
 from typing import cast
@@ -19,6 +17,7 @@ from typing import cast
 import torch
 
 from meshrl.contract.ports import Queue
+from meshrl.launcher.ports import free_port
 from meshrl.trainer.checkpoint.async_checkpointer import AsyncCheckpointer
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.compute import Compute
@@ -77,15 +76,10 @@ def fill(policy: torch.nn.Module, value: float) -> None:
         parameter.fill_(value)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
-
-
 def round_of(model: Path, root: Path, ranks: int, draw: random.Random) -> int:
     """Kill every rank at a random moment after a first commit; the last step that was committed."""
     reading, writing = os.pipe()
-    port = str(free_port())
+    port = str(free_port("127.0.0.1"))
     children = []
     for rank in range(ranks):
         child = os.fork()
@@ -111,9 +105,8 @@ def round_of(model: Path, root: Path, ranks: int, draw: random.Random) -> int:
         return max([committed, *(int(line) for line in pipe if line.endswith("\n"))])
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    target, ranks, draw = Path(sys.argv[2]), int(sys.argv[3]), random.Random(int(sys.argv[3]))
-    for number in range(int(sys.argv[4])):
-        root = target / str(number)
-        print(number, round_of(Path(sys.argv[1]), root, ranks, draw), flush=True)
+def main(model: str, target: str, ranks: int, rounds: int) -> None:
+    draw = random.Random(ranks)
+    for number in range(rounds):
+        committed = round_of(Path(model), Path(target, str(number)), ranks, draw)
+        print(number, committed, flush=True)

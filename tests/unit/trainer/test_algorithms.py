@@ -115,7 +115,7 @@ def test_two_ranks_give_the_gradients_of_one_to_every_model(
 ) -> None:
     names = ["ppo", "prime", "pf_ppo", "online_dpo"]
     found = tmp_path / "found.pt"
-    ranks.run("named_algorithms_ranks.py", [tiny_path, found, *names], tmp_path / "output", ranks=2)
+    ranks.run("algorithms", tiny_path, found, names, output=tmp_path / "output", ranks=2)
     theirs = torch.load(found)
     for name in names:
         recipe = named_algorithms.recipe_of(name, tiny_path, *named_algorithms.GRADIENTS)

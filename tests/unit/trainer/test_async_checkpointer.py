@@ -32,7 +32,7 @@ def test_kill_9_while_saving_beside_training_leaves_the_last_committed_one(
     tmp_path: Path, tiny_path: Path, world: World, ranks: Ranks, count: int, rounds: int
 ) -> None:
     arguments = [tiny_path, tmp_path, count, rounds]
-    ranks.run("save_and_die.py", arguments, tmp_path / "output")
+    ranks.run("save_and_die:main", *arguments, output=tmp_path / "output")
     output = (tmp_path / "output").read_text()
     lines = [[int(word) for word in line.split()] for line in output.splitlines()]
     assert [number for number, _ in lines] == list(range(rounds))
@@ -156,5 +156,7 @@ def test_an_index_that_is_refused_is_named_by_who_loads(
 def test_two_ranks_save_while_the_fleet_takes_a_version_slowly(
     tmp_path: Path, tiny_path: Path, ranks: Ranks
 ) -> None:
-    ranks.run("publish_slowly.py", [tiny_path, tmp_path / "run"], tmp_path / "output", ranks=2)
+    ranks.run(
+        "publish_slowly:main", tiny_path, tmp_path / "run", output=tmp_path / "output", ranks=2
+    )
     assert (tmp_path / "output").read_text().splitlines() == ["1 2"]

@@ -21,6 +21,8 @@ from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.model.records import Exit
 from meshrl.transferqueue.queue import TransferQueue
 
+from ...waiting import until
+
 RULE = ReasoningGymCurriculumConfig(raise_at=0.8, lower_at=0.2)
 GYM = ReasoningGymConfig.model_validate(
     {"tasks": {"gcd": {"weight": 3}, "lcm": {}}, "levels": 3, "curriculum": {"lower_at": 0.2}}
@@ -121,8 +123,7 @@ def feeder(queue: TransferQueue) -> Feeder:
 
 async def full(queue: TransferQueue) -> None:
     """Wait for a whole batch."""
-    while len(queue._run("r").by_task) < BATCH:  # noqa: ASYNC110 - the queue tells nobody
-        await asyncio.sleep(0)
+    await until(lambda: len(queue._run("r").by_task) >= BATCH)
 
 
 async def fed(queue: TransferQueue, steps: int, seen: list[str]) -> None:

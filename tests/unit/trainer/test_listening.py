@@ -21,7 +21,7 @@ from .ranks import Ranks
 def test_the_ranks_of_one_machine_listen_on_loopback_only(
     ranks: Ranks, tmp_path: Path, count: int
 ) -> None:
-    ranks.run("listen.py", [], tmp_path / "output", ranks=count)
+    ranks.run("listen", output=tmp_path / "output", ranks=count)
     lines = (tmp_path / "output").read_text().splitlines()
     assert len(lines) == count
     assert set(" ".join(lines).split()) == {"127.0.0.1"}

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -43,8 +42,8 @@ def run_two(ranks: Ranks, tiny_path: Path) -> RunTwo:
     ) -> list[float]:
         """Train up to `steps` steps on `size` processes; loss, gradient norm and entropy of the last."""
         target.mkdir(exist_ok=True)
-        arguments = [model, target, rows, steps, json.dumps(parallel or {}), top]
-        ranks.run("rank_work.py", arguments, target / "output", ranks=size)
+        arguments = [model, target, rows, steps, parallel or {}, top]
+        ranks.run("train", *arguments, output=target / "output", ranks=size)
         return [float(word) for word in (target / "numbers").read_text().split()]
 
     return run
@@ -294,7 +293,8 @@ async def test_a_rank_that_died_during_a_collective_is_one_line(world: World) ->
 def test_each_file_of_a_checkpoint_is_hashed_by_one_rank_and_all_find_the_same_one(
     tiny_path: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
-    ranks.run("hash_shares.py", [tiny_path, tmp_path / "saved"], tmp_path / "output", ranks=2)
+    saved = tmp_path / "saved"
+    ranks.run("hash_checkpoints", tiny_path, saved, output=tmp_path / "output", ranks=2)
     lines = (tmp_path / "output").read_text().splitlines()
     saved, loaded, steps = zip(*(map(int, line.split()) for line in lines), strict=True)
     tensors = next(path for _, path in checkpoint.complete(tmp_path / "saved")) / "tensors"

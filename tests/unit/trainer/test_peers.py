@@ -49,7 +49,7 @@ def test_a_first_machine_that_does_not_come_is_one_line() -> None:
 def test_others_end_when_one_is_silent_is_replaced_or_the_first_one_ends(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    ranks.run("peers_work.py", [tmp_path], tmp_path / "output")
+    ranks.run("peers_work:main", output=tmp_path / "output")
     told = (tmp_path / "output").read_text()
     assert "error: rank 0: machine 1 has said nothing for 1 s" in told
     assert "error: rank 0: machine 1 has been started again" in told

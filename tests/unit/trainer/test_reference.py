@@ -44,6 +44,7 @@ from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ...pictures import make_model, picture
+from ...waiting import until
 from . import rank_work, tiny
 from .ranks import Ranks
 from .test_vision import load_theirs
@@ -83,7 +84,7 @@ async def test_logprobs_are_those_of_transformers(
 def test_ranks_that_share_the_weights_answer_as_one_process(
     tiny_path: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
-    ranks.run("reference_shares.py", [tiny_path], tmp_path / "output", ranks=2)
+    ranks.run("reference", tiny_path, output=tmp_path / "output", ranks=2)
 
 
 async def test_a_deterministic_reference_answers_a_row_alike_in_any_company(
@@ -175,9 +176,7 @@ async def staged(
         **{"worker": "r", "pictures": reference.reads_pictures},  # type: ignore[arg-type]
     )
     working = asyncio.create_task(stage.run())
-    async with asyncio.timeout(120):
-        while not stage.stats.written:  # noqa: ASYNC110 - the stage sends no event
-            await asyncio.sleep(0.01)
+    await until(lambda: stage.stats.written)
     stage.drain()
     await working
     (columns,) = await queue.fetch("run", [leased.uid], [*ROLLOUT_STAGE.writes, *writes])

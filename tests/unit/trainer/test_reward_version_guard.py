@@ -30,6 +30,8 @@ from meshrl.trainer.reward_version_guard import RewardVersionGuard
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
+from ...waiting import until
+
 GROUPS, SIZE = 4, 2
 
 
@@ -130,9 +132,7 @@ class Run:
         await self.queue.write("run", "rollout", {r.uid: r.token for r in lease.rows}, writes)
         stage = RewardStage(self.queue, ["run"], self.versions, worker="judge", keep_inputs=["run"])
         working = asyncio.create_task(stage.run(grace_s=5))
-        async with asyncio.timeout(120):
-            while stage.stats.written < rows:  # noqa: ASYNC110 - the stage counts, it does not ring
-                await asyncio.sleep(0.005)
+        await until(lambda: stage.stats.written >= rows)
         stage.drain()
         await working
         self.versions.scored.clear()

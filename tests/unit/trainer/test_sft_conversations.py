@@ -269,9 +269,8 @@ def test_two_ranks_that_share_tokens_learn_what_one_learns(
             chat_model, data, model=model, steps=3, batch_rows=3, val_files=[data],
             output_dir=tmp_path / f"{sharers}", max_tokens_per_pack=40,
         )  # fmt: skip
-        file = tmp_path / f"{sharers}.json"
-        file.write_text(made.model_dump_json())
-        ranks.run("sft_ranks.py", [file], tmp_path / "output", ranks=sharers)
+        settings = made.model_dump(mode="json")
+        ranks.run("finetune", settings, output=tmp_path / "output", ranks=sharers)
         weights.append(AutoModelForCausalLM.from_pretrained(made.output_dir).state_dict())
     for name in weights[0]:
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=2e-5)

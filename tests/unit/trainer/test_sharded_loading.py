@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -59,9 +58,10 @@ def test_each_rank_reads_its_shards_and_writes_its_files_and_together_they_are_t
 ) -> None:
     random_hf(KINDS[kind], 0).save_pretrained(tmp_path / "model", max_shard_size="10KB")
     ranks.run(
-        "load_shares.py",
-        [tmp_path / "model", json.dumps(parallel)],
-        tmp_path / "output",
+        "load_and_export",
+        tmp_path / "model",
+        parallel,
+        output=tmp_path / "output",
         ranks=size,
     )
     lines = (tmp_path / "output").read_text().splitlines()

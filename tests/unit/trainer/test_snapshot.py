@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +127,7 @@ def test_ranks_gather_a_bucket_in_one_collective_a_group_that_shares_it(
         path = tmp_path / "two"
         config = AutoConfig.from_pretrained(mixture_path, num_experts=2)
         random_hf(config, 0).save_pretrained(path)
-    arguments = [path, json.dumps(parallel), 1 << 13]
-    ranks.run("snapshot_ranks.py", arguments, tmp_path / "output", ranks=size)
+    ranks.run("snapshot", path, parallel, 1 << 13, output=tmp_path / "output", ranks=size)
     output = (tmp_path / "output").read_text()
     buckets, together, alone, wrong, tensors = map(int, output.split())
     assert buckets < tensors

@@ -225,7 +225,7 @@ def test_ranks_learn_of_pictures_what_one_process_learns(
     make_model(tmp_path / "model")
     torch.save(train(tmp_path / "model", world, TRAININGS["AdamW"]), tmp_path / "alone.pt")
     for count in (2, 4):
-        ranks.run("vision_ranks.py", [tmp_path], tmp_path / "output", ranks=count)
+        ranks.run("pictures", tmp_path, output=tmp_path / "output", ranks=count)
     found = [json.loads(line) for line in (tmp_path / "found").read_text().splitlines()]
     assert len(found) == 4
     for layout, (loss, gradient, weight) in found:

@@ -1,0 +1,253 @@
+"""What several ranks do together, a function each, with JSON for arguments: `ranks.run("snapshot", …)` runs one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import named_algorithms
+import numpy as np
+import rank_work
+import tiny
+import torch
+import xxhash
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from meshrl.contract.types import Version
+from meshrl.trainer.checkpoint import checkpoint, export
+from meshrl.trainer.checkpoint.checkpoint import TrainerState
+from meshrl.trainer.config import ModelConfig, ParallelConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.model.critic import build_critic
+from meshrl.trainer.model.policy import build_policy, load_hf, open_hf
+from meshrl.trainer.model.snapshot import take_snapshot
+from meshrl.trainer.offline import sft
+from meshrl.trainer.offline.config import SftConfig
+from meshrl.trainer.reference import ReferenceModel
+from tests.doubles.equality import TRAININGS, differences
+from tests.doubles.equality import train as train_by_table
+
+
+@contextmanager
+def joined(parallel: Mapping[str, int] | None = None) -> Iterator[World]:
+    """The world of these ranks."""
+    world = World.start("cpu", ParallelConfig.model_validate(parallel or {}))
+    yield world
+    world.close()
+
+
+def train(
+    model: str, target: str, rows: int, steps: int, parallel: Mapping[str, int], top: int
+) -> None:
+    """Train up to so many steps; count reductions of gradients and backward passes."""
+    reductions: list[object] = []
+    add_up = DefaultReduceScatter.__call__
+
+    def counted(self: DefaultReduceScatter, *args: Any, **options: Any) -> Any:
+        reductions.append(self)
+        return add_up(self, *args, **options)
+
+    passes: list[object] = []
+    backward: Any = torch.Tensor.backward
+
+    def passed(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+        passes.append(self.shape)
+        return backward(self, *args, **options)
+
+    with joined(parallel) as world:
+        DefaultReduceScatter.__call__ = counted  # type: ignore[method-assign]
+        torch.Tensor.backward = passed  # type: ignore[method-assign]
+        numbers = rank_work.train(Path(model), Path(target), world, rows, steps, top)
+        if world.is_main:
+            Path(target, "reductions").write_text(f"{len(reductions)} {len(passes)}")
+            Path(target, "numbers").write_text(" ".join(map(repr, numbers)))
+
+
+def algorithms(model: str, target: str, names: list[str]) -> None:
+    """Take one step of the named algorithms given."""
+    found = {}
+    with joined() as world:
+        for name in names:
+            recipe = named_algorithms.recipe_of(name, Path(model), *named_algorithms.GRADIENTS)
+            learner = named_algorithms.learner_of(recipe, world)
+            rows = named_algorithms.trajectories(recipe, Path(model))
+            named_algorithms.learn(learner, recipe, rows)
+            found[name] = named_algorithms.weights(learner)
+        if world.is_main:
+            torch.save(found, target)
+
+
+def finetune(config: dict[str, Any]) -> None:
+    sft.run(SftConfig.model_validate(config))
+
+
+def snapshot(model: str, parallel: Mapping[str, int], bucket_bytes: int) -> None:
+    """Print the collectives of a gather, and the tensors that differ from what each gathers to alone."""
+    path = Path(model)
+    with joined(parallel) as world:
+        policy = build_policy(open_hf(path), world, ModelConfig(path=path))
+        with CommDebugMode() as one_by_one:
+            alone = {
+                name: weight.whole(torch.bfloat16) for name, weight in policy.published_weights()
+            }
+        with CommDebugMode() as together:
+            sent = take_snapshot(
+                policy,
+                world,
+                run="r",
+                version=Version(1, 1),
+                dtype="bfloat16",
+                bucket_bytes=bucket_bytes,
+            )
+        if sent is not None:
+            wrong, stored = 0, load_file(path / "model.safetensors")
+            for spec in sent.manifest.tensors:
+                held = sent.bucket(spec.bucket)[spec.offset : spec.offset + spec.nbytes].copy()
+                found = torch.from_numpy(held).view(torch.bfloat16).view(spec.shape)
+                wrong += not torch.equal(found, alone[spec.name])
+                wrong += not torch.equal(found, stored.get(spec.name, found).to(found.dtype))
+            buckets, counts = len(sent.manifest.bucket_bytes), (together, one_by_one)
+            print(buckets, *(each.get_total_counts() for each in counts), wrong, len(alone))
+
+
+LAYOUTS: dict[int, list[dict[str, int]]] = {
+    2: [{"data_shard": 2}, {"data_replicate": 2}, {"sequence": 2}],
+    4: [{"data_replicate": 2, "data_shard": 2}],
+}
+
+
+def pictures(folder: str) -> None:
+    """Take steps on rows with pictures in every layout, beside the same by one rank."""
+    wanted = torch.load(Path(folder, "alone.pt"))
+    with joined() as first:
+        for layout in LAYOUTS[first.size]:
+            world = World.start("cpu", ParallelConfig.model_validate(layout))
+            trained = train_by_table(Path(folder, "model"), world, TRAININGS["AdamW"])
+            found = differences(trained, wanted)
+            if world.is_main:
+                with Path(folder, "found").open("a") as file:
+                    file.write(json.dumps([layout, found]) + "\n")
+
+
+class Counted:
+    """xxh3-128 that counts what it is given."""
+
+    bytes = 0
+
+    def __init__(self) -> None:
+        self._digest = xxhash.xxh3_128()
+
+    def update(self, block: bytes) -> None:
+        Counted.bytes += len(block)
+        self._digest.update(block)
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+class Counting:
+    """The module `xxhash`, as far as checkpoints use it."""
+
+    xxh3_128 = Counted
+
+
+def hash_checkpoints(model: str, root: str) -> None:
+    """Save twice and look for the newest checkpoint, the last one damaged.
+
+    Each rank prints the bytes that it hashed while it saved and while it loaded, and the step that it found.
+    """
+    with joined() as world:
+        learner = rank_work.make(Path(model), world)
+        checkpoint.xxhash = Counting  # type: ignore[assignment, attr-defined]
+        state = TrainerState(run="r", step=1, epoch=1, seed=0, world_size=2, kl_coef=0.0)
+        parts = learner.policy, learner.optimizers
+        path = checkpoint.save(Path(root), *parts, state, world, keep=2)
+        saving, Counted.bytes = Counted.bytes, 0
+        checkpoint.load(checkpoint.newest(Path(root), world)[0], *parts)  # type: ignore[index]
+        loading = Counted.bytes
+        later = TrainerState(run="r", step=2, epoch=1, seed=0, world_size=2, kl_coef=0.0)
+        path = checkpoint.save(Path(root), *parts, later, world, keep=2)
+        if world.is_main:
+            victim = path / "tensors" / "__1_0.distcp"
+            victim.write_bytes(victim.read_bytes()[:-1] + b"?")
+        world.barrier()
+        found = checkpoint.newest(Path(root), world)
+        assert found is not None
+        print(f"{saving} {loading} {found[1].step}\n", end="", flush=True)
+
+
+def noted(file: Path, _: None) -> None:
+    """Leave the number of the rank that has written a file beside it."""
+    file.with_suffix(".rank").write_text(os.environ["RANK"])
+
+
+def load_and_export(path: str, parallel: Mapping[str, int]) -> None:
+    """Read a model by shards, compare it with the whole, and export it."""
+    model = Path(path)
+    with joined(parallel) as world:
+        whole, empty = load_hf(model), open_hf(model)
+        assert all(tensor.is_meta for tensor in empty.state_dict().values())
+        policy = build_policy(empty, world, ModelConfig(path=model))
+        own = dict(policy.hf.named_parameters()) | dict(policy.hf.named_buffers())
+        stored = dict(whole.named_parameters()) | dict(whole.named_buffers())
+        assert own.keys() == stored.keys()
+        for name, tensor in stored.items():
+            found = own[name].full_tensor() if isinstance(own[name], DTensor) else own[name]
+            assert torch.equal(found, tensor), name
+        critic = build_critic(open_hf(model), world, ModelConfig(path=model))
+        assert not any(parameter.is_meta for parameter in critic.parameters())
+        local = sum(p.to_local().numel() for p in policy.parameters() if isinstance(p, DTensor))
+        print(world.rank, local, sum(parameter.numel() for parameter in whole.parameters()))
+        export.SHARED_OUT = 1000
+        export.save_file = lambda own, file, about: noted(file, save_file(own, file, about))
+        export.export_policy(policy, world, model.with_name("export"), tokenizer=model)
+
+
+async def _compare(model: ReferenceModel, alone: ReferenceModel) -> None:
+    for count, top, temperature in ((9, 3, 0.7), (1, 0, 1.0), (2, 2, 1.0)):
+        await asyncio.to_thread(model._ranks.idle)
+        rows = tiny.rows(count)
+        found = await model.judged(rows, temperature=temperature, top=top)
+        wanted = await alone.judged(rows, temperature=temperature, top=top)
+        for mine, theirs in zip(found, wanted, strict=True):
+            assert mine.keys() == theirs.keys()
+            for name, column in theirs.items():
+                assert mine[name].dtype == column.dtype
+                np.testing.assert_array_equal(mine[name], column)
+
+
+def reference(path: str) -> None:
+    """Answer by a reference over several ranks as one in one process does."""
+    with joined() as world:
+        for deterministic in (True, False):
+            how = {"device": "cpu", "max_tokens": 60, "deterministic": deterministic}
+            model = ReferenceModel(Path(path), world=world, **how)
+            policy = model._policy
+            assert all(isinstance(each, DTensor) for each in policy.parameters())
+            if world.is_main:
+                alone = ReferenceModel(Path(path), **how)
+                asyncio.run(_compare(model, alone))
+                alone.close()
+                model.close()
+            else:
+                model.follow()
+            # None is whole.
+            assert all(isinstance(each, DTensor) for each in policy.parameters())
+
+
+def listen() -> None:
+    """Print the addresses at which ranks listen."""
+    from listening import addresses
+
+    with joined() as world:
+        world.barrier()
+        print(*sorted(addresses()), flush=True)
+        world.barrier()
