@@ -83,24 +83,6 @@ async def test_a_replica_without_progress_becomes_suspect_and_then_out_while_the
         assert "PREPARED" in fleet.reason_of("stuck")
 
 
-async def test_a_quorum_commits_and_the_straggler_follows(tmp_path: Path) -> None:
-    gate = asyncio.Event()
-
-    class Slow(HashSink):
-        async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
-            await gate.wait()
-            await super().stage_weights(manifest, buckets)
-
-    async with opened("disk", tmp_path, quorum=0.5) as fleet:
-        fast, slow = await fleet.joined("fast", slow=Slow())
-        await fleet.carry(fleet.source(0))
-        assert fleet.published == [Version(1, 0)]
-        assert (fast.version, slow.version) == (Version(1, 0), None)
-        gate.set()
-        await until(lambda: fleet.state_of("slow") is ReplicaState.SERVING)
-        assert slow.version == Version(1, 0)
-
-
 async def test_stragglers_are_waited_for_half_as_long_again_where_the_late_quorum_is_lower(
     tmp_path: Path,
 ) -> None:

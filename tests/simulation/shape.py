@@ -69,7 +69,7 @@ class Shape:
     """Writing or reading a version; half of it: taking it into an engine."""
     carrier: str = "shm"
     anchor_every: int = 1
-    quorum: float = 1.0
+    late_quorum: float = 1.0
     on_update: OnUpdate = OnUpdate.IN_FLIGHT
     reward_s: float = 0.2
     saves_progress: bool = True
@@ -156,7 +156,7 @@ def draw_shape(seed: int) -> Shape:
         chunk=random.Random(f"feeder {seed}").choice((2, 5, 64)),
         carrier=plane.choice(("shm", "shm", "disk", "auto")),
         anchor_every=plane.randint(1, 3),
-        quorum=plane.choice((1.0, 1.0, 0.5)),
+        late_quorum=plane.choice((1.0, 1.0, 0.5)),
         on_update=plane.choice((OnUpdate.IN_FLIGHT, OnUpdate.IN_FLIGHT, OnUpdate.DRAIN)),
         faults_until_s=pace.choice((20.0, 60.0)),
         shards=shards,

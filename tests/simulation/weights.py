@@ -150,7 +150,7 @@ class WeightSurroundings:
             carrier=shape.carrier,
             directory=f"memory:/{self._folder}",
             anchor_every=shape.anchor_every,
-            quorum=shape.quorum,
+            late_quorum=shape.late_quorum,
             silence_s=SILENCE_S,
         )
         self.paths = RunPaths(directory=Path("simulated"))

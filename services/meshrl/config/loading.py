@@ -67,6 +67,10 @@ DROPPED_KEYS: Final[Mapping[Loc, str]] = {
     ("weights", "ready_s"): "it is three times weights.base_s",
     ("weights", "commit_s"): "it is six times weights.base_s, and more for large versions",
     ("weights", "beat_s"): "it follows from weights.silence_s and weights.base_s",
+    (
+        "weights",
+        "quorum",
+    ): "a version waits for all replicas, and after a while for weights.late_quorum of them",
     ("weights", "late_s"): "stragglers have at least a second",
     ("weights", "resends"): "what arrives corrupted is sent again twice",
     ("weights", "bases"): "the trainer keeps two older versions for weights.carrier delta",

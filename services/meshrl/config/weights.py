@@ -68,10 +68,9 @@ class WeightsConfig(Config):
     """A replica that moves bytes more slowly than this counts as stuck."""
     silence_s: PositiveFloat = 30.0
     """Seconds without any message after which the other side counts as dead."""
-    quorum: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Share of the live replicas that must hold a version before it is committed; the others follow."""
     late_quorum: float = Field(default=0.9, gt=0.0, le=1.0)
-    """Share that suffices once stragglers have had half as long again as the faster half took, and a second."""
+    """Share of the live replicas that must hold a version before it is committed, once stragglers have had half as
+    long again as the faster half took, and a second; the others follow."""
     keep: int = Field(default=2, ge=2)
     """Versions that the carriers disk and shm keep."""
     nccl: NcclConfig = NcclConfig()

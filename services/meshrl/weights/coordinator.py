@@ -437,7 +437,7 @@ class WeightCoordinator:
         await self._routes.stage(source, [replica.peer for replica in self._candidates()])
         members = [replica.generation for replica in self._candidates()]
         self._assemble(source.manifest.version)
-        self._proposed = Transaction(source, members, self._config.quorum, self._config.late_quorum)
+        self._proposed = Transaction(source, members, self._config.late_quorum)
         self._proposed_at = self._clock()
         if self._straggler_wait is not None:
             self._straggler_wait.cancel()

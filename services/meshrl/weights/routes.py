@@ -62,7 +62,6 @@ class Routes:
         """The carriers that have been taken, with their endpoints."""
         self._staged = {name: deque[Version](maxlen=config.keep) for name in self._facts}
         self._locks = {name: asyncio.Lock() for name in self._facts}
-        self._starting = {name: asyncio.Lock() for name in self._facts}
 
     async def start(self) -> None:
         """Load the carriers, and listen where there is only one. Raises ConfigError when it cannot."""
@@ -141,11 +140,12 @@ class Routes:
         return endpoint
 
     async def _listen(self, name: str) -> tuple[Carrier, str]:
-        async with self._starting[name]:
-            if name not in self._listening:
-                carrier = self._carriers[name]
-                self._listening[name] = carrier, await carrier.listen()
-            return self._listening[name]
+        if name not in self._listening:
+            async with self._locks[name]:
+                if name not in self._listening:
+                    carrier = self._carriers[name]
+                    self._listening[name] = carrier, await carrier.listen()
+        return self._listening[name]
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -34,11 +34,12 @@ class Transaction:
     """
 
     def __init__(
-        self, source: WeightSource, members: Iterable[int], quorum: float, late_quorum: float = 1.0
+        self, source: WeightSource, members: Iterable[int], late_quorum: float = 1.0
     ) -> None:
+        """`late_quorum` is the share of the members that suffices once `accept_late_quorum` was called."""
         self.source = source
         self.phase = Phase.PARKED
-        self._quorum = quorum
+        self._quorum = 1.0
         self._late_quorum = late_quorum
         self._members = set(members)
         self._followers: set[int] = set()
@@ -50,11 +51,6 @@ class Transaction:
     def version(self) -> Version:
         """The version."""
         return self.source.manifest.version
-
-    @property
-    def in_transfer(self) -> bool:
-        """True while a replica takes part and the outcome is open."""
-        return self.phase in (Phase.PREPARING, Phase.COMMITTING)
 
     @property
     def may_commit(self) -> bool:
@@ -69,7 +65,7 @@ class Transaction:
 
     def accept_late_quorum(self) -> None:
         """The stragglers' time is over: from now on the late quorum suffices."""
-        self._quorum = min(self._quorum, self._late_quorum)
+        self._quorum = self._late_quorum
         self._advance()
 
     def enter(self, replica: int) -> None:

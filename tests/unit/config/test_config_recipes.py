@@ -206,7 +206,10 @@ def test_a_key_that_is_gone_is_dropped_from_the_command_line(
             "my.yaml:2: reward.functions.0.name is missing; want text",
         ),
         ("run: {name: a/b}", "my.yaml:2: run.name: got 'a/b', want text (Letters, digits"),
-        ("weights: {quorum: 2}", "my.yaml:2: weights.quorum: got 2, want a positive number <= 1.0"),
+        (
+            "weights: {late_quorum: 2}",
+            "my.yaml:2: weights.late_quorum: got 2, want a positive number <= 1.0",
+        ),
         ("rollout: {n: 2}\nrollout: {n: 3}", "my.yaml:3: rollout is given twice"),
         ("rollout: {n: [}", "my.yaml:2: not valid YAML: "),
     ],

@@ -7,8 +7,8 @@ from tests.doubles.weights import StubSource
 SOURCE = StubSource("run", Version(1, 3), buckets=1, bucket_bytes=64)
 
 
-def transaction(*members: int, quorum: float = 1.0) -> Transaction:
-    opened = Transaction(SOURCE, members, quorum)
+def transaction(*members: int, late_quorum: float = 1.0) -> Transaction:
+    opened = Transaction(SOURCE, members, late_quorum)
     for member in members:
         opened.enter(member)
     return opened
@@ -29,9 +29,8 @@ def test_a_version_commits_once_every_member_holds_it_and_serves_it() -> None:
 def test_without_members_a_version_is_parked_and_the_first_joiner_carries_it() -> None:
     version = transaction()
     assert version.phase is Phase.PARKED
-    assert not version.in_transfer
     version.enter(7)
-    assert version.in_transfer
+    assert version.phase is Phase.PREPARING
     version.prepared(7)
     version.committed(7)
     assert version.phase is Phase.COMMITTED
@@ -84,7 +83,8 @@ def test_a_version_that_one_engine_served_stays_committed_when_that_engine_dies(
 
 
 def test_a_quorum_is_rounded_up() -> None:
-    version = transaction(1, 2, 3, quorum=0.5)
+    version = transaction(1, 2, 3, late_quorum=0.5)
+    version.accept_late_quorum()
     version.prepared(1)
     assert not version.may_commit
     version.prepared(2)
@@ -95,7 +95,7 @@ def test_a_quorum_is_rounded_up() -> None:
 
 
 def test_the_late_quorum_counts_only_once_the_stragglers_have_had_their_time() -> None:
-    version = Transaction(SOURCE, (1, 2, 3), 1.0, late_quorum=0.6)
+    version = transaction(1, 2, 3, late_quorum=0.6)
     version.prepared(1)
     assert not version.half_prepared
     version.prepared(2)
