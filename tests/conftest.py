@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.stores.memory import MemoryStore
 
 from . import forks
 
@@ -43,6 +46,14 @@ def own_package() -> Iterator[None]:
     yield
     for name in [name for name in sys.modules if name.split(".")[0] == "my_package"]:
         del sys.modules[name]
+
+
+@pytest.fixture
+async def queue() -> AsyncIterator[TransferQueue]:
+    """An empty queue in memory."""
+    opened = await TransferQueue.open(MemoryStore())
+    yield opened
+    await opened.close()
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +24,8 @@ from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ..chat_model import write_chat_model
+from ..processes import python
+from ..waiting import gone, runs, until
 from .gateway_process import FIRST, RUN
 
 AGENT = """
@@ -47,34 +47,23 @@ post("/reward", {"score": 7})
 """
 
 
-@asynccontextmanager
-async def gateway_process(
+def gateway_process(
     address: str, model: Path, name: str
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    command = [sys.executable, "-m", "tests.chaos.gateway_process", "--queue", address]
-    for key, value in {
+) -> AbstractAsyncContextManager[asyncio.subprocess.Process]:
+    options = {
+        "queue": address,
         "name": name,
         "model": model,
         "agent": model / "agent.py",
         "pids": model / "pids",
-    }.items():
-        command += [f"--{key}", str(value)]
-    process = await asyncio.create_subprocess_exec(*command)
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+    }
+    words = [f"--{key}={value}" for key, value in options.items()]
+    return python("-m", "tests.chaos.gateway_process", *words)
 
 
 def pids(path: Path) -> list[int]:
     found = path / "pids"
     return [int(pid) for pid in found.read_text().split()] if found.exists() else []
-
-
-def alive(found: list[int]) -> list[int]:
-    return [pid for pid in found if os.path.exists(f"/proc/{pid}")]  # noqa: PTH110 (a read, no path)
 
 
 async def test_agents_end_with_their_worker_and_their_rows_start_again(tmp_path: Path) -> None:
@@ -109,15 +98,11 @@ async def test_agents_end_with_their_worker_and_their_rows_start_again(tmp_path:
         )
         await queue.admit(RUN, [task], cursor="", wait_s=5)
         first = await stack.enter_async_context(gateway_process(server.address, tmp_path, "w0"))
-        async with asyncio.timeout(120):
-            while len(pids(tmp_path)) < 4:  # noqa: ASYNC110 (both agents and their children)
-                await asyncio.sleep(0.02)
-        assert len(alive(pids(tmp_path))) == 4
+        await until(lambda: len(pids(tmp_path)) >= 4)
+        assert len(pids(tmp_path)) == 4 and all(map(runs, pids(tmp_path)))
         os.kill(first.pid, signal.SIGKILL)
         await first.wait()
-        async with asyncio.timeout(120):
-            while alive(pids(tmp_path)):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await gone(*pids(tmp_path))
         hang.unlink()
         second = await stack.enter_async_context(gateway_process(server.address, tmp_path, "w1"))
         batch = await queue.take(RUN, epoch=1, step=0, groups=1, batch_id="b", wait_s=120)

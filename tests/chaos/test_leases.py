@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -24,6 +23,7 @@ from meshrl.testing.contract.queue_actors import WAIT_S, Actors, spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
+from ..processes import python
 from ..waiting import until
 
 GROUPS = 2
@@ -71,18 +71,10 @@ class Process:
 
 
 @asynccontextmanager
-async def running(*command: object) -> AsyncIterator[Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, *map(str, command)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
+async def running(*words: object) -> AsyncIterator[Process]:
+    pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+    async with python(*words, **pipes) as process:
         yield Process(process)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 @asynccontextmanager

@@ -19,7 +19,7 @@ from meshrl.transferqueue.stores.disk import DiskStore
 
 from ..mesh import Mesh, make_mesh
 from ..unit.transferqueue.damaged_file import make_store_that_kills_its_reader
-from ..waiting import until
+from ..waiting import gone, until
 
 pytestmark = pytest.mark.slow
 
@@ -56,12 +56,6 @@ def preloaders_of(up: int) -> list[int]:
     return found
 
 
-def ended(pid: int) -> bool:
-    """Also when nobody has waited for it: `up` may have adopted it while it asked for a fork."""
-    path = Path(f"/proc/{pid}/stat")
-    return not path.exists() or path.read_text().rpartition(")")[2].split()[0] == "Z"
-
-
 def rank_of(mesh: Mesh, number: int) -> int:
     """Process id of a trainer's rank."""
     launcher = mesh.pid("trainer")
@@ -93,7 +87,8 @@ async def test_a_run_goes_on_whoever_is_killed_and_after_ctrl_c(tmp_path: Path) 
         await until(lambda: len(preloaders_of(preloader)) == 1)
         (second,) = preloaders_of(preloader)
         os.kill(preloader, signal.SIGKILL)
-        await until(lambda: not preloaders_of(process.pid) and ended(second))
+        await until(lambda: not preloaders_of(process.pid))
+        await gone(second)
         mesh.wait_for_step(process, len(mesh.steps()) + 1)
         assert {name: mesh.pid(name) for name in services} == before
         for pid in (before["rollout-0"], before["reward"], rank_of(mesh, 1)):

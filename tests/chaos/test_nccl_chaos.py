@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import os
@@ -14,6 +13,7 @@ import pytest
 
 from meshrl.testing.libraries.stub import VARIABLE
 
+from ..waiting import gone
 from .weights_mesh import Mesh, Process
 
 POINTS = [{"at": "join"}, {"at": "middle", "nth": 2}, {"at": "between", "nth": 3}]
@@ -34,23 +34,9 @@ def set_up(mesh: Mesh, **stub: object) -> None:
     mesh.config["nccl"] = {"library": "stub", "env": {VARIABLE: json.dumps(stub)}}
 
 
-def runs(pid: int) -> bool:
-    """A zombie does not: its parent was killed before it could look after it."""
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
-
-
 def children(process: Process) -> list[int]:
     pid = process.child.pid
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-async def gone(pids: list[int]) -> None:
-    """Wait for it; the suite's own timeout is the deadline."""
-    while any(map(runs, pids)):  # noqa: ASYNC110 - they are nobody's children here
-        await asyncio.sleep(0.02)
 
 
 async def test_every_death_of_a_nccl_process_costs_a_generation_and_no_version(
@@ -93,7 +79,7 @@ async def test_every_death_of_a_nccl_process_costs_a_generation_and_no_version(
         assert process.hashes("commit") == expected
         assert process.all("commit")[-1] == version
     # A stopped process is killed by its parent: none is left to wake up one day.
-    await gone([int(path.read_text()) for path in struck])
+    await gone(*(int(path.read_text()) for path in struck))
 
 
 async def test_a_nccl_process_dies_with_its_parent_and_the_other_end_lets_go(mesh: Mesh) -> None:
@@ -108,11 +94,11 @@ async def test_a_nccl_process_dies_with_its_parent_and_the_other_end_lets_go(mes
     of_the_victim, of_the_trainer = children(victim), children(trainer)
     assert of_the_victim and len(of_the_trainer) >= 2
     victim.signal(signal.SIGKILL)
-    await gone(of_the_victim)
+    await gone(*of_the_victim)
     await trainer.publish(1)
     await witness.until(lambda: "1.1" in witness.all("commit"))
     await trainer.until(lambda: trainer.fleet["victim"][0] == "out")
     of_the_trainer = children(trainer)
     trainer.signal(signal.SIGKILL)
-    await gone(of_the_trainer)
+    await gone(*of_the_trainer)
     os.kill(witness.child.pid, 0)

@@ -15,6 +15,8 @@ from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import CustomRewardFunctionConfig, RewardConfig
 from meshrl.rewardd.judge import build_judge
 
+from ..waiting import until
+
 SOURCE = """
 import time
 
@@ -74,8 +76,7 @@ async def test_killing_scoring_processes_at_random_loses_no_score(tmp_path: Path
             break
         os.kill(draw.choice(before), signal.SIGKILL)
         killed += 1
-        while judge.pids == before:  # noqa: ASYNC110 - the pool sends no event for this
-            await asyncio.sleep(0.005)
+        await until(lambda before=before: judge.pids != before)
     scores = await scoring
     pids = judge.pids
     await judge.close()

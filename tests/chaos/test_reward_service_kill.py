@@ -17,6 +17,7 @@ from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.clients.reward_registry import RewardRegistryClient
 from meshrl.sandbox.sandbox import no_bubblewrap
 
+from ..waiting import until
 from .answered_rows import GROUP, admit_all, answer_all
 from .reward_service import Service, serving, write_recipe
 
@@ -117,6 +118,4 @@ async def test_a_service_killed_while_it_changes_versions_loses_neither_versions
     assert len(found_rows) == GROUPS * GROUP
     for hash_, reward, answer in found_rows:
         assert reward == factors.get(hash_, 9) * answer
-    async with asyncio.timeout(120):  # the sandboxes of the killed ones end with them
-        while processes_of(str(tmp_path)):  # noqa: ASYNC110 - a process that ends sends no event
-            await asyncio.sleep(0.05)
+    await until(lambda: not processes_of(str(tmp_path)))

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -29,6 +28,7 @@ from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
+from ..processes import python
 from ..unit.rollout.checkpoints import forced_logprobs, greedy, make_model
 from .rollout_process import FIRST, RUN, Numbers
 
@@ -87,23 +87,12 @@ class Worker:
 @asynccontextmanager
 async def rollout_process(address: str, model: Path, name: str) -> AsyncIterator[Worker]:
     log = model / f"{name}.jsonl"
-    command = [sys.executable, "-m", "tests.chaos.rollout_process"]
     options = {"queue": address, "model": model, "log": log, "slots": SLOTS, "interval": INTERVAL}
-    for key, value in options.items():
-        command += [f"--{key}", str(value)]
+    words = [f"--{key}={value}" for key, value in options.items()]
     log.touch()
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
+    pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+    async with python("-m", "tests.chaos.rollout_process", *words, **pipes) as process:
         yield Worker(process, log)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 def task(number: int) -> Task:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +17,10 @@ from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-from ..integration.test_mcp_tools import runs
+from ..processes import python
 from ..unit.rollout.chats import chat_tokenizer
 from ..unit.rollout.scripted import task
+from ..waiting import gone, until
 from .tools_process import CALL, RUN
 
 TOKENIZER = chat_tokenizer()
@@ -40,9 +40,7 @@ class Mesh:
         return [line for line in lines if line.startswith(what)]
 
     async def until_called(self, times: int) -> None:
-        async with asyncio.timeout(120):
-            while len(self.noted("called")) < times:  # noqa: ASYNC110 (another process's file)
-                await asyncio.sleep(0.01)
+        await until(lambda: len(self.noted("called")) >= times)
 
     async def row(self) -> Trajectory:
         batch = await self.queue.take(RUN, epoch=1, step=0, groups=1, batch_id="b", wait_s=60)
@@ -52,25 +50,11 @@ class Mesh:
 
     async def ended(self) -> None:
         """Wait until no server is left."""
-        async with asyncio.timeout(120):
-            for line in self.noted("pid"):
-                while runs(int(line.split()[1])):  # noqa: ASYNC110 (no child of ours)
-                    await asyncio.sleep(0.01)
+        await gone(*(int(line.split()[1]) for line in self.noted("pid")))
 
 
-@asynccontextmanager
-async def worker(mesh: Mesh, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.chaos.tools_process"),
-        *(mesh.address, str(mesh.log), name),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+def worker(mesh: Mesh, name: str) -> AbstractAsyncContextManager[asyncio.subprocess.Process]:
+    return python("-m", "tests.chaos.tools_process", mesh.address, mesh.log, name)
 
 
 @asynccontextmanager

@@ -42,6 +42,8 @@ from meshrl.rpc.auth import Authorizer, TokenStore
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
+from ..waiting import answered, resident
+
 RUN = "agents"
 FIRST = Version(1, 0)
 MAX_BODY = 200_000
@@ -110,15 +112,10 @@ class Mesh:
         return rows.column_posted(self.taken[uid][POSTED_REWARD])
 
     async def until(self, state: str, count: int) -> None:
-        async with asyncio.timeout(120):
-            while (await self.queue.ledger(RUN)).resident.get(state, 0) != count:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await resident(self.queue, RUN, state, count)
 
     async def dead(self) -> Any:
-        async with asyncio.timeout(120):
-            while not (found := await self.queue.dead_letters(RUN)):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        return found
+        return await answered(lambda: self.queue.dead_letters(RUN))
 
 
 def make_tasks(tokenizer: HuggingFaceTokenizer, count: int, **changes: Any) -> list[Task]:

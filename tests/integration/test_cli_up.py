@@ -7,12 +7,13 @@ import json
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from meshrl.launcher.address_book import is_up, run_lock
+
+from ..waiting import until
 
 CLI = (sys.executable, "-m", "meshrl.cli")
 RECIPE = """
@@ -53,12 +54,6 @@ async def ended(process: asyncio.subprocess.Process) -> tuple[int, str, list[str
         out, err = await process.communicate()
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode().splitlines()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120):
-        while not condition():  # noqa: ASYNC110 - what is waited for is another process
-            await asyncio.sleep(0.05)
 
 
 def processes_of(directory: Path) -> list[str]:

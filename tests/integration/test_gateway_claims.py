@@ -14,6 +14,7 @@ from openai import AsyncOpenAI
 
 from meshrl.contract.types import Outcome
 
+from ..waiting import until
 from .gateway_agents import claim
 from .gateway_mesh import RUN, Mesh, agents_mesh
 
@@ -91,9 +92,7 @@ async def test_claims_wait_for_rows_and_end_with_the_worker(talking_model: Path)
         none = await http.post(f"{mesh.url}/v1/sessions", json={"wait_s": 0.2})
         assert status_and_code(none) == (408, "no_row")
         waiting = asyncio.create_task(claim(mesh, http))
-        async with asyncio.timeout(120):
-            while not mesh.sessions.demand:  # noqa: ASYNC110 (no event for a waiting claim)
-                await asyncio.sleep(0.01)
+        await until(lambda: mesh.sessions.demand)
         mesh.worker.drain()
         mesh.sessions.drain()
         assert (await waiting).status_code == 503

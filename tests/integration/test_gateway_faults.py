@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 from meshrl.contract.types import Outcome
 from meshrl.testing.engines.echo import Behaviour
 
-from ..waiting import until
+from ..waiting import runs, until
 from .gateway_agents import AGENT, echoing, leading
 from .gateway_mesh import RUN, Mesh, agents_mesh, check_exact
 
@@ -76,10 +76,6 @@ async def test_an_agent_that_runs_out_of_tokens_leaves_a_truncated_row(talking_m
         assert codes == ["context_length_exceeded"]
 
 
-def is_alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
 async def test_an_agent_past_its_deadline_is_killed_with_its_processes(
     talking_model: Path, tmp_path: Path
 ) -> None:
@@ -91,7 +87,7 @@ async def test_an_agent_past_its_deadline_is_killed_with_its_processes(
         assert letter.outcome is Outcome.TIMEOUT
     found = [int(pid) for pid in pids.read_text().split()]
     assert len(found) == 2
-    assert not [pid for pid in found if is_alive(pid)]
+    assert not any(map(runs, found))
 
 
 async def test_a_row_whose_agent_is_killed_is_retried(talking_model: Path, tmp_path: Path) -> None:

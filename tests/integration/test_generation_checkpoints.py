@@ -36,7 +36,8 @@ from meshrl.testing.engines.echo import Behaviour
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-from .test_rollout_worker import FIRST, RUN, Words, commit, open_run, tasks, trajectories, until
+from ..waiting import resident, until
+from .test_rollout_worker import FIRST, RUN, Words, commit, open_run, tasks, trajectories
 
 NEXT = Version(1, 1)
 LENGTH = 96
@@ -105,12 +106,6 @@ def checkpointer_of(worker: RolloutWorker) -> GenerationCheckpointer:
     return worker.checkpointer
 
 
-async def until_true(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120):
-        while not condition():  # noqa: ASYNC110 (statistics have no event)
-            await asyncio.sleep(0.002)
-
-
 def long(count: int, **changes: Any) -> list[Task]:
     return tasks(count, sampling=SamplingParams(max_tokens=LENGTH + 4), **changes)
 
@@ -119,10 +114,10 @@ async def drain_a_worker(queue: Recorded, engine: Any, **options: Any) -> None:
     """Run a worker until it has saved tokens of every row, then drain it."""
     worker = worker_of(queue, engine, **options)
     running = asyncio.create_task(worker.run(grace_s=60))
-    await until_true(lambda: checkpointer_of(worker).stats.tokens >= 8 * 8)
+    await until(lambda: checkpointer_of(worker).stats.tokens >= 8 * 8)
     # Tokens between engine and program at the drain would be sampled again, so wait until they have arrived.
     engine.behave(Behaviour.STALL)
-    await until_true(lambda: recorded(worker) == engine.stats().tokens_generated)
+    await until(lambda: recorded(worker) == engine.stats().tokens_generated)
     worker.drain()
     async with asyncio.timeout(120):
         await running
@@ -301,7 +296,7 @@ async def test_a_row_that_another_worker_holds_is_dropped_and_its_siblings_conti
     async with serving(tmp_path, rate=1000) as engine:
         worker = worker_of(queue, engine)
         running = asyncio.create_task(worker.run(grace_s=5))
-        await until_true(lambda: checkpointer_of(worker).stats.tokens >= 8 * 8)
+        await until(lambda: checkpointer_of(worker).stats.tokens >= 8 * 8)
         row = queue.leases[0].rows[0]
         await queue.release(RUN, "rollout", {row.uid: row.token})
         rows = await trajectories(queue, RUN, 2)
@@ -319,7 +314,7 @@ async def test_the_timer_saves_the_tokens_of_a_slow_engine(queue: Recorded, tmp_
     async with serving(tmp_path) as engine:
         worker = worker_of(queue, engine, checkpoint=CheckpointIntervals(tokens=0, ms=10))
         running = asyncio.create_task(worker.run(grace_s=5))
-        await until_true(lambda: checkpointer_of(worker).stats.tokens > 0)
+        await until(lambda: checkpointer_of(worker).stats.tokens > 0)
         engine.behave(Behaviour.STALL)
         worker.drain()
         await running
@@ -382,7 +377,7 @@ async def test_later_turns_of_a_program_continue_within_the_grace(
     async with serving(tmp_path) as engine:
         worker = worker_of(queue, engine)
         running = asyncio.create_task(worker.run(grace_s=60))
-        await until_true(lambda: engine.stats().tokens_generated > 1.5 * 8 * LENGTH)
+        await until(lambda: engine.stats().tokens_generated > 1.5 * 8 * LENGTH)
         worker.drain()
         await running
-        assert (await until(queue, RUN, "ready", 8)).balanced
+        assert (await resident(queue, RUN, "ready", 8)).balanced

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,14 +17,17 @@ import pytest
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Media, Uid
 from meshrl.images.messages import taken_out
+from meshrl.launcher.ports import free_port
 from meshrl.rollout.tools import mcp_servers
 from meshrl.rollout.tools.building import ToolBuilder
 from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
 from meshrl.rollout.tools.ports import Caller, ToolCall
 from meshrl.rollout.tools.toolbox import TaskTools
 
+from ..processes import python
 from ..unit.rollout.chats import chat_tokenizer
 from ..unit.rollout.scripted import task
+from ..waiting import answered, gone
 
 OFFICIAL = Path(__file__).with_name("mcp_server.py")
 LIGHT = Path(__file__).with_name("mcp_light.py")
@@ -82,18 +84,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     yield made
     if made.builder is not None:
         await made.builder.close()
-    async with asyncio.timeout(120):
-        for pid in map(int, made.noted("pid") + made.noted("child")):
-            while runs(pid):  # noqa: ASYNC110 (not our child: its end has no event)
-                await asyncio.sleep(0.01)
-
-
-def runs(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
+    await gone(*map(int, made.noted("pid") + made.noted("child")))
 
 
 async def test_a_servers_picture_is_a_part_for_a_model_that_sees_and_a_word_for_another(
@@ -238,18 +229,9 @@ async def test_attempts_that_fail_wait_longer_and_longer(
 
 @asynccontextmanager
 async def http_server(log: Path, port: int) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, str(OFFICIAL), str(log), str(port), stderr=asyncio.subprocess.DEVNULL
-    )
-    try:
-        async with asyncio.timeout(120):
-            while not await accepts(port):  # noqa: ASYNC110 (a port has no event)
-                await asyncio.sleep(0.02)
+    async with python(OFFICIAL, log, port, stderr=asyncio.subprocess.DEVNULL) as process:
+        await answered(lambda: accepts(port))
         yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 async def accepts(port: int) -> bool:
@@ -262,15 +244,8 @@ async def accepts(port: int) -> bool:
     return True
 
 
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        number: int = bound.getsockname()[1]
-        return number
-
-
 async def test_a_server_over_http_may_disappear_and_return(bench: Bench) -> None:
-    port = free_port()
+    port = free_port("127.0.0.1")
     url = f"http://127.0.0.1:{port}/mcp"
     async with http_server(bench.log, port) as process:
         await bench.open(url=url, headers={"X-Test": "1"})

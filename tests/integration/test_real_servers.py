@@ -330,8 +330,7 @@ async def _swapped(
         asyncio.create_task(sample(engine, request(str(i), p, temperature=0.0, max_tokens=SWAPPED)))
         for i, p in enumerate(generate_requests)
     ]
-    while engine.stats().tokens_generated < before + SLOTS * 30:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    await until(lambda: engine.stats().tokens_generated >= before + SLOTS * 30)
     await engine.commit_weights(Version(1, step + 1), on_update)
     return await asyncio.gather(*running)
 

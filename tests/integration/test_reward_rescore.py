@@ -19,6 +19,7 @@ from meshrl.sandbox.sandbox import no_bubblewrap
 
 from ..chaos.answered_rows import GROUP, admit_all, answer_all
 from ..chaos.reward_service import Service, serving, write_recipe
+from ..waiting import resident
 
 GROUPS = 25
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -30,9 +31,7 @@ async def rescore(queue: Service, *arguments: str) -> Result:
 
 
 async def ready(queue: Queue) -> None:
-    async with asyncio.timeout(120):
-        while (await queue.ledger("train")).resident["ready"] < GROUPS * GROUP:  # noqa: ASYNC110 - a ledger sends no event
-            await asyncio.sleep(0.05)
+    await resident(queue, "train", "ready", GROUPS * GROUP)
 
 
 async def test_resident_rows_are_scored_again_with_the_current_version(tmp_path: Path) -> None:

@@ -18,12 +18,12 @@ from meshrl.rollout.worker import ProgramCache, RolloutWorker
 from meshrl.testing.engines import echo
 from meshrl.trainer.algorithms.agent_steps import anchors_of
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ..unit.rollout import some_tools
 from ..unit.rollout.chats import chat_tokenizer
 from ..unit.rollout.scripted import END, Scripted
 from ..unit.rollout.scripted import task as one_task
+from ..waiting import until
 from .test_rollout_worker import FIRST, RUN, commit, open_run, trajectories, until_dead
 
 HERE = "tests.unit.rollout.some_tools"
@@ -74,13 +74,6 @@ class Gate:
 
 
 @pytest.fixture
-async def queue() -> AsyncIterator[TransferQueue]:
-    opened = await TransferQueue.open(MemoryStore())
-    yield opened
-    await opened.close()
-
-
-@pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     made = Gate()
     monkeypatch.setattr(some_tools, "gate", made.gate, raising=False)
@@ -121,9 +114,7 @@ async def worker_of(
 async def until_saved(worker: RolloutWorker, tokens: int) -> None:
     """Wait until the queue has so many."""
     assert worker.checkpointer is not None
-    async with asyncio.timeout(120):
-        while worker.checkpointer.stats.tokens < tokens:  # noqa: ASYNC110 (statistics have no event)
-            await asyncio.sleep(0.002)
+    await until(lambda: worker.checkpointer.stats.tokens >= tokens)
 
 
 async def row_of(queue: TransferQueue, policy: Any, **options: Any) -> Trajectory:

@@ -21,7 +21,6 @@ from meshrl.contract.types import (
     ROLLOUT_COLUMNS,
     ROLLOUT_STAGE,
     DeadLetter,
-    Ledger,
     OnUpdate,
     Outcome,
     RunSpec,
@@ -46,6 +45,7 @@ from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ..unit.rollout.checkpoints import forced_logprobs, make_model
+from ..waiting import answered, resident, until
 
 RUN = "demo"
 GROUP = 4
@@ -70,13 +70,6 @@ def tasks(count: int, *, run: str = RUN, group_size: int = GROUP, **changes: Any
         )
         for i in range(count)
     ]
-
-
-@pytest.fixture
-async def queue() -> AsyncIterator[TransferQueue]:
-    opened = await TransferQueue.open(MemoryStore())
-    yield opened
-    await opened.close()
 
 
 async def open_run(queue: TransferQueue, prompts: Sequence[Task], **changes: Any) -> None:
@@ -124,20 +117,9 @@ async def working(
         await task
 
 
-async def until(queue: TransferQueue, run: str, state: str, count: int) -> Ledger:
-    """Wait for `count` resident rows in `state`."""
-    async with asyncio.timeout(120):
-        while (ledger := await queue.ledger(run)).resident.get(state, 0) != count:
-            assert ledger.balanced
-            await asyncio.sleep(0.01)
-    return ledger
-
-
 async def until_dead(queue: TransferQueue) -> Sequence[DeadLetter]:
     """Wait for the first rows that are given up."""
-    async with asyncio.timeout(120):
-        while not (dead := await queue.dead_letters(RUN)):  # noqa: ASYNC110 (the port has no event)
-            await asyncio.sleep(0.01)
+    dead = await answered(lambda: queue.dead_letters(RUN))
     assert (await queue.ledger(RUN)).balanced
     return dead
 
@@ -176,7 +158,7 @@ async def test_no_row_is_leased_before_the_engine_has_a_version(
         await asyncio.sleep(0.15)
         assert worker.stats.leased == 0
         await commit(engine)
-        await until(queue, RUN, "ready", 8)
+        await resident(queue, RUN, "ready", 8)
 
 
 async def test_a_worker_drained_before_the_first_version_just_ends(
@@ -204,11 +186,9 @@ async def test_rows_that_an_engine_fault_hit_are_delivered_again(
     await commit(engine)
     engine.behave(Behaviour.FAIL)
     async with working(queue, engine) as worker:
-        async with asyncio.timeout(120):
-            while worker.stats.failed + worker.stats.returned < 8:  # noqa: ASYNC110 (no event)
-                await asyncio.sleep(0.01)
+        await until(lambda: worker.stats.failed + worker.stats.returned >= 8)
         engine.behave(Behaviour.ANSWER)
-        ledger = await until(queue, RUN, "ready", 8)
+        ledger = await resident(queue, RUN, "ready", 8)
     assert ledger.balanced
     assert ledger.dead_lettered == {}
 
@@ -224,12 +204,10 @@ async def test_a_replica_that_fails_fast_neither_takes_rows_nor_uses_up_their_at
     worker = RolloutWorker(queue, broken, Words(), runs=[RUN], worker="broken", slots=8)
     running = asyncio.create_task(worker.run())
     assert worker.breaker is not None
-    async with asyncio.timeout(120):
-        while not worker.breaker.opened:  # noqa: ASYNC110 (no event)
-            await asyncio.sleep(0.01)
+    await until(lambda: worker.breaker.opened)
     await commit(engine)
     async with working(queue, engine) as healthy:
-        ledger = await until(queue, RUN, "ready", 256)
+        ledger = await resident(queue, RUN, "ready", 256)
     assert ledger.dead_lettered == {}
     assert healthy.stats.written == 256
     assert worker.stats.written == 0
@@ -249,11 +227,9 @@ async def test_a_replica_that_recovers_leases_rows_again(
     engine.behave(Behaviour.FAIL)
     async with working(queue, engine, breaker=CircuitBreakerConfig(pause_s=0.01)) as worker:
         assert worker.breaker is not None
-        async with asyncio.timeout(120):
-            while not worker.breaker.opened:  # noqa: ASYNC110 (no event)
-                await asyncio.sleep(0.001)
+        await until(lambda: worker.breaker.opened)
         engine.behave(Behaviour.ANSWER)
-        ledger = await until(queue, RUN, "ready", 32)
+        ledger = await resident(queue, RUN, "ready", 32)
         assert worker.breaker.state is CircuitState.CLOSED
     assert ledger.dead_lettered == {}
 
@@ -337,7 +313,7 @@ async def test_when_the_engine_has_stopped_the_worker_ends_and_another_takes_ove
     await second.start()
     await commit(second)
     async with working(queue, second):
-        ledger = await until(queue, RUN, "ready", 40)
+        ledger = await resident(queue, RUN, "ready", 40)
     assert ledger.balanced
     await second.close()
 
@@ -350,14 +326,14 @@ async def test_a_drain_whose_grace_is_over_releases_rows_unchanged(
     engine.behave(Behaviour.STALL)
     worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w0", slots=8)
     running = asyncio.create_task(worker.run(grace_s=0.05))
-    await until(queue, RUN, "leased", 8)
+    await resident(queue, RUN, "leased", 8)
     worker.drain()
     await running
     ledger = await queue.ledger(RUN)
     assert ledger.dead_lettered == {}
     engine.behave(Behaviour.ANSWER)
     async with working(queue, engine):
-        await until(queue, RUN, "ready", 8)
+        await resident(queue, RUN, "ready", 8)
 
 
 async def test_evaluation_is_served_before_training(
@@ -370,11 +346,11 @@ async def test_evaluation_is_served_before_training(
     await commit(engine)
     engine.behave(Behaviour.STALL)
     async with working(queue, engine, runs=[RUN, f"{RUN}.eval"]):
-        await until(queue, f"{RUN}.eval", "leased", 8)
+        await resident(queue, f"{RUN}.eval", "leased", 8)
         assert (await queue.ledger(RUN)).resident.get("leased", 0) == 0
         engine.behave(Behaviour.ANSWER)
-        await until(queue, f"{RUN}.eval", "ready", 8)
-        await until(queue, RUN, "ready", 24)
+        await resident(queue, f"{RUN}.eval", "ready", 8)
+        await resident(queue, RUN, "ready", 24)
 
 
 async def test_a_row_with_an_unknown_program_fails_and_names_the_known_ones(

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from meshrl.rollout.server_engine.server_process import ServerProcess, last_erro
 from meshrl.rollout.server_engine.staging import PREFIX, Staging
 
 from ..unit.rollout.checkpoints import VOCAB, make_model, pack
-from ..waiting import until
+from ..waiting import gone, runs, until
 
 OLD, NEW = Version(1, 0), Version(1, 1)
 
@@ -145,26 +144,6 @@ def test_staging_removes_its_files_and_those_of_a_killed_process(
     assert list(tmp_path.iterdir()) == []
 
 
-def alive(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
-
-
-async def gone(pid: int) -> bool:
-    deadline = time.monotonic() + 20
-    while alive(pid) and time.monotonic() < deadline:  # noqa: ASYNC110 (not a child of ours)
-        await asyncio.sleep(0.02)
-    return not alive(pid)
-
-
-async def first_number(path: Path) -> int:
-    while not (text := await asyncio.to_thread(path.read_text)).endswith("\n"):  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
-    return int(text)
-
-
 FAMILY = """
 import subprocess, sys, time
 grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -173,14 +152,18 @@ time.sleep(600)
 """
 
 
+async def first_number(path: Path) -> int:
+    return int(await until(lambda: path.read_text().partition("\n")[0]))
+
+
 async def test_a_server_and_its_children_end_when_it_is_stopped(tmp_path: Path) -> None:
     server = ServerProcess([sys.executable, "-c", FAMILY], dict(os.environ), tmp_path / "log")
     await server.start()
     grandchild = await first_number(server.log)
-    assert alive(grandchild)
+    assert runs(grandchild)
     await server.stop()
     await server.stop()
-    assert await gone(grandchild)
+    await gone(grandchild)
 
 
 async def test_processes_that_a_killed_guard_leaves_are_killed(
@@ -192,7 +175,7 @@ async def test_processes_that_a_killed_guard_leaves_are_killed(
     # The group's number is the guard's pid.
     os.kill(os.getpgid(grandchild), signal.SIGKILL)
     assert await server.ended() == -signal.SIGKILL
-    assert await gone(grandchild)
+    await gone(grandchild)
     await server.stop()
 
 

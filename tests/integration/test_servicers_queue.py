@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
@@ -29,6 +28,7 @@ from meshrl.contract.types import (
     VersionSpan,
 )
 from meshrl.contract.types import Trajectory as Row
+from meshrl.launcher.ports import free_port
 from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
@@ -37,6 +37,7 @@ from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import build
 
 from ..listening import sockets, unix_sockets
+from ..waiting import answered
 
 SPEC = RunSpec(run="run", group_size=2, batch_groups=1, max_staleness=1, stages=(ROLLOUT_STAGE,))
 NOW = Version(1, 0)
@@ -257,24 +258,16 @@ async def start(path: Path, port: int) -> Process:
     return process
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_calls_survive_a_queue_that_ends_during_a_long_poll_and_restarts(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    port = free_port()
+    port = free_port("127.0.0.1")
     process = await start(tmp_path, port)
     async with QueueClient(f"127.0.0.1:{port}", retry_s=100) as client:
         await start_run(client)
         waiting = asyncio.create_task(leased(client, wait_s=100))
-        async with asyncio.timeout(120):
-            while not await client.why_waiting("run"):  # noqa: ASYNC110 - another process' state
-                await asyncio.sleep(0.01)
+        await answered(lambda: client.why_waiting("run"))
         process.send_signal(number)
         await process.wait()
         admitting = asyncio.create_task(client.admit("run", [task("a")], cursor="1", wait_s=100))

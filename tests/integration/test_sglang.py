@@ -96,8 +96,7 @@ async def begun(engine: ServerEngine, until: str) -> asyncio.Task[Response]:
     await fault(engine.url, holds=[[100, until]])
     before = engine.stats().tokens_generated
     running = asyncio.create_task(sample(engine, ask(f"until {until}", max_tokens=LONG)))
-    while engine.stats().tokens_generated == before and not running.done():  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    await until(lambda: not (engine.stats().tokens_generated == before and not running.done()))
     return running
 
 
@@ -192,7 +191,7 @@ async def test_no_token_is_mislabelled_during_updates(make: Maker, arguments: li
         for i in range(4):
             far_enough = seen + (i - 1) * quarter + 50 * requests
             while i and engine.stats().tokens_generated < far_enough:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+                await asyncio.sleep(0.01)
             step += 1
             await commit(engine, step, OnUpdate.INTERRUPT if i == 2 else OnUpdate.IN_FLIGHT)
         answers += await asyncio.gather(*running)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,6 @@ PLACEHOLDER = VOCABULARY
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-async def queue() -> AsyncIterator[TransferQueue]:
-    queue = await TransferQueue.open(MemoryStore())
-    yield queue
-    await queue.close()
 
 
 async def test_a_policy_learns_and_every_row_is_accounted_for(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -24,13 +23,6 @@ BATCH = GROUPS * GROUP_SIZE
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-async def queue() -> AsyncIterator[TransferQueue]:
-    queue = await TransferQueue.open(MemoryStore())
-    yield queue
-    await queue.close()
 
 
 def dynamic(**changes: object) -> AlgorithmConfig:

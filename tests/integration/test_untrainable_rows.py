@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -21,7 +21,6 @@ from meshrl.trainer.learner.experience import Schedule
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.loop import Trainer
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.stores.memory import MemoryStore
 
 from .trainer_mesh import GROUP_SIZE, GROUPS, VOCABULARY, mesh, save_model
 
@@ -31,13 +30,6 @@ BATCH = GROUPS * GROUP_SIZE
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-async def queue() -> AsyncIterator[TransferQueue]:
-    queue = await TransferQueue.open(MemoryStore())
-    yield queue
-    await queue.close()
 
 
 class Changes:

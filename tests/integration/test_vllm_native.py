@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -30,6 +29,7 @@ from meshrl.rollout.server_engine.tensor_ranges import ITEM_BYTES, TensorRange
 from meshrl.testing.libraries.stub import VARIABLE
 
 from ..unit.rollout.checkpoints import make_model, pack
+from ..waiting import gone
 
 ROOT = Path(__file__).parents[2]
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -95,15 +95,6 @@ def hashes(model: Any, dtype: str) -> dict[str, list[Any]]:
     }
 
 
-def runs(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
-async def gone(pids: list[int]) -> None:
-    while any(map(runs, pids)):  # noqa: ASYNC110 - they are nobody's children here
-        await asyncio.sleep(0.02)
-
-
 async def test_every_byte_arrives_in_every_worker_also_after_the_root_was_killed(make: Any) -> None:
     engine = await make(server={"world": 2})
     for dtype, version in (("float32", FIRST), ("bfloat16", SECOND)):
@@ -123,7 +114,7 @@ async def test_every_byte_arrives_in_every_worker_also_after_the_root_was_killed
     assert found["hashes"] == hashes(model_of(2), "bfloat16")
     assert found["calls"] == start + 2 * update + start[1:3] + update
     await engine.close()
-    await gone(found["pids"])
+    await gone(*found["pids"])
 
 
 async def test_an_error_of_the_server_ends_a_broadcast_that_waits_for_it(make: Any) -> None:
@@ -160,7 +151,7 @@ async def test_a_root_that_stops_in_a_broadcast_is_killed_and_the_server_replace
     engine = await make(nccl=root, update_s=4.0)
     with pytest.raises(InfraError, match=r"loading weights 1\.0 failed in vLLM"):
         await commit(engine, model_of(1), FIRST, "float32")
-    await gone([int(stopped.read_text())])
+    await gone(int(stopped.read_text()))
     await commit(engine, model_of(2), SECOND, "float32")
     assert (await plugin_report(engine))["hashes"] == hashes(model_of(2), "float32")
 

@@ -68,8 +68,7 @@ async def test_a_version_arrives_on_the_device_of_one_and_on_the_host_of_another
 
 
 async def _caught_up(engine: LendingHashSink) -> None:
-    while not engine.commits:  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
+    await until(lambda: engine.commits)
 
 
 async def test_what_arrives_wrong_on_the_device_is_sent_again(

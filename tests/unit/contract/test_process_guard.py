@@ -15,6 +15,8 @@ import pytest
 
 from meshrl.contract import process_guard
 
+from ...waiting import runs
+
 FAMILY = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -57,13 +59,6 @@ BEGIN = (
     f"{FAMILY=}\n"
 )
 END = "print(child.pid, said.decode().strip(), flush=True)\ntime.sleep(600)\n"
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def wait_for_end(*pids: int) -> None:

@@ -28,7 +28,7 @@ from meshrl.testing.contract.queue_actors import Actors, rollout_of, spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-from ...waiting import until
+from ...waiting import answered, until
 
 ROWS, LIMIT = 12, 2
 VERSION = Version(1, 0)
@@ -115,9 +115,7 @@ async def test_a_row_that_comes_again_ends_the_work_on_it_before_it_begins_anew(
         queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=LIMIT, version=lambda: VERSION
     )
     running = asyncio.create_task(loop.run())
-    async with asyncio.timeout(60):
-        while loop.stats.written < ROWS:  # noqa: ASYNC110 - a count that the loop keeps
-            await asyncio.sleep(0.01)
+    await until(lambda: loop.stats.written >= ROWS)
     assert seen == ["taken back", "cleaned", "again"] and loop.stats.lost == 1
     loop.drain()
     await running
@@ -130,9 +128,7 @@ async def work_until_all_failed(
         queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=1, version=lambda: VERSION
     )
     running = asyncio.create_task(loop.run())
-    async with asyncio.timeout(60):
-        while loop.stats.failed < ROWS:  # noqa: ASYNC110 - a count that the loop keeps
-            await asyncio.sleep(0)
+    await until(lambda: loop.stats.failed >= ROWS)
     loop.drain()
     await running
     return loop
@@ -180,9 +176,7 @@ async def test_lost_rows_are_told_now_and_then_with_their_number(
         queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=ROWS, version=lambda: VERSION
     )
     working = asyncio.create_task(loop.run())
-    async with asyncio.timeout(30):
-        while len(held) < ROWS:  # noqa: ASYNC110 (no event)
-            await asyncio.sleep(0.01)
+    await until(lambda: len(held) >= ROWS)
     for uid in held[:3]:
         loop.forget({uid})
     told = [r.message for r in caplog.records if r.levelname == "WARNING"]
@@ -216,9 +210,7 @@ async def test_a_row_that_a_handler_fails_on_fails_no_other_of_its_call(queue: S
         version=lambda: VERSION,
     )
     running = asyncio.create_task(loop.run())
-    async with asyncio.timeout(60):
-        while not (letters := await queue.dead_letters("run")):  # noqa: ASYNC110 - no event here
-            await asyncio.sleep(0.01)
+    letters = await answered(lambda: queue.dead_letters("run"))
     loop.drain()
     await running
     assert [letter.uid.task for letter in letters] == ["t1"]
@@ -249,9 +241,7 @@ async def test_rows_that_are_damaged_fail_and_the_others_are_worked_on(queue: Sh
     )
     running = asyncio.create_task(loop.run())
     await until(lambda: len(worked) == ROWS - 1 and loop.stats.failed > 0)
-    async with asyncio.timeout(60):
-        while not (letters := await queue.dead_letters("run")):  # noqa: ASYNC110 - no event here
-            await asyncio.sleep(0.01)
+    letters = await answered(lambda: queue.dead_letters("run"))
     assert not running.done()
     assert "damaged" in letters[0].reason and letters[0].uid.task not in worked
     loop.drain()

@@ -17,6 +17,7 @@ from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ...collector import collector, parsed
+from ...waiting import until
 
 ROW = Uid("r", "0-1", 2)
 
@@ -146,9 +147,7 @@ async def test_a_worker_tells_of_each_row_and_of_its_write(folder: Path) -> None
         queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=2, version=lambda: Version(1, 0)
     )
     working = asyncio.create_task(worker.run())
-    async with asyncio.timeout(30):
-        while worker.stats.written < 2:  # noqa: ASYNC110 (no event)
-            await asyncio.sleep(0.01)
+    await until(lambda: worker.stats.written >= 2)
     worker.drain()
     await working
     await queue.close()

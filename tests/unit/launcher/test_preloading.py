@@ -22,7 +22,8 @@ from meshrl.launcher.processes import ServiceProcess
 from meshrl.launcher.service import Service
 from meshrl.launcher.supervisor import Supervisor
 
-from .test_up_supervisor import WORKS, Log, alive, running, until
+from ...waiting import runs, until
+from .test_up_supervisor import WORKS, Log, running
 
 ROOT = Path(__file__).parents[3]
 NOTHING: Any = {"light": ["json"], "torch": ["random", "numpy.random"]}
@@ -117,7 +118,7 @@ async def test_a_fork_that_is_killed_ends_with_the_signal(
         assert is_fork(process)
         process.signal(number)
         assert await end(process) == -number
-        assert not alive(process.pid)
+        assert not runs(process.pid)
 
 
 async def test_killing_the_preloaders_kills_no_service_and_the_next_start_does_without(
@@ -132,7 +133,7 @@ async def test_killing_the_preloaders_kills_no_service_and_the_next_start_does_w
             first = state.pid
             os.kill(preloader_of(os.getpid()), signal.SIGKILL)
             await until(lambda: not preloaders_alive())
-            assert alive(first)
+            assert runs(first)
             os.kill(first, signal.SIGKILL)
             await until(lambda: state.pid != first and state.phase == "ready")
             os.kill(state.pid, signal.SIGKILL)
@@ -144,7 +145,7 @@ async def test_killing_the_preloaders_kills_no_service_and_the_next_start_does_w
 
 def preloaders_alive() -> bool:
     try:
-        return alive(preloader_of(os.getpid()))
+        return runs(preloader_of(os.getpid()))
     except AssertionError:
         return False
 

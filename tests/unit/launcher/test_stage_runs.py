@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from meshrl.contract.errors import UserError
 from meshrl.launcher import stage_service
 from meshrl.launcher.stage_service import find_runs, open_runs, until_run_differs
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.stores.memory import MemoryStore
 
 RECIPE = """
 run: {name: mine, dir: RUNS}
@@ -31,12 +29,9 @@ def recipe(tmp_path: Path) -> Recipe:
     return load_recipe(tmp_path / "my.yaml", check=False)
 
 
-@pytest.fixture
-async def queue(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TransferQueue]:
+@pytest.fixture(autouse=True)
+def _looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_service, "LOOK_S", 0.01)
-    opened = await TransferQueue.open(MemoryStore())
-    yield opened
-    await opened.close()
 
 
 async def test_a_stage_that_comes_first_opens_nothing_and_ends_when_the_run_differs(

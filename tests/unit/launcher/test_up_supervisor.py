@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,8 @@ import pytest
 from meshrl.contract.errors import ConflictError
 from meshrl.launcher.service import Service
 from meshrl.launcher.supervisor import Supervisor, Verdict
+
+from ...waiting import gone, runs, until
 
 WORKS = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(0)); time.sleep(600)"
 """A service that works until it is asked to drain."""
@@ -43,19 +45,6 @@ async def running(supervisor: Supervisor) -> AsyncIterator[asyncio.Task[Verdict]
         supervisor.stop("test over", 1)
         supervisor.stop("test over", 1)
         await task
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120):
-        while not condition():  # noqa: ASYNC110 - what is waited for is another process
-            await asyncio.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 async def test_the_run_is_over_when_the_leading_service_is_done() -> None:
@@ -151,7 +140,7 @@ async def test_a_second_stop_kills_at_once() -> None:
     supervisor.stop("stopped", 130)
     supervisor.stop("stopped", 130)
     await task
-    assert not alive(supervisor.states["trainer"].pid)
+    assert not runs(supervisor.states["trainer"].pid)
 
 
 async def test_what_a_launcher_started_elsewhere_drains_at_the_end_of_its_input() -> None:
@@ -202,7 +191,7 @@ async def test_what_a_service_started_goes_with_it(tmp_path: Path) -> None:
         await until(lambda: len(log.of("reward")) == 1)
         os.kill(supervisor.states["reward"].pid, signal.SIGKILL)
         grandchild = int(log.of("reward")[0])
-        await until(lambda: not alive(grandchild))
+        await gone(grandchild)
 
 
 PARENT = """
@@ -230,10 +219,10 @@ async def test_no_orphan_survives_the_supervisors_sudden_death() -> None:
     )
     assert parent.stdout is not None
     child, grandchild = map(int, (await parent.stdout.readline()).split())
-    assert alive(child) and alive(grandchild)
+    assert runs(child) and runs(grandchild)
     parent.kill()
-    await until(lambda: not alive(child))
-    await until(lambda: not alive(grandchild))
+    await gone(child)
+    await gone(grandchild)
     await parent.wait()
 
 
@@ -259,4 +248,4 @@ async def test_an_added_service_is_supervised_and_drained_like_the_others() -> N
         first = supervisor.states["rollout-1"].pid
         os.kill(first, signal.SIGKILL)
         await until(lambda: supervisor.states["rollout-1"].pid != first)
-    assert not alive(supervisor.states["rollout-1"].pid)
+    assert not runs(supervisor.states["rollout-1"].pid)

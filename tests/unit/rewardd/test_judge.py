@@ -22,6 +22,8 @@ from meshrl.rewardd.pool.rule import read_rule
 from meshrl.sandbox.limits import Limits
 from meshrl.sandbox.sandbox import Isolation, Launch, OpenSandbox
 
+from ...waiting import runs
+
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
 ASYNC_HEAD = "import asyncio\nasync " + HEAD
 Make = Callable[..., PoolJudge]
@@ -41,14 +43,6 @@ def samples(*solutions: str) -> list[Sample]:
     return [sample(solution, index) for index, solution in enumerate(solutions)]
 
 
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
 @pytest.fixture
 async def make(tmp_path: Path) -> AsyncIterator[Make]:
     judges: list[PoolJudge] = []
@@ -65,7 +59,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
     pids = [pid for judge in judges for pid in judge.pids]
     for judge in judges:
         await judge.close()
-    assert [pid for pid in pids if alive(pid)] == []
+    assert not any(map(runs, pids))
 
 
 def scores_of(results: Sequence[Score]) -> list[float]:
@@ -157,7 +151,7 @@ async def test_a_hanging_sample_times_out_alone_with_its_line(make: Make, tmp_pa
     results = await judge.score(samples("a", "b", "bad", "c", "d"))
     assert [r.outcome for r in results] == [*[Outcome.OK] * 2, Outcome.TIMEOUT, *[Outcome.OK] * 2]
     assert results[2].reason.startswith(f"no score after 0.5 s at {tmp_path / 'reward.py'}:")
-    assert not alive(before)
+    assert not runs(before)
 
 
 async def test_a_regular_expression_that_never_ends_is_killed_too(make: Make) -> None:
@@ -349,7 +343,7 @@ async def test_closing_answers_waiting_samples_and_leaves_no_process(make: Make)
     await asyncio.sleep(0)
     await judge.close()
     assert [r.outcome for r in await waiting] == [Outcome.CANCELLED] * 2
-    assert not alive(pid)
+    assert not runs(pid)
     await judge.close()
     with pytest.raises(UnavailableError):
         await judge.score(samples("a"))
@@ -434,7 +428,7 @@ def test_no_scoring_process_leaks_on_uvloop(tmp_path: Path) -> None:
 
     results, pids = uvloop.run(score())
     assert [r.outcome for r in results] == [Outcome.OK, Outcome.INFRA_FAULT, Outcome.OK]
-    assert not any(map(alive, pids))
+    assert not any(map(runs, pids))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -34,7 +34,8 @@ from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.pool.pool import PoolJudge
 from meshrl.rewardd.reward_stage import RewardStage, sample_of
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.stores.memory import MemoryStore
+
+from ...waiting import runs, until
 
 SOURCE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -51,13 +52,6 @@ async def judge(tmp_path: Path) -> AsyncIterator[PoolJudge]:
     judge = build_judge(RewardConfig(custom_reward_function=CustomRewardFunctionConfig(path=path)))
     yield judge
     await judge.close()
-
-
-@pytest.fixture
-async def queue() -> AsyncIterator[TransferQueue]:
-    queue = await TransferQueue.open(MemoryStore())
-    yield queue
-    await queue.close()
 
 
 def rollout_of(row: LeasedRow, text: str) -> RowWrite:
@@ -112,16 +106,6 @@ async def running(stage: RewardStage) -> AsyncIterator[None]:
         await task
 
 
-def exists(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120):
-        while not condition():  # noqa: ASYNC110 - the stage sends no event
-            await asyncio.sleep(0.01)
-
-
 async def test_rows_of_two_runs_get_their_rewards(queue: TransferQueue, judge: PoolJudge) -> None:
     await admit(queue, "run", ["a", "bbb"])
     await admit(queue, "run.eval", ["cc"], gated=False, priority=1)
@@ -172,7 +156,7 @@ async def test_a_cancelled_stage_gives_its_rows_back_at_once(
     await judge.close()
     lease = await queue.lease(["run"], "reward", worker="other", limit=2, at_least=2, wait_s=5)
     assert [row.delivery for row in lease.rows] == [1, 1]
-    assert not any(map(exists, pids))
+    assert not any(map(runs, pids))
     with pytest.raises(WaitTimeoutError):
         await queue.lease(["run"], "reward", worker="third", limit=1, wait_s=0.01)
 

@@ -23,6 +23,7 @@ from meshrl.sandbox.interpreters import MAX_OUTPUT, BoundedOutput
 from meshrl.sandbox.sandbox import no_bubblewrap
 from tests.adversarial import python_tool
 
+from ...waiting import until
 from .chats import chat_tokenizer
 from .scripted import END, Scripted, task
 
@@ -145,8 +146,7 @@ async def test_a_sandbox_that_ends_fails_the_rows_that_have_variables_in_it_and_
     (sandbox,) = builder._sandboxes
     await say(tools, UIDS[0], "x = 1")
     running = asyncio.create_task(say(tools, UIDS[1], "import time; time.sleep(60)"))
-    while not sandbox._answers:  # noqa: ASYNC110 - nothing else tells of it
-        await asyncio.sleep(0)
+    await until(lambda: sandbox._answers)
     assert sandbox._process is not None
     os.killpg(sandbox._process.pid, signal.SIGKILL)
     with pytest.raises(InfraError, match="ended with exit code"):

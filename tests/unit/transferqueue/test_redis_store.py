@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -15,6 +14,7 @@ import trustme
 from redis.asyncio import Redis
 
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError, MeshError, UserError
+from meshrl.launcher.ports import free_port
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
@@ -236,7 +236,7 @@ async def test_an_owner_that_was_cut_off_is_fenced_when_it_comes_back(server: Re
 
 async def test_a_failover_to_a_replica_goes_on_there(folder: Path) -> None:
     with running(folder / "a") as master, running(folder / "b") as replica:
-        port = free_port()
+        port = free_port("127.0.0.1")
         with master.client() as client:
             client.config_set("bind", "127.0.0.1")
             client.config_set("port", port)
@@ -261,7 +261,7 @@ async def test_commits_that_a_new_master_lost_are_noticed_and_the_ledger_balance
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with running(folder / "a") as master, running(folder / "b") as replica:
-        port = free_port()
+        port = free_port("127.0.0.1")
         with master.client() as client:
             client.config_set("bind", "127.0.0.1")
             client.config_set("port", port)
@@ -380,7 +380,7 @@ async def test_a_connection_may_be_encrypted_and_the_server_checked(folder: Path
     certificate.cert_chain_pems[0].write_to_path(folder / "cert")
     for name, authority in (("ours", ours), ("theirs", theirs)):
         authority.cert_pem.write_to_path(folder / name)
-    port = free_port()
+    port = free_port("127.0.0.1")
     tls = (
         "--tls-port",
         str(port),
@@ -397,9 +397,3 @@ async def test_a_connection_may_be_encrypted_and_the_server_checked(folder: Path
             assert await meta_of(store) == [1]
         with pytest.raises(InfraError, match="certificate verify failed"):
             await TransferQueue.open(store_of(address + "theirs", timing=Timing(open_s=0.0)))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -27,6 +27,8 @@ from meshrl.rollout.generation_checkpoint import continuation
 from meshrl.rollout.streams import Response, closing, sample
 from meshrl.rollout.time_slices import SleepingEngine
 
+from ..waiting import until
+
 SLOTS = 4
 LONG = 3000
 """Response tokens of a request that runs on while something else happens."""
@@ -49,8 +51,7 @@ def said(tokens: Sequence[int] | Int32) -> GenerateDelta:
 
 
 async def until_running(engine: Engine, count: int) -> None:
-    while engine.stats().running < count:  # noqa: ASYNC110 (the port has no event)
-        await asyncio.sleep(0.001)
+    await until(lambda: engine.stats().running >= count)
 
 
 class EngineSuite(ABC):
