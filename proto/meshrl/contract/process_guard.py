@@ -1,8 +1,8 @@
 """No process outlives its parent, in whatever way that one ends: three forms of one guard.
 
-    die_with_parent            of a process of ours: the kernel kills it with its parent
-    command(…)                 of a command of others: a guard between, which ends it and all that it starts
-    watch(…)                   of process groups: a guard beside, which kills them after the death of who lists them
+    die_with_parent      a process of ours: the kernel kills it with its parent
+    guarded_command      a command of others: a guard between, which ends it and all that it starts
+    watchdog_command     process groups: a guard beside, which kills them after the death of whoever lists them
 
     parent ──stdin──▶ command ──stdout──▶ guard ──▶ a log, or the parent
       └──── SIGTERM, or the kernel's word that the parent is dead ────▶ guard ──▶ SIGTERM, then SIGKILL to the family
@@ -67,12 +67,13 @@ def die_with_supervisor() -> None:
         die_with_parent(int(parent))
 
 
-def command(
+def guarded_command(
     guarded: Sequence[str], *, grace_s: float, log: Path | None = None, line_bytes: int = 0
 ) -> list[str]:
-    """The command that runs `guarded` under a guard that this process is the parent of.
+    """The command line that runs `guarded` under a guard, to be started by this process.
 
-    SIGTERM to the guard ends the whole family. Its exit code is the command's, 128 + n for signal n.
+    SIGTERM to the guard ends the whole family, and so does the end of the thread that starts it: Linux takes that for
+    the parent's death. Its exit code is the command's, 128 + n for signal n.
 
     Args:
         guarded: What to run. It gets the guard's stdin.
@@ -80,12 +81,12 @@ def command(
         log: The file that stdout is opened as; gets stdout and stderr, and is moved aside to LOG.1 when it is long.
         line_bytes: Without a log: a longer line of stdout becomes a JSON-RPC error that answers the same request.
     """
-    output = str(log or line_bytes)
+    output = str(log.absolute() if log else line_bytes)  # a path is no number
     return [*_program(), str(os.getpid()), str(grace_s), output, *guarded]
 
 
-def watch() -> list[str]:
-    """The command of a guard of process groups: lines `+PGID` and `-PGID` on stdin, whose end kills those listed."""
+def watchdog_command() -> list[str]:
+    """The command line of a guard of process groups: `+PGID` and `-PGID` on its stdin, whose end kills those listed."""
     return [*_program(), GROUPS]
 
 

@@ -201,7 +201,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._process = subprocess.Popen(
-            process_guard.watch(),
+            process_guard.watchdog_command(),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,

@@ -35,12 +35,12 @@ time.sleep(600)
 PARENTS = {
     "a command with a log": """
 log = pathlib.Path("log")
-given = process_guard.command([sys.executable, "-c", FAMILY], grace_s=0, log=log)
+given = process_guard.guarded_command([sys.executable, "-c", FAMILY], grace_s=0, log=log)
 child = subprocess.Popen(given, stdout=log.open("wb"), start_new_session=True)
 while not (said := log.read_bytes()).endswith(b"\\n"): time.sleep(0.01)
 """,
     "a command that speaks in lines": """
-given = process_guard.command([sys.executable, "-c", FAMILY], grace_s=0, line_bytes=100)
+given = process_guard.guarded_command([sys.executable, "-c", FAMILY], grace_s=0, line_bytes=100)
 child = subprocess.Popen(given, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 said = child.stdout.readline()
 """,
@@ -49,7 +49,7 @@ ours = "import os, sys; from meshrl.contract import process_guard; process_guard
 child = subprocess.Popen([sys.executable, "-c", ours.replace("start_new_session=True", "")], stdout=subprocess.PIPE,
     env={**os.environ, process_guard.PARENT_VARIABLE: str(os.getpid())}, start_new_session=True)
 said = child.stdout.readline()
-beside = subprocess.Popen(process_guard.watch(), stdin=subprocess.PIPE)
+beside = subprocess.Popen(process_guard.watchdog_command(), stdin=subprocess.PIPE)
 beside.stdin.write(b"+%d\\n" % child.pid)
 beside.stdin.flush()
 """,
@@ -91,7 +91,9 @@ def test_no_process_outlives_its_killed_parent(program: str, tmp_path: Path) -> 
 
 @contextmanager
 def guarded(program: str, log: Path, grace_s: float = 0) -> Iterator[subprocess.Popen[bytes]]:
-    command = process_guard.command([sys.executable, "-c", program], grace_s=grace_s, log=log)
+    command = process_guard.guarded_command(
+        [sys.executable, "-c", program], grace_s=grace_s, log=log
+    )
     with (
         log.open("wb") as stdout,
         subprocess.Popen(command, stdout=stdout, start_new_session=True) as process,

@@ -56,7 +56,7 @@ class ServerProcess:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with _private(self._log) as log:
                 self._process = await asyncio.create_subprocess_exec(
-                    *process_guard.command(self._command, grace_s=GRACE_S, log=self._log),
+                    *process_guard.guarded_command(self._command, grace_s=GRACE_S, log=self._log),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

@@ -137,7 +137,7 @@ class AgentServer:
 
     async def _spawn(self) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            *process_guard.command(self._command, grace_s=0, line_bytes=MAX_LINE_BYTES),
+            *process_guard.guarded_command(self._command, grace_s=0, line_bytes=MAX_LINE_BYTES),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -181,7 +181,7 @@ class CommandAgent:
         """See `Agent`; a command sets its reward with `POST {OPENAI_BASE_URL}/reward`."""
         address_env = {"OPENAI_BASE_URL": address.base_url, "OPENAI_API_KEY": address.api_key}
         process = await asyncio.create_subprocess_exec(
-            *process_guard.command(self._command, grace_s=0, line_bytes=MAX_LINE_BYTES),
+            *process_guard.guarded_command(self._command, grace_s=0, line_bytes=MAX_LINE_BYTES),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

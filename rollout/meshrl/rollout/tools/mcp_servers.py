@@ -353,7 +353,7 @@ def _transport(config: ToolConfig) -> Transport:
 
     if config.url:
         return _http(config)
-    program, *arguments = process_guard.command(
+    program, *arguments = process_guard.guarded_command(
         config.command, grace_s=GRACE_S, line_bytes=MOST_BYTES
     )
     return stdio_client(
