@@ -86,7 +86,7 @@ def guarded_command(
 
 
 def watchdog_command() -> list[str]:
-    """The command line of a guard of process groups: `+PGID` and `-PGID` on its stdin, whose end kills those listed."""
+    """The command line of a guard that reads `+PGID` and `-PGID` from stdin, whose end kills what is listed."""
     return [*_program(), GROUPS]
 
 
