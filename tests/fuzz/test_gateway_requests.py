@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ..chat_model import write_chat_model
 from ..integration.gateway_mesh import agents_mesh
 
-CALLS = int(os.environ.get("FUZZ_CALLS", "6"))
+CALLS = int(os.environ.get("FUZZ_CALLS", "3"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 ENOUGH = settings(
     max_examples=CALLS,
