@@ -49,7 +49,7 @@ def shown() -> list[tuple[str, str]]:
 def test_the_tables_of_placement_are_what_is_printed(command: str, table: str) -> None:
     words = re.split(r" (?![^{]*})", command)
     done = subprocess.run(
-        [sys.executable, "-c", "from meshrl.cli.root import main; main()", *words],
+        [sys.executable, "-m", "meshrl.cli", *words],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
