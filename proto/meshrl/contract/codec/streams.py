@@ -186,7 +186,7 @@ def encode_write(call: WriteCall) -> list[Bulk[pb.WriteRequest]]:
 
 @decoder
 def decode_write(messages: Sequence[Bulk[pb.WriteRequest]]) -> WriteCall:
-    """Raises UserError. The queue checks the frames."""
+    """Raises UserError. The queue checks the frames; they are copies, which keep no message in memory."""
     header = _header([bulk.message for bulk in messages])
     written: list[PackedGroup] = []
     for bulk in messages:
@@ -204,7 +204,7 @@ def decode_write(messages: Sequence[Bulk[pb.WriteRequest]]) -> WriteCall:
                 indices=indices,
                 attempts=attempts,
                 token=token,
-                frame=frame,
+                frame=bytes(frame),
                 facts=of_rows,
             )
             for task, indices, attempts, token, frame, of_rows in zip(
