@@ -73,6 +73,7 @@ DROPPED_KEYS: Final[Mapping[Loc, str]] = {
     ): "a version waits for all replicas, and after a while for weights.late_quorum of them",
     ("weights", "late_s"): "stragglers have at least a second",
     ("weights", "resends"): "what arrives corrupted is sent again twice",
+    ("weights", "max_density"): "a bucket of which more than 15 % has changed goes whole",
     ("weights", "bases"): "the trainer keeps two older versions for weights.carrier delta",
     ("weights", "nccl", "start_s"): "a process of NCCL has 60 s to find its GPU",
 }

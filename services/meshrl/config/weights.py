@@ -77,8 +77,6 @@ class WeightsConfig(Config):
     """The processes of the `nccl` carrier."""
     ipc: IpcConfig = IpcConfig()
     """The GPU of the `cuda_ipc` carrier."""
-    max_density: float = Field(default=0.15, gt=0.0, le=1.0)
-    """Share of changed words above which a bucket is sent whole instead of as a patch."""
     directory: str = ""
     """Where the carrier disk keeps versions: a URL that fsspec opens (s3://bucket/prefix), or a path that all see
     (/mnt/shared). Empty: whole versions in <run.dir>/weights."""

@@ -8,7 +8,7 @@
 An object store cannot rename or lock: `version.json` names the chain (anchor first) and is written last, so a folder
 without one does not exist yet; nothing is changed afterwards. In a local directory each file is also flushed to disk,
 and a version's folder is written under a hidden name and renamed. A chain begins with an anchor: on a start or a
-resume, after `anchor_every` versions, when more than `max_density` has changed, and after a bucket was found
+resume, after `anchor_every` versions, when more than `MAX_DENSITY` has changed, and after a bucket was found
 corrupted. An anchor loads as a checkpoint of its own. What the newest `keep` versions need is kept.
 
 Everything here blocks: it runs in a thread of the carrier.
@@ -40,7 +40,7 @@ from meshrl.weights.checkpoint_files import (
 )
 from meshrl.weights.delta import apply, head, whole
 from meshrl.weights.delta.held_versions import Held
-from meshrl.weights.delta.patches import patch_between, word_bytes
+from meshrl.weights.delta.patches import MAX_DENSITY, patch_between, word_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class VersionWriter:
         """Nothing is written before `write`.
 
         Args:
-            config: `keep`, `max_density`, and, for a store in `directory`, `anchor_every`.
+            config: `keep`, and, for a store in `directory`, `anchor_every`.
             store: where to.
             model_path: the checkpoint whose config and tokenizer are copied into each anchor.
         """
@@ -170,7 +170,7 @@ class VersionWriter:
             last = None
         chain, self._chain = self._chain, ()  # what fails half-way is no base: an anchor follows it
         self._repaired = False
-        return Draft(self._store, source, last, chain, self._config.max_density)
+        return Draft(self._store, source, last, chain)
 
     def finish(self, draft: Draft) -> None:
         """All buckets were added: let the version be seen, then remove what is no longer needed.
@@ -235,17 +235,15 @@ class Draft:
         source: WeightSource,
         base: WeightSource | None,
         chain: tuple[Version, ...],
-        max_density: float,
     ) -> None:
         """`base` is the version before, which `chain` ends with; None: an anchor is due."""
         self.source = source
         self._store = store
         self._base = base
         self._chain = chain
-        self._max_density = max_density
         self._folder = store.folder(source.manifest.run, source.manifest.version)
         self._draft = store.draft(self._folder)
-        self._allowed = max_density * source.manifest.total_bytes
+        self._allowed = MAX_DENSITY * source.manifest.total_bytes
         """Bytes of words that may yet change before an anchor is written instead."""
         self._patches: list[bytes] = []
         self._next = 0
@@ -281,7 +279,7 @@ class Draft:
         """False when too much has changed, in all buckets so far."""
         manifest, bucket = self.source.manifest, self.source.bucket(index)
         width = word_bytes(manifest, index)
-        patch = patch_between(base, manifest, index, bucket, self._max_density)
+        patch = patch_between(base, manifest, index, bucket)
         self._allowed -= bucket.nbytes if patch is None else width * head(patch).changed
         self._patches.append(whole(bucket, word_bytes=width) if patch is None else patch)
         return self._allowed >= 0

@@ -16,6 +16,7 @@ from safetensors import deserialize
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
 from meshrl.contract.types import Uint8, Version
+from meshrl.weights import version_store
 from meshrl.weights.delta.held_versions import Held
 from meshrl.weights.version_store import MARK, VersionReader, VersionStore, VersionWriter
 from tests.doubles.weights import StubSource
@@ -144,8 +145,13 @@ def test_an_anchor_is_written_when_too_much_changed_and_on_a_resume(url: str) ->
     assert same(read(url, source_at(3, epoch=2)), source_at(3, epoch=2))
 
 
-def test_one_dense_bucket_among_sparse_ones_goes_whole_in_a_patch(url: str) -> None:
-    chain = writer(url, max_density=0.6)
+def test_one_dense_bucket_among_sparse_ones_goes_whole_in_a_patch(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        version_store, "MAX_DENSITY", 0.6
+    )  # of a version: as if it had more buckets
+    chain = writer(url)
     old, new, dense = source_at(0), source_at(1), source_at(1, density=0.99)
     new._buckets[1] = dense.bucket(1)
     hashes = new.manifest.bucket_hashes[0], dense.manifest.bucket_hashes[1]

@@ -73,7 +73,7 @@ class Carrier:
         self._closing = AsyncExitStack()
         self._senders: dict[int, Sender] = {}
         self._held = Held()
-        self.patches = Patches(max_density=config.max_density)
+        self.patches = Patches()
 
     async def listen(self) -> str:
         """Open the server; returns `host:port#secret`. Raises ConfigError when it cannot."""

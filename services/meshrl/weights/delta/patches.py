@@ -19,12 +19,18 @@ def word_bytes(manifest: WeightManifest, index: int) -> int:
     return 4 if kinds == {"float32"} else 2
 
 
+MAX_DENSITY = 0.15
+"""Share of changed words above which a bucket goes whole: a patch would save little, and cost its encoding."""
+_BASES = 2
+"""Older versions that are kept: whoever serves an older one gets whole buckets, once."""
+
+
 def patch_between(
-    base: WeightSource, manifest: WeightManifest, index: int, bucket: Uint8, max_density: float
+    base: WeightSource, manifest: WeightManifest, index: int, bucket: Uint8
 ) -> bytes | None:
     """The patch from the same bucket of `base` to `bucket`; None when the bucket should be sent whole.
 
-    That is when the layouts differ, when more than `max_density` of its words changed, or when the memory of the base
+    That is when the layouts differ, when more than `MAX_DENSITY` of its words changed, or when the memory of the base
     is no longer what its manifest says.
     """
     before = base.manifest
@@ -34,7 +40,7 @@ def patch_between(
     if digest(old) != before.bucket_hashes[index]:
         return None
     width = word_bytes(manifest, index)
-    return encode_sparse(old, bucket, word_bytes=width, max_density=max_density)
+    return encode_sparse(old, bucket, word_bytes=width, max_density=MAX_DENSITY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +50,10 @@ class _Key:
     index: int
 
 
-_BASES = 2
-"""Older versions that are kept: whoever serves an older one gets whole buckets, once."""
-
-
 class Patches:
     """Versions that replicas may serve, and the patches between them. Belongs to one event loop."""
 
-    def __init__(self, *, max_density: float) -> None:
-        self._max_density = max_density
+    def __init__(self) -> None:
         self._sources: dict[Version, WeightSource] = {}
         self._patches: dict[_Key, asyncio.Task[bytes | None]] = {}
         self._thread = WorkerThread("weights-delta")
@@ -102,6 +103,4 @@ class Patches:
         self, base: WeightSource, manifest: WeightManifest, index: int, bucket: Uint8
     ) -> bytes | None:
         self.encoded += 1
-        return await self._thread.run(
-            patch_between, base, manifest, index, bucket, self._max_density
-        )
+        return await self._thread.run(patch_between, base, manifest, index, bucket)
