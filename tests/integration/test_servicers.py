@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from meshrl.contract import codec, errors
+from meshrl.contract import errors
 from meshrl.contract.types import (
     EngineStats,
     Outcome,
@@ -23,11 +23,11 @@ from meshrl.contract.types import (
     Version,
 )
 from meshrl.rpc.clients import JudgeClient, RolloutClient, TrainerClient
-from meshrl.rpc.clients.base import POLL_S, Connection
+from meshrl.rpc.clients.base import Connection
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, Servicer
 from meshrl.rpc.servicers import RewardServicer, RolloutServicer, TrainerServicer
 from meshrl.rpc.transport import MAX_MESSAGE_BYTES
-from meshrl.v1 import reward_pb2, trainer_pb2, trainer_pb2_grpc, trajectory_pb2
+from meshrl.v1 import queue_pb2, reward_pb2, reward_pb2_grpc, trajectory_pb2
 
 SETTINGS = ServerSettings(metrics_port=None, drain_grace_s=1)
 
@@ -217,17 +217,15 @@ async def test_an_engine_is_asked_how_it_does() -> None:
 
 
 class SteppingTrainer:
-    """Takes one step per watched status. A checkpoint is durable once `saved` is set."""
+    """Takes one step per watched status, the last one once `go_on` is set."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.step = 0
-        self.stopped = ""
-        self.deadlines: asyncio.Queue[float] = asyncio.Queue()
         self.at_the_end = asyncio.Event()
-        self.saved = asyncio.Event()
+        self.go_on = asyncio.Event()
 
-    async def status(self) -> TrainerStatus:
+    def status(self) -> TrainerStatus:
         done = self.step >= self.total
         return TrainerStatus(
             step=self.step,
@@ -238,70 +236,51 @@ class SteppingTrainer:
             metrics={"loss": 0.5},
         )
 
-    async def watch(self, *, every_s: float = 10.0) -> AsyncIterator[TrainerStatus]:
+    async def watch(self, every_s: float) -> AsyncIterator[TrainerStatus]:
         while True:
-            status = await self.status()
+            status = self.status()
             yield status
             if status.phase.ended:
                 return
             self.step += 1
             if self.step == self.total:
                 self.at_the_end.set()
-                await self.saved.wait()
-
-    async def stop(self, reason: str) -> None:
-        self.stopped = reason
-
-    async def save_checkpoint(self, *, wait_s: float) -> int:
-        self.deadlines.put_nowait(wait_s)
-        try:
-            async with asyncio.timeout(wait_s):
-                await self.saved.wait()
-        except TimeoutError:
-            raise errors.WaitTimeoutError("the checkpoint is not durable yet") from None
-        return self.step
+                await self.go_on.wait()
 
 
-async def test_a_remote_trainer_is_asked_watched_and_stopped() -> None:
+async def test_a_remote_trainer_is_asked_and_watched() -> None:
     trainer = SteppingTrainer(total=3)
-    trainer.saved.set()
+    trainer.go_on.set()
     async with serving(TrainerServicer(trainer)) as server, TrainerClient(server.address) as client:
-        assert await client.status() == await trainer.status()
+        assert await client.status() == trainer.status()
         assert [status.step async for status in client.watch()] == [0, 1, 2, 3]
-        await client.stop("enough")
-        assert trainer.stopped == "enough"
-        assert await client.save_checkpoint(wait_s=5) == 3
 
 
 async def test_a_long_wait_is_cut_into_polls() -> None:
-    trainer = SteppingTrainer(total=3)
+    request, ready = queue_pb2.TakeRequest(), asyncio.Event()
+    deadlines: asyncio.Queue[float] = asyncio.Queue()
 
-    request = trainer_pb2.SaveCheckpointRequest()
-
-    async def attempt(*, wait_s: float) -> int:
+    async def attempt(*, wait_s: float) -> str:
         assert request.wait_s == wait_s
-        return await trainer.save_checkpoint(wait_s=wait_s)
+        deadlines.put_nowait(wait_s)
+        try:
+            async with asyncio.timeout(wait_s):
+                await ready.wait()
+        except TimeoutError:
+            raise errors.WaitTimeoutError("no batch yet") from None
+        return "batch"
 
-    connection = Connection("trainer", "127.0.0.1:1", retry_s=0, poll_s=0.05)
-    with pytest.raises(errors.WaitTimeoutError, match="not durable yet"):
+    connection = Connection("queue", "127.0.0.1:1", retry_s=0, poll_s=0.05)
+    with pytest.raises(errors.WaitTimeoutError, match="no batch yet"):
         await connection.poll(request, attempt, 0.2)
-    polls = trainer.deadlines.qsize()
+    polls = deadlines.qsize()
     assert polls > 2
     waiting = asyncio.create_task(connection.poll(request, attempt, 60))
     for _ in range(polls + 3):
-        assert await trainer.deadlines.get() <= 0.05
-    trainer.saved.set()
-    assert await waiting == 0
+        assert await deadlines.get() <= 0.05
+    ready.set()
+    assert await waiting == "batch"
     await connection.close()
-
-
-async def test_a_client_asks_for_a_long_wait_in_polls() -> None:
-    trainer = SteppingTrainer(total=3)
-    async with serving(TrainerServicer(trainer)) as server, TrainerClient(server.address) as client:
-        waiting = asyncio.create_task(client.save_checkpoint(wait_s=60))
-        assert await trainer.deadlines.get() <= POLL_S
-        trainer.saved.set()
-        assert await waiting == 0
 
 
 async def test_a_draining_service_ends_long_waits_and_a_watcher_finds_its_successor() -> None:
@@ -316,7 +295,7 @@ async def test_a_draining_service_ends_long_waits_and_a_watcher_finds_its_succes
         client = TrainerClient(server.address, retry_s=60)
         watching = asyncio.create_task(watch(client))
         await trainer.at_the_end.wait()
-    trainer.saved.set()
+    trainer.go_on.set()
     async with serving(TrainerServicer(trainer), port=server.port), asyncio.timeout(120):
         await watching
     await client.close()
@@ -332,15 +311,14 @@ async def test_a_negative_wait_is_refused() -> None:
 
 
 async def test_a_service_that_hangs_is_unavailable() -> None:
-    class Hanging(SteppingTrainer):
-        async def status(self) -> TrainerStatus:
+    class Hanging(LengthJudge):
+        async def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
             await asyncio.sleep(600)
             raise AssertionError
 
-    async with serving(TrainerServicer(Hanging(total=1))) as server:
-        connection = Connection("trainer", server.address, retry_s=0.2, answer_s=0.05)
-        ask = trainer_pb2_grpc.TrainerStub(connection.channel).GetStatus
-        request = trainer_pb2.GetTrainerStatusRequest()
+    async with serving(RewardServicer(Hanging())) as server:
+        connection = Connection("reward", server.address, retry_s=0.2, answer_s=0.05)
+        ask = reward_pb2_grpc.RewardStub(connection.channel).Score
         with pytest.raises(errors.UnavailableError, match="has not answered within"):
-            await connection.call(ask, request, codec.decode_trainer_status)
+            await connection.call(ask, reward_pb2.ScoreRequest(), lambda answer: answer)
         await connection.close()

@@ -203,31 +203,15 @@ async def test_a_drained_trainer_saves_and_the_next_one_goes_on(
         await made.feed(GROUPS)
         async with made.trainer(3) as trainer:
             running = asyncio.create_task(trainer.run())
-            async for status in trainer.control.watch():
+            async for status in trainer.status.watch(10.0):
                 if status.step == 1 and status.phase is TrainerPhase.WAITING:
-                    await trainer.control.stop("enough")
-            assert (await running).step == 1 and not trainer.drained
+                    trainer.drain()
+            assert (await running).step == 1 and trainer.drained
         assert (await queue.run_state("run")).committed_step == 1
         assert not (tmp_path / "export").exists()
         feeding = asyncio.create_task(made.feed(GROUPS * 2, GROUPS, close=True))
         assert await made.train(3) == 3
         await feeding
-
-
-async def test_a_checkpoint_can_be_asked_for_while_training_waits(
-    queue: TransferQueue, model: Path, tmp_path: Path, world: World
-) -> None:
-    async with mesh(queue, model, tmp_path, world) as made:
-        await made.feed(GROUPS)
-        async with made.trainer(2) as trainer:
-            running = asyncio.create_task(trainer.run())
-            async for status in trainer.control.watch():
-                if status.step == 1 and status.phase is TrainerPhase.WAITING:
-                    break
-            assert await trainer.control.save_checkpoint(wait_s=60) == 1
-            assert (await queue.run_state("run")).committed_step == 1
-            trainer.drain()
-            await running
 
 
 class SlowToCommit(TransferQueue):
@@ -348,7 +332,7 @@ async def test_a_wait_in_vain_names_what_blocks(
 ) -> None:
     async with mesh(queue, model, tmp_path, world) as made, made.trainer(1) as trainer:
         running = asyncio.create_task(trainer.run())
-        async for status in trainer.control.watch():
+        async for status in trainer.status.watch(10.0):
             if status.waiting_for:
                 trainer.drain()
         await running
@@ -364,7 +348,7 @@ async def test_a_trainer_that_was_replaced_ends_fenced(
         with pytest.raises(FencedError):
             await running
         await feeding
-        assert (await trainer.control.status()).phase is TrainerPhase.FAILED
+        assert trainer.status.status().phase is TrainerPhase.FAILED
 
 
 async def test_checkpoints_behind_the_queue_are_refused_in_one_line(

@@ -33,7 +33,6 @@ from meshrl.contract.types import (
     Sample,
     Score,
     Task,
-    TrainerStatus,
     Uid,
     Uint8,
     Version,
@@ -413,28 +412,4 @@ class Publisher(Protocol):
 
     async def drained(self) -> None:
         """Return when nothing is in transfer."""
-        ...
-
-
-class TrainerControl(Protocol):
-    """The trainer, seen from outside."""
-
-    async def status(self) -> TrainerStatus:
-        """How training does now; never blocks."""
-        ...
-
-    def watch(self, *, every_s: float = 10.0) -> AsyncIterator[TrainerStatus]:
-        """A status at once, after every change and at least every `every_s` seconds; the last has `phase.ended`."""
-        ...
-
-    async def stop(self, reason: str) -> None:
-        """Ask for an end after the running step, with a checkpoint; returns at once; idempotent."""
-        ...
-
-    async def save_checkpoint(self, *, wait_s: float) -> int:
-        """Save a checkpoint after the running step; returns its number of optimizer steps.
-
-        Asking while one is being saved joins it; a caller that goes away does not end it. Raises WaitTimeoutError
-        when it is not durable within `wait_s`.
-        """
         ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from meshrl.v1 import trajectory_pb2 as meshrl_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17meshrl/v1/trainer.proto\x12\tmeshrl.v1\x1a\x1ameshrl/v1/trajectory.proto\"\x89\x04\n\rTrainerStatus\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x13\n\x0btotal_steps\x18\x02 \x01(\x03\x12#\n\x07version\x18\x03 \x01(\x0b\x32\x12.meshrl.v1.Version\x12&\n\x05phase\x18\x04 \x01(\x0e\x32\x17.meshrl.v1.TrainerPhase\x12\x18\n\x0breward_mean\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x1b\n\x0eheld_out_score\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x14\n\x0ctokens_per_s\x18\x07 \x01(\x01\x12\x0f\n\x07samples\x18\x08 \x01(\x03\x12:\n\tstaleness\x18\t \x03(\x0b\x32\'.meshrl.v1.TrainerStatus.StalenessEntry\x12\x36\n\x07metrics\x18\n \x03(\x0b\x32%.meshrl.v1.TrainerStatus.MetricsEntry\x12\x12\n\x05\x65ta_s\x18\x0b \x01(\x01H\x02\x88\x01\x01\x12\x13\n\x0bwaiting_for\x18\x0c \x01(\t\x1a\x30\n\x0eStalenessEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_reward_meanB\x11\n\x0f_held_out_scoreB\x08\n\x06_eta_s\"\x19\n\x17GetTrainerStatusRequest\"&\n\x13WatchTrainerRequest\x12\x0f\n\x07\x65very_s\x18\x01 \x01(\x01\"$\n\x12StopTrainerRequest\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\'\n\x15SaveCheckpointRequest\x12\x0e\n\x06wait_s\x18\x01 \x01(\x01\"&\n\x16SaveCheckpointResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03*\x8f\x02\n\x0cTrainerPhase\x12\x1d\n\x19TRAINER_PHASE_UNSPECIFIED\x10\x00\x12\x1a\n\x16TRAINER_PHASE_STARTING\x10\x01\x12\x19\n\x15TRAINER_PHASE_WAITING\x10\x02\x12\x1a\n\x16TRAINER_PHASE_TRAINING\x10\x03\x12\x1c\n\x18TRAINER_PHASE_PUBLISHING\x10\x04\x12\x1c\n\x18TRAINER_PHASE_EVALUATING\x10\x05\x12\x1f\n\x1bTRAINER_PHASE_CHECKPOINTING\x10\x06\x12\x16\n\x12TRAINER_PHASE_DONE\x10\x07\x12\x18\n\x14TRAINER_PHASE_FAILED\x10\x08\x32\xa7\x02\n\x07Trainer\x12I\n\tGetStatus\x12\".meshrl.v1.GetTrainerStatusRequest\x1a\x18.meshrl.v1.TrainerStatus\x12\x43\n\x05Watch\x12\x1e.meshrl.v1.WatchTrainerRequest\x1a\x18.meshrl.v1.TrainerStatus0\x01\x12\x35\n\x04Stop\x12\x1d.meshrl.v1.StopTrainerRequest\x1a\x0e.meshrl.v1.Ack\x12U\n\x0eSaveCheckpoint\x12 .meshrl.v1.SaveCheckpointRequest\x1a!.meshrl.v1.SaveCheckpointResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17meshrl/v1/trainer.proto\x12\tmeshrl.v1\x1a\x1ameshrl/v1/trajectory.proto\"\x89\x04\n\rTrainerStatus\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x13\n\x0btotal_steps\x18\x02 \x01(\x03\x12#\n\x07version\x18\x03 \x01(\x0b\x32\x12.meshrl.v1.Version\x12&\n\x05phase\x18\x04 \x01(\x0e\x32\x17.meshrl.v1.TrainerPhase\x12\x18\n\x0breward_mean\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x1b\n\x0eheld_out_score\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x14\n\x0ctokens_per_s\x18\x07 \x01(\x01\x12\x0f\n\x07samples\x18\x08 \x01(\x03\x12:\n\tstaleness\x18\t \x03(\x0b\x32\'.meshrl.v1.TrainerStatus.StalenessEntry\x12\x36\n\x07metrics\x18\n \x03(\x0b\x32%.meshrl.v1.TrainerStatus.MetricsEntry\x12\x12\n\x05\x65ta_s\x18\x0b \x01(\x01H\x02\x88\x01\x01\x12\x13\n\x0bwaiting_for\x18\x0c \x01(\t\x1a\x30\n\x0eStalenessEntry\x12\x0b\n\x03key\x18\x01 \x01(\x03\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_reward_meanB\x11\n\x0f_held_out_scoreB\x08\n\x06_eta_s\"\x19\n\x17GetTrainerStatusRequest\"&\n\x13WatchTrainerRequest\x12\x0f\n\x07\x65very_s\x18\x01 \x01(\x01*\x8f\x02\n\x0cTrainerPhase\x12\x1d\n\x19TRAINER_PHASE_UNSPECIFIED\x10\x00\x12\x1a\n\x16TRAINER_PHASE_STARTING\x10\x01\x12\x19\n\x15TRAINER_PHASE_WAITING\x10\x02\x12\x1a\n\x16TRAINER_PHASE_TRAINING\x10\x03\x12\x1c\n\x18TRAINER_PHASE_PUBLISHING\x10\x04\x12\x1c\n\x18TRAINER_PHASE_EVALUATING\x10\x05\x12\x1f\n\x1bTRAINER_PHASE_CHECKPOINTING\x10\x06\x12\x16\n\x12TRAINER_PHASE_DONE\x10\x07\x12\x18\n\x14TRAINER_PHASE_FAILED\x10\x08\x32\x99\x01\n\x07Trainer\x12I\n\tGetStatus\x12\".meshrl.v1.GetTrainerStatusRequest\x1a\x18.meshrl.v1.TrainerStatus\x12\x43\n\x05Watch\x12\x1e.meshrl.v1.WatchTrainerRequest\x1a\x18.meshrl.v1.TrainerStatus0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAINERSTATUS_STALENESSENTRY']._serialized_options = b'8\001'
   _globals['_TRAINERSTATUS_METRICSENTRY']._loaded_options = None
   _globals['_TRAINERSTATUS_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_TRAINERPHASE']._serialized_start=777
-  _globals['_TRAINERPHASE']._serialized_end=1048
+  _globals['_TRAINERPHASE']._serialized_start=658
+  _globals['_TRAINERPHASE']._serialized_end=929
   _globals['_TRAINERSTATUS']._serialized_start=67
   _globals['_TRAINERSTATUS']._serialized_end=588
   _globals['_TRAINERSTATUS_STALENESSENTRY']._serialized_start=447
@@ -48,12 +48,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETTRAINERSTATUSREQUEST']._serialized_end=615
   _globals['_WATCHTRAINERREQUEST']._serialized_start=617
   _globals['_WATCHTRAINERREQUEST']._serialized_end=655
-  _globals['_STOPTRAINERREQUEST']._serialized_start=657
-  _globals['_STOPTRAINERREQUEST']._serialized_end=693
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=695
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=734
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=736
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=774
-  _globals['_TRAINER']._serialized_start=1051
-  _globals['_TRAINER']._serialized_end=1346
+  _globals['_TRAINER']._serialized_start=932
+  _globals['_TRAINER']._serialized_end=1085
 # @@protoc_insertion_point(module_scope)

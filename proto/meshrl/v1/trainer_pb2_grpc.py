@@ -4,7 +4,6 @@ import grpc
 import warnings
 
 from meshrl.v1 import trainer_pb2 as meshrl_dot_v1_dot_trainer__pb2
-from meshrl.v1 import trajectory_pb2 as meshrl_dot_v1_dot_trajectory__pb2
 
 GRPC_GENERATED_VERSION = '1.75.1'
 GRPC_VERSION = grpc.__version__
@@ -45,16 +44,6 @@ class TrainerStub(object):
                 request_serializer=meshrl_dot_v1_dot_trainer__pb2.WatchTrainerRequest.SerializeToString,
                 response_deserializer=meshrl_dot_v1_dot_trainer__pb2.TrainerStatus.FromString,
                 _registered_method=True)
-        self.Stop = channel.unary_unary(
-                '/meshrl.v1.Trainer/Stop',
-                request_serializer=meshrl_dot_v1_dot_trainer__pb2.StopTrainerRequest.SerializeToString,
-                response_deserializer=meshrl_dot_v1_dot_trajectory__pb2.Ack.FromString,
-                _registered_method=True)
-        self.SaveCheckpoint = channel.unary_unary(
-                '/meshrl.v1.Trainer/SaveCheckpoint',
-                request_serializer=meshrl_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
-                response_deserializer=meshrl_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
-                _registered_method=True)
 
 
 class TrainerServicer(object):
@@ -73,20 +62,6 @@ class TrainerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Stop(self, request, context):
-        """Finish the running step, save a checkpoint, end.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def SaveCheckpoint(self, request, context):
-        """Save a checkpoint after the running step.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_TrainerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -99,16 +74,6 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=meshrl_dot_v1_dot_trainer__pb2.WatchTrainerRequest.FromString,
                     response_serializer=meshrl_dot_v1_dot_trainer__pb2.TrainerStatus.SerializeToString,
-            ),
-            'Stop': grpc.unary_unary_rpc_method_handler(
-                    servicer.Stop,
-                    request_deserializer=meshrl_dot_v1_dot_trainer__pb2.StopTrainerRequest.FromString,
-                    response_serializer=meshrl_dot_v1_dot_trajectory__pb2.Ack.SerializeToString,
-            ),
-            'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
-                    servicer.SaveCheckpoint,
-                    request_deserializer=meshrl_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.FromString,
-                    response_serializer=meshrl_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -165,60 +130,6 @@ class Trainer(object):
             '/meshrl.v1.Trainer/Watch',
             meshrl_dot_v1_dot_trainer__pb2.WatchTrainerRequest.SerializeToString,
             meshrl_dot_v1_dot_trainer__pb2.TrainerStatus.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Stop(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/meshrl.v1.Trainer/Stop',
-            meshrl_dot_v1_dot_trainer__pb2.StopTrainerRequest.SerializeToString,
-            meshrl_dot_v1_dot_trajectory__pb2.Ack.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SaveCheckpoint(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/meshrl.v1.Trainer/SaveCheckpoint',
-            meshrl_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
-            meshrl_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -98,7 +98,7 @@ METHODS: Final[Mapping[str, frozenset[MeshRole]]] = {
         TryReward=(_SUBMITTER, _READER),
         CompareRewards=(_SUBMITTER, _READER),
     ),
-    **_methods("Trainer", GetStatus=(_READER,), Watch=(_READER,), Stop=(), SaveCheckpoint=()),
+    **_methods("Trainer", GetStatus=(_READER,), Watch=(_READER,)),
     **_methods("Weights", Join=(_ROLLOUT,), Fleet=(_READER,), Drain=()),
     **_methods("WeightPatches", Fetch=(_ROLLOUT,)),
     f"/{reflection.SERVICE_NAME}/ServerReflectionInfo": _EVERYBODY,

@@ -86,7 +86,7 @@ KINDS: Final = {
         SUBMITS: "SubmitReward",
         OPERATES: "RollBackReward RetireReward",
     },
-    "Trainer": {LOOKS: "GetStatus Watch", OPERATES: "Stop SaveCheckpoint"},
+    "Trainer": {LOOKS: "GetStatus Watch"},
     "Weights": {LOOKS: "Fleet", WORKS: "Join", OPERATES: "Drain"},
     "WeightPatches": {WORKS: "Fetch"},
 }

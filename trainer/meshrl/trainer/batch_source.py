@@ -16,7 +16,6 @@ from meshrl.contract.errors import (
     CorruptError,
     EndOfDataError,
     MeshError,
-    UnavailableError,
     UserError,
     WaitTimeoutError,
 )
@@ -45,12 +44,8 @@ MOST_OF_A_REASON = 300
 class Command(Enum):
     """What a rank does when there is no batch."""
 
-    SAVE = "save"
-    """Save a checkpoint, as requested."""
     END = "end"
     """End: the data have ended, no batch will come."""
-    STOP = "stop"
-    """End, because somebody who may say so wants no more steps."""
     DRAIN = "drain"
     """End this process; the run goes on another time."""
 
@@ -61,8 +56,8 @@ NextWork: TypeAlias = Batch | Command
 class BatchSource:
     """Gives each rank the same next batch or command.
 
-    consumes: manifests, requests to drain or save. waits for: complete groups; the other ranks wait for rank 0's
-    broadcast, at most `take_wait_s`. unblocked by: the queue, `leave`, `ask_to_save`. produces: batches, commands.
+    consumes: manifests, the request to drain. waits for: complete groups; the other ranks wait for rank 0's
+    broadcast, at most `take_wait_s`. unblocked by: the queue, `leave`. produces: batches, commands.
     """
 
     def __init__(
@@ -83,10 +78,9 @@ class BatchSource:
         self._world = world
         self._compute = compute
         self._status = status
-        self._leaving: Command | None = None
-        """Whether no batch is wanted any more, and why."""
+        self._leaving = False
+        """No batch is wanted any more."""
         self._given_up: MeshError | None = None
-        self._save_request: asyncio.Future[int] | None = None
         self._interrupt = asyncio.Event()
         self._sampling = DynamicSampling(
             queue,
@@ -99,31 +93,10 @@ class BatchSource:
         self._dead_at_first_timeout: int | None = None
         """Dead-lettered rows when a wait for the current batch first timed out; None: none has."""
 
-    def leave(self, why: Command) -> None:
-        """Give no further batch but the command `why`; a wait under way ends."""
-        self._leaving = self._leaving or why
+    def leave(self) -> None:
+        """Give no further batch but the command to drain; a wait under way ends."""
+        self._leaving = True
         self._interrupt.set()
-
-    def ask_to_save(self) -> asyncio.Future[int]:
-        """Ask for a checkpoint; the future gives its step. Asking again joins a request that is open."""
-        if self._save_request is None:
-            self._save_request = asyncio.get_running_loop().create_future()
-        self._interrupt.set()
-        return self._save_request
-
-    def saved(self, step: int) -> None:
-        """A checkpoint of `step` is durable."""
-        request, self._save_request = self._save_request, None
-        if request and not request.done():
-            request.set_result(step)
-
-    def close(self) -> None:
-        """Fail a request for a checkpoint that is still open."""
-        if self._save_request and not self._save_request.done():
-            self._save_request.set_exception(
-                UnavailableError("training ended before the checkpoint")
-            )
-            self._save_request.exception()  # mark as retrieved: the requester may be gone
 
     async def next(self, epoch: int, step: int) -> NextWork:
         """The batch of optimizer step `step`, or a command.
@@ -165,7 +138,7 @@ class BatchSource:
 
     def check(self) -> None:
         """Raise what made this give up, unless it was to drain anyway."""
-        if self._given_up is not None and self._leaving is None:
+        if self._given_up is not None and not self._leaving:
             raise self._given_up
 
     async def settle(self, batch: Batch, epoch: int) -> tuple[str, ...]:
@@ -237,11 +210,9 @@ class BatchSource:
         sampling.begin(epoch, step)
         while True:
             self._interrupt.clear()
-            if self._leaving is not None:
+            if self._leaving:
                 log.info("run %s: draining before step %d", run, step)
-                return self._leaving
-            if self._save_request:
-                return Command.SAVE
+                return Command.DRAIN
             taking = asyncio.ensure_future(
                 self._batches.take(
                     run,

@@ -66,14 +66,13 @@ from meshrl.trainer.model.snapshot import take_snapshot
 from meshrl.trainer.profiling import FOLDER, profiled
 from meshrl.trainer.reward_version_guard import BatchQueue, RewardVersionGuard
 from meshrl.trainer.settings import TrainerSettings
-from meshrl.trainer.status import LiveStatus, RunControl
+from meshrl.trainer.status import LiveStatus
 from meshrl.trainer.time_slices import Always, Turns
 from meshrl.trainer.trajectories.log import TrajectoryLog
 from meshrl.trainer.utilisation import peak_memory, peak_tflops
 
 log = logging.getLogger(__name__)
 
-ENDS = (Command.END, Command.STOP, Command.DRAIN)
 NOT_OF_ROWS = (MeshError, OSError, DistError)
 """Errors of a step that fails for another reason than its rows: a peer that is gone, or a full disk."""
 
@@ -142,21 +141,21 @@ class Trainer:
         self._snapshot = snapshot
         self._export = export
         self._turns = turns or Always()
-        self._status = LiveStatus(
+        self.status = LiveStatus(
             settings.total_steps,
             run=settings.run,
             ranks=self._world.size,
             peak_tflops=peak_tflops(self._world.device),
         )
+        """How training does, for whoever asks or watches."""
         self._source = BatchSource(
-            settings, queue, self._world, compute, self._status, publisher, rewards
+            settings, queue, self._world, compute, self.status, publisher, rewards
         )
         self._evaluation = (
-            EvaluationSchedule(evaluator, publisher, settings, metrics, self._status)
+            EvaluationSchedule(evaluator, publisher, settings, metrics, self.status)
             if evaluator
             else None
         )
-        self.control = RunControl(self._status, self._source.ask_to_save, self.stop)
         self.drained = False
         """`run` has ended before the run was at its end: it is to be gone on with."""
 
@@ -167,14 +166,7 @@ class Trainer:
 
     def drain(self) -> None:
         """Finish the running step, save, commit and return from `run` (SIGTERM)."""
-        self._leave(Command.DRAIN)
-
-    def stop(self) -> None:
-        """The same, and the run is not to be gone on with."""
-        self._leave(Command.STOP)
-
-    def _leave(self, why: Command) -> None:
-        self._source.leave(why)
+        self._source.leave()
         if self._evaluation:
             self._evaluation.drain()
 
@@ -194,16 +186,12 @@ class Trainer:
 
     async def _train_to_the_end(self) -> None:
         await self._begin()
-        while (work := await self._next()) not in ENDS:
-            if work is Command.SAVE:
-                await self._save_now()
-            elif (
-                isinstance(work, Batch)
-                and await self._train(work)
-                and self._due(self._settings.trainer.save_freq)
-            ):
+        while isinstance(work := await self._next(), Batch):
+            if await self._train(work) and self._due(self._settings.trainer.save_freq):
                 await self._save()
-        await self._save_now()
+        await self._save()
+        with self.status.phase(TrainerPhase.CHECKPOINTING):
+            await self._checkpointer.wait_done()
         self._source.check()
         self.drained = work is Command.DRAIN
         if work is Command.END:
@@ -212,11 +200,11 @@ class Trainer:
     async def _next(self) -> Batch | Command:
         """The next batch or command, the same on every rank."""
         if self._evaluation:
-            with self._status.phase(TrainerPhase.EVALUATING), self._source.giving_up():
+            with self.status.phase(TrainerPhase.EVALUATING), self._source.giving_up():
                 await self._source.keep_ranks_waiting(
-                    self._evaluation.start_if_due(self._status.version)
+                    self._evaluation.start_if_due(self.status.version)
                 )
-        with self._status.phase(TrainerPhase.WAITING):
+        with self.status.phase(TrainerPhase.WAITING):
             return await self._source.next(self._state.epoch, self.step)
 
     async def _train(self, batch: Batch) -> bool:
@@ -225,13 +213,13 @@ class Trainer:
         False: nothing of the batch could be read. Another one is taken for the step, if the queue is to be had.
         """
         began_ns = time.time_ns()
-        with self._status.phase(TrainerPhase.TRAINING, "fetching"):
+        with self.status.phase(TrainerPhase.TRAINING, "fetching"):
             fetched = await self._fetched(batch)
         if fetched is None:
             return False
         batch, schedule, rows, baselines = fetched
         await self._have_device()
-        with self._status.phase(TrainerPhase.TRAINING):
+        with self.status.phase(TrainerPhase.TRAINING):
             async with self._log_rows(schedule) as observe, self._telling_of_parts(batch):
                 metrics = await self._compute.run(
                     self._profiled(
@@ -259,7 +247,7 @@ class Trainer:
         staleness = Counter(max(0, batch.step - row.oldest.step) for row in batch.rows)
         metrics |= peak_memory(self._world.device) | dict(self._turns.metrics)
         metrics |= self._source.metrics | (self._rewards.metrics if self._rewards else {})
-        metrics = self._status.stepped(metrics, staleness, tokens)
+        metrics = self.status.stepped(metrics, staleness, tokens)
         if self._metrics:
             self._metrics.write(batch.step, metrics)
         return True
@@ -367,7 +355,7 @@ class Trainer:
     async def _have_device(self) -> None:
         """Wait for this trainer's turn: engines that use the device too have loaded the last version before."""
         if not isinstance(self._turns, Always):
-            with self._status.phase(TrainerPhase.WAITING, "device"):
+            with self.status.phase(TrainerPhase.WAITING, "device"):
                 await self._publisher.drained()
                 await self._turns.acquire()
 
@@ -376,7 +364,7 @@ class Trainer:
 
         The transfer runs beside the next step.
         """
-        self._status.version = version = Version(self._state.epoch, self.step)
+        self.status.version = version = Version(self._state.epoch, self.step)
         settings, policy = self._settings, self._learner.policy
         publishing: list[asyncio.Future[None]] = []
         loop, in_turns = asyncio.get_running_loop(), not isinstance(self._turns, Always)
@@ -390,7 +378,7 @@ class Trainer:
             if not in_turns:  # engines that use the device too get it when all is gathered
                 loop.call_soon_threadsafe(publish, planned)
 
-        with self._status.phase(TrainerPhase.PUBLISHING):
+        with self.status.phase(TrainerPhase.PUBLISHING):
             try:
                 snapshot = await self._compute.run(
                     lambda: self._snapshot(
@@ -416,7 +404,7 @@ class Trainer:
 
     async def _begin(self) -> None:
         await self._checkpointer.open()
-        self._status.resumed(Version(self._state.epoch, self.step), self._state.rows_trained)
+        self.status.resumed(Version(self._state.epoch, self.step), self._state.rows_trained)
         if self._metrics:
             self._metrics.resume_at(self.step)
         if self._trajectories:
@@ -430,21 +418,14 @@ class Trainer:
 
     async def _save(self) -> None:
         """Start a checkpoint; once it is durable, the queue releases its rows."""
-        with self._status.phase(TrainerPhase.CHECKPOINTING):
+        with self.status.phase(TrainerPhase.CHECKPOINTING):
             await self._checkpointer.begin(self._state)
-
-    async def _save_now(self) -> None:
-        """Save, and return when the checkpoint is durable and the queue has released its rows."""
-        await self._save()
-        with self._status.phase(TrainerPhase.CHECKPOINTING):
-            await self._checkpointer.wait_done()
-        self._source.saved(self.step)
 
     async def _finish(self) -> None:
         """Export the last version, wait for its transfer and evaluate it."""
         learner, settings = self._learner, self._settings
         await self._have_device()
-        with self._status.phase(TrainerPhase.CHECKPOINTING):
+        with self.status.phase(TrainerPhase.CHECKPOINTING):
             target = settings.directory / "export"
             await self._compute.run(
                 lambda: self._export(
@@ -453,22 +434,21 @@ class Trainer:
             )
         await self._turns.release()
         if self._world.is_main:
-            with self._status.phase(TrainerPhase.PUBLISHING):
+            with self.status.phase(TrainerPhase.PUBLISHING):
                 await self._publisher.drained()
         if self._evaluation:
-            with self._status.phase(TrainerPhase.EVALUATING):
-                await self._evaluation.finish(self._status.version)
+            with self.status.phase(TrainerPhase.EVALUATING):
+                await self._evaluation.finish(self.status.version)
 
     async def _stop(self, failed: bool) -> None:
         """Close what this loop owns."""
         if self._evaluation:
             await self._evaluation.close()
         await self._checkpointer.close()
-        self._source.close()
         if self._rewards:
             await self._rewards.close()
         if self._metrics:
             self._metrics.close()
         if self._trajectories:
             await asyncio.to_thread(self._trajectories.close)
-        self._status.ended(failed)
+        self.status.ended(failed)

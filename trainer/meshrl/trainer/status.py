@@ -1,4 +1,4 @@
-"""What the trainer does right now: written by its loop, read by whoever asks, watches or stops it."""
+"""What the trainer does right now: written by its loop, read by whoever asks or watches."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from meshrl.contract import tracing
-from meshrl.contract.errors import UnavailableError, WaitTimeoutError
 from meshrl.contract.types import Json, TrainerPhase, TrainerStatus, Version, Waiting
 
 log = logging.getLogger(__name__)
@@ -186,51 +185,3 @@ def _shares(spent: Mapping[str, float], seconds: float) -> dict[str, float]:
         f"share/{name.removeprefix('time/').removesuffix('_s')}": part / seconds
         for name, part in spent.items()
     }
-
-
-class RunControl:
-    """The TrainerControl port over a running loop: look, stop, save."""
-
-    def __init__(
-        self,
-        status: LiveStatus,
-        ask_to_save: Callable[[], asyncio.Future[int]],
-        drain: Callable[[], None],
-    ) -> None:
-        """Both functions are answered by the loop between two steps, on rank 0."""
-        self._status = status
-        self._ask_to_save = ask_to_save
-        self._drain = drain
-
-    async def status(self) -> TrainerStatus:
-        """How training does now."""
-        return self._status.status()
-
-    def snapshot(self) -> TrainerStatus:
-        """The same, for another thread too."""
-        return self._status.status()
-
-    def watch(self, *, every_s: float = 10.0) -> AsyncIterator[TrainerStatus]:
-        """A status at once, after every change and at least every `every_s` seconds; the last has ended."""
-        return self._status.watch(every_s)
-
-    async def stop(self, reason: str) -> None:
-        """End after the running step, with a checkpoint."""
-        log.info("asked to stop: %s", reason or "no reason given")
-        self._drain()
-
-    async def save_checkpoint(self, *, wait_s: float) -> int:
-        """Save after the running step; returns its number of optimizer steps.
-
-        Raises:
-            WaitTimeoutError: it is not durable within `wait_s`; it will be saved all the same.
-            UnavailableError: training has ended.
-        """
-        if self._status.status().phase.ended:
-            raise UnavailableError("training has ended; its last checkpoint is saved")
-        saved = self._ask_to_save()
-        try:
-            async with asyncio.timeout(wait_s):
-                return await asyncio.shield(saved)
-        except TimeoutError as error:
-            raise WaitTimeoutError(f"the checkpoint is not durable after {wait_s:.0f} s") from error

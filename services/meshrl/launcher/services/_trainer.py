@@ -172,11 +172,11 @@ async def _lead(
         trainer.drain()
         patience.stop_waiting()  # the queue may be stopped at the same moment
 
-    servicers: list[Servicer] = [TrainerServicer(trainer.control), WeightsServicer(plane)]
+    servicers: list[Servicer] = [TrainerServicer(trainer.status), WeightsServicer(plane)]
     async with AsyncExitStack() as stack, GrpcServer(context.settings, servicers) as server, plane:
         if judge is not None:
             stack.push_async_callback(judge.close)
-        server.registry.register(TrainerCollector(setting.run, trainer.control.snapshot))
+        server.registry.register(TrainerCollector(setting.run, trainer.status.status))
         await server.ready()
         await work_until_stopped(server, trainer.run(), drain)
         await asyncio.sleep(LAST_WORD_S)

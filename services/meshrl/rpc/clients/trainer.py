@@ -1,17 +1,16 @@
-"""The TrainerControl port over gRPC."""
+"""A trainer, seen over gRPC."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from functools import partial
 
 import grpc
 
 from meshrl.contract import codec
 from meshrl.contract.errors import UnavailableError
 from meshrl.contract.types import TrainerStatus
-from meshrl.rpc.clients.base import INTERACTIVE_RETRY_S, MARGIN_S, GrpcClient, RetryBudget, discard
+from meshrl.rpc.clients.base import INTERACTIVE_RETRY_S, MARGIN_S, GrpcClient, RetryBudget
 from meshrl.rpc.errors import from_rpc
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as rpc
@@ -25,14 +24,16 @@ class TrainerClient(GrpcClient):
         self._stub = rpc.TrainerStub(self._connection.channel)
 
     async def status(self) -> TrainerStatus:
-        """See TrainerControl."""
+        """How training does now."""
         request = pb.GetTrainerStatusRequest()
         return await self._connection.call(
             self._stub.GetStatus, request, codec.decode_trainer_status
         )
 
     async def watch(self, *, every_s: float = 10.0) -> AsyncIterator[TrainerStatus]:
-        """See TrainerControl. If the trainer restarts within `retry_s`, the iterator goes on.
+        """A status at once, after every change and at least every `every_s` seconds; the last has `phase.ended`.
+
+        If the trainer restarts within `retry_s`, the iterator goes on.
 
         Raises UnavailableError if the trainer stays away or sends nothing.
         """
@@ -64,19 +65,3 @@ class TrainerClient(GrpcClient):
             raise UnavailableError(f"{self._connection.name} stopped sending its status") from error
         finally:
             call.cancel()
-
-    async def stop(self, reason: str) -> None:
-        """See TrainerControl."""
-        request = pb.StopTrainerRequest(reason=codec.printable(reason))
-        await self._connection.call(self._stub.Stop, request, discard)
-
-    async def save_checkpoint(self, *, wait_s: float) -> int:
-        """See TrainerControl. Waits in polls. A repeated call saves once more."""
-        request = pb.SaveCheckpointRequest()
-        attempt = partial(
-            self._connection.call,
-            self._stub.SaveCheckpoint,
-            request,
-            lambda answer: answer.step,
-        )
-        return await self._connection.poll(request, attempt, wait_s)

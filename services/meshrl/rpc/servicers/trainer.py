@@ -1,28 +1,35 @@
-"""Serves a TrainerControl port over gRPC. meshrl/v1/trainer.proto describes each method."""
+"""Serves how a trainer does over gRPC. meshrl/v1/trainer.proto describes each method."""
 # ruff: noqa: D102
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Final
+from typing import Final, Protocol
 
 import grpc
 
 from meshrl.contract import codec
-from meshrl.contract.ports import TrainerControl
+from meshrl.contract.types import TrainerStatus
 from meshrl.rpc.interceptors import Context, bounded, closing, full_name
 from meshrl.v1 import trainer_pb2 as pb
 from meshrl.v1 import trainer_pb2_grpc as rpc
-from meshrl.v1.trajectory_pb2 import Ack
+
+
+class Training(Protocol):
+    """What a trainer says of itself."""
+
+    def status(self) -> TrainerStatus: ...
+
+    def watch(self, every_s: float) -> AsyncIterator[TrainerStatus]: ...
 
 
 class TrainerServicer(rpc.TrainerServicer):
     """Translates and delegates."""
 
     service: Final = full_name(pb.DESCRIPTOR, "Trainer")
-    waits: Final = frozenset({"Watch", "SaveCheckpoint"})
+    waits: Final = frozenset({"Watch"})
 
-    def __init__(self, trainer: TrainerControl) -> None:
+    def __init__(self, trainer: Training) -> None:
         self._trainer = trainer
 
     def attach(self, server: grpc.aio.Server) -> None:
@@ -31,22 +38,12 @@ class TrainerServicer(rpc.TrainerServicer):
     async def GetStatus(
         self, request: pb.GetTrainerStatusRequest, context: Context
     ) -> pb.TrainerStatus:
-        return codec.encode_trainer_status(await self._trainer.status())
+        return codec.encode_trainer_status(self._trainer.status())
 
     async def Watch(
         self, request: pb.WatchTrainerRequest, context: Context
     ) -> AsyncIterator[pb.TrainerStatus]:
         every_s = max(1.0, bounded(request.every_s))
-        async with closing(self._trainer.watch(every_s=every_s)) as statuses:
+        async with closing(self._trainer.watch(every_s)) as statuses:
             async for status in statuses:
                 yield codec.encode_trainer_status(status)
-
-    async def Stop(self, request: pb.StopTrainerRequest, context: Context) -> Ack:
-        await self._trainer.stop(request.reason)
-        return Ack()
-
-    async def SaveCheckpoint(
-        self, request: pb.SaveCheckpointRequest, context: Context
-    ) -> pb.SaveCheckpointResponse:
-        step = await self._trainer.save_checkpoint(wait_s=bounded(request.wait_s))
-        return pb.SaveCheckpointResponse(step=step)
