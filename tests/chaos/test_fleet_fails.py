@@ -19,7 +19,13 @@ def error_of(mesh: Mesh) -> str:
 def test_engines_that_fail_every_request_end_the_run(tmp_path: Path) -> None:
     control = tmp_path / "control"
     control.write_text("fail")
-    rollout = {"name": "echo", "workers": 2, "slots": 8, "engine": {"control": str(control)}}
+    rollout = {
+        "name": "echo",
+        "workers": 2,
+        "slots": 8,
+        "engine": {"control": str(control)},
+        "breaker": {"pause_s": 0.1},
+    }
     changes = {
         "rollout": rollout,
         "actor": {"use_kl_loss": False},

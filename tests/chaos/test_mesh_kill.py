@@ -67,7 +67,7 @@ def rank_of(mesh: Mesh, number: int) -> int:
     raise AssertionError(f"no rank {number} beside {launcher}:\n{mesh.output[-3000:]}")
 
 
-async def test_a_run_goes_on_whoever_is_killed_and_after_ctrl_c(tmp_path: Path) -> None:
+async def test_a_run_goes_on_whoever_is_killed_and_drains_at_ctrl_c(tmp_path: Path) -> None:
     """Queue, reference, feeder, the preloaders, rollout, reward and one of the trainer's two ranks."""
     changes = {
         "trainer": {"total_training_steps": 100_000, "save_freq": 3, "test_freq": -1, "nproc": 2}
@@ -99,9 +99,7 @@ async def test_a_run_goes_on_whoever_is_killed_and_after_ctrl_c(tmp_path: Path) 
     done = len(mesh.steps())
     ledger = await mesh.ledger()
     assert ledger.balanced and ledger.trained == done * 16, (ledger, done)
-    # The start after the kill went on with two ranks; a single one imports torch once.
-    mesh.run(f"trainer.total_training_steps={done + 2}", "trainer.nproc=1")
-    await balanced(mesh, done + 2)
+    assert [line["step"] for line in mesh.steps()] == list(range(done))
     for kind in ("light", "torch"):
         assert mesh.output.count(f"services start without the preloader {kind}: ") == 1
     assert "Traceback" not in mesh.output, mesh.output
@@ -170,7 +168,8 @@ def test_a_malformed_row_ends_in_one_line(tmp_path: Path) -> None:
 
 
 SMALL_QUEUE = {
-    **{"max_staleness": 1, "lease_ttl_s": 5},
+    "max_staleness": 1,
+    "lease_ttl_s": 3,
     "reserve_bytes": 8 << 20,
 }
 needs_mounts = pytest.mark.skipif(
@@ -216,7 +215,7 @@ async def test_everybody_waits_while_the_queues_disk_is_full_and_goes_on_or_drai
 ) -> None:
     changes = {
         "queue": SMALL_QUEUE,
-        "trainer": {"total_training_steps": 24, "save_freq": 10, "test_freq": -1},
+        "trainer": {"total_training_steps": 12, "save_freq": 10, "test_freq": -1},
         "data": {"val_files": []},
     }
     mesh = make_mesh(tmp_path, changes)
@@ -225,7 +224,7 @@ async def test_everybody_waits_while_the_queues_disk_is_full_and_goes_on_or_drai
             mesh.wait_for_step(process, 1)
             fill(ballast)
             await until_said(mesh, "space in the store")
-            await asyncio.sleep(10)  # two leases
+            await asyncio.sleep(6)  # two leases
             assert process.poll() is None, mesh.output[-3000:]
             assert "waiting for space" in mesh.output
             ballast.unlink()
@@ -239,7 +238,7 @@ async def test_everybody_waits_while_the_queues_disk_is_full_and_goes_on_or_drai
         ballast.unlink()
         assert (await mesh.ledger()).balanced
         mesh.run()
-        await balanced(mesh, 24)
+        await balanced(mesh, 12)
 
 
 @needs_mounts
