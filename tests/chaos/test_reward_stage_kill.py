@@ -1,4 +1,4 @@
-"""kill -9 of scoring processes while a reward stage works on a queue, and while nothing is scored."""
+"""kill -9 of scoring processes, at work and idle, and of the service that owns them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
+from ..processes import python
+from ..waiting import gone, runs
 from .answered_rows import GROUP, answer_all, open_run, scored
 
 SLOW = """
@@ -24,6 +26,22 @@ import time
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     time.sleep(0.01)
     return float(solution_str)
+"""
+SERVICE = """
+import asyncio, sys
+from meshrl.contract.types import Sample, Uid
+from meshrl.rewardd.config import RewardConfig
+from meshrl.rewardd.judge import build_judge
+
+async def main():
+    custom = {"path": sys.argv[1], "name": "stuck"}
+    judge = build_judge(RewardConfig(custom_reward_function=custom, deadline_s=3600, workers=2))
+    await judge.start()
+    sample = dict(data_source="", solution="", ground_truth=None, extra_info={})
+    print(*judge.pids, flush=True)
+    await judge.score([Sample(uid=Uid("r", str(n), 0), **sample) for n in range(2)])
+
+asyncio.run(main())
 """
 GROUPS = 40
 KILLS = 6
@@ -93,3 +111,14 @@ async def test_processes_that_are_killed_while_idle_are_replaced(tmp_path: Path)
         assert not before & set(judge.pids)
     finally:
         await judge.close()
+
+
+async def test_scoring_processes_end_with_a_killed_service(tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text("def stuck(**kwargs):\n    while True:\n        pass\n")
+    async with python("-c", SERVICE, path, stdout=asyncio.subprocess.PIPE) as service:
+        assert service.stdout is not None
+        pids = [int(pid) for pid in (await service.stdout.readline()).split()]
+        assert len(pids) == 2 and all(map(runs, pids))
+        service.kill()
+        await gone(*pids)
