@@ -43,7 +43,7 @@ from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.testing.engines.echo import build
 from meshrl.transferqueue.config import QueueConfig
-from meshrl.transferqueue.sharding import ShardQueue
+from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores import build as build_store
 
 HOPS = ("admit", "stages", "train")
@@ -143,7 +143,7 @@ async def _pass_row(queue: QueueClient, *, step: int, enter: Callable[[str], Non
 async def _mesh(folder: Path) -> AsyncIterator[QueueClient]:
     """Queue, rollout worker and reward stage, at work."""
     config = QueueConfig()
-    core = await ShardQueue.open(build_store(config, folder))
+    core = await TransferQueue.open(build_store(config, folder))
     settings = ServerSettings(port=0, metrics_port=None)
     async with GrpcServer(settings, [QueueServicer(core)]) as server:
         await server.ready()

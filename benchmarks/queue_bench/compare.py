@@ -25,7 +25,7 @@ WARM_UP = 2 * BATCH // GROUP
 PEER = "peer"
 FLOOR = "floor"
 """gRPC with nothing behind it: what any queue over it costs at least."""
-TUNING = ("groups", "in_flight", "admit", "resident_batches", "shards")
+TUNING = ("groups", "in_flight", "admit", "resident_batches")
 """Of ours."""
 Opener = Callable[[Path], AbstractAsyncContextManager[System]]
 
@@ -60,7 +60,6 @@ def parse(description: str) -> argparse.Namespace:
     tuning.add_argument("--in-flight", type=int, default=2, help="calls of each client")
     tuning.add_argument("--admit", type=int, default=128, help="tasks of one call")
     tuning.add_argument("--resident-batches", type=int, default=16, help="bound of admission")
-    tuning.add_argument("--shards", type=int, default=1, help="queue processes (%(default)s)")
     tuning = parser.add_argument_group("tuning of the peer")
     tuning.add_argument("--peer-in-flight", type=int, default=2, help="calls of each client")
     tuning.add_argument(

@@ -24,20 +24,10 @@ from meshrl.contract.types import (
     Version,
     gathered,
 )
-from meshrl.rpc.clients import QueueClient
-from meshrl.rpc.clients.shard import ShardClient
-from meshrl.transferqueue.sharding import ShardedQueue
 
 ROLLOUT = StageSpec(name="rollout", reads=(), writes=SAMPLED)
 ANNOTATE = StageSpec(name="annotate", reads=("tokens",), writes=("reward", "ref_logprobs"))
 COLUMNS = (*ROLLOUT.writes, *ANNOTATE.writes)
-
-
-def connect(addresses: str) -> QueueClient | ShardedQueue:
-    """A queue service, or the router over several, their addresses separated by commas."""
-    if "," not in addresses:
-        return QueueClient(addresses)
-    return ShardedQueue([ShardClient(address) for address in addresses.split(",")])
 
 
 def run_spec(run: str, *, group_size: int, batch_groups: int, batches: int) -> RunSpec:

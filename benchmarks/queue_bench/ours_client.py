@@ -1,4 +1,4 @@
-"""Our clients: producers, annotator and consumer of a queue service or of several shards, over gRPC.
+"""Our clients: producers, annotator and consumer of a queue service, over gRPC.
 
     python ours_client.py ROLE NUMBER ADDRESS[,ADDRESS] SEED '{"groups": 16, "in_flight": 2, ...}'
 
@@ -20,6 +20,7 @@ from child import Timer, in_order, serve
 from work import BATCH, GROUP, digest, digests, group
 
 from meshrl.contract.types import Version
+from meshrl.rpc.clients import QueueClient
 from meshrl.rpc.process_memory import freeze_startup_objects, reuse_freed_memory
 
 WAIT_S = 300.0
@@ -30,7 +31,7 @@ class Client:
 
     def __init__(self, number: int, address: str, seed: int, tuning: dict[str, Any]) -> None:
         self.number, self.seed, self.tuning = number, seed, tuning
-        self.queue = calls.connect(address)
+        self.queue = QueueClient(address)
         self.time = Timer()
         self.name, self.count, self.tasks = "", 0, 0
 

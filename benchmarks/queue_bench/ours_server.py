@@ -1,4 +1,4 @@
-"""Our own side: one queue service over gRPC, as `meshrl up` runs it; it may be one of several shards.
+"""Our own side: one queue service over gRPC, as `meshrl up` runs it.
 
     python ours_server.py PATH '{"store": "disk", ...}'
 
@@ -17,20 +17,19 @@ from pathlib import Path
 from meshrl.rpc.process_memory import collect_garbage_rarely, limit_malloc_arenas
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, run_service
 from meshrl.rpc.servicers import QueueServicer
-from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
-from meshrl.transferqueue.sharding import ShardQueue
+from meshrl.transferqueue.queue import TransferQueue
 
 
 async def main(path: Path, section: str) -> None:
     config = QueueConfig(**json.loads(section))
     collect_garbage_rarely()
     limit_malloc_arenas()
-    queue = await ShardQueue.open(stores.build(config, path), cache_bytes=config.cache_bytes)
-    servicers = [QueueServicer(queue), ShardServicer(queue)]
+    queue = await TransferQueue.open(stores.build(config, path), cache_bytes=config.cache_bytes)
     try:
-        async with GrpcServer(ServerSettings(drain_grace_s=1), servicers) as server:
+        settings = ServerSettings(drain_grace_s=1)
+        async with GrpcServer(settings, [QueueServicer(queue)]) as server:
             await server.ready()
             print(json.dumps({"address": server.address, "server": [os.getpid()]}), flush=True)
             await asyncio.to_thread(sys.stdin.read)

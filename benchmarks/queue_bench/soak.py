@@ -60,7 +60,6 @@ async def soak(arguments: argparse.Namespace, folder: Path) -> None:
         "in_flight": arguments.in_flight,
         "admit": 64,
         "resident_batches": arguments.resident_batches,
-        "shards": 1,
     }
     async with (
         systems.ours(arguments.store, folder, SEED, tuning) as system,

@@ -140,31 +140,29 @@ class System:
 
     def __init__(
         self,
-        servers: Sequence[Sequence[str]],
+        server: Sequence[str],
         client: Sequence[str],
         seed: int,
         tuning: dict[str, Any],
         parts: dict[str, list[int]] | None = None,
     ) -> None:
-        """Commands; `client` lacks the roles and may name "{address}", which the servers tell."""
-        self._commands = (servers, client)
+        """Commands; `client` lacks the roles and may name "{address}", which the server tells."""
+        self._commands = (server, client)
         self._seed, self._tuning = seed, tuning
         self.parts = dict(parts or {})
         """Process ids: server, clients, framework."""
-        self.servers: list[Child] = []
+        self.server: Child | None = None
         self.clients: dict[str, Child] = {}
         self.address = ""
 
     async def __aenter__(self) -> Self:
-        servers, client = self._commands
+        server, client = self._commands
         try:
-            for command in servers:
-                self.servers.append(await Child.start("server", command))
-            heard = [await server.hear() for server in self.servers]
+            self.server = await Child.start("server", server)
+            heard = await self.server.hear()
             for part in ("server", "framework"):
-                pids = [pid for about in heard for pid in about.get(part, [])]
-                self.parts[part] = [*self.parts.get(part, []), *pids]
-            self.address = ",".join(about.get("address", "") for about in heard)
+                self.parts[part] = [*self.parts.get(part, []), *heard.get(part, [])]
+            self.address = heard.get("address", "")
             for role, number in ROLES:
                 where = [self.address if word == "{address}" else word for word in client]
                 rest = [role, str(number), *where[2:], str(self._seed), json.dumps(self._tuning)]
@@ -188,7 +186,8 @@ class System:
 
     async def _close(self) -> None:
         await asyncio.gather(*(child.close() for child in self.clients.values()))
-        await asyncio.gather(*(server.close() for server in self.servers))
+        if self.server is not None:
+            await self.server.close()
 
     async def run(self, name: str, **order: int) -> Pass:
         """One pass, from the first row offered to the last row consumed. Raises ChildFailed."""

@@ -22,21 +22,22 @@ PEER_PYTHON = ROOT / ".venv-peer-queue" / "bin" / "python"
 async def ours(
     store: str, folder: Path, seed: int, tuning: dict[str, Any]
 ) -> AsyncIterator[System]:
-    """A queue service on `store`, or as many shards as `tuning` says, and its clients."""
+    """A queue service on `store`, and its clients."""
     section: dict[str, Any] = {"store": store, "durability": "always"}
     redis = None
     if store == "redis":
         redis, section["redis_url"] = await start_redis(folder / "redis")
         section["durability"] = "none"  # the server's own appendfsync, everysec, holds
     parts = {"server": [redis.pid]} if redis else {}
-    server = [sys.executable, str(HERE / "ours_server.py")]
-    servers = [
-        [*server, str(folder / f"{store}-{number}"), json.dumps(section)]
-        for number in range(tuning["shards"])
+    server = [
+        sys.executable,
+        str(HERE / "ours_server.py"),
+        str(folder / store),
+        json.dumps(section),
     ]
     client = [sys.executable, str(HERE / "ours_client.py"), "{address}"]
     try:
-        async with System(servers, client, seed, tuning, parts) as system:
+        async with System(server, client, seed, tuning, parts) as system:
             yield system
     finally:
         if redis:
@@ -49,7 +50,7 @@ async def floor(folder: Path, seed: int, tuning: dict[str, Any]) -> AsyncIterato
     """As many calls and bytes as ours, over gRPC; see floor_server.py."""
     server = [sys.executable, str(HERE / "floor_server.py")]
     client = [sys.executable, str(HERE / "floor_client.py"), "{address}"]
-    async with System([server], client, seed, tuning) as system:
+    async with System(server, client, seed, tuning) as system:
         yield system
 
 
@@ -60,7 +61,7 @@ async def peer(folder: Path, seed: int, tuning: dict[str, Any]) -> AsyncIterator
     python = str(PEER_PYTHON)
     server = [python, str(HERE / "peer_server.py"), config, str(tuning["units"])]
     client = [python, str(HERE / "peer_client.py"), config]
-    async with System([server], client, seed, tuning) as system:
+    async with System(server, client, seed, tuning) as system:
         yield system
 
 

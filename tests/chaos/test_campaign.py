@@ -46,20 +46,6 @@ def test_a_redis_that_is_killed_with_its_queue_costs_no_row() -> None:
     assert_exact(campaign("--store", "redis", "--kills", "10"))
 
 
-def test_shards_are_killed_one_by_one_and_a_batch_is_never_torn() -> None:
-    report = campaign("--shards", "2", "--kills", "12")
-    assert_exact(report)
-    assert {"kill queue-0", "kill queue-1"} & set(report["struck"])
-
-
-def test_shards_are_added_while_anybody_is_killed() -> None:
-    """A process that starts again gets the addresses of the first two shards only."""
-    report = campaign("--shards", "2", "--grow", "2", "--kills", "10")
-    assert_exact(report)
-    assert report["struck"]["grow"] == 2
-    assert any(report["admitted"][2:]), "no shard that was added has ever had a row"
-
-
 def test_a_network_that_swallows_everything_for_a_while_costs_no_row() -> None:
     """For longer than leases last, and than gRPC believes in a peer that acknowledges nothing."""
     report = campaign("--cuts", "1", "--cut-s", "14")

@@ -60,6 +60,7 @@ def test_each_key_of_a_recipe_of_0_1_that_is_gone_is_named_once(folder: Path) ->
     assert [line.split()[1].partition("=")[0] for line in lines] == [
         "queue.compression_dictionary",
         "queue.shared_memory_bytes",
+        "queue.shards",
         "queue.durability",
     ]
 

@@ -27,7 +27,7 @@ DEPLOY = ROOT / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 MESH = {name: each for name, each in COMPOSE["services"].items() if name in BUILT_IN}
-BESIDE = {"prepare", "operator", "queue-1", "prometheus", "grafana"}
+BESIDE = {"prepare", "operator", "prometheus", "grafana"}
 """What compose starts beside the services: the first one before them, the others where their profile is named."""
 INTERPOLATION = re.compile(r"\$\{\w+:-([^}]*)\}")
 
@@ -232,12 +232,6 @@ def test_compose_takes_the_file(files: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stderr
     services = yaml.safe_load(done.stdout)["services"]
     assert {*BUILT_IN, "prepare"} <= set(services) <= {*BUILT_IN, *BESIDE}
-
-
-def test_the_shards_of_compose_say_by_their_names_which_they_are() -> None:
-    for number, name in enumerate(("queue", "queue-1")):
-        words = compose_command(COMPOSE["services"][name])
-        assert words[-2:] == ["--name", f"queue-{number}"]
 
 
 def compose_program() -> list[str]:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.cli import find_mesh as cli_mesh
-from meshrl.cli import main, operator
+from meshrl.cli import main
 from meshrl.config import load_recipe
 from meshrl.config.loading import save_recipe
 from meshrl.config.recipe import RECIPE_NAME
@@ -24,12 +23,10 @@ from meshrl.rpc.queue_metrics import QueueCollector
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.rpc.servicers.queue_admin import QueueAdminServicer
-from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.sharding import ShardQueue
 
 from ..unit.transferqueue.rewritten import rewrite
 
@@ -75,10 +72,9 @@ async def mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> AsyncItera
         recipe.run.path / ADDRESS_BOOK_NAME
     )
     store = stores.build(recipe.queue, recipe.queue_path)
-    queue = await ShardQueue.open(store)
+    queue = await TransferQueue.open(store)
     servicers = [
         QueueServicer(queue),
-        ShardServicer(queue),
         QueueAdminServicer(QueueAdmin(queue, store)),
     ]
     async with GrpcServer(ServerSettings(), servicers) as server:
@@ -242,26 +238,3 @@ async def test_prometheus_sees_leases_that_expire(mesh: Mesh) -> None:
     await short.lease(wait_s=20.0)
     (run,) = (run for run in queue.open_runs if run.name == "short")  # type: ignore[attr-defined]
     assert run.lease_expiries["rollout"] == 2
-
-
-async def test_every_shard_of_a_queue_is_backed_up_verified_and_restored(mesh: Mesh) -> None:
-    recipe, backup = str(mesh.folder / "my.yaml"), str(mesh.folder / "backup")
-    # The same queue twice stands in for two shards: what is asked of each is the same.
-    twice = ["--queue", f"{mesh.server.address}, {mesh.server.address}", "--run", "run"]
-    code, out, err = await mesh.meshrl("queue", "backup", backup, *twice)
-    assert (code, err) == (0, "") and out.startswith(f"backed up to {backup}: ")
-    for where in (twice, [backup]):
-        code, out, _ = await mesh.meshrl("queue", "verify", *where)
-        assert code == 0 and out.startswith("no problems: 1 run, 16 resident rows")
-
-    fresh = f"run.dir={mesh.folder / 'fresh'}"
-    code, _, err = await mesh.meshrl("queue", "restore", backup, recipe, fresh)
-    assert code == 2 and "holds 2 shards of a queue and queue.shards is 1" in err
-    code, out, err = await mesh.meshrl("queue", "restore", backup, recipe, fresh, "queue.shards=2")
-    assert (code, err) == (0, "") and out.startswith(f"restored {backup}")
-    await rewrite(mesh.folder / "fresh" / "queue-1", "meta", b"g", b"12345678[]")
-    restored = load_recipe(mesh.folder / "my.yaml", [fresh, "queue.shards=2"], check=False)
-    left = await asyncio.to_thread(
-        operator.verify_all, cli_mesh.Mesh(run="run", queue="", stopped=restored)
-    )
-    assert left.problems and all(problem.startswith("shard 1: ") for problem in left.problems)

@@ -1,6 +1,6 @@
 """What must hold of every run: the invariants of the mesh, checked while it runs and when it has ended.
 
-QueueServicer ──▶ WatchedQueue ──▶ ShardQueue         each answered call: tokens, batches
+QueueServicer ──▶ WatchedQueue ──▶ TransferQueue      each answered call: tokens, batches
 World ──every second──▶ check_resident                 the ledger against the rows
 World ──at the end──▶ check_history                    the weights against the stored ledger
 """
@@ -28,7 +28,7 @@ from meshrl.transferqueue.model.group import Grant, bits
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.operations.lifecycle import REISSUED
 from meshrl.transferqueue.operations.why_waiting import DUE
-from meshrl.transferqueue.sharding import ShardQueue
+from meshrl.transferqueue.queue import TransferQueue
 from tests.simulation.stand_ins import TrainedRow
 
 Problem = Callable[[str], None]
@@ -64,10 +64,6 @@ class RowHistory:
         """A trainer has the run."""
         if epoch <= self._epoch:
             self._problem(f"epoch {epoch} was given out after epoch {self._epoch}")
-        self._epoch = max(epoch, self._epoch)
-
-    def followed(self, epoch: int) -> None:
-        """Shard 0 has given a trainer the run, and this one knows."""
         self._epoch = max(epoch, self._epoch)
 
     def leased(self, stage: str, worker: str, lease: Lease) -> None:
@@ -131,7 +127,7 @@ class RowHistory:
         self._problem(f"{verb} of epoch {epoch} was accepted, epoch {self._epoch} has the run")
 
 
-class WatchedQueue(ShardQueue):
+class WatchedQueue(TransferQueue):
     """A queue whose answers go into a `RowHistory`. Mixed in before the class that is simulated."""
 
     history: RowHistory
@@ -141,11 +137,6 @@ class WatchedQueue(ShardQueue):
         state = await super().acquire(run, owner)
         self.history.acquired(state.epoch)
         return state
-
-    async def follow(self, state: RunState, owner: str) -> None:
-        """See Shard."""
-        await super().follow(state, owner)
-        self.history.followed(state.epoch)
 
     async def lease(
         self,
@@ -192,7 +183,7 @@ class WatchedQueue(ShardQueue):
         await self._fenced("settle", epoch, call)
 
     async def commit(self, run: str, *, epoch: int, step: int) -> None:
-        """See Queue; a Shard's `commit_and_tell` comes by here too."""
+        """See Queue."""
         await self._fenced("commit", epoch, super().commit(run, epoch=epoch, step=step))
 
     async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:
@@ -224,10 +215,8 @@ def check_resident(run: Run, problem: Problem) -> None:
 class Liveness:
     """Nobody waits for what is there."""
 
-    def __init__(self, problem: Problem, *, alone: bool) -> None:
-        """`alone`: the queue has no other shard, for which a take may have to wait."""
+    def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._alone = alone
         self._overdue: Counter[str] = Counter()
         """Looks in a row at which something was overdue."""
 
@@ -238,7 +227,7 @@ class Liveness:
             wait.what.startswith("take") and " waits for " in wait.what and DUE not in wait.what
             for wait in waits
         )
-        if self._alone and taking and len(run.complete) >= run.spec.batch_groups:
+        if taking and len(run.complete) >= run.spec.batch_groups:
             found.add("a take waits although enough groups are complete: nobody woke it")
         now = run.clock()
         for grant in _leases(run):

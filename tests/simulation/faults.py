@@ -62,7 +62,7 @@ class Fault:
     """Virtual seconds from the start."""
     kind: Kind
     target: str
-    """A service: `queue`, `queue-1` (a shard), `feeder`, `trainer`, `trainer-1` (a rank), `rollout-0`, `reward-0`,
+    """A service: `queue`, `feeder`, `trainer`, `trainer-1` (a rank), `rollout-0`, `reward-0`,
     `agent-0`."""
     seconds: float = 0.0
     """How long, where it has a length."""

@@ -36,7 +36,6 @@ from meshrl.planning.loop import (
     spawn,
 )
 from meshrl.transferqueue.operations.audit import audit
-from meshrl.transferqueue.sharding import total_ledger
 from tests.simulation.checks import Liveness, check_history, check_idle, check_resident
 from tests.simulation.faults import Fault, Kind, draw_faults
 from tests.simulation.services import Incarnation, Main, Parts, Services
@@ -50,8 +49,6 @@ PATIENCE_S: Final = 3000.0
 """After the last fault everything must be trained within so many seconds."""
 FLAP_S: Final = (0.5, 5.0)
 """The shortest and the longest time between two breaks of a link that flaps."""
-ADD_S: Final = (2.0, 20.0)
-"""When a shard is added."""
 EXPECTED: Final = (UnavailableError, FencedError, InfraError, WaitTimeoutError, CapacityError)
 """Errors with which a service may end: the supervisor starts it again."""
 GAVE_UP: Final = r"(\d+) rows were dead-lettered while the trainer waited"
@@ -129,9 +126,7 @@ class Mesh:
                 calls=self._services.network.made,
                 virtual_s=self.loop.time() - START_S,
                 trace_hash=self.loop.trace_hash,
-                samplings=sum(
-                    (each.sampled for each in self._services.histories.values()), Counter[str]()
-                ),
+                samplings=self._services.history.sampled,
                 trained=len(self._services.trained_on or ()),
             )
             self.loop.close()
@@ -153,16 +148,14 @@ class Mesh:
 
     async def _main(self) -> None:
         supervise, services = self._supervise, self._services
-        queues = self.shape.queues[: self.shape.shards]
         watching = [
-            *(supervise(name, services.serve_queue) for name in queues),
+            supervise("queue", services.serve_queue),
             supervise("feeder", services.feed, finite=True),
             *(supervise(f"rollout-{n}", services.roll_out) for n in range(self.shape.workers)),
             *(supervise(f"reward-{n}", services.score) for n in range(self.shape.rewards)),
             *(supervise(f"reference-{n}", services.refer) for n in range(self.shape.references)),
             *(supervise(f"agent-{n}", services.lead) for n in range(self.shape.agents)),
             self._supervise_trainer(),
-            *(self._add_shard(name) for name in self.shape.queues[self.shape.shards :]),
             self._check_often(),
             self._do_faults(),
         ]
@@ -215,7 +208,7 @@ class Mesh:
     async def _supervise(self, name: str, main: Main, *, finite: bool = False) -> None:
         """Start a service again whenever it ends; a finite one until it is done."""
         while not self._ending:
-            if name in self.shape.queues:
+            if name == "queue":
                 await self._until_the_host_is_up()
             incarnation = self._start(name, main)
             await incarnation.over.wait()
@@ -224,18 +217,6 @@ class Mesh:
             if finished and finite and incarnation.drain is None:
                 return
             await asyncio.sleep(self._random.uniform(0.1, 2.0))
-
-    async def _add_shard(self, name: str) -> None:
-        """Start one more queue process, and add it to the run."""
-        await asyncio.sleep(self._random.uniform(*ADD_S))
-        if not self._services.done.is_set():
-            serving = asyncio.create_task(self._supervise(name, self._services.serve_queue))
-            try:
-                adding = partial(self._services.add_shard, name)
-                await self._supervise("adder", adding, finite=True)
-                await serving
-            finally:
-                serving.cancel()
 
     def _judge_end(self, name: str, incarnation: Incarnation) -> None:
         error = incarnation.error
@@ -342,9 +323,9 @@ class Mesh:
             case Kind.SLOW:
                 weather.slow_until = until
             case Kind.DISK_FULL:
-                services.disks[target].full_until = until
+                services.disk.full_until = until
             case Kind.COMMITS_FAIL:
-                services.disks[target].failing_until = until
+                services.disk.failing_until = until
             case Kind.ENGINE_FAILS:
                 for engine in engines:
                     engine.failing_until = until
@@ -382,24 +363,23 @@ class Mesh:
     # --- checks
 
     async def _check_often(self) -> None:
-        names = self.shape.queues
-        liveness = {name: Liveness(self.problem, alone=len(names) == 1) for name in names}
+        liveness = Liveness(self.problem)
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
-            for name, queue in list(self._services.queues.items()):
-                for run in queue.open_runs:
-                    check_resident(run, self.problem)
-                    if run.name == RUN:
-                        with suppress(MeshError):
-                            liveness[name].look(run, await queue.why_waiting(run.name))
+            if (queue := self._services.queue) is None:
+                continue
+            for run in queue.open_runs:
+                check_resident(run, self.problem)
+                with suppress(MeshError):
+                    liveness.look(run, await queue.why_waiting(run.name))
 
     async def _name_the_culprit(self, since: float) -> None:
         """The run has not ended although nothing fails: `why_waiting` must say who blocks."""
         waits: list[str] = []
-        for queue in self._services.queues.values():
+        if (queue := self._services.queue) is not None:
             with suppress(MeshError):
                 found = await queue.why_waiting(RUN)
-                waits += [f"{w.who}: {w.what}, {w.since_s:.0f} s, {w.owners}" for w in found]
+                waits = [f"{w.who}: {w.what}, {w.since_s:.0f} s, {w.owners}" for w in found]
         self.problem(f"not trained {PATIENCE_S:.0f} s after the last fault at {since:.0f} s")
         for wait in waits[:8]:
             self.note(f"why_waiting: {wait}")
@@ -411,7 +391,7 @@ class Mesh:
         self._ending = True
         self._clear_weather()
         names = [name for name in self._lives if not name.startswith(("queue", "trainer"))]
-        for part in (names, [name for name in self._lives if name.startswith("queue")]):
+        for part in (names, ["queue"]):
             living = [self._lives[n] for n in part if not self._lives[n].over.is_set()]
             for incarnation in living:
                 self._drain(incarnation)
@@ -423,9 +403,8 @@ class Mesh:
                 late = [i.process.name for i in living if not i.over.is_set()]
                 self.problem(f"did not drain within {DRAIN_S:.0f} s: {', '.join(late)}")
             await asyncio.sleep(1.0)
-            for queue in self._services.queues.values():
-                for run in queue.open_runs:
-                    check_idle(run, self.problem)
+            for run in queue.open_runs if (queue := self._services.queue) else ():
+                check_idle(run, self.problem)
 
     def _clear_weather(self) -> None:
         """Nothing goes wrong any more."""
@@ -433,32 +412,27 @@ class Mesh:
             weather = self._services.network.weather(name)
             weather.break_requests_until = weather.break_answers_until = 0.0
             weather.late_requests_until = weather.slow_until = 0.0
-        for disk in self._services.disks.values():
-            disk.full_until = disk.failing_until = 0.0
+        self._services.disk.full_until = self._services.disk.failing_until = 0.0
 
     async def _check_the_end(self) -> None:
         """What the disk says, against what the weights say."""
         for incarnation in self._lives.values():
             incarnation.process.kill()
         self._services.weights.check_end()
-        ledgers = []
-        for disk in self._services.disks.values():
-            store = disk.open()
-            await store.load()
-            found = await audit(store.export())
-            for problem in found.problems:
-                self.problem(f"audit: {problem}")
-            if RUN in found.ledgers:
-                ledgers.append(found.ledgers[RUN])
+        store = self._services.disk.open()
+        await store.load()
+        found = await audit(store.export())
+        for problem in found.problems:
+            self.problem(f"audit: {problem}")
         weights = self._services.trained_on
         if weights is None:
             return
-        if not ledgers:
+        if RUN not in found.ledgers:
             self.problem("the store has no run")
             return
         shape = self.shape
         fed = shape.prompts * shape.epochs * shape.group
-        ledger = total_ledger(ledgers)
+        ledger = found.ledgers[RUN]
         check_history(shape.spec, fed, ledger, weights, self.problem)
         dead = sum(ledger.dead_lettered.values())
         for lost in self._given_up:

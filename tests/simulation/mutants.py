@@ -38,7 +38,7 @@ from meshrl.transferqueue.model.group import Grant, Group
 from meshrl.transferqueue.model.records import Exit, TakenBatch
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.stages import Stage
-from meshrl.transferqueue.sharding import ShardQueue
+from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import CommitLog, Store
 from meshrl.weights.carriers import shm
 from meshrl.weights.coordinator import WeightCoordinator
@@ -60,7 +60,7 @@ class Mutant:
 def _with_run(kind: type[Run]) -> Parts:
     """The queue with another class of runs."""
 
-    class Planted(ShardQueue):
+    class Planted(TransferQueue):
         def _make_run(self, spec: RunSpec, number: int) -> Run:
             clock = asyncio.get_running_loop().time
             return kind(
@@ -80,13 +80,13 @@ class _ImpatientLog(CommitLog):
         return
 
 
-class _AcknowledgesEarly(ShardQueue):
+class _AcknowledgesEarly(TransferQueue):
     def __init__(self, store: Store) -> None:
         super().__init__(store)
         self._commit_log = _ImpatientLog(store, self._recover)
 
 
-class _SettlesInMemory(ShardQueue):
+class _SettlesInMemory(TransferQueue):
     async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
         settling = asyncio.ensure_future(
             super().settle(run, epoch=epoch, step=step, batch_id=batch_id)
@@ -94,28 +94,25 @@ class _SettlesInMemory(ShardQueue):
         settling.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
-class _TakesAnew(ShardQueue):
+class _TakesAnew(TransferQueue):
     _takes = 0
 
     async def take(
         self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
     ) -> Batch:
         type(self)._takes += 1
-        name, mark, plan = batch_id.partition("#")
-        anew = f"{name}~{self._takes:06}{mark}{plan}"
+        anew = f"{batch_id}~{self._takes:06}"
         return await super().take(
             run, epoch=epoch, step=step, groups=groups, batch_id=anew, wait_s=wait_s
         )
 
     async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
-        name, mark, plan = batch_id.partition("#")
-        batches = [b for b in self._run(run).batches if b.startswith(f"{name}~")]
-        known = [b for b in batches if b.partition("#")[1:] == (mark, plan)]
+        known = [b for b in self._run(run).batches if b.startswith(f"{batch_id}~")]
         newest = max(known, default=batch_id)
         await super().settle(run, epoch=epoch, step=step, batch_id=newest)
 
 
-class _WritesUnderAnyToken(ShardQueue):
+class _WritesUnderAnyToken(TransferQueue):
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         await super().write_packed(run, stage, [self._held(run, stage, g) for g in groups])
 
@@ -130,7 +127,7 @@ class _WritesUnderAnyToken(ShardQueue):
         return write
 
 
-class _MovesTheCursorEarly(ShardQueue):
+class _MovesTheCursorEarly(TransferQueue):
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
         count = await super().admit(run, tasks, cursor=cursor, wait_s=wait_s)
         state = self._run(run)
@@ -139,7 +136,7 @@ class _MovesTheCursorEarly(ShardQueue):
         return count
 
 
-class _ForgetsExpiredRows(ShardQueue):
+class _ForgetsExpiredRows(TransferQueue):
     def _expired(self, grant: Grant) -> None:
         return
 

@@ -31,11 +31,8 @@ from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.worker import ProgramCache, RolloutWorker
 from meshrl.rpc.clients.patience import Patience
-from meshrl.rpc.clients.queue import ClientOptions, QueueClient
-from meshrl.rpc.clients.shard import ShardClient
-from meshrl.rpc.runtime import Servicer
+from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.servicers.queue import QueueServicer
-from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.trainer.checkpoint.resume import resume
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.config import FilterGroupsConfig, TrainerConfig
@@ -45,7 +42,7 @@ from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.loop import Trainer
 from meshrl.trainer.reference import ReferenceStage
 from meshrl.trainer.settings import TrainerSettings
-from meshrl.transferqueue.sharding import ShardedQueue, ShardQueue
+from meshrl.transferqueue.queue import TransferQueue
 from meshrl.weights.carriers import shm
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.replica_controller import ReplicaController
@@ -84,9 +81,8 @@ NOWHERE: Final = Path("simulated")
 class Parts:
     """The product's classes. A planted bug is a subclass in one of these places."""
 
-    queue: type[ShardQueue] = ShardQueue
+    queue: type[TransferQueue] = TransferQueue
     client: type[QueueClient] = QueueClient
-    shard_client: type[ShardClient] = ShardClient
     worker: type[RolloutWorker] = RolloutWorker
     sessions: type[SessionTable] = SessionTable
     reward: type[RewardStage] = RewardStage
@@ -134,17 +130,13 @@ class Services:
         self.shape = shape
         self.network = Network(loop, seed, shape.delays)
         self._connect = partial(connect, self.network)
-        self.disks = {
-            name: Disk(f"{seed} {name}" if number else seed)
-            for number, name in enumerate(shape.queues)
-        }
-        """By queue process."""
+        self.disk = Disk(seed)
+        """The queue's."""
         self.weights = WeightSurroundings(loop, shape, self._takes, problem, shm=parts.shm)
-        self.histories = {name: RowHistory(problem) for name in shape.queues}
-        """By queue process: a row is on one of them."""
+        self.history = RowHistory(problem)
         self.random = random.Random(f"mesh {seed}")
-        self.queues: dict[str, ShardQueue] = {}
-        """Those that listen, by process."""
+        self.queue: TransferQueue | None = None
+        """The one that listens."""
         self.judges: dict[str, StandInJudge] = {}
         self.trained_on: list[TrainedRow] | None = None
         """The weights of a trainer that has trained to the end."""
@@ -161,42 +153,28 @@ class Services:
 
     @asynccontextmanager
     async def _client(self, patience: Patience | None = None) -> AsyncIterator[Queue]:
-        options: ClientOptions = {
-            "connect": self._connect,
-            "renewer": partial(self._parts.renewer, self._connect),
-            "patience": patience or Patience(),
-        }
-        if self.shape.shards == 1:
-            async with self._parts.client(_address("queue"), **options) as queue:
-                yield queue
-            return
-        async with AsyncExitStack() as stack:
-
-            async def dial(address: str) -> ShardClient:
-                client = self._parts.shard_client(address, **options)
-                return await stack.enter_async_context(client)
-
-            addresses = [_address(name) for name in self.shape.queues[: self.shape.shards]]
-            router = ShardedQueue([await dial(each) for each in addresses], addresses, dial)
-            stack.push_async_callback(router.close)
-            yield router
+        async with self._parts.client(
+            _address("queue"),
+            connect=self._connect,
+            renewer=partial(self._parts.renewer, self._connect),
+            patience=patience or Patience(),
+        ) as queue:
+            yield queue
 
     async def serve_queue(self, incarnation: Incarnation) -> None:
-        """The queue, or one of its shards."""
-        name = incarnation.process.name
+        """The queue."""
         # A mixin: the simulated class may be one with a planted bug.
         watched: type[WatchedQueue] = type("Queue", (WatchedQueue, self._parts.queue), {})
-        queue = await watched.open(self.disks[name].open())
-        queue.history = self.histories[name]
+        queue = await watched.open(self.disk.open())
+        queue.history = self.history
         stopping = asyncio.Event()
         incarnation.drain = stopping.set
-        servicers: list[Servicer] = [self._parts.servicer(queue), ShardServicer(queue)]
-        endpoint = self.network.listen(_address(name), servicers)
-        self.queues[name] = queue
+        endpoint = self.network.listen(_address("queue"), [self._parts.servicer(queue)])
+        self.queue = queue
 
         def gone() -> None:
-            if self.queues.get(name) is queue:
-                del self.queues[name]
+            if self.queue is queue:
+                self.queue = None
 
         incarnation.process.on_death[gone] = None
         await stopping.wait()
@@ -204,14 +182,6 @@ class Services:
         await self.network.stop(endpoint)
         await queue.close()
         gone()
-
-    async def add_shard(self, name: str, incarnation: Incarnation) -> None:
-        """Make the queue process `name` one more shard; whoever is killed at it begins again."""
-        async with self._client() as queue:
-            assert isinstance(queue, ShardedQueue)
-            if _address(name) not in await queue.addresses():
-                await queue.add_shard(_address(name))
-        self._note(f"{name} is added")
 
     async def feed(self, incarnation: Incarnation) -> None:
         """The feeder."""

@@ -36,10 +36,6 @@ class Shape:
     rewards: int = 1
     references: int = 0
     """Reference stages; 0: the run has no KL term."""
-    shards: int = 1
-    """Queue processes."""
-    added: int = 0
-    """Queue processes that are added while the run goes on."""
     ranks: int = 1
     prompts: int = 8
     epochs: int = 1
@@ -83,7 +79,7 @@ class Shape:
     def services(self) -> tuple[str, ...]:
         """The names of everything that can fail."""
         return (
-            *self.queues,
+            "queue",
             "feeder",
             "trainer",
             *(f"trainer-{rank}" for rank in range(1, self.ranks)),
@@ -92,12 +88,6 @@ class Shape:
             *(f"reference-{number}" for number in range(self.references)),
             *(f"agent-{number}" for number in range(self.agents)),
         )
-
-    @property
-    def queues(self) -> tuple[str, ...]:
-        """The queue processes, also those that are added."""
-        more = range(1, self.shards + self.added)
-        return ("queue", *(f"queue-{number}" for number in more))
 
     @property
     def spec(self) -> RunSpec:
@@ -128,8 +118,6 @@ def draw_shape(seed: int) -> Shape:
     policies = list(GroupPolicy) if group > 1 else [GroupPolicy.ALL]
     plane = random.Random(f"weights {seed}")
     pace = random.Random(f"pace {seed}")
-    more = random.Random(f"more {seed}")
-    shards = more.choice((1, 1, 1, 1, 1, 1, 2, 3))
     talk = random.Random(f"programs {seed}")
     program = talk.choice((*(Program.SINGLE_TURN,) * 5, Program.TOOLS, Program.OPENAI))
     shape = Shape(
@@ -159,9 +147,7 @@ def draw_shape(seed: int) -> Shape:
         late_quorum=plane.choice((1.0, 1.0, 0.5)),
         on_update=plane.choice((OnUpdate.IN_FLIGHT, OnUpdate.IN_FLIGHT, OnUpdate.DRAIN)),
         faults_until_s=pace.choice((20.0, 60.0)),
-        shards=shards,
-        added=more.randint(0, 1) if shards > 1 else 0,
-        references=more.choice((0, 0, 0, 1, 2)),
+        references=random.Random(f"references {seed}").choice((0, 0, 0, 1, 2)),
         program=program,
         agents=talk.randint(1, 6) if program is Program.OPENAI else 0,
         deadline_s=150.0 if program is Program.OPENAI else 600.0,

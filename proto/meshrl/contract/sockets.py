@@ -9,6 +9,8 @@ import struct
 from collections.abc import MutableMapping
 from urllib.parse import urlsplit
 
+from meshrl.contract.errors import UserError
+
 DIRECT = {"http://": None, "https://": None, "all://": None}
 """The `mounts` of an httpx client that uses none of the environment's proxies, but its certificates."""
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
@@ -100,3 +102,13 @@ def tells_others(url: str) -> bool:
 def join_address(host: str, port: int) -> str:
     """`host:port`, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_address(address: str) -> str:
+    """Return `address` unchanged. Raises UserError unless it is `host:port` of one queue or `unix:/path`."""
+    host, colon, port = address.rpartition(":")
+    if address.startswith(("unix:", "unix-abstract:")):
+        return address
+    if "," in host or not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
+        raise UserError(f"{address!r} is no address of a queue; want host:port or unix:/path")
+    return address

@@ -18,6 +18,7 @@ from meshrl.config.recipe import EVAL_SUFFIX, METRICS_NAME, Recipe
 from meshrl.contract.errors import NotFoundError, UnavailableError, UserError
 from meshrl.contract.files import check_owner
 from meshrl.contract.ports import Queue
+from meshrl.contract.sockets import check_address
 from meshrl.launcher.address_book import (
     ADDRESS_BOOK_NAME,
     AddressBook,
@@ -83,14 +84,14 @@ def find_mesh(
     The trainer of a mesh at `queue` is where MESHRL_TRAINER says.
 
     Raises:
-        UserError: the options do not fit together, or `run_dir` holds no mesh.
+        UserError: the options do not fit together, `queue` is no address, or `run_dir` holds no mesh.
         NotFoundError: no mesh was ever started here.
         UnavailableError: there is one, and it does not run now.
     """
     if queue is not None:
         if run is None:
             raise UserError("--queue needs --run NAME: a queue may serve several runs")
-        return Mesh(run=run, queue=queue, trainer=os.environ.get(TRAINER_VARIABLE))
+        return Mesh(run=run, queue=check_address(queue), trainer=os.environ.get(TRAINER_VARIABLE))
     directory = run_dir if run_dir is not None else newest_run_dir()
     address_book = AddressBook.load(directory / ADDRESS_BOOK_NAME)
     if stopped or is_up(directory):
@@ -114,7 +115,7 @@ def mesh_of(directory: Path, *, stopped: bool = False, role: MeshRole = MeshRole
     _enter(directory, address_book, role)
     return Mesh(
         run=address_book.run,
-        queue=address_book.peers()["queue"],
+        queue=address_book.address("queue"),
         trainer=address_book.address("trainer"),
         fleet={name: entry.address for name, entry in address_book.of_kind("rollout").items()},
     )

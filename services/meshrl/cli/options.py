@@ -99,9 +99,7 @@ def json_option(function: F) -> F:
     )
 
 
-def queue_options(
-    function: F, help: str = "Ask this queue (all its shards, separated by commas)."
-) -> F:
+def queue_options(function: F, help: str = "Ask this queue.") -> F:
     """How to find the queue of a mesh."""
     run_dir = click.option(
         "--run-dir",
@@ -117,9 +115,7 @@ def queue_options(
 def mesh_options(function: F) -> F:
     """How to find a running mesh."""
     run = click.option("--run", metavar="NAME", envvar="MESHRL_RUN", help="The run's name.")
-    return queue_options(
-        run(function), "Ask this queue (all its shards, separated by commas); needs --run."
-    )
+    return queue_options(run(function), "Ask this queue; needs --run.")
 
 
 def preload_option(function: F) -> F:

@@ -68,9 +68,7 @@ KNOWN: Mapping[str, Lazy] = {
     "ledger": Lazy(f"{COMMANDS}.ledger:ledger", "Where every admitted row is."),
     "why-waiting": Lazy(f"{COMMANDS}.why_waiting:why_waiting", "What blocks, since when, and who."),
     "dead-letters": Lazy(f"{COMMANDS}.dead_letters:dead_letters", "Rows given up; `replay` them."),
-    "queue": Lazy(
-        f"{COMMANDS}.queue:queue", "Back up, restore, verify what a queue stores; add a shard."
-    ),
+    "queue": Lazy(f"{COMMANDS}.queue:queue", "Back up, restore, verify what a queue stores."),
     "reward": Lazy(f"{COMMANDS}.reward:reward", "Reward functions, submitted while training runs."),
     "health": Lazy(f"{COMMANDS}.health:health", "Is the service at HOST:PORT ready?"),
     "plan": Lazy(f"{COMMANDS}.plan:plan", "How many GPUs to sample with, how many to train with."),

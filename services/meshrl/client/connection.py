@@ -1,21 +1,18 @@
-"""Connects to a queue or to all its shards, and refuses to work in a fork."""
+"""Connects to a queue, and refuses to work in a fork."""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Final, TypeVar
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
 
 from meshrl.contract.codec.compression import Mode
 from meshrl.contract.errors import UserError
-from meshrl.contract.ports import Queue
 from meshrl.rpc.clients.base import SERVICE_RETRY_S
-from meshrl.rpc.clients.queue import ClientOptions, QueueClient
+from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.credentials import Credential
-
-Client = TypeVar("Client", bound=QueueClient)
 
 RETRY_S: Final = SERVICE_RETRY_S
 """Seconds that a restart of the queue may take before calls fail with UnavailableError."""
@@ -44,47 +41,21 @@ def require_no_fork() -> None:
         )
 
 
-def check_address(address: str) -> str:
-    """Return `address` unchanged. Raises UserError unless it is `host:port` or `unix:/path`."""
-    host, colon, port = address.rpartition(":")
-    if address.startswith(("unix:", "unix-abstract:")):
-        return address
-    if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
-        raise UserError(f"{address!r} is no address of a queue; want host:port or unix:/path")
-    return address
-
-
 @asynccontextmanager
 async def connected(
-    addresses: Sequence[str],
+    address: str,
     retry_s: float,
     compression: Mode,
     credential: Credential | None = None,
-) -> AsyncIterator[Queue]:
-    """The queue at one address, or the sharded queue at several. All clients must use the same order."""
+) -> AsyncIterator[QueueClient]:
+    """The queue at `address`."""
     require_no_fork()
-    options: ClientOptions = {
-        "retry_s": retry_s,
-        "compression": compression,
-        "credential": credential,
-    }
-    async with AsyncExitStack() as stack:
-        if len(addresses) == 1:
-            yield await stack.enter_async_context(_registered(QueueClient(addresses[0], **options)))
-            return
-        # Imported here, so that clients of a queue without shards need not load the router.
-        from meshrl.rpc.clients.shard import ShardClient
-        from meshrl.transferqueue.sharding import ShardedQueue
-
-        async def dial(address: str) -> ShardClient:
-            client = ShardClient(address, **options)
-            return await stack.enter_async_context(_registered(client))
-
-        router = ShardedQueue([await dial(address) for address in addresses], addresses, dial)
-        stack.push_async_callback(router.close)
-        yield router
-
-
-def _registered(client: Client) -> Client:
+    client = QueueClient(
+        address,
+        retry_s=retry_s,
+        compression=compression,
+        credential=credential,
+    )
     _clients.add(client)
-    return client
+    async with client:
+        yield client

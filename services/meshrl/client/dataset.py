@@ -60,7 +60,7 @@ class Position(NamedTuple):
 class _Source:
     """The settings that a worker needs."""
 
-    addresses: tuple[str, ...]
+    address: str
     patience_s: float
     credential: str | Path | None
     run: str
@@ -74,7 +74,7 @@ class QueueDataset(IterableDataset[TensorBatch]):
     """The batches of one run, for its one trainer. Pass it to a DataLoader with `batch_size=None`.
 
     Args:
-        addresses: The address of the queue, or of all its shards.
+        address: As in `Queue.connect`.
         run: The name of an open run.
         groups: Groups of one optimizer step, over all ranks.
         columns: Columns to fetch; all by default.
@@ -93,7 +93,8 @@ class QueueDataset(IterableDataset[TensorBatch]):
 
     def __init__(
         self,
-        *addresses: str,
+        address: str,
+        *,
         run: str,
         groups: int,
         columns: Sequence[str] | None = None,
@@ -108,9 +109,9 @@ class QueueDataset(IterableDataset[TensorBatch]):
         credential: str | Path | None = None,
     ) -> None:
         # Raises for a bad address or credential here rather than in a worker.
-        Queue.connect(*addresses, credential=credential)
+        Queue.connect(address, credential=credential)
         self._source = _Source(
-            addresses=addresses,
+            address=address,
             patience_s=patience_s,
             credential=credential,
             run=run,
@@ -288,7 +289,7 @@ class _Connection:
     def __init__(self, source: _Source) -> None:
         self._thread = EventLoopThread()
         self._queue = Queue.connect(
-            *source.addresses, patience_s=source.patience_s, credential=source.credential
+            source.address, patience_s=source.patience_s, credential=source.credential
         )
         self._thread.call(self._queue.__aenter__())
 

@@ -9,11 +9,12 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from meshrl.client.batches import Batches, this_process
-from meshrl.client.connection import RETRY_S, check_address, connected
+from meshrl.client.connection import RETRY_S, connected
 from meshrl.client.leases import HeldLease
 from meshrl.contract import ports
 from meshrl.contract.codec.compression import Mode
 from meshrl.contract.errors import UserError
+from meshrl.contract.sockets import check_address
 from meshrl.contract.types import (
     DeadLetter,
     Lease,
@@ -36,12 +37,12 @@ class Queue:
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        address: str,
         patience_s: float,
         compression: Mode,
         credential: Credential | None = None,
     ) -> None:
-        self._addresses = tuple(check_address(address) for address in addresses)
+        self._address = check_address(address)
         self._retry_s = patience_s
         self._compression = compression
         self._credential = credential
@@ -51,7 +52,8 @@ class Queue:
     @classmethod
     def connect(
         cls,
-        *addresses: str,
+        address: str,
+        *,
         patience_s: float = RETRY_S,
         compression: Mode = "auto",
         credential: str | Path | None = None,
@@ -59,21 +61,17 @@ class Queue:
         """A queue to enter with `async with`.
 
         Args:
-            addresses: `host:port`, or one for each shard, in the same order in every program.
+            address: `host:port` or `unix:/path`.
             patience_s: Seconds for which calls are repeated while the queue restarts.
             compression: Of payload, lossless: `auto` compresses between hosts, `off` never, `zstd` always.
             credential: A credential of the run, or the file of one (`<run.dir>/credentials/<role>`); by default
                 MESHRL_CREDENTIAL_FILE or MESHRL_TOKEN.
 
         Raises:
-            UserError: there is no address, or one is not `host:port` or `unix:/path`.
+            UserError: the address is another one.
             ConfigError: the credential cannot be read.
         """
-        if not addresses:
-            raise UserError("connect needs the address of a queue: host:port")
-        return cls(
-            addresses, patience_s, compression, Credential(credential) if credential else None
-        )
+        return cls(address, patience_s, compression, Credential(credential) if credential else None)
 
     @property
     def port(self) -> ports.Queue:
@@ -84,7 +82,7 @@ class Queue:
 
     async def __aenter__(self) -> Self:
         if self._port is None:
-            opening = connected(self._addresses, self._retry_s, self._compression, self._credential)
+            opening = connected(self._address, self._retry_s, self._compression, self._credential)
             self._port = await self._closing.enter_async_context(opening)
         return self
 

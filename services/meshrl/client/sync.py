@@ -179,7 +179,8 @@ class Queue:
     @classmethod
     def connect(
         cls,
-        *addresses: str,
+        address: str,
+        *,
         patience_s: float = RETRY_S,
         compression: Mode = "auto",
         credential: str | Path | None = None,
@@ -187,19 +188,19 @@ class Queue:
         """A queue to enter with `with`.
 
         Args:
-            addresses: `host:port`, or one for each shard, in the same order in every program.
+            address: `host:port` or `unix:/path`.
             patience_s: Seconds for which calls are repeated while the queue restarts.
             compression: Of payload, lossless: `auto` compresses between hosts, `off` never, `zstd` always.
             credential: A credential of the run, or the file of one (`<run.dir>/credentials/<role>`); by default
                 MESHRL_CREDENTIAL_FILE or MESHRL_TOKEN.
 
         Raises:
-            UserError: there is no address, or one is not `host:port` or `unix:/path`.
+            UserError: the address is another one.
             ConfigError: the credential cannot be read.
         """
         return cls(
             AsyncQueue.connect(
-                *addresses, patience_s=patience_s, compression=compression, credential=credential
+                address, patience_s=patience_s, compression=compression, credential=credential
             ),
             EventLoopThread(),
         )

@@ -65,15 +65,13 @@ def warnings(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
         yield ("rollout", "n"), f"rollout.n: {why}"
     yield from ((("rollout", "name"), hint) for hint in hints(recipe, machine))
     workers, queue = recipe.rollout.workers, recipe.queue
-    # A worker that holds rows of several shards renews them at each.
-    shares = min(queue.shards, recipe.rollout.slots) / queue.shards
-    renewals = workers * shares * RENEWALS / queue.lease_ttl_s
+    renewals = workers * RENEWALS / queue.lease_ttl_s
     if renewals > MANY_RENEWALS:
         calm = math.ceil(queue.lease_ttl_s * renewals / CALM_RENEWALS)
         yield (
             ("queue", "lease_ttl_s"),
-            f"queue.lease_ttl_s: {workers} workers would renew their leases {renewals:.0f} times a second at each"
-            f" queue process, which answers some 700 calls; want {calm}",
+            f"queue.lease_ttl_s: {workers} workers would renew their leases {renewals:.0f} times a second at the"
+            f" queue, which answers some 700 calls; want {calm}",
         )
 
 

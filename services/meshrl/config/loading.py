@@ -24,6 +24,7 @@ from meshrl.contract.config import Config
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.files import replace_file
 from meshrl.trainer.algorithms import recipe_defaults
+from meshrl.transferqueue.several_processes import refusal
 
 C = TypeVar("C", bound=Config)
 DROPPED_KEYS: Final[Mapping[Loc, str]] = {
@@ -33,6 +34,7 @@ DROPPED_KEYS: Final[Mapping[Loc, str]] = {
     ("queue", "local_socket"): "payload always travels over gRPC",
     ("queue", "shared_bytes"): "payload always travels over gRPC",
     ("queue", "shared_memory_bytes"): "payload always travels over gRPC",
+    ("queue", "shards"): "a queue is one process",
     ("queue", "grow_bytes"): "the disk store grows by itself",
     ("queue", "quota", "stages"): "64 stages, and columns of each",
     ("queue", "quota", "group_rows"): "16,384 rows of a group",
@@ -78,6 +80,8 @@ DROPPED_KEYS: Final[Mapping[Loc, str]] = {
     ("weights", "nccl", "start_s"): "a process of NCCL has 60 s to find its GPU",
 }
 """Keys of earlier versions that are ignored, so that old runs stay readable, and what holds instead."""
+SHARDS: Final[Loc] = ("queue", "shards")
+"""A key that is dropped where it says 1. A run that was on more queue processes is refused."""
 REPLACED_VALUES: Final[Mapping[Loc, Mapping[object, object]]] = {
     ("queue", "durability"): {"everysec": "always"},
     ("weights", "carrier"): {"object": "disk"},
@@ -132,6 +136,7 @@ def load_recipe(
 
     Raises:
         ConfigError: one line per problem.
+        UserError: a queue of several processes is asked for.
     """
     written = Written.read(path, overrides)
     for line in _drop_retired(written.tree, written.origins):
@@ -263,9 +268,10 @@ def recorded(tree: Mapping[str, Any], directory: Path) -> Recipe:
 
     Raises:
         ConfigError: it is no recipe.
+        UserError: its queue was several processes.
     """
     kept = copy.deepcopy(dict(tree))
-    _drop_retired(kept, {})
+    _drop_retired(kept, {SHARDS: str(directory)})
     try:
         recipe = Recipe.model_validate(kept)
     except ValidationError as error:
@@ -403,14 +409,19 @@ def _override(tree: dict[str, Any], origins: dict[Loc, str], text: str) -> None:
 
 
 def _drop_retired(tree: dict[str, Any], origins: dict[Loc, str]) -> list[str]:
-    """Remove retired keys and replace retired values in `tree`. Returns a line for the user for each of them."""
+    """Remove retired keys and replace retired values in `tree`. Returns a line for the user for each of them.
+
+    Raises UserError for a queue of several processes.
+    """
     lines = []
     for (*path, last), instead in DROPPED_KEYS.items():
         section = _section(tree, path)
         if last in section:
-            del section[last]
+            value = section.pop(last)
             name = ".".join(map(str, (*path, last)))
             origin = origins.pop((*path, last), name)
+            if (*path, last) == SHARDS and value not in (1, "1", None):
+                raise refusal(f"{origin}: {name} is {value}")
             lines.append(f"{origin}: {name} is no longer a key and is ignored: {instead}")
     for (*path, last), replacements in REPLACED_VALUES.items():
         section = _section(tree, path)

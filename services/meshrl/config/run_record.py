@@ -26,8 +26,11 @@ from meshrl.config.recipe import EVAL_SUFFIX, METRICS_NAME, RECIPE_NAME, Recipe,
 from meshrl.config.run_files import Content, Mark, content_of, object_in, shapes_of
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.files import replace_file
+from meshrl.transferqueue.several_processes import refusal
 
 RECORD_NAME = "run.json"
+SHARDS_NAME = "queue.shards"
+"""A note of how many processes the queue was, from when that could change."""
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """Errors of reading JSON of another form."""
 TAIL_BYTES = 1 << 20
@@ -170,6 +173,13 @@ def _refuse_stored_pictures(directory: Path, run: str) -> None:
                 f"run {run} has rows in its queue with pictures at {url}/{run} (data.media_store), which is no more:"
                 " go on with commit 9121209e, or choose another run.name"
             )
+
+
+def refuse_several_queues(directory: Path) -> None:
+    """Raises UserError where the run in `directory` is on several queue processes, as a note of `up` says."""
+    note = directory / SHARDS_NAME
+    if note.exists() and note.read_text().strip() != "1":
+        raise refusal(f"{directory} is a run on several queue processes")
 
 
 def mark_fed(directory: Path) -> None:

@@ -1,6 +1,6 @@
 """The manifests of a mesh on Kubernetes, from its recipe: what runs, with how much, and who may call whom.
 
-    queue      StatefulSet, a volume for each shard        trainer   Job (ends the run), a volume for checkpoints
+    queue      StatefulSet and its volume                  trainer   Job (ends the run), a volume for checkpoints
     feeder     Job                                         reward, reference, rollout, stages   Deployments
 
 Everything that may differ between clusters is left to a kustomization over what is printed here.
@@ -409,7 +409,7 @@ class _Mesh:
             own = tuple(str(number) for number in range(len(share.devices)))
             values |= DeviceShare(devices=own, memory=share.memory).environment
         yield from ({"name": name, "value": value} for name, value in values.items())
-        # A worker is known by its name, and a shard by the number in it.
+        # A worker is known by its name.
         yield {"name": "MESHRL_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
 
     def _address(self, kind: str) -> str:
@@ -417,8 +417,7 @@ class _Mesh:
         if kind == "reward":
             return f"{name}:{PORT}"
         # Of a trainer's pods the first one answers.
-        pods = range(len(self.services[kind]) if kind == "queue" else 1)
-        return ",".join(f"{name}-{number}.{name}:{PORT}" for number in pods)
+        return f"{name}-0.{name}:{PORT}"
 
     def _volumes(self, kind: str) -> list[tuple[str, str, bool, Manifest | None]]:
         """Name, path, whether it is read-only, and the source; None where a claim template has it."""
@@ -489,10 +488,9 @@ class _Mesh:
 
     def _certificate(self) -> Manifest:
         """For the names by which pods are called, and for probes and port-forwards, which call 127.0.0.1."""
-        called = ",".join(self._address(kind) for kind in CALLED)
         spec = {
             "secretName": f"{self.run}-tls",
-            "dnsNames": [address.rpartition(":")[0] for address in called.split(",")],
+            "dnsNames": [self._address(kind).rpartition(":")[0] for kind in CALLED],
             "ipAddresses": ["127.0.0.1"],
             "usages": ["digital signature", "key encipherment", "server auth", "client auth"],
             "issuerRef": {"name": self.cluster.issuer, "kind": "Issuer"},

@@ -55,17 +55,11 @@ class AddressBook:
         return self.services[name].address
 
     def peers(self) -> Mapping[str, str]:
-        """Where each kind is: the addresses of its services in order, separated by commas.
+        """The addresses of the kinds that others call: each is where the service named as its kind is.
 
-        One that is named as its kind speaks for all: the trainer on its first machine.
+        The trainer on its first machine speaks for all; rollout workers are called by nobody.
         """
-        kinds = dict.fromkeys(entry.kind for entry in self.services.values())
-        return {
-            kind: self.services[kind].address
-            if kind in self.services
-            else ",".join(entry.address for entry in self.of_kind(kind).values())
-            for kind in kinds
-        }
+        return {name: entry.address for name, entry in self.services.items() if name == entry.kind}
 
     def with_entry(self, name: str, entry: Entry) -> AddressBook:
         """A copy with this entry for `name`."""

@@ -60,8 +60,7 @@ class Observer:
 
     async def read_final_ledger(self) -> None:
         """Read the ledger at the end. Raises what the queue's client raises."""
-        addresses = self._address_book().peers()["queue"]
-        async with connect_queue(addresses, retry_s=RETRY_S) as queue:
+        async with connect_queue(self._address_book().address("queue"), retry_s=RETRY_S) as queue:
             self._mesh_status.ledger = await queue.ledger(self._mesh_status.run)
 
     async def _watch_trainer(self) -> None:
@@ -78,9 +77,8 @@ class Observer:
             await asyncio.sleep(EVERY_S)
 
     async def _ask_queue(self) -> None:
-        for name in self._address_book().of_kind("queue"):
-            await self._until_ready(name)
-        async with connect_queue(self._address_book().peers()["queue"], retry_s=RETRY_S) as queue:
+        await self._until_ready("queue")
+        async with connect_queue(self._address_book().address("queue"), retry_s=RETRY_S) as queue:
             while True:
                 try:
                     self._mesh_status.ledger = await queue.ledger(self._mesh_status.run)

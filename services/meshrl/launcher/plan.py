@@ -71,8 +71,6 @@ class LaunchPlan:
         self._path = address_book_path
         self._recipe_path = recipe_path
         self._taken: set[int] = set(fixed.values())
-        self._unlisted: dict[str, Entry] = {}
-        """Queue processes that are started and not in the address book yet, by name."""
         self.address_book = AddressBook(
             run=recipe.run.name,
             recipe=kept_recipe or recipe_path,
@@ -90,8 +88,14 @@ class LaunchPlan:
 
     def add_rollout(self, probe_of: ProbeOf) -> Service:
         """One more rollout worker, in the address book from here on. Names are not used twice."""
-        numbers = [int(name.removeprefix("rollout-")) for name in self._of_kind("rollout")]
-        service = self._another("rollout", 1 + max(numbers, default=-1))
+        rules = service_kind(self._recipe, "rollout")
+        numbers = [
+            int(name.removeprefix("rollout-"))
+            for name, each in self._services.items()
+            if each.kind == "rollout"
+        ]
+        name = f"rollout-{1 + max(numbers, default=-1)}"
+        service = MeshService(name=name, kind="rollout", rules=rules)
         if self._placement is not None:
             running = (self._shares.get(name) for name in self.address_book.services)
             taken = {device for share in running if share is not None for device in share.devices}
@@ -102,56 +106,10 @@ class LaunchPlan:
         self.address_book.save(self._path)
         return replace(self._service(service, probe_of), expendable=True)
 
-    def new_shard(self, probe_of: ProbeOf) -> Service:
-        """One more queue process, for `list_shard` to put in the address book. Raises UserError on a single queue."""
-        shards = len(self._of_kind("queue"))
-        if shards == 1:
-            raise UserError(
-                "the queue of this run is one process, which nobody routes to: stop the run and start it with"
-                " queue.shards=2; it goes on, and its groups stay where they are"
-            )
-        shard = self._another("queue", shards)
-        name = shard.name
-        service = self._service(shard, probe_of)
-
-        def choose() -> None:
-            if name not in self.address_book.services:
-                self._unlisted[name] = self._entry(name, shard.kind)
-
-        def argv() -> tuple[str, ...]:
-            entry = self.shard_entry(name)
-            words = (
-                *("serve", "queue", str(self._recipe_path), f"queue.shards={shards + 1}"),
-                *("--name", name, "--host", entry.host, "--port", str(entry.port)),
-                *("--metrics-port", str(entry.metrics_port)),
-            )
-            return self._command(name, "queue", words)
-
-        choose()
-        probe = probe_of(lambda: self.shard_entry(name))
-        return replace(service, argv=argv, probe=probe, on_port_taken=choose)
-
-    def shard_entry(self, name: str) -> Entry:
-        """Where a queue process listens, whether it is in the address book or not."""
-        return self._unlisted.get(name) or self.address_book.services[name]
-
-    def list_shard(self, name: str) -> None:
-        """Put the shard `name` in the address book: services that start from here on find it."""
-        self._services[name] = self._another("queue", int(name.rpartition("-")[2]))
-        self.address_book = self.address_book.with_entry(name, self._unlisted.pop(name))
-        self.address_book.save(self._path)
-
     def remove(self, name: str) -> None:
         """Take a service out of the address book."""
         self.address_book = self.address_book.without(name)
         self.address_book.save(self._path)
-
-    def _of_kind(self, kind: str) -> list[str]:
-        return [name for name, each in self._services.items() if each.kind == kind]
-
-    def _another(self, kind: str, number: int) -> MeshService:
-        rules = service_kind(self._recipe, kind)
-        return MeshService(name=f"{kind}-{number}", kind=kind, rules=rules)
 
     def _service(self, service: MeshService, probe_of: ProbeOf) -> Service:
         name, rules = service.name, service.rules
@@ -162,10 +120,9 @@ class LaunchPlan:
         first = name == service.kind
         rank = "0" if first else name.rpartition("-")[2]
         of_several = ("--node-rank", rank) if rules.machines(self._recipe) > 1 else ()
-        argv = self._command(name, service.kind, (*words, *of_several))
         return Service(
             name=name,
-            argv=lambda: argv,
+            argv=self._command(name, service.kind, (*words, *of_several)),
             env=self._environment(name, service.kind),
             elsewhere=self._machines is not None,
             ready_s=rules.ready_s(self._recipe),

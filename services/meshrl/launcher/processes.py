@@ -68,7 +68,7 @@ class ServiceProcess:
         try:
             process = await _fork(service, sink, preloading, lines_in) or (
                 await asyncio.create_subprocess_exec(
-                    *service.argv(),
+                    *service.argv,
                     stdin=asyncio.subprocess.DEVNULL if stdin is None else stdin,
                     stdout=lines_in,
                     stderr=asyncio.subprocess.STDOUT,
@@ -185,7 +185,7 @@ async def _fork(
         return None
     env = service_environment(service.env)
     try:
-        return await preloading.fork(service.preload, service.argv(), env, lines)
+        return await preloading.fork(service.preload, service.argv, env, lines)
     except PreloadError as error:
         if preloading.first_loss(service.preload):
             sink("up", f"services start without the preloader {service.preload}: {error}")

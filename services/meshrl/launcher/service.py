@@ -23,8 +23,7 @@ class Service:
 
     name: str
     """Unique: `rollout-0`."""
-    argv: Callable[[], tuple[str, ...]]
-    """Asked at each start, so that a port chosen anew is seen."""
+    argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     preload: Kind = "light"
     """The preloader that may fork it: the one that has imported what it needs, and no more."""

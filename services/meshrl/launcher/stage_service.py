@@ -21,7 +21,6 @@ from meshrl.rpc.queue_connection import connect_mesh_queue
 from meshrl.rpc.runtime import GrpcServer
 from meshrl.rpc.service_context import ServiceContext
 from meshrl.transferqueue.model.specs import joined_specs
-from meshrl.transferqueue.sharding import ShardedQueue, check_alone
 
 STAGE_GRACE_S = 10.0
 """How long a draining stage may finish what it holds; what is left then goes back to the queue untouched."""
@@ -93,7 +92,6 @@ async def open_runs(queue: Queue, recipe: Recipe) -> None:
 
 async def open_run(queue: Queue, spec: RunSpec, recipe: Recipe) -> None:
     """Open one run. Raises UserError when a run of this name exists with other settings."""
-    await _check_shards(queue, spec, recipe)
     try:
         await queue.open_run(spec)
     except ConflictError as error:
@@ -107,7 +105,6 @@ async def find_runs(queue: Queue, recipe: Recipe) -> tuple[str, ...]:
         UserError: a run of this name exists with other settings.
     """
     spec = train_spec(recipe)
-    await _check_shards(queue, spec, recipe)
     await _is_open(queue, spec, recipe)
     return (spec.run + EVAL_SUFFIX, spec.run) if has_evaluation(recipe) else (spec.run,)
 
@@ -133,19 +130,6 @@ async def _is_open(queue: Queue, spec: RunSpec, recipe: Recipe) -> bool:
     except ConflictError as error:
         raise _other_settings(error, spec, recipe) from error
     return True
-
-
-async def _check_shards(queue: Queue, spec: RunSpec, recipe: Recipe) -> None:
-    given = queue.num_shards if isinstance(queue, ShardedQueue) else 1
-    wanted = recipe.queue.shards
-    enrolled = await queue.enrolled() if isinstance(queue, ShardedQueue) else 0
-    if given != wanted and max(given, wanted) > enrolled:
-        raise UserError(
-            f"the recipe has queue.shards={recipe.queue.shards}, and --queue names {given}:"
-            " give the addresses of all shards, in order, separated by commas"
-        )
-    if given == 1:
-        await check_alone(queue, spec.run)
 
 
 def _other_settings(error: ConflictError, spec: RunSpec, recipe: Recipe) -> UserError:

@@ -2,7 +2,6 @@
 
     start:  start_order 0 ──ready──▶ 1 ──ready──▶ ...    one `_keep_running` task per service owns its processes
     fleet:  `add` starts one more · `drain` ends one for good, and the run goes on
-    parts:  `add_required` starts one more that the run needs once it is ready · `dismiss` ends and forgets it
     over:   the leading service is done | user error | crash loop | a signal           (the first one wins)
     drain:  drain_order 0 ──ended──▶ 1 ──▶ ...           SIGTERM, then SIGKILL after each service's own deadline
 
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-from meshrl.contract.errors import ConflictError, MeshError, UnavailableError, UserError
+from meshrl.contract.errors import ConflictError, MeshError, UserError
 from meshrl.contract.files import lasting_fault
 from meshrl.launcher.preloading import Preloading
 from meshrl.launcher.processes import LineSink, ServiceProcess, StartProcess, Watchdog
@@ -68,8 +67,6 @@ class State:
     phase: Phase = "waiting"
     pid: int = 0
     restarts: int = 0
-    start_error: str = ""
-    """Why no process could be started, the last time that this happened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +126,6 @@ class Supervisor:
         self._processes: dict[str, ServiceProcess] = {}
         self._restart_tasks: dict[str, asyncio.Task[None]] = {}
         self._drain_requested: dict[str, asyncio.Event] = {}
-        self._unproven: set[str] = set()
         self._signalled: set[int] = set()
         """Processes that were asked to drain: a second signal would end them at once."""
         self._ready = {service.name: asyncio.Event() for service in services}
@@ -183,43 +179,6 @@ class Supervisor:
         self.states[service.name] = State()
         self._services.append(service)
         self._keep_alive(service)
-
-    async def add_required(self, service: Service) -> None:
-        """Start one more service, and return when it is ready: from then on the run needs it.
-
-        Raises:
-            UnavailableError: it cannot be started; the run goes on without it. ConflictError: as `add`.
-        """
-        self._unproven.add(service.name)
-        self.add(service)
-        await first_of(
-            self._ready[service.name].wait(),
-            asyncio.shield(self._restart_tasks[service.name]),
-            self._over.wait(),
-        )
-        if not self._ready[service.name].is_set():
-            process = self._processes.get(service.name)
-            told = process.last_error if process else self.states[service.name].start_error
-            reason = told.removeprefix("error: ")
-            await self.dismiss(service.name)
-            self.check_running()
-            raise UnavailableError(f"{service.name} cannot be started: {reason}")
-        self._unproven.discard(service.name)
-
-    async def dismiss(self, name: str) -> None:
-        """End a service that `add_required` started, and forget it."""
-        self._drain_requested[name].set()
-        await asyncio.shield(self._restart_tasks[name])
-        self._unproven.discard(name)
-        self._services = [each for each in self._services if each.name != name]
-        for by_name in (
-            self.states,
-            self._ready,
-            self._drain_requested,
-            self._restart_tasks,
-            self._processes,
-        ):
-            by_name.pop(name, None)
 
     async def drain(self, name: str) -> bool:
         """End one service for good; the run goes on. True when it drained in time, False when it had to be killed.
@@ -290,7 +249,6 @@ class Supervisor:
             try:
                 process = await self._start(service)
             except OSError as error:
-                state.start_error = str(error)
                 if fault := lasting_fault(error):
                     line = f"{service.name} cannot be started: {fault}"
                     self._fail(service, Verdict(code=Exit.FAILED, line=line))
@@ -337,7 +295,7 @@ class Supervisor:
                 line = f"{service.name} {_exit_text(code)} before it was ready: {service.crash_at_start}"
                 self._fail(service, Verdict(code=Exit.USER_ERROR, line=line))
                 return
-            if service.cannot_restart and service.name not in self._unproven:
+            if service.cannot_restart:
                 line = f"{service.name} {_exit_text(code)} and cannot be restarted: {service.cannot_restart}"
                 self._end(Verdict(code=Exit.FAILED, line=line))
                 return
@@ -371,15 +329,11 @@ class Supervisor:
     def _fail(self, service: Service, verdict: Verdict) -> None:
         """Handle a service that will not be started again: ends the run, unless others of its fleet do its work."""
         self.states[service.name].phase = "failed"
-        without = f"the run goes on without it: {verdict.line}"
-        if service.name in self._unproven:
-            self._sink("up", without)
-            return
         self._ready[service.name].set()  # those that start after it must not wait for it
         fleet = [s.name for s in self._services if service.fleet and s.fleet == service.fleet]
         left = [name for name in fleet if self.states[name].phase not in GONE]
         if left and (service.expendable or verdict.code != Exit.USER_ERROR):
-            self._sink("up", without)
+            self._sink("up", f"the run goes on without it: {verdict.line}")
             return
         if len(fleet) > 1 and not left:
             line = f"no {service.fleet} worker is left of {len(fleet)}: {verdict.line}"

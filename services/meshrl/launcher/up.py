@@ -17,7 +17,7 @@ from rich.live import Live
 from meshrl.config.machine import ThisMachine
 from meshrl.config.placement import place
 from meshrl.config.recipe import Recipe
-from meshrl.config.run_record import begin
+from meshrl.config.run_record import begin, refuse_several_queues
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import TrainerStatus
 from meshrl.deploy.machines import Machines
@@ -40,7 +40,6 @@ from meshrl.launcher.run_directory import (
     recipe_on_trial,
 )
 from meshrl.launcher.service import Service
-from meshrl.launcher.shards import ShardOperations, with_recorded_shards
 from meshrl.launcher.status import MeshStatus
 from meshrl.launcher.supervisor import Supervisor, Verdict
 from meshrl.launcher.view import final_table, live_view, step_line, waiting_lines
@@ -78,11 +77,11 @@ def up(
 
     Raises:
         UserError: the run's directory is in use, `fixed_ports` names no service, `machines` do not fit the recipe, or
-            the recipe is not that of the run in the directory.
+            the recipe is not that of the run in the directory, or that run's queue was several processes.
     """
     tls.use(recipe.tls.certificates)
-    recipe = with_recorded_shards(recipe)
     directory = recipe.run.path
+    refuse_several_queues(directory)
     credentials.open_run_directory(directory)
     operator = credentials.file_of_role(directory, credentials.MeshRole.OPERATOR)
     credentials.use(credentials.Credential(operator), credentials.verifiers_file(directory))
@@ -169,10 +168,6 @@ async def _supervise(
         last_line_s = -STEP_LINE_S
         metrics = MetricsFile(recipe.metrics_path)
 
-        def save(changed: Recipe) -> None:
-            trial.save(changed)
-            trial.accept()
-
         def on_step(status: TrainerStatus) -> None:
             nonlocal last_line_s
             if mesh_status.steps == 1:
@@ -191,8 +186,7 @@ async def _supervise(
         log("up", f"run {recipe.run.name}: {', '.join(names)}; files in {recipe.run.path}")
         showing = _live(mesh_status, console) if live else _lines(mesh_status, log)
         fleet = FleetOperations(plan, supervisor, health_probe, partial(log, "up"))
-        shards = ShardOperations(recipe, plan, supervisor, health_probe, partial(log, "up"), save)
-        control = control_socket(recipe.run.path, {**fleet.operations, **shards.operations})
+        control = control_socket(recipe.run.path, fleet.operations)
         page = view_page(recipe.run.path, log) if view else nullcontext()
         async with observer.observing(), showing, control, page:
             verdict = await supervisor.run()
@@ -256,7 +250,7 @@ async def view_page(directory: Path, log: LineSink) -> AsyncIterator[None]:
     """Serve `meshrl view` in a process of its own while the body runs. Its end does not end the run."""
     argv = (*PYTHON, "meshrl.cli", "view", str(directory))
     env = credentials.service_environment(directory, credentials.MeshRole.READER)
-    service = Service(name="view", argv=lambda: argv, env=env)
+    service = Service(name="view", argv=argv, env=env)
     process = await ServiceProcess.start(service, log)
     try:
         yield

@@ -112,9 +112,7 @@ class _Case:
         self.spec = spec = train_spec(recipe)
         self.slots = recipe.rollout.slots
         self.on_update = recipe.rollout.on_update
-        self.shards = recipe.queue.shards
-        # A worker renews in one call what it holds of a shard.
-        self.renewals_per_s = RENEWALS / spec.lease_ttl_s * min(self.shards, self.slots)
+        self.renewals_per_s = RENEWALS / spec.lease_ttl_s
         most = recipe.data.max_response_length
         found = _params(recipe.model)
         params = asked.params or found or PARAMS
@@ -213,7 +211,7 @@ class _Case:
             yield "dynamic sampling: every group that a step takes is counted as trained"
         yield (
             f"queue: {spec.batch_groups} groups of {spec.group_size} a step, max_staleness {spec.max_staleness:g},"
-            f" {recipe.rollout.on_update}, {self.shards} process{'es' if self.shards > 1 else ''};"
+            f" {recipe.rollout.on_update};"
             " processor time per call as measured"
         )
         if self.scale > 1:
@@ -275,8 +273,7 @@ class _Case:
             steps=int(max(FEWEST_STEPS, min(24, ROWS // rows), min(24, 2 * fixed))),
             seed=asked.seed,
         )
-        cost = scale / self.shards
-        setting = replace(setting, call_s=setting.call_s * cost, row_s=setting.row_s * cost)
+        setting = replace(setting, call_s=setting.call_s * scale, row_s=setting.row_s * scale)
         seen = run_setting(setting)
         # Per unit of size: what the part does, the whole does as many times.
         larger = spec.batch_groups / groups
@@ -315,8 +312,7 @@ def plan(recipe: Recipe, asked: Question) -> Plan:
 
 
 ADVICE: Final = {
-    "queue": "the queue's processor is busy: a longer queue.lease_ttl_s, more queue.shards, or fewer and larger"
-    " groups",
+    "queue": "the queue's processor is busy: a longer queue.lease_ttl_s, or fewer and larger groups",
     "weight transfer": "the trainer waits until a version has travelled: more bandwidth, bfloat16, or fewer steps",
     "trainer": "the trainer never waits: only more or faster trainer GPUs give more",
     "rollout": "the engines never idle: only more or faster rollout GPUs give more",

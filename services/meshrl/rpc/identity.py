@@ -5,7 +5,7 @@
                 none: UNAUTHENTICATED        not among them: PERMISSION_DENIED
 
 A method that is not in the table is refused to everybody. Health is open. What the table cannot say, because it is in
-the request, servicers ask: `require_stage` (a role works on its own stages only) and `require`.
+the request, servicers ask: `require_stage` (a role works on its own stages only).
 """
 
 from __future__ import annotations
@@ -67,20 +67,6 @@ METHODS: Final[Mapping[str, frozenset[MeshRole]]] = {
         WhyWaiting=(*_SERVICES, _READER),
     ),
     **_methods("QueueAdmin", Backup=(), Verify=(), ListRuns=(_READER,), RemoveRun=()),
-    **_methods(
-        "Shard",
-        Note=(*_SERVICES, _READER),
-        WriteNote=(_TRAINER,),  # of a run; the list of shards is the operator's
-        Follow=(_TRAINER,),
-        Room=_SERVICES,  # a turn to admit is for those who may admit
-        AdmitInTurn=(_FEEDER, _TRAINER),
-        Groups=(_TRAINER,),
-        PlanOf=(_TRAINER,),
-        PublishAndTell=(_TRAINER,),
-        CommitAndTell=(_TRAINER,),
-        UntilRows=_STAGES,
-        Rows=_STAGES,
-    ),
     **_methods("Rollout", GetStats=(_TRAINER, _READER)),
     **_methods(
         "Reward",
@@ -236,14 +222,9 @@ def served_stages() -> Callable[[str], bool]:
 
 
 def require_stage(stage: str) -> None:
-    """Raises ForbiddenError unless the caller serves the stage."""
-    require(f"stage {stage[:80]!r}", role_of_stage(stage))
-
-
-def require(what: str, *wanted: MeshRole) -> None:
-    """Raises ForbiddenError unless the caller has one of the roles, or is the operator, or nobody is asked."""
+    """Raises ForbiddenError unless the caller serves the stage, or is the operator, or nobody is asked."""
     if roles := ROLES_OF_CALL.get():
-        _require(what, {*wanted, MeshRole.OPERATOR}, roles)
+        _require(f"stage {stage[:80]!r}", {role_of_stage(stage), MeshRole.OPERATOR}, roles)
 
 
 def _require(what: str, wanted: AbstractSet[MeshRole], roles: AbstractSet[MeshRole]) -> None:

@@ -2,8 +2,6 @@
 
 python -m tests.chaos.campaign --seed 1 --kills 200
 
-                                  --shards 2 --grow 3 adds shards while the run goes on
-
 plan.py       what a campaign is: its folder, its seed, its run
 actors.py     feeder, producers, annotator, consumer: each a few lines on the Queue port
 recorded.py   a queue that writes down every question and every answer

@@ -20,8 +20,8 @@ def main() -> int:
     """Run one campaign; its last line is JSON."""
     parser = _parser()
     options = parser.parse_args()
-    if options.lost_answers and (options.shards + options.grow > 1 or options.cuts):
-        parser.error("--lost-answers takes one queue process, and no --cuts")
+    if options.lost_answers and options.cuts:
+        parser.error("--lost-answers takes no --cuts")
     with tempfile.TemporaryDirectory(prefix="meshrl-chaos-") as scratch:
         folder = options.folder or Path(scratch) / "campaign"
         plan = Plan(
@@ -35,8 +35,6 @@ def main() -> int:
             pace_s=options.pace,
             lost_answers=options.lost_answers,
             bug=options.bug,
-            shards=options.shards,
-            grows=options.grow,
             queue={"store": options.store, **_settings(options.set)},
         )
         print(f"campaign: seed {plan.seed}, files in {folder}", file=sys.stderr, flush=True)
@@ -64,8 +62,6 @@ def _parser() -> argparse.ArgumentParser:
         "--lost-answers", type=float, default=0.0, metavar="SHARE", help="of the queue's answers"
     )
     parser.add_argument("--pace", type=float, default=0.35, help="mean seconds between strikes")
-    parser.add_argument("--shards", type=int, default=1, help="queue processes")
-    parser.add_argument("--grow", type=int, default=0, help="shards added while the run goes on")
     parser.add_argument("--store", default="disk", help="the queue's store")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="queue.KEY")
     parser.add_argument("--bug", choices=list(BUGS), default="", help="a queue wrong on purpose")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import json
-import math
 import os
 import random
 import time
@@ -20,7 +18,7 @@ from meshrl.launcher.ports import free_port
 from .events import lines
 from .faults import Cut, Fault, Fill, Kill, Network, Pause, SmallDisk, Victim, refusals
 from .history import History
-from .plan import ACTORS, PROXY, Plan
+from .plan import ACTORS, PROXY, QUEUE, Plan
 from .processes import Actor
 from .redis import Redis
 
@@ -51,10 +49,6 @@ class Campaign:
         self._disk: SmallDisk | None = None
         self._redis: Redis | None = None
         self._actors: list[Actor] = []
-        """Who is there now."""
-        self._queues: list[Actor] = []
-        """All that will be."""
-        self._adders: list[Actor] = []
 
     def run(self) -> dict[str, Any]:
         """The report. Raises CampaignError, PermissionError."""
@@ -92,37 +86,28 @@ class Campaign:
             self._redis.start()
             undo.callback(self._redis.kill)
             plan = replace(plan, queue={**plan.queue, "redis_url": self._redis.url})
-        *ports, proxy_port = _free_ports(plan.all_shards + 1)
-        self.plan = replace(
-            plan, ports=tuple(ports), proxy_port=proxy_port if plan.lost_answers else 0
-        )
+        port = free_port("127.0.0.1", [])
+        proxy_port = free_port("127.0.0.1", [port]) if plan.lost_answers else 0
+        self.plan = replace(plan, port=port, proxy_port=proxy_port)
         here = self._network and self._network.here
         there = self._network and self._network.there
-        self._queues = [Actor(name, self.plan, there) for name in self.plan.queues]
-        self._actors = [Actor(name, self.plan, here) for name in ACTORS]
-        self._adders = [
-            Actor(f"adder-{number}", self.plan, here)
-            for number in range(plan.shards, plan.all_shards)
-        ]
-        for actor in (*self._queues, *self._actors, *self._adders):
+        actors = [Actor(name, self.plan, here) for name in ACTORS]
+        self._actors = [Actor(QUEUE, self.plan, there), *actors]
+        for actor in self._actors:
             undo.callback(actor.kill)
         if plan.lost_answers:
             proxy = Actor(PROXY, self.plan)
             undo.callback(proxy.kill)
             proxy.start()
-        self._actors = [*self._queues[: plan.shards], *self._actors]
 
     def _faults(self) -> list[str]:
         plan = self.plan
         kinds = ["kill"] * plan.kills + ["pause"] * plan.pauses
-        kinds += ["cut"] * plan.cuts + ["fill"] * plan.fills + ["grow"] * plan.grows
+        kinds += ["cut"] * plan.cuts + ["fill"] * plan.fills
         self._dice.shuffle(kinds)
         return kinds
 
     def _strike(self, kind: str) -> None:
-        if kind == "grow":
-            self._grow()
-            kind = "kill"
         fault = self._made(kind)
         seconds = fault.strike()
         self.struck[fault.name] += 1
@@ -131,15 +116,6 @@ class Campaign:
             # One at a time; others strike while it lasts.
             while any(each is fault for _, _, each in self._healing):
                 self._live_until(self._healing[0][0])
-
-    def _grow(self) -> None:
-        """Begin to add a shard; a kill follows at once, or while it is added, or soon after."""
-        number = self.plan.shards + self.struck["grow"]
-        self.struck["grow"] += 1
-        for actor in (self._queues[number], self._adders[number - self.plan.shards]):
-            actor.start()
-            self._actors.append(actor)
-        self._live_until(time.monotonic() + self._dice.choice([0.0, self._dice.uniform(0.0, 0.6)]))
 
     def _made(self, kind: str) -> Fault:
         if kind == "cut":
@@ -170,12 +146,9 @@ class Campaign:
         return bool(self._healing) and self._healing[0][0] <= now
 
     def _complain(self) -> None:
-        for actor in list(self._actors):
+        for actor in self._actors:
             if not actor.alive and actor.code is not None:
-                if actor in self._adders and not actor.code:
-                    self._actors.remove(actor)
-                    continue
-                if self._redis and actor.name in self.plan.queues and actor.code == GAVE_UP:
+                if self._redis and actor.name == QUEUE and actor.code == GAVE_UP:
                     # Redis was away for longer than a queue that opens waits; its supervisor tries again.
                     actor.start()
                     self.struck[f"{actor.name} gave up"] += 1
@@ -184,12 +157,10 @@ class Campaign:
                 raise CampaignError(f"{actor.name} ended with code {actor.code}: {said}")
 
     def _go_on(self) -> None:
-        """No more faults: every shard is added, and the run makes progress by itself."""
+        """No more faults: the run makes progress by itself."""
         deadline = time.monotonic() + END_S
-        wanted = math.inf
+        wanted = self._steps() + MORE_STEPS
         while self._steps() < wanted:
-            if wanted == math.inf and not set(self._adders) & set(self._actors):
-                wanted = self._steps() + MORE_STEPS
             if time.monotonic() > deadline:
                 raise CampaignError(f"no progress within {END_S:.0f} s after the last strike")
             self._live_until(time.monotonic() + 0.1)
@@ -200,15 +171,15 @@ class Campaign:
 
     def _finish(self) -> None:
         """Every process reaches the end of the data, then the queue is stopped."""
-        for actor in [each for each in self._actors if each not in self._queues]:
+        queue, *others = self._actors
+        for actor in others:
             if not actor.wait(END_S):
                 raise CampaignError(f"{actor.name} has not come to its end within {END_S:.0f} s")
             if actor.code:
                 self._complain()
-        for queue in self._queues:
-            queue.stop()
-            if not queue.wait(END_S) or queue.code:
-                raise CampaignError(f"the {queue.name} did not drain: code {queue.code}")
+        queue.stop()
+        if not queue.wait(END_S) or queue.code:
+            raise CampaignError(f"the queue did not drain: code {queue.code}")
 
     def _look(self) -> None:
         actor = Actor("look", self.plan)
@@ -230,7 +201,6 @@ class Campaign:
             "duplicated": verdict.duplicated,
             "ledger": "exact" if not ledger else ledger[:5],
             "history": "legal" if not violations else {k: v[:5] for k, v in violations.items()},
-            "admitted": json.loads(self.plan.final.read_text())["admitted"],
             "lost_answers": self.plan.lost.stat().st_size if self.plan.lost.exists() else 0,
             "outages": self._outages(),
             "refusals": refusals(self.plan),
@@ -242,10 +212,3 @@ class Campaign:
         """How often a client found no server and continued by itself."""
         logs = [actor.errors for actor in self._actors if actor.errors.exists()]
         return sum(log.read_text().count("; trying again for") for log in logs)
-
-
-def _free_ports(count: int) -> tuple[int, ...]:
-    ports: list[int] = []
-    while len(ports) < count:
-        ports.append(free_port("127.0.0.1", ports))
-    return tuple(ports)

@@ -15,6 +15,7 @@ MAX_STALENESS: Final = 2
 STAGES: Final = (ROLLOUT_STAGE, REWARD_STAGE, REFERENCE_STAGE)
 CHECKPOINT_EVERY: Final = 3
 PROXY: Final = "proxy"
+QUEUE: Final = "queue"
 ACTORS: Final = ("feeder", "producer-0", "producer-1", "annotator", "consumer")
 
 
@@ -39,16 +40,12 @@ class Plan:
     """A queue that is wrong on purpose, from bugs.py."""
     queue: dict[str, Any] = field(default_factory=dict)
     """Keys of the recipe's `queue:` section: the store and its options."""
-    shards: int = 1
-    """Queue processes, each killed by itself."""
-    grows: int = 0
-    """Shards that are added while the run goes on; all other processes get the addresses of the first ones only."""
     lost_answers: float = 0.0
     """Share of the queue's answers that never arrive; clients then reach it through a proxy."""
     host: str = "127.0.0.1"
     proxy_port: int = 0
-    ports: tuple[int, ...] = ()
-    """Of the shards, with those that are added."""
+    port: int = 0
+    """Of the queue."""
 
     @property
     def spec(self) -> RunSpec:
@@ -63,35 +60,13 @@ class Plan:
         )
 
     @property
-    def all_shards(self) -> int:
-        """At the end."""
-        return self.shards + self.grows
-
-    @property
-    def queues(self) -> tuple[str, ...]:
-        """The names of the queue's processes at the end."""
-        if self.all_shards == 1:
-            return ("queue",)
-        return tuple(f"queue-{number}" for number in range(self.all_shards))
-
-    def address(self, number: int) -> str:
-        """Of a shard."""
-        return f"{self.host}:{self.ports[number]}"
-
-    @property
-    def addresses(self) -> str:
-        """Of those that there are at the start, or of the proxy before them."""
-        if self.proxy_port:
-            return f"{self.host}:{self.proxy_port}"
-        return ",".join(self.address(number) for number in range(self.shards))
+    def address(self) -> str:
+        """Of the queue, or of the proxy before it."""
+        return f"{self.host}:{self.proxy_port or self.port}"
 
     @property
     def store(self) -> Path:
-        """Of the first shard."""
         return self.folder / "queue"
-
-    def store_of(self, number: int) -> Path:
-        return self.store.with_name(f"queue-{number}") if number else self.store
 
     @property
     def events(self) -> Path:

@@ -19,15 +19,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from meshrl.contract.errors import ConflictError
 from meshrl.contract.process_guard import die_with_parent
 from meshrl.rpc.queue_connection import connect_queue
 from meshrl.rpc.runtime import run_service
-from meshrl.transferqueue.sharding import ShardedQueue
 
 from .actors import actor
 from .events import EventLog
-from .plan import PROXY, Plan
+from .plan import PROXY, QUEUE, Plan
 from .proxy import Proxy
 from .recorded import RecordedQueue
 from .service import look, serve
@@ -125,26 +123,15 @@ def until(done: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
-async def add(plan: Plan, address: str) -> None:
-    """Add a shard, unless somebody who was killed has done so; whoever adds one at the same time may be faster."""
-    async with connect_queue(plan.addresses, retry_s=PATIENCE_S) as queue:
-        assert isinstance(queue, ShardedQueue)
-        while address not in await queue.addresses():
-            with suppress(ConflictError):
-                await queue.add_shard(address)
-
-
 async def _run(name: str, plan: Plan, birth: int) -> None:
-    if name in plan.queues:
-        await serve(plan, plan.queues.index(name))
+    if name == QUEUE:
+        await serve(plan)
     elif name == PROXY:
         await Proxy(plan, random.Random(f"{plan.seed} {name}")).serve()
     elif name == "look":
         await look(plan)
-    elif name.startswith("adder-"):
-        await add(plan, plan.address(int(name.removeprefix("adder-"))))
     else:
         moods = random.Random(f"{plan.seed} {name} {birth}")
-        async with connect_queue(plan.addresses, retry_s=PATIENCE_S) as queue:
+        async with connect_queue(plan.address, retry_s=PATIENCE_S) as queue:
             await actor(name, plan, moods)(RecordedQueue(queue, EventLog(plan.events, name)))  # type: ignore[arg-type]
             await asyncio.sleep(0)

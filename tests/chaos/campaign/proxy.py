@@ -35,7 +35,7 @@ class Proxy:
         self, client: asyncio.StreamReader, to_client: asyncio.StreamWriter
     ) -> None:
         try:
-            queue, to_queue = await asyncio.open_connection(self._plan.host, self._plan.ports[0])
+            queue, to_queue = await asyncio.open_connection(self._plan.host, self._plan.port)
         except OSError:
             to_client.transport.abort()
             return

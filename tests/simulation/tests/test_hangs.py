@@ -31,7 +31,8 @@ class Watched(Mesh):
 
     async def _check_often(self) -> None:
         await asyncio.sleep(60)
-        (queue,) = self._services.queues.values()
+        queue = self._services.queue
+        assert queue is not None
         self.asked = await queue.why_waiting(RUN)
         self._services.done.set()
 

@@ -18,7 +18,7 @@ from meshrl.contract.errors import InfraError
 from meshrl.contract.frames import Frame, pack
 from meshrl.contract.types import Batch, GroupRows, PayloadGroup, StalePolicy
 from meshrl.trainer.loop import Trainer
-from meshrl.transferqueue.sharding import ShardQueue
+from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, Table
 from tests.simulation.campaign import kind_of, minimise, story
 from tests.simulation.conversations import Program
@@ -51,14 +51,14 @@ _TALKS = {"tokens": 256, "slots": 4, "prompts": 12}
 _AGENTS = Shape(**_TALKS, program=Program.OPENAI, agents=4, deadline_s=60.0)
 SCENES = {
     "observations_unsaved": (
-        Shape(**_TALKS, program=Program.TOOLS, batch=3, shards=2, added=1, train_s=3.0),
+        Shape(**_TALKS, program=Program.TOOLS, batch=3, train_s=3.0),
         " turns",
     ),
     "session_given_twice": (_AGENTS, "must follow a turn"),
     "session_of_another": (_AGENTS, "which no agent has posted"),
 }
 """Planted bugs that few of all meshes show, each with a mesh of which every other seed shows it, without any fault,
-and what the check says. Rows are in the middle while a shard is added, or agents claim several at once."""
+and what the check says. Agents claim several rows at once."""
 FAILED_ONCE = (76923794, 252489487, 105160271)
 """Seeds that failed: rows trained twice from a fenced trainer's checkpoint; a row of two courses of a talk; a
 late `take`."""
@@ -226,19 +226,6 @@ def test_a_version_for_which_there_is_no_room_does_not_leave_the_trainer_waiting
     assert any("trainer ended: CapacityError" in line for line in report.log)
 
 
-def test_a_shard_that_is_added_while_queue_processes_die_loses_nothing() -> None:
-    faults = [
-        Fault(at_s=4.0, kind=Kind.KILL, target="queue"),
-        Fault(at_s=9.0, kind=Kind.KILL, target="queue-1"),
-        Fault(at_s=14.0, kind=Kind.KILL, target="queue-2"),
-    ]
-    shape = Shape(prompts=24, shards=2, added=1, references=1, train_s=2.0)
-    report = simulate(5, shape=shape, faults=faults)
-    assert report.problems == []
-    assert any("queue-2 is added" in line for line in report.log)
-    assert report.trained == 48
-
-
 @pytest.mark.parametrize("program", [Program.TOOLS, Program.OPENAI])
 def test_rows_of_several_turns_keep_what_was_observed_through_kills(program: Program) -> None:
     """An agent that claims while its worker starts waits for it, and its claim takes no row with it when it ends."""
@@ -255,7 +242,7 @@ def test_rows_of_several_turns_keep_what_was_observed_through_kills(program: Pro
     assert report.trained == 12
 
 
-class _DamagesWhatIsTaken(ShardQueue):
+class _DamagesWhatIsTaken(TransferQueue):
     """The store damages the first group of every fifth fetch of a trainer, just before it is read."""
 
     _fetches = 0
@@ -276,7 +263,7 @@ class _DamagesWhatIsTaken(ShardQueue):
         return await super().fetch_packed(run, groups, columns)
 
 
-class _MixesUpMasks(ShardQueue):
+class _MixesUpMasks(TransferQueue):
     """The first group of every fifth fetch of a trainer has a mask that no step can be computed from."""
 
     _fetches = 0
@@ -311,12 +298,12 @@ _mixed_up: set[str] = set()
     "shape",
     [
         Shape(prompts=20, batch=2),
-        Shape(prompts=20, batch=2, ranks=2, shards=2),
+        Shape(prompts=20, batch=2, ranks=2),
         Shape(prompts=20, batch=1, filter_groups=True),
     ],
 )
 def test_rows_that_are_damaged_between_take_and_fetch_cost_their_group_and_no_training(
-    shape: Shape, queue: type[ShardQueue]
+    shape: Shape, queue: type[TransferQueue]
 ) -> None:
     _mixed_up.clear()
     report = simulate(5, shape=shape, faults=(), parts=Parts(queue=queue))

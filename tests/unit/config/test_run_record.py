@@ -107,7 +107,6 @@ TOLD = [
     "model.lora_alpha=32",
     "model.param_dtype=bfloat16",
     "queue.durability=none",
-    "queue.shards=2",
     "queue.quota.runs=5",
     "reward.deadline_s=3",
     "reward.workers=2",

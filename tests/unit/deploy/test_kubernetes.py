@@ -45,7 +45,7 @@ VARIANTS = {
     "cpu": ["actor.use_kl_loss=true"],
     "8-gpus": ["--gpus-per-node", "8", "--mount", "models:/models"],
     "many-nodes": ["--gpus-per-node", "8", "--nodes", "4", "--keda", "32", "--monitor"],
-    "shards": ["queue.shards=3", "--storage-class", "fast"],
+    "storage-class": ["--storage-class", "fast"],
     "submitted-rewards": [*STRICT],
     "python-tool": ["rollout.program=tools", PYTHON],
     "engines-of-two-nodes": [
@@ -262,13 +262,13 @@ def test_probes_trust_the_certificate_and_show_one_where_it_is_asked_for(
 
 
 def test_the_certificate_has_every_name_by_which_a_pod_is_called() -> None:
-    found = objects(*VARIANTS["mutual-tls"], "queue.shards=2")
+    found = objects(*VARIANTS["mutual-tls"])
     spec = found["Certificate", "my-run-mesh"]["spec"]
     for pod in pods(found).values():
         environment = values(pod)
         for called in CALLED:
-            for address in environment[f"MESHRL_{called.upper()}"].split(","):
-                assert address.removesuffix(":7001") in spec["dnsNames"]
+            address = environment[f"MESHRL_{called.upper()}"]
+            assert address.removesuffix(":7001") in spec["dnsNames"]
         command = pod["containers"][0]["readinessProbe"]["exec"]["command"]
         assert command[-1].removesuffix(":7001") in spec["ipAddresses"]
         assert {

@@ -66,7 +66,7 @@ def preloaded(modules: Any = NOTHING) -> Iterator[Preloading]:
 def service(module: str, *arguments: str, **rules: Any) -> Service:
     return Service(
         name=module,
-        argv=lambda: (sys.executable, "-P", "-m", module, *arguments),
+        argv=(sys.executable, "-P", "-m", module, *arguments),
         preload="torch",
         **rules,
     )

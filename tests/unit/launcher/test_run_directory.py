@@ -101,10 +101,6 @@ def test_a_refused_recipe_does_not_replace_the_accepted_one(recipe: Recipe) -> N
     with recipe_on_trial(other, path.parent) as trial:
         trial.accept()
         assert load_recipe(path, check=False).rollout.n == 4
-        more = load_recipe(Path("my.yaml"), ["rollout.n=4", "queue.shards=3"], check=False)
-        trial.save(more)
-        trial.accept()
-    assert load_recipe(path, check=False).queue.shards == 3
 
 
 def test_the_first_start_of_a_run_leaves_its_recipe_for_others_to_read_at_once(

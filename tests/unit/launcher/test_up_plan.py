@@ -21,7 +21,6 @@ from meshrl.launcher.plan import LaunchPlan
 from meshrl.launcher.ports import free_port
 from meshrl.launcher.preloader import PYTHON
 from meshrl.launcher.service import Probe, Service, always_ready
-from meshrl.rpc.queue_connection import shard_number
 
 
 def recipe(tmp_path: Path, *overrides: str) -> Recipe:
@@ -49,10 +48,9 @@ def test_a_mesh_has_as_many_rollout_workers_as_it_says(tmp_path: Path) -> None:
 def test_every_service_can_be_forked_and_those_with_torch_come_from_the_preloader_that_has_it(
     tmp_path: Path,
 ) -> None:
-    launch_plan, services = plan(tmp_path, "queue.shards=2", "actor.use_kl_loss=true")
-    started = [*services.values(), launch_plan.new_shard(no_probe)]
-    assert {service.argv()[: len(PYTHON)] for service in started} == {PYTHON}
-    with_torch = [service.name for service in started if service.preload == "torch"]
+    _, services = plan(tmp_path, "actor.use_kl_loss=true")
+    assert {service.argv[: len(PYTHON)] for service in services.values()} == {PYTHON}
+    with_torch = [name for name, service in services.items() if service.preload == "torch"]
     assert with_torch == ["reference", "trainer", "rollout-0"]
 
 
@@ -65,57 +63,6 @@ def test_a_worker_whose_carrier_needs_torch_comes_from_the_preloader_that_has_it
     changes = ("rollout.name=echo", f"weights.carrier={carrier}")
     _, services = plan(tmp_path, *changes)
     assert services["rollout-0"].preload == preloader
-
-
-def test_a_queue_of_several_shards_is_several_services_in_the_address_book(tmp_path: Path) -> None:
-    launch_plan, services = plan(tmp_path, "queue.shards=2")
-    assert list(services)[:2] == ["queue-0", "queue-1"]
-    assert {services[name].start_order for name in ("queue-0", "queue-1")} == {0}
-    entries = launch_plan.address_book.services
-    addresses = f"{entries['queue-0'].address},{entries['queue-1'].address}"
-    assert launch_plan.address_book.peers()["queue"] == addresses
-    assert launch_plan.address_book.peers()["trainer"] == entries["trainer"].address
-
-
-def test_a_shard_that_is_added_is_not_in_the_address_book_until_it_is_listed(
-    tmp_path: Path,
-) -> None:
-    launch_plan, _ = plan(tmp_path, "queue.shards=2")
-    shard = launch_plan.new_shard(no_probe)
-    assert shard.name == "queue-2" and "queue-2" not in launch_plan.address_book.services
-    entry = launch_plan.shard_entry("queue-2")
-    argv = shard.argv()
-    assert argv[-7:] == (
-        *("queue-2", "--host", entry.host, "--port", str(entry.port)),
-        *("--metrics-port", str(entry.metrics_port)),
-    )
-    launch_plan.list_shard("queue-2")
-    assert AddressBook.load(tmp_path / "mesh.json").peers()["queue"].endswith(entry.address)
-    assert shard.argv() == argv
-    assert launch_plan.new_shard(no_probe).name == "queue-3"
-
-
-def test_a_queue_of_one_process_gets_no_shard_while_it_runs(tmp_path: Path) -> None:
-    launch_plan, _ = plan(tmp_path)
-    with pytest.raises(UserError, match=r"start it with queue\.shards=2"):
-        launch_plan.new_shard(no_probe)
-
-
-@pytest.mark.parametrize(
-    ("shards", "name", "number"), [(1, "queue", 0), (1, "queue-0", 0), (3, "my-queue-2", 2)]
-)
-def test_a_shard_is_known_by_the_number_in_its_name(
-    tmp_path: Path, shards: int, name: str, number: int
-) -> None:
-    assert shard_number(recipe(tmp_path, f"queue.shards={shards}"), name) == number
-
-
-@pytest.mark.parametrize(("shards", "name"), [(2, "queue"), (2, "queue-2"), (1, "queue-1")])
-def test_a_queue_that_is_none_of_the_shards_gets_a_list_of_the_names(
-    tmp_path: Path, shards: int, name: str
-) -> None:
-    with pytest.raises(UserError, match="want --name queue"):
-        shard_number(recipe(tmp_path, f"queue.shards={shards}"), name)
 
 
 def test_the_reference_is_started_when_the_algorithm_asks_for_it(tmp_path: Path) -> None:
@@ -137,7 +84,7 @@ def test_the_queue_comes_first_and_goes_last_and_the_trainer_drains_first(tmp_pa
 def test_the_address_book_is_what_the_services_read(tmp_path: Path) -> None:
     launch_plan, services = plan(tmp_path)
     assert AddressBook.load(tmp_path / "mesh.json") == launch_plan.address_book
-    argv = services["reward"].argv()
+    argv = services["reward"].argv
     assert argv[argv.index("--address-book") + 1] == str(tmp_path / "mesh.json")
     assert argv[argv.index("--name") + 1] == "reward"
     ports = [e.port for e in launch_plan.address_book.services.values()]
@@ -246,12 +193,12 @@ def test_a_trainer_of_two_machines_is_started_on_the_first_two_and_found_at_the_
     book = launch_plan.address_book
     assert [book.services[name].host for name in ("trainer", "trainer-1")] == ["n1", "n2"]
     assert book.peers()["trainer"] == book.services["trainer"].address
-    assert services["trainer"].argv()[-2:] == ("--node-rank", "0")
-    assert services["trainer-1"].argv()[-2:] == ("--node-rank", "1")
+    assert services["trainer"].argv[-2:] == ("--node-rank", "0")
+    assert services["trainer-1"].argv[-2:] == ("--node-rank", "1")
     ports = {
         word
         for name in ("trainer", "trainer-1")
-        for word in services[name].argv()
+        for word in services[name].argv
         if word.startswith("MASTER_PORT=")
     }
     assert len(ports) == 1
@@ -268,10 +215,10 @@ def test_workers_without_gpus_are_shared_out_over_the_machines_behind_the_first(
     where = {name: entry.host for name, entry in launch_plan.address_book.services.items()}
     first = dict.fromkeys(("queue", "reward", "trainer", "feeder"), "n1")
     assert where == {**first, "rollout-0": "n2", "rollout-1": "n3", "rollout-2": "n2"}
-    assert launch_plan.add_rollout(no_probe).argv()[1] == "--nodelist=n3"
+    assert launch_plan.add_rollout(no_probe).argv[1] == "--nodelist=n3"
     worker = services["rollout-1"]
     assert worker.elsewhere
-    words = list(worker.argv())
+    words = list(worker.argv)
     assert words[:4] == ["srun", "--nodelist=n3", "env", "-u"]
     assert words[words.index("meshrl") :][:3] == ["meshrl", "serve", "rollout"]
     # A launcher need not pass variables on, and those of this process's own start must not arrive.
@@ -283,7 +230,7 @@ def test_each_worker_gets_the_gpus_of_its_machine(tmp_path: Path) -> None:
     machines = Machines(names=("n1", "n2"), launcher=LAUNCHER)
     placed = ("placement.machines={n1: 2, n2: 2}", "placement.trainer=2")
     _, services = elsewhere(tmp_path, machines, *placed, gpus=2)
-    starts = {name: service.argv() for name, service in services.items()}
+    starts = {name: service.argv for name, service in services.items()}
     at = [starts[name][1][-2:] for name in ("trainer", "rollout-0", "rollout-1")]
     assert at == ["n1", "n2", "n2"]
     assert f"{DEVICES}=0,1" in starts["trainer"]

@@ -25,7 +25,7 @@ WORKS = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(0));
 
 def process(name: str, source: str, **rules: object) -> Service:
     argv = (sys.executable, "-c", textwrap.dedent(source))
-    return Service(name=name, argv=lambda: argv, **rules)  # type: ignore[arg-type]
+    return Service(name=name, argv=argv, **rules)  # type: ignore[arg-type]
 
 
 class Log(list[tuple[str, str]]):
@@ -207,7 +207,7 @@ other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(os.getpid(), other.pid, flush=True)
 time.sleep(600)
 '''
-service = Service(name="reward", argv=lambda: (sys.executable, "-c", CHILD))
+service = Service(name="reward", argv=(sys.executable, "-c", CHILD))
 asyncio.run(Supervisor([service], lambda name, line: print(line, flush=True)).run())
 """
 

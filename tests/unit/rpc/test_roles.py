@@ -31,10 +31,9 @@ from meshrl.rpc.identity import METHODS
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.rpc.servicers.queue_admin import QueueAdminServicer
-from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.testing.contract.queue_actors import rollout_of, spec, tasks, tokens_of
 from meshrl.transferqueue.admin import QueueAdmin
-from meshrl.transferqueue.sharding import SHARD_LIST, ShardQueue
+from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ...waiting import until
@@ -73,12 +72,6 @@ KINDS: Final = {
         OPERATES: "Replay",
     },
     "QueueAdmin": {LOOKS: "ListRuns", OPERATES: "Backup Verify RemoveRun"},
-    "Shard": {
-        LOOKS: "Note Room",
-        WORKS: "UntilRows Rows",
-        FEEDS: "AdmitInTurn",
-        TRAINS: "WriteNote Follow Groups PlanOf PublishAndTell CommitAndTell",
-    },
     "Rollout": {LOOKS: "GetStats"},
     "Reward": {LOOKS: "Score GetInfo"},
     "RewardRegistry": {
@@ -102,9 +95,7 @@ def kinds() -> dict[str, str]:
     }
 
 
-QUEUES = sorted(
-    name for name in methods() if name.split("/")[1].endswith(("Queue", "QueueAdmin", "Shard"))
-)
+QUEUES = sorted(name for name in methods() if name.split("/")[1].endswith(("Queue", "QueueAdmin")))
 """Every method that a queue serves."""
 
 
@@ -138,15 +129,14 @@ def filled(message: Descriptor, stage: str, held: tuple[Uid, int], depth: int = 
         return made
     values: dict[str, Any] = {
         "run": "run", "runs": "run", "stage": stage, "token": token, "tokens": token,
-        "worker": "w", "owner": "me", "cursor": "moved", "turn": "mine", "reason": "because",
-        "epoch": HIGH, "step": HIGH, "committed_step": HIGH, "feed_closed": True, "move_cursor": True,
-        "limit": 1, "at_least": 1, "groups": 1, "batch_id": "b", "fewer_than": -1, "more_than": -1,
-        "name": SHARD_LIST, "text": "queue 0 shard a:1 b:2",
+        "worker": "w", "owner": "me", "cursor": "moved", "reason": "because",
+        "epoch": HIGH, "step": HIGH, "committed_step": HIGH, "feed_closed": True,
+        "limit": 1, "at_least": 1, "groups": 1, "batch_id": "b",
     }  # fmt: skip
     for field in message.fields:
         repeated = field.is_repeated
         if field.message_type is not None:
-            if depth < 4 and field.name not in ("unlike", "header_of", "tasks"):
+            if depth < 4 and field.name not in ("header_of", "tasks"):
                 inner = filled(field.message_type, stage, held, depth + 1)
                 place = getattr(made, field.name)
                 place.append(inner) if repeated else place.CopyFrom(inner)
@@ -178,7 +168,7 @@ def has_stage(message: Descriptor) -> bool:
 class Attacked:
     """A queue in which every stage holds a row, its servers, and a call of any method by any role."""
 
-    def __init__(self, queue: ShardQueue, store: MemoryStore, run_dir: Path) -> None:
+    def __init__(self, queue: TransferQueue, store: MemoryStore, run_dir: Path) -> None:
         self.queue = queue
         self.store = store
         self.run_dir = run_dir
@@ -206,7 +196,7 @@ class Attacked:
         """All that the queue keeps, and the turns of feeders."""
         await self.queue.run_state("run")  # once it is durable
         pieces = [list(piece) async for piece in self.store.export()]
-        return [pieces, dict(self.queue._turns), self.queue.runs]
+        return [pieces, self.queue.runs]
 
     async def call(self, name: str, role: MeshRole, stage: str) -> grpc.StatusCode:
         method: MethodDescriptor = methods()[name]
@@ -235,7 +225,7 @@ class Attacked:
 async def attacked(run_dir: Path) -> AsyncIterator[Attacked]:
     ensure_credentials(run_dir)
     store = MemoryStore()
-    queue = await ShardQueue.open(store)
+    queue = await TransferQueue.open(store)
     settings = ServerSettings(
         metrics_port=None,
         drain_grace_s=0,
@@ -243,7 +233,6 @@ async def attacked(run_dir: Path) -> AsyncIterator[Attacked]:
     )
     servicers = [
         QueueServicer(queue),
-        ShardServicer(queue),
         QueueAdminServicer(QueueAdmin(queue, store)),
     ]
     found = Attacked(queue, store, run_dir)
@@ -273,7 +262,6 @@ async def test_nothing_below_the_trainer_raises_an_epoch_a_step_or_a_cursor(
                 ), name
                 if role is not FEEDER:
                     assert (after.cursor, after.feed_closed) == (before.cursor, False), name
-                assert there.queue._text(SHARD_LIST) == "", name
             if not has_stage(methods()[name].input_type):
                 break
 
@@ -296,7 +284,7 @@ def of_a_stage() -> Iterator[str]:
 
 def test_the_methods_that_name_a_stage_are_found() -> None:
     found = {name.rpartition("/")[2] for name in of_a_stage()}
-    assert found >= {"Lease", "Renew", "Write", "Append", "Fail", "Release", "UntilRows", "Rows"}
+    assert found >= {"Lease", "Renew", "Write", "Append", "Fail", "Release"}
 
 
 @pytest.mark.parametrize("role", sorted(WORKERS))
@@ -332,17 +320,3 @@ async def test_the_end_of_a_stream_ends_no_lease_of_another_role(tmp_path: Path)
         await until(lambda: held["rollout"].deadline != before["rollout"])
         after = {name: grant.deadline for name, grant in held.items()}
         assert {name for name in before if after[name] != before[name]} == {"rollout"}
-
-
-async def test_a_turn_to_admit_is_for_those_who_may_admit(tmp_path: Path) -> None:
-    for role in MeshRole:
-        async with attacked(tmp_path) as there:
-            await there.call("/meshrl.v1.Shard/Room", role, "rollout")
-            assert bool(there.queue._turns) == (role in MAY[FEEDS]), role
-
-
-async def test_only_the_operator_says_which_shards_there_are(tmp_path: Path) -> None:
-    for role in MeshRole:
-        async with attacked(tmp_path) as there:
-            await there.call("/meshrl.v1.Shard/WriteNote", role, "rollout")
-            assert bool(there.queue._text(SHARD_LIST)) == (role is OPERATOR), role

@@ -15,7 +15,6 @@ from meshrl.contract.types import GroupPolicy
 from meshrl.testing.contract.queue_actors import Actors, batch_uids, spec, tasks
 from meshrl.testing.contract.queue_repeat_suite import more_of
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.sharding import ShardedQueue, ShardQueue
 from meshrl.transferqueue.store import Operation, Table
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -209,32 +208,6 @@ async def test_what_was_appended_is_checked_before_the_next_worker_gets_it(
     assert reason.startswith("damaged in the store: ")
     assert left.progress
     await actors.queue.close()
-
-
-async def test_a_share_of_which_all_is_damaged_keeps_no_other_share_from_the_trainer() -> None:
-    stores = [MemoryStore(), MemoryStore()]
-    shards = [await ShardQueue.open(store, cache_bytes=0) for store in stores]
-    actors = Actors(ShardedQueue(shards))
-    await actors.start(spec(batch_groups=4, max_staleness=3.0))
-    await actors.feed(tasks(4))
-    await actors.queue.close_feed("run")
-    await actors.work()
-    homes = {
-        n: [each for each in range(2) if f"t{n}" in shards[each]._runs["run"].by_task]
-        for n in range(4)
-    }
-    damaged = [f"t{n}" for n, home in homes.items() if home == [1]]
-    assert 0 < len(damaged) < 4
-    for task in damaged:
-        await damage(stores[1], answers_to(task))
-    batch = await actors.take(0, groups=4)
-    assert {group.task for group in batch.groups} == {f"t{n}" for n in range(4)} - {*damaged}
-    assert batch_uids(await actors.take(0, groups=4)) == batch_uids(batch)
-    await actors.settle(0)
-    await actors.commit(1)
-    assert await actors.resident() == {}
-    for shard in shards:
-        await shard.close()
 
 
 async def test_a_task_of_which_nothing_is_left_is_damaged_and_has_not_left(

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 
 import pytest
 
 from meshrl.contract.errors import WaitTimeoutError
-from meshrl.contract.held_rows import HeldLeases
-from meshrl.contract.types import LeasedRow, Uid
 from meshrl.testing.contract.queue_actors import WAIT_S, Actors, spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.sharding.renewals import ShardedHeldLeases
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 from ...simulation.virtual_time import in_virtual_time
@@ -94,39 +90,3 @@ async def test_a_queue_that_ends_ends_no_lease() -> None:
     with pytest.raises(WaitTimeoutError):
         await actors.lease(worker="other", wait_s=0.5)
     await actors.write(lease)
-
-
-def row(name: str, token: int) -> LeasedRow:
-    task = tasks(1)[0]
-    return LeasedRow(uid=Uid("run", name, 0, 1), task=task, columns={}, token=token, delivery=1)
-
-
-def test_a_row_is_lost_when_all_shards_that_have_its_run_say_so() -> None:
-    lost: list[Mapping[Uid, int]] = []
-    held_leases = HeldLeases("rollout", "w", lost.append)
-    sharded = ShardedHeldLeases(held_leases)
-    here, there, elsewhere = (sharded.part(has) for has in (bool, bool, lambda run: run == "x"))
-    a, b = row("a", 1), row("b", 1)
-    held_leases.add([a, b], 5.0)
-    assert here.by_run() == there.by_run() == {"run": {a.uid: 1, b.uid: 1}}
-    assert not elsewhere.by_run()
-    here.lost({b.uid: 1})
-    there.lost({a.uid: 1})
-    assert not lost
-    there.lost({a.uid: 1, b.uid: 1})
-    assert lost == [{b.uid: 1}]
-
-
-def test_what_was_said_of_an_earlier_lease_does_not_count() -> None:
-    lost: list[Mapping[Uid, int]] = []
-    held_leases = HeldLeases("rollout", "w", lost.append)
-    sharded = ShardedHeldLeases(held_leases)
-    here, there = sharded.part(bool), sharded.part(bool)
-    old, new = row("a", 1), row("a", 2)
-    held_leases.add([old], 5.0)
-    here.lost({old.uid: 1})
-    held_leases.drop([old])
-    held_leases.add([new], 5.0)
-    held_leases.drop([old])
-    there.lost({new.uid: 2})
-    assert not lost and held_leases.still({new.uid: 2}) == [new.uid]

@@ -45,7 +45,7 @@ def changes(path: Path) -> Iterator[str]:
                 yield f"{path.name}:{node.lineno}: {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize("folder", ["operations", "sharding", "."])
+@pytest.mark.parametrize("folder", ["operations", "."])
 def test_no_module_outside_model_sets_state_of_a_run_or_group(folder: str) -> None:
     paths = [path for path in MODULES if path.parent == MODEL.parent / folder]
     assert paths

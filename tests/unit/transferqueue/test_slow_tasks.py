@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 
 from meshrl.contract.errors import WaitTimeoutError
-from meshrl.contract.ports import Queue
 from meshrl.contract.types import ROLLOUT_STAGE, Lease, LeasedRow, Ledger, StalePolicy
 from meshrl.planning.loop import SimulatedLoop
 from meshrl.testing.contract.queue_actors import Actors, rollout_of, spec, tasks, tokens_of
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.sharding import ShardedQueue, ShardQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
 STEPS = 40
@@ -84,20 +82,18 @@ class Mesh:
         await self.actors.queue.write("run", "rollout", tokens_of(lease), written)
 
 
-def simulated(shards: int = 0, **changes: Any) -> tuple[Mesh, Ledger]:
+def simulated(**changes: Any) -> tuple[Mesh, Ledger]:
     """The mesh at its end; the ledger balances."""
 
     async def simulate() -> tuple[Mesh, Ledger]:
-        opened = [await ShardQueue.open(MemoryStore()) for _ in range(shards)]
-        queue: Queue = ShardedQueue(opened) if shards else await TransferQueue.open(MemoryStore())
+        queue = await TransferQueue.open(MemoryStore())
         actors = Actors(queue)
         given = {"batch_groups": BATCH, "lease_ttl_s": 1e9, "stages": (ROLLOUT_STAGE,), **changes}
         await actors.start(spec(**given))
         mesh = Mesh(actors)
         await mesh.run()
         ledger = await actors.ledger()
-        for each in opened or [queue]:
-            await each.close()
+        await queue.close()
         return mesh, ledger
 
     loop = SimulatedLoop(7)
@@ -116,11 +112,11 @@ def mean(lengths: Counter[int]) -> float:
     return sum(length * rows for length, rows in lengths.items()) / lengths.total()
 
 
-@pytest.mark.parametrize(("shards", "max_staleness"), [(0, 1), (0, 2), (2, 1), (3, 2)])
+@pytest.mark.parametrize("max_staleness", [1, 2])
 def test_a_tenth_that_samples_longer_than_the_window_is_trained_as_often_as_it_is_sampled(
-    shards: int, max_staleness: int
+    max_staleness: int,
 ) -> None:
-    mesh, ledger = simulated(shards, max_staleness=float(max_staleness))
+    mesh, ledger = simulated(max_staleness=float(max_staleness))
     assert not ledger.stale, "nothing is sampled in vain, and nothing again and again"
     assert mean(mesh.trained) == pytest.approx(mean(mesh.sampled), rel=0.05)
     farthest = max(abs(share(mesh.trained, n) - share(mesh.sampled, n)) for n in range(LONG + 1))

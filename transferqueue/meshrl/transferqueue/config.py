@@ -62,9 +62,6 @@ class QueueConfig(Config):
     """A module of `meshrl.transferqueue.stores` (disk, memory, redis), or a dotted path."""
     path: Path | None = None
     """Folder of the disk store; none means `<run.dir>/queue`."""
-    shards: PositiveInt = 1
-    """Queue processes, each with its own store (`queue`, `queue-1`, …). Their number may grow from start to start,
-    and from 2 on also while the run goes on (`meshrl queue add-shard`)."""
     durability: Durability = "always"
     """What a power cut may lose: `always` (fsync) nothing that was acknowledged, `none` everything. kill -9 of the
     queue loses nothing with either one (except in the memory store)."""

@@ -259,16 +259,12 @@ class TransferQueue(RowMethods):
         """See the port."""
         _check_name("owner", owner)
         state = self._worked(run)
-        dead_letters.take_over(state, owner, self._in_hand(state))
+        dead_letters.take_over(state, owner)
         state.save()
         state.notify_all()
         answer = state.state()
         await self._commit_log.flush()
         return answer
-
-    def _in_hand(self, run: Run) -> Sequence[TakenBatch]:
-        """The batches that the run's trainer was told of and has not settled."""
-        return [batch for batch in run.batches.values() if batch.answered and not batch.settled]
 
     async def publish(self, run: str, version: Version) -> None:
         """See the port. A version older than the published one, of the same epoch, changes nothing."""
@@ -455,20 +451,6 @@ class TransferQueue(RowMethods):
         """See the port."""
         if groups < 1 or not batch_id:
             raise UserError(f"take wants at least one group and a batch_id, not {groups} groups")
-        return await self._take(run, epoch, step, groups, batch_id, wait_s)
-
-    async def _take(
-        self,
-        run: str,
-        epoch: int,
-        step: int,
-        groups: int,
-        batch_id: str,
-        wait_s: float,
-        *,
-        due_by: int | None = None,
-    ) -> Batch:
-        """`take`, also of 0 groups; `due_by` as in `lifecycle.take`."""
         deadline = self._deadline(wait_s)
 
         def reason() -> str:
@@ -485,12 +467,7 @@ class TransferQueue(RowMethods):
                 batch = None
                 if batch_id not in state.batches:
                     batch = lifecycle.take(
-                        state,
-                        epoch=epoch,
-                        step=step,
-                        count=groups,
-                        batch_id=batch_id,
-                        due_by=due_by,
+                        state, epoch=epoch, step=step, count=groups, batch_id=batch_id
                     )
                 taken = state.batches.get(batch_id)
                 if taken is None:

@@ -133,7 +133,7 @@ def add(
         return
     if address.run_dir is not None:
         address_book = AddressBook.load(address.run_dir / ADDRESS_BOOK_NAME)
-        queue, recipe = address_book.peers()["queue"], str(address_book.recipe)
+        queue, recipe = address_book.address("queue"), str(address_book.recipe)
     elif queue is None:
         raise UserError("--trainer alone does not tell where the queue is: give --queue HOST:PORT")
     for name in _free_names(asyncio.run(read_membership(address)), count):

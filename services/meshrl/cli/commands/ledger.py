@@ -17,7 +17,7 @@ from rich.table import Table
 
 from meshrl.cli.commands.queue import tell_audit
 from meshrl.cli.find_mesh import Mesh, find_mesh
-from meshrl.cli.operator import verify_all
+from meshrl.cli.operator import ask_operator, audit_of
 from meshrl.cli.options import json_option, mesh_options
 from meshrl.cli.plain_text import text_console
 from meshrl.config.recipe import EVAL_SUFFIX
@@ -55,7 +55,7 @@ def ledger(
     if watch:
         _watch(mesh, as_json)
     if audited:
-        found = verify_all(mesh)
+        found = ask_operator(mesh, audit_of)
         ledgers = [found.ledgers[name] for name in mesh.runs if name in found.ledgers]
     else:
         found = None

@@ -20,7 +20,7 @@ from meshrl.config import Recipe, load_recipe
 from meshrl.config.machine import ThisMachine
 from meshrl.config.placement import Placement, place
 from meshrl.config.recipe import RUNNING_NAME
-from meshrl.config.run_record import begin
+from meshrl.config.run_record import begin, refuse_several_queues
 from meshrl.config.stages import SERVICES, module_of, service_kind
 from meshrl.contract import plugins, tracing
 from meshrl.contract.device_share import DEVICES
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
     "--queue",
     envvar="MESHRL_QUEUE",
     metavar="HOST:PORT",
-    help="Where the queue is; where all its shards are, in order, separated by commas.",
+    help="Where the queue is.",
 )
 @click.option(
     "--trainer", envvar="MESHRL_TRAINER", metavar="HOST:PORT", help="Where the trainer is."
@@ -136,6 +136,7 @@ def _serve(service: str, recipe: Path, overrides: tuple[str, ...], options: dict
     # It logs each request: with an engine server, a line for every row.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     loaded = load_recipe(recipe, overrides, sections=partial(_sections, service))
+    refuse_several_queues(loaded.run.path)
     node_rank = _node_rank(loaded, service, options["node_rank"])
     placed = f"{service}-{node_rank}" if node_rank else service
     name = options["name"] or placed

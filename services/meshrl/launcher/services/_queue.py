@@ -1,4 +1,4 @@
-"""Runs the queue: a store, the transfer queue on it (one of several shards, or the only one), its servicers."""
+"""Runs the queue: a store, the transfer queue on it, its servicers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from contextlib import asynccontextmanager
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.rpc.process_memory import collect_garbage_rarely, limit_malloc_arenas
-from meshrl.rpc.queue_connection import build_store, shard_number
+from meshrl.rpc.queue_connection import build_store
 from meshrl.rpc.queue_metrics import QueueCollector
 from meshrl.rpc.runtime import GrpcServer, Servicer
 from meshrl.rpc.service_context import ServiceContext
 from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.rpc.servicers.queue_admin import QueueAdminServicer
-from meshrl.rpc.servicers.shard import ShardServicer
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue
-from meshrl.transferqueue.sharding import ShardQueue
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
@@ -30,9 +28,9 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     """
     collect_garbage_rarely()
     limit_malloc_arenas()
-    store = build_store(recipe, shard_number(recipe, context.name))
+    store = build_store(recipe)
     try:
-        queue = await ShardQueue.open(
+        queue = await TransferQueue.open(
             store,
             samplers=[recipe.queue.sampler],
             quota=recipe.queue.quota.bounds,
@@ -44,7 +42,6 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     try:
         servicers: list[Servicer] = [
             QueueServicer(queue),
-            ShardServicer(queue),
             QueueAdminServicer(QueueAdmin(queue, store)),
         ]
         async with GrpcServer(context.settings, servicers) as server, _owning(queue, server):

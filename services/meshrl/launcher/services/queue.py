@@ -1,4 +1,4 @@
-"""The queue service: keeps the rows of all runs, in one process or in several shards."""
+"""The queue service: keeps the rows of all runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ from meshrl.config.stages import ServiceKind
 
 if TYPE_CHECKING:
     from meshrl.rpc.service_context import ServiceContext
-
-
-def _shards(recipe: Recipe) -> int | None:
-    return recipe.queue.shards if recipe.queue.shards > 1 else None
 
 
 def _rows_are_lost(recipe: Recipe) -> str:
@@ -30,7 +26,6 @@ def _file_is_damaged(recipe: Recipe) -> str:
 
 SERVICE = ServiceKind(
     sections=("queue",),
-    count=_shards,
     start_order=0,
     drain_order=2,
     cannot_restart=_rows_are_lost,

@@ -27,12 +27,6 @@ from meshrl.testing.contract.queue_actors import (
 
 
 class TakePromises:
-    sharded = False
-
-    def agree(self, names: list[str], wanted: list[str]) -> None:
-        """The rows are the same, and in the same order unless the queue is sharded."""
-        assert (sorted(names) if self.sharded else names) == wanted
-
     async def test_a_batch_is_complete_groups_in_order_of_admission(self, queue: Queue) -> None:
         actors = Actors(queue)
         await actors.start()
@@ -42,7 +36,7 @@ class TakePromises:
             await actors.write(lease, rows=[row])
         await actors.write(await actors.lease("reward"))
         batch = await actors.take(0)
-        self.agree(batch_uids(batch), ["t0.0.0", "t0.1.0", "t1.0.0", "t1.1.0"])
+        assert batch_uids(batch) == ["t0.0.0", "t0.1.0", "t1.0.0", "t1.1.0"]
         assert {(row.group_size, row.num_tokens, row.oldest) for row in batch.rows} == {
             (2, 6, Version(1, 0))
         }
@@ -55,9 +49,7 @@ class TakePromises:
         await actors.work(limit=3)
         with pytest.raises(WaitTimeoutError, match=r"1 (are|ready)"):
             await actors.take(0, groups=2)
-        first = batch_uids(await actors.take(0, groups=1))
-        assert first == [f"{first[0][:2]}.0.0", f"{first[0][:2]}.1.0"]
-        assert first[0] == "t0.0.0" or self.sharded
+        assert batch_uids(await actors.take(0, groups=1)) == ["t0.0.0", "t0.1.0"]
 
     async def test_a_waiting_take_is_answered_by_the_last_column(self, queue: Queue) -> None:
         actors = Actors(queue)
@@ -103,7 +95,7 @@ class TakePromises:
         assert (ledger.admitted, ledger.stale) == (8, {"reissued": 4})
         await actors.work()
         again = batch_uids(await actors.take(2))
-        self.agree(again, ["t0.0.1", "t0.1.1", "t1.0.1", "t1.1.1"])
+        assert again == ["t0.0.1", "t0.1.1", "t1.0.1", "t1.1.1"]
 
     async def test_a_prompt_that_is_too_old_at_each_attempt_leaves_in_the_end(
         self, queue: Queue
@@ -168,8 +160,6 @@ class TakePromises:
 
 
 class SettlePromises:
-    sharded = False
-
     async def test_a_row_is_trained_once_its_step_is_committed(self, queue: Queue) -> None:
         actors = Actors(queue)
         await actors.start()
@@ -228,8 +218,7 @@ class SettlePromises:
         second = await actors.train(1)
         await actors.take(2)
         await actors.commit(0)
-        if not self.sharded:
-            assert batch_uids(first)[::2] == ["t1.0.0", "t2.0.0"]
+        assert batch_uids(first)[::2] == ["t1.0.0", "t2.0.0"]
 
         actors.epoch = (await queue.acquire("run", "second")).epoch
         assert await queue.rewind("run", epoch=actors.epoch, step=0) == 8
@@ -491,4 +480,4 @@ class WhyPromises:
 
 
 class QueueBatchSuite(TakePromises, SettlePromises, FaultPromises, WhyPromises):
-    """Subclasses give a `queue` fixture; `sharded` as in QueueSuite."""
+    """Subclasses give a `queue` fixture."""

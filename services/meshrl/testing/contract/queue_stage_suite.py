@@ -55,8 +55,6 @@ def compared(task: Task) -> dict[str, Any]:
 
 
 class LeasePromises:
-    sharded = False
-
     async def test_a_lease_brings_the_task_as_it_was_given(self, queue: Queue) -> None:
         actors = Actors(queue)
         await actors.start()
@@ -73,8 +71,7 @@ class LeasePromises:
         first, second = uids(await actors.lease(limit=3)), uids(await actors.lease(limit=3))
         assert [row[-4:] for row in first] == [".0.0", ".1.0", ".0.0"]
         assert {*first, *second} == {"t0.0.0", "t0.1.0", "t1.0.0", "t1.1.0"}
-        if not self.sharded:
-            assert (first[::2], second) == (["t0.0.0", "t1.0.0"], ["t1.1.0"])
+        assert (first[::2], second) == (["t0.0.0", "t1.0.0"], ["t1.1.0"])
 
     async def test_a_task_of_higher_priority_is_leased_first(self, queue: Queue) -> None:
         actors = Actors(queue)
@@ -155,8 +152,7 @@ class LeasePromises:
         await actors.feed(tasks(1, start=1))
         leased_rows = [await first, await lease_all()]
         assert [len(rows) for rows in leased_rows] == [3, 1]
-        if not self.sharded:
-            assert leased_rows == [["t0.0.0", "t0.1.0", "t1.0.0"], ["t1.1.0"]]
+        assert leased_rows == [["t0.0.0", "t0.1.0", "t1.0.0"], ["t1.1.0"]]
 
     async def test_a_gated_run_gives_rollouts_only_to_engines_fresh_enough(
         self, queue: Queue

@@ -111,8 +111,6 @@ class RunPromises:
 
 
 class FeedPromises:
-    sharded = False
-
     async def test_admission_takes_the_longest_prefix_that_fits(self, queue: Queue) -> None:
         actors = Actors(queue)
         await actors.start(spec(max_staleness=1.0))
@@ -177,10 +175,7 @@ class FeedPromises:
         waiting = asyncio.ensure_future(actors.feed(tasks(2, start=2), wait_s=WAIT_S))
         await asyncio.sleep(0)
         await actors.publish(1)
-        admitted = await waiting
-        if self.sharded and admitted == 1:
-            admitted += await actors.feed(tasks(1, start=3))
-        assert admitted == 2
+        assert await waiting == 2
 
     async def test_an_evaluation_gets_its_credits_back_when_it_settles(self, queue: Queue) -> None:
         actors = Actors(queue)
@@ -229,7 +224,4 @@ class FeedPromises:
 
 
 class QueueSuite(RunPromises, FeedPromises, LeasePromises, WritePromises):
-    """Subclasses give a `queue` fixture.
-
-    `sharded = True`: groups are in order on each shard, not over all, and a batch's credits come back shard by shard.
-    """
+    """Subclasses give a `queue` fixture."""

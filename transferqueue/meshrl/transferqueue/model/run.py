@@ -245,10 +245,6 @@ class Run(Rows):
         self._commit_log.touch(batch)
         self._commit_log.put(Table.PAYLOAD, batch.manifest_key, manifest)
 
-    def skip_positions(self, position: int) -> None:
-        """Groups that are taken for the first time get `position` or later."""
-        self.record.next_position = max(self.record.next_position, position)
-
     def settle(self, batch: TakenBatch) -> None:
         """The batch went into its optimizer step."""
         batch.settled = True

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from meshrl.contract.errors import ConflictError, NotFoundError, UserError
 from meshrl.contract.files import sync
+from meshrl.transferqueue.several_processes import refusal
 from meshrl.transferqueue.store import Operation, Store, Table
 from meshrl.transferqueue.stores.disk import DiskStore
 
@@ -81,7 +82,13 @@ def _begin(folder: Path) -> Path:
 
 
 def opened(folder: Path) -> DiskStore:
-    """The store of a backup; the caller loads and closes it. Raises NotFoundError."""
+    """The store of a backup; the caller loads and closes it.
+
+    Raises:
+        NotFoundError: none is there. UserError: a backup of several queue processes is there.
+    """
+    if all((folder / part / "data.mdb").is_file() for part in ("queue-0", "queue-1")):
+        raise refusal(f"{folder} is a backup of several queue processes")
     if not (folder / "data.mdb").is_file():
         raise NotFoundError(f"{folder} holds no backup of a queue (no data.mdb in it)")
     return DiskStore(folder)

@@ -63,12 +63,12 @@ def quarantine_taken(run: Run, batch: TakenBatch, damaged: Mapping[int, Damage])
             lifecycle.offer_if_complete(run, group)
 
 
-def take_over(run: Run, owner: str, in_hand: Sequence[TakenBatch]) -> None:
-    """`owner` has the run now; a trainer that has lost it had the batches `in_hand`, which are not settled.
+def take_over(run: Run, owner: str) -> None:
+    """`owner` has the run now; a trainer that has lost it had the batches that it was told of and has not settled.
 
-    Its groups are complete again, and are known as what it may have died of.
+    Their groups are complete again, and are known as what it may have died of.
     """
-    groups = run.note_deaths(in_hand)
+    groups = run.note_deaths([b for b in run.batches.values() if b.answered and not b.settled])
     run.begin_epoch(run.record.epoch + 1, owner)
     if groups and groups[0].deaths >= lifecycle.DEATHS:
         log.warning(

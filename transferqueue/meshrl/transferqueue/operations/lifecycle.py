@@ -17,7 +17,8 @@ A run that is not gated (evaluation) follows no versions: there every settled gr
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,12 +40,22 @@ from meshrl.contract.types import (
 from meshrl.transferqueue.model.group import Group, bits
 from meshrl.transferqueue.model.records import Exit, State, TakenBatch, TaskMetadata
 from meshrl.transferqueue.model.run import Run
-from meshrl.transferqueue.operations import window
-from meshrl.transferqueue.operations.window import Sampled
 from meshrl.transferqueue.store import decode_record, encode_record
 
 TASK_ID_BYTES = 400
 """A task id is part of a key, and LMDB's keys have at most 511 bytes."""
+
+
+class Sampled(NamedTuple):
+    """The groups that are in no batch and are sampled from one version on, while they are fresh enough for a step."""
+
+    first: int
+    """The version's step."""
+    later: int
+    """Groups that fit into the batches after that step's which still come in time for them."""
+    groups: int
+    complete: int
+    """How many of `groups` a take could get."""
 
 
 def free_groups(run: Run) -> int:
@@ -220,21 +231,17 @@ def sampled(run: Run, step: int) -> tuple[Sampled, ...]:
     )
 
 
-def waits_for_due(run: Run) -> bool:
-    """False for a run that drops what is too old: it is as fast as its short responses."""
-    return run.spec.stale_policy is not StalePolicy.DROP
-
-
 def due_groups(run: Run, known: Sequence[Sampled], count: int) -> tuple[int, int]:
     """Groups that `take` waits for although enough others are complete: any later step would be too late for them.
 
     `known` is what `sampled` returns. Returns the step from which on they are sampled at the latest (negative: there
     are none), and their number. Without this, tasks that sample for longer than the staleness window were overtaken
-    each time, and only short ones were trained. A repeated batch is as it was.
+    each time, and only short ones were trained. A run that drops what is too old waits for none: it is as fast as its
+    short responses. A repeated batch is as it was.
     """
-    if not waits_for_due(run) or run.complete.taken_before >= count:
+    if run.spec.stale_policy is StalePolicy.DROP or run.complete.taken_before >= count:
         return -1, 0
-    return window.most_lacking(known, count)
+    return most_lacking(known, count)
 
 
 def _with_due(
@@ -270,20 +277,10 @@ def _from(group: Group) -> float:
     return math.inf if group.sampled_from is None else group.sampled_from
 
 
-def take(
-    run: Run,
-    *,
-    epoch: int,
-    step: int,
-    count: int,
-    batch_id: str,
-    due_by: int | None = None,
-) -> Batch | None:
+def take(run: Run, *, epoch: int, step: int, count: int, batch_id: str) -> Batch | None:
     """Take a batch of `count` complete groups; None if there are not enough yet, or groups are due that are not.
 
     A closed feed ends with one smaller batch. Groups that trainers died with come in smaller ones, see `suspects`.
-    With `due_by` the batch is one shard's share of a batch, and what is due is known of all shards together: none is
-    waited for, and groups sampled from that step or earlier on come first.
 
     Raises:
         EndOfDataError: the feed is closed and nothing is left to take.
@@ -296,7 +293,7 @@ def take(
             committed_step=run.record.committed_step,
         )
     groups = fresh_enough(run, step, count)
-    if due_by is None and (part := suspects(groups, count)):
+    if part := suspects(groups, count):
         return _taken(run, part, step, epoch, batch_id)
     if len(groups) < count:
         open_groups = len(run.groups) - run.in_batches
@@ -307,13 +304,9 @@ def take(
                 f"run {run.name}: the feed is closed and every group is taken or has left"
             )
     if known := sampled(run, step):
-        if due_by is None and len(groups) == count and due_groups(run, known, count)[1] > 0:
+        if len(groups) == count and due_groups(run, known, count)[1] > 0:
             return None
-        wanted_by = (
-            [(first, wanted) for first, wanted, _ in window.due(known, len(groups))]
-            if due_by is None
-            else window.earliest(known, len(groups), due_by)
-        )
+        wanted_by = [(first, wanted) for first, wanted, _ in due(known, len(groups))]
         groups = _with_due(run, groups, step, wanted_by)
     return _taken(run, groups, step, epoch, batch_id)
 
@@ -498,3 +491,22 @@ def rewind(run: Run, step: int) -> int:
     rows = run.rewind(step)
     run.save()
     return rows
+
+
+def due(sampled: Sequence[Sampled], count: int) -> Iterator[tuple[int, int, int]]:
+    """How many of the groups that are sampled from `first` or earlier on must be in a batch of `count` groups.
+
+    `sampled` is in the order of `first`. Yields (first, groups, how many of those are not complete).
+    """
+    groups = complete = 0
+    for one in sampled:
+        groups += one.groups
+        complete += one.complete
+        if (wanted := min(groups - one.later, count)) > 0:
+            yield one.first, wanted, max(0, wanted - complete)
+
+
+def most_lacking(sampled: Sequence[Sampled], count: int) -> tuple[int, int]:
+    """The `first` of `due` for which the most groups are not complete, and how many; (-1, 0): all are."""
+    lacking = [(first, groups) for first, _, groups in due(sampled, count) if groups]
+    return max(lacking, key=lambda each: each[1], default=(-1, 0))

@@ -19,6 +19,8 @@ import os
 import shutil
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -26,6 +28,7 @@ import lmdb
 
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
 from meshrl.transferqueue.config import QueueConfig
+from meshrl.transferqueue.several_processes import processes_noted, refusal
 from meshrl.transferqueue.store import FORMAT, Operation, Table
 from meshrl.transferqueue.stores import _lmdb_unsynced
 from meshrl.transferqueue.stores._lmdb_snapshot import FOLDER as EXPORT_FOLDER
@@ -222,6 +225,7 @@ class DiskStore:
                 f" {self._path} to start afresh"
             )
         _lmdb_unsynced.recover(self._path)
+        _refuse_several(self._path)
         fsync = self._durability == "always"
         self._environment = lmdb.open(
             str(self._path),
@@ -401,6 +405,35 @@ class DiskStore:
                 free=free,
             )
         return InfraError(f"queue store {self._path}: {text}")
+
+
+def _refuse_several(path: Path) -> None:
+    """Raises UserError where `path` holds one of the stores of a queue of several processes. Writes nothing."""
+    first, _, number = path.name.rpartition("-")
+    others = (path.with_name(first), path.with_name(f"{first}-0")) if number.isdecimal() else ()
+    if _processes(path) > 1 or any(_processes(other) > max(1, int(number)) for other in others):
+        raise refusal(f"{path} is one of several queue processes")
+
+
+def _processes(path: Path) -> int:
+    """How many processes the queue is whose first store is at `path`; 1 where none is there, or none that is read."""
+    with suppress(lmdb.Error):
+        environment = lmdb.open(
+            str(path),
+            create=False,
+            readonly=True,
+            lock=False,
+            max_dbs=len(Table),
+        )
+        try:
+            table = environment.open_db(Table.META.encode(), create=False)
+            with environment.begin(db=table) as transaction:
+                cursor = transaction.cursor()
+                cursor.set_range(b"r")
+                return processes_noted(takewhile(lambda item: item[0] < b"t", cursor))
+        finally:
+            environment.close()
+    return 1
 
 
 def build(config: QueueConfig, path: Path) -> DiskStore:

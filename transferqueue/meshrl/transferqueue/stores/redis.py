@@ -33,6 +33,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
 from meshrl.contract.files import check_private_file
 from meshrl.transferqueue.config import QueueConfig
+from meshrl.transferqueue.several_processes import processes_noted, refusal
 from meshrl.transferqueue.store import FORMAT, Operation, OwnerLostError, Table
 from meshrl.transferqueue.stores._redis_connection import RedisConnection
 from meshrl.transferqueue.stores._redis_scripts import CLAIM, COMMIT, RELEASE, STAGE
@@ -137,9 +138,11 @@ class RedisStore:
         timeout_s = self._timing.restart_s if self._generation else self._timing.open_s
         await self._connection.call(self._check_server, timeout_s)
         await self._connection.subscribe(self._channel + self._owner, timeout_s)
+        if not self._generation:
+            await self._refuse_several()
         await self._claim(timeout_s)
         await self._ask_free_memory()
-        found = [pair async for part in self._scan(Table.META) for pair in part]
+        found = [pair async for part in self._scan(self._keys[Table.META]) for pair in part]
         return sorted(dict(found).items())
 
     async def apply(self, operations: Sequence[Operation]) -> None:
@@ -200,7 +203,7 @@ class RedisStore:
             try:
                 async with self._applying:
                     for table in Table:
-                        async for part in self._scan(table):
+                        async for part in self._scan(self._keys[table]):
                             await asyncio.to_thread(_spool, file, table, part)
                     await asyncio.to_thread(file.seek, 0)
             except OSError as error:
@@ -229,6 +232,19 @@ class RedisStore:
     @property
     def _channel(self) -> str:
         return self._keys["owner:"]
+
+    async def _refuse_several(self) -> None:
+        """Raises UserError where these are the keys of one of several queue processes. Writes nothing."""
+        prefix, _, number = self._keys.prefix.rpartition("-")
+        if await self._processes(self._keys) > 1 or (
+            number.isdecimal() and await self._processes(Keys(prefix)) > max(1, int(number))
+        ):
+            raise refusal(f"{self.name} is one of several queue processes")
+
+    async def _processes(self, keys: Keys) -> int:
+        """How many processes the queue is whose first store has these keys."""
+        found = [pair async for part in self._scan(keys[Table.META], b"[rs]*") for pair in part]
+        return processes_noted(found)
 
     async def _claim(self, timeout_s: float) -> None:
         keys = [self._keys["head"], *self._keys.tables(), *self._keys.staged()]
@@ -372,12 +388,15 @@ class RedisStore:
         self._free = limit - self._used if limit else float("inf")
         self._ask_memory_at = now + self._timing.ask_memory_every_s
 
-    async def _scan(self, table: Table) -> AsyncGenerator[list[tuple[bytes, bytes]], None]:
+    async def _scan(
+        self, key: str, match: bytes | None = None
+    ) -> AsyncGenerator[list[tuple[bytes, bytes]], None]:
+        """A hash, or its fields that match, in parts."""
         cursor = 0
         while True:
 
             async def ask(client: Redis, at: int = cursor) -> Any:
-                return await client.hscan(self._keys[table], at, count=SCAN_RECORDS)
+                return await client.hscan(key, at, match, SCAN_RECORDS)
 
             cursor, part = await self._connection.call(ask, self._timing.restart_s)
             if part:
