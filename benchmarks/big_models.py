@@ -34,9 +34,14 @@ from typing import Any
 MIB = 1 << 20
 VOCABULARY = 151_936
 SMALL = {
-    **{"vocab_size": VOCABULARY, "hidden_size": 1024, "intermediate_size": 3072},
-    **{"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8},
-    **{"head_dim": 128, "tie_word_embeddings": True},
+    "vocab_size": VOCABULARY,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
 }
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "0.6B": ("Qwen3Config", SMALL),
@@ -49,15 +54,23 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "1.5B": (
         "Qwen3Config",
         {
-            **{"vocab_size": VOCABULARY, "hidden_size": 1536, "intermediate_size": 8960},
-            **{"num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2},
-            **{"head_dim": 128, "tie_word_embeddings": True},
+            "vocab_size": VOCABULARY,
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "tie_word_embeddings": True,
         },
     ),
 }
 LITTLE = {
-    **{"vocab_size": 16_000, "hidden_size": 512, "intermediate_size": 1536},
-    **{"num_hidden_layers": 6, "moe_intermediate_size": 384},
+    "vocab_size": 16_000,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "moe_intermediate_size": 384,
 }
 """What `--small` changes in a shape."""
 STEPS = {
@@ -208,7 +221,10 @@ def saves_beside(
     with ThreadPoolExecutor(1) as thread:
         writing = thread.submit(
             checkpoint.write,
-            *(work / "beside", frozen, state, own),
+            work / "beside",
+            frozen,
+            state,
+            own,
             keep=checkpoint.Keep(newest=1),
         )
         seconds = passes(writing)

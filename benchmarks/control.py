@@ -261,7 +261,10 @@ async def work(address: str, names: Sequence[str], seen: Seen, stop: asyncio.Eve
         await asyncio.sleep(number / len(names))
         async with connect_queue(address) as queue:
             worker = StageWorker(
-                *(Timed(queue, name, seen), [RUN], ROLLOUT_STAGE, sample),
+                Timed(queue, name, seen),
+                [RUN],
+                ROLLOUT_STAGE,
+                sample,
                 worker=name,
                 limit=1,
                 version=lambda: FIRST,

@@ -162,7 +162,9 @@ async def _mesh(folder: Path) -> AsyncIterator[QueueClient]:
             await engine.start()
             await serve_version(engine, FIRST)
             rollout = RolloutWorker(
-                *(queue, engine, Numbers()),
+                queue,
+                engine,
+                Numbers(),
                 runs=[RUN],
                 worker="rollout-0",
                 slots=1,

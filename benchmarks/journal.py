@@ -113,7 +113,9 @@ async def round_of(
     ]
     await queue.admit(run, tasks, cursor="", wait_s=60)
     worker = RolloutWorker(
-        *(queue, engine, Numbers()),
+        queue,
+        engine,
+        Numbers(),
         runs=[run],
         worker=run,
         slots=GROUPS * GROUP,

@@ -142,7 +142,9 @@ async def _train(
     run = spec.run
     stages = [
         RolloutWorker(
-            *(queue, engine, tokenizer),
+            queue,
+            engine,
+            tokenizer,
             runs=[run],
             worker="rollout-0",
             slots=recipe.rollout.slots,
@@ -181,7 +183,7 @@ async def _train(
     learner = build_learner(recipe, settings.total_steps, world)
     state = await resume(settings, queue, learner, compute)
     trainer = Trainer(
-        *(settings, state, learner, compute, queue, Direct(recipe, queue, engine)), metrics=log
+        settings, state, learner, compute, queue, Direct(recipe, queue, engine), metrics=log
     )
     working = [asyncio.create_task(work) for work in (*stages, feeder.run())]
     try:

@@ -54,12 +54,20 @@ ENGINES: dict[str, dict[str, Any]] = {
     "vllm": {"extra_args": ["--enforce-eager"], "env": {"VLLM_CPU_KVCACHE_SPACE": "1"}},
     "sglang": {
         "extra_args": [
-            *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend"),
-            *("pytorch", "--max-total-tokens", "40000", "--disable-overlap-schedule"),
+            "--device",
+            "cpu",
+            "--attention-backend",
+            "torch_native",
+            "--sampling-backend",
+            "pytorch",
+            "--max-total-tokens",
+            "40000",
+            "--disable-overlap-schedule",
             "--sleep-on-idle",
         ],
         "env": {
-            **{"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"},
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(Path("tests/sglang_cpu").absolute()),
         },
     },
@@ -78,8 +86,10 @@ async def logprobs(arguments: argparse.Namespace) -> dict[str, Any]:
         export_policy(policy, world, served, tokenizer=start)
         reader = VisionReader(served, policy.hf)
         options = {
-            **{"python": f".venv-{arguments.engine}/bin/python", "dtype": "float32"},
-            **{"eos_token_ids": [], "log": str(Path(folder) / "server.log")},
+            "python": f".venv-{arguments.engine}/bin/python",
+            "dtype": "float32",
+            "eos_token_ids": [],
+            "log": str(Path(folder) / "server.log"),
             **ENGINES[arguments.engine],
         }
         build = {"vllm": vllm.build, "sglang": sglang.build}[arguments.engine]
@@ -106,7 +116,8 @@ async def logprobs(arguments: argparse.Namespace) -> dict[str, Any]:
                 rows = await vision.sampled(engine, ImageProcessor(served), name, arguments.rows)
                 apart = vision.apart(policy, reader, rows)
                 found[name] = {
-                    **{"tokens": len(apart), "greatest": float(apart.max())},
+                    "tokens": len(apart),
+                    "greatest": float(apart.max()),
                     "mean": float(apart.mean()),
                 }
                 print(name, found[name], flush=True)
@@ -114,7 +125,9 @@ async def logprobs(arguments: argparse.Namespace) -> dict[str, Any]:
             await engine.close()
             world.close()
         return {
-            **{"engine": arguments.engine, "model": arguments.model, "rows": arguments.rows},
+            "engine": arguments.engine,
+            "model": arguments.model,
+            "rows": arguments.rows,
             **found,
         }
 

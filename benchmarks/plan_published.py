@@ -79,7 +79,8 @@ def recipe_of(run: Published, directory: Path, max_staleness: float) -> Recipe:
     """Half of the rows of a batch find a slot on half of the GPUs."""
     recipe = yaml.safe_load(RECIPE.read_text())
     recipe["data"] |= {
-        **{"train_batch_size": run.prompts, "max_response_length": run.longest},
+        "train_batch_size": run.prompts,
+        "max_response_length": run.longest,
         "max_prompt_length": 1024,
     }
     recipe["rollout"] |= {"n": run.group, "slots": math.ceil(run.prompts * run.group / run.gpus)}

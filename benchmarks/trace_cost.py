@@ -179,9 +179,14 @@ def small_rows(folder: Path, groups: int) -> list[str]:
     """Overrides: rows as short as the demo's, on policy, by weights that stay."""
     return [
         *assets(folder)[:-1],
-        *("trainer.total_epochs=100000", "trainer.test_freq=-1", "trainer.save_freq=100000"),
-        *("actor.optim.lr=1e-12", "trainer.val_before_train=false", "queue.max_staleness=0"),
-        *("data.max_response_length=32", f"data.train_batch_size={groups}"),
+        "trainer.total_epochs=100000",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=100000",
+        "actor.optim.lr=1e-12",
+        "trainer.val_before_train=false",
+        "queue.max_staleness=0",
+        "data.max_response_length=32",
+        f"data.train_batch_size={groups}",
     ]
 
 

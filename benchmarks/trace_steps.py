@@ -128,13 +128,15 @@ def measure(
             RECIPE,
             [
                 *changes,
-                *(
-                    "trainer.total_epochs=100000",
-                    f"trainer.total_training_steps={WARM + 2 * pairs}",
-                ),
-                *("actor.optim.lr=1e-12", "queue.max_staleness=0", "reward.mixed_versions=allow"),
-                *(f"data.max_response_length={tokens}", f"data.train_batch_size={ROWS // GROUP}"),
-                *("trainer.save_freq=100000", "trainer.test_freq=-1"),
+                "trainer.total_epochs=100000",
+                f"trainer.total_training_steps={WARM + 2 * pairs}",
+                "actor.optim.lr=1e-12",
+                "queue.max_staleness=0",
+                "reward.mixed_versions=allow",
+                f"data.max_response_length={tokens}",
+                f"data.train_batch_size={ROWS // GROUP}",
+                "trainer.save_freq=100000",
+                "trainer.test_freq=-1",
             ],
         )
         kept: list[TracedSteps] = []

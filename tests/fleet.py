@@ -47,7 +47,7 @@ def make_fleet(directory: Path, *, workers: int, response_tokens: int = 16) -> M
 
 def fleet(mesh: Mesh, *arguments: str, code: int = 0) -> str:
     """What `meshrl fleet` prints, without the line that says of which run; fails unless it exits with `code`."""
-    command = [*(sys.executable, "-m", "meshrl.cli", "fleet", "--run-dir")]
+    command = [sys.executable, "-m", "meshrl.cli", "fleet", "--run-dir"]
     done = subprocess.run(
         [*command, str(mesh.run_dir), *arguments],
         capture_output=True,

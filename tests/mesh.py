@@ -85,7 +85,12 @@ class Mesh:
 
     def command(self, *overrides: str) -> list[str]:
         return [
-            *(sys.executable, "-m", "meshrl.cli", "up", str(self.recipe), "--plain"),
+            sys.executable,
+            "-m",
+            "meshrl.cli",
+            "up",
+            str(self.recipe),
+            "--plain",
             *overrides,
         ]
 

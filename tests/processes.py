@@ -14,7 +14,8 @@ from typing import Any
 async def python(*words: object, **options: Any) -> AsyncIterator[asyncio.subprocess.Process]:
     """`python WORDS` as a process of its own; killed at the end if it still runs. Options are asyncio's."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, *map(str, words)),
+        sys.executable,
+        *map(str, words),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         **options,
     )

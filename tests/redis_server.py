@@ -42,10 +42,25 @@ class RedisServer:
         self.socket.unlink(missing_ok=True)
         self._process = subprocess.Popen(
             [
-                *(str(PROGRAM), "--port", "0", "--unixsocket", str(self.socket)),
-                *("--dir", str(self._folder), "--save", "", "--appendonly", "yes"),
-                *("--appendfsync", "everysec", "--repl-diskless-sync-delay", "0"),
-                *("--logfile", "log", *self._options, *options),
+                str(PROGRAM),
+                "--port",
+                "0",
+                "--unixsocket",
+                str(self.socket),
+                "--dir",
+                str(self._folder),
+                "--save",
+                "",
+                "--appendonly",
+                "yes",
+                "--appendfsync",
+                "everysec",
+                "--repl-diskless-sync-delay",
+                "0",
+                "--logfile",
+                "log",
+                *self._options,
+                *options,
             ]
         )
         until = time.monotonic() + START_S

@@ -19,7 +19,12 @@ KV_BYTES = 64 << 20
 VLLM_ARGUMENTS = ("--enforce-eager", "--kv-cache-memory-bytes", str(KV_BYTES))
 """A start in seconds, and no half of the machine's memory for the cache."""
 SGLANG_ARGUMENTS = (
-    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    "--device",
+    "cpu",
+    "--attention-backend",
+    "torch_native",
+    "--sampling-backend",
+    "pytorch",
     "--disable-overlap-schedule",
     "--sleep-on-idle",  # else its scheduler keeps a core busy
 )

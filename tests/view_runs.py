@@ -274,7 +274,9 @@ def add_spans(directory: Path, step: int) -> None:
 
     add("trainer", "step", 0, 4, step=step)
     for name, start, end in (
-        *(("waiting", 0.0, 1.1), ("fetching", 1.1, 1.2), ("training", 1.2, 3.6)),
+        ("waiting", 0.0, 1.1),
+        ("fetching", 1.1, 1.2),
+        ("training", 1.2, 3.6),
         ("publishing", 3.6, 3.7),
     ):
         add("trainer", name, start, end, step=step)
@@ -379,8 +381,13 @@ class SaidServices:
                     "balanced": True,
                 },
                 {
-                    **{"run": f"{run_dir.name}.eval", "admitted": 640, "trained": 640},
-                    **{"filtered": {}, "stale": {}, "dead_lettered": {}, "resident": {}},
+                    "run": f"{run_dir.name}.eval",
+                    "admitted": 640,
+                    "trained": 640,
+                    "filtered": {},
+                    "stale": {},
+                    "dead_lettered": {},
+                    "resident": {},
                     "balanced": True,
                 },
             ],

@@ -44,11 +44,15 @@ def write_recipe(directory: Path) -> Path:
         "model": {"path": str(directory / "model")},
         "data": {
             "train_files": [str(directory / "train.jsonl")],
-            **{"max_prompt_length": 64, "max_response_length": 16, "train_batch_size": 4},
+            "max_prompt_length": 64,
+            "max_response_length": 16,
+            "train_batch_size": 4,
         },
         "actor": {"optim": {"lr": 1e-5}},
         "rollout": {
-            **{"name": "echo", "n": 4, "slots": 8},
+            "name": "echo",
+            "n": 4,
+            "slots": 8,
             "engine": {"tokens_per_s": 80, "response_tokens": 16},
         },
         "reward": {"custom_reward_function": {"path": str(directory / "reward.py")}},

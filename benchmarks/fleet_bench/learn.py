@@ -65,9 +65,16 @@ def up(mode: Mode, run_dir: Path, *changes: str) -> float:
         RuntimeError: with the last words of a run that failed.
     """
     command = [
-        *(sys.executable, "-m", "meshrl.cli", "up", "--plain", str(RECIPE)),
-        *(f"run.dir={run_dir}", f"queue.max_staleness={mode.max_staleness}"),
-        *(f"rollout.on_update={mode.on_update}", *changes),
+        sys.executable,
+        "-m",
+        "meshrl.cli",
+        "up",
+        "--plain",
+        str(RECIPE),
+        f"run.dir={run_dir}",
+        f"queue.max_staleness={mode.max_staleness}",
+        f"rollout.on_update={mode.on_update}",
+        *changes,
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     log = run_dir.with_suffix(".log")

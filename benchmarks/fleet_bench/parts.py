@@ -121,7 +121,9 @@ class Replica:
     def __init__(self, queue: TransferQueue, name: str, made: EchoEngine, slots: int) -> None:
         self.engine = made
         self.worker = RolloutWorker(
-            *(queue, made, Numbers()),
+            queue,
+            made,
+            Numbers(),
             runs=[RUN],
             worker=name,
             slots=slots,

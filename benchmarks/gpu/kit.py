@@ -40,8 +40,10 @@ PLATFORMS = (
 )
 """pip matches these exactly; the machine's C library is 2.39."""
 TARGET = (
-    *("--python-version", PYTHON),
-    *("--implementation", "cp"),
+    "--python-version",
+    PYTHON,
+    "--implementation",
+    "cp",
     *(word for platform in PLATFORMS for word in ("--platform", f"{platform}_x86_64")),
     "--only-binary=:all:",
     "--no-deps",

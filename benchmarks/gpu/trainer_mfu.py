@@ -193,10 +193,14 @@ def main() -> None:
         world.close()
     name = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
     summary = {
-        **{"benchmark": "trainer_mfu", "shape": given.shape, "device": name},
-        **{"checkpointing": not given.no_checkpointing, "compile": given.compile},
-        **{"keep_matmuls": given.keep_matmuls},
-        **{"chunk": given.chunk, "rows": given.rows},
+        "benchmark": "trainer_mfu",
+        "shape": given.shape,
+        "device": name,
+        "checkpointing": not given.no_checkpointing,
+        "compile": given.compile,
+        "keep_matmuls": given.keep_matmuls,
+        "chunk": given.chunk,
+        "rows": given.rows,
     }
     if first:
         print(json.dumps({**summary, "results": results}))

@@ -55,8 +55,11 @@ class Client:
 
     async def get(self, topic: str, pages: int, *, part: float = 1.0, last: bool = False) -> Any:
         fields = {
-            **{"topic": f"{self.name}-{topic}", "by": type(self).__name__},
-            **{"count": pages, "part": part, "last": last},
+            "topic": f"{self.name}-{topic}",
+            "by": type(self).__name__,
+            "count": pages,
+            "part": part,
+            "last": last,
         }
         return [page async for page in self.receive(json.dumps(fields).encode())]
 

@@ -171,7 +171,8 @@ class Bench:
         left = count * GROUP
         while left:
             lease = await self.producers.lease(
-                *([RUN], calls.ROLLOUT.name),
+                [RUN],
+                calls.ROLLOUT.name,
                 worker="producer",
                 limit=left,
                 version=self.version,

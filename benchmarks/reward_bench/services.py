@@ -99,8 +99,17 @@ async def serving(kind: str, recipe: Path, *options: str) -> AsyncIterator[str]:
     """One service, until the end of the body; its address."""
     port = free_port("127.0.0.1")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "meshrl.cli", "serve", kind, str(recipe)),
-        *("--port", str(port), "--log-level", "ERROR", *options),
+        sys.executable,
+        "-m",
+        "meshrl.cli",
+        "serve",
+        kind,
+        str(recipe),
+        "--port",
+        str(port),
+        "--log-level",
+        "ERROR",
+        *options,
     )
     entry = Entry(kind=kind, host="127.0.0.1", port=port, metrics_port=0)
     try:

@@ -37,7 +37,7 @@ QUEUE_PORT, TRAINER_PORT = 7001, 7005
 FILES = {"cert": "cert.pem", "key": "key.pem", "ca": "ca.pem", "client_ca": "ca.pem"}
 
 
-NAMESPACES = ("unshare", *["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"])
+NAMESPACES = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 """Nothing that is started in them outlives the first process."""
 
 
@@ -250,8 +250,11 @@ class Cluster:
         tls = {"tls": {key: f"tls/{name}" for key, name in FILES.items()}} if self.setup.tls else {}
         trainer = {
             "total_training_steps": self.setup.steps,
-            **{"save_freq": 3, "test_freq": -1, "val_before_train": False},
-            **{"nnodes": self.setup.trainers, "peer_timeout_s": self.setup.peer_timeout_s},
+            "save_freq": 3,
+            "test_freq": -1,
+            "val_before_train": False,
+            "nnodes": self.setup.trainers,
+            "peer_timeout_s": self.setup.peer_timeout_s,
         }
         weights = {"carrier": self.setup.carrier, "host": "10.78.2.2"}
         assets = folder / "assets"

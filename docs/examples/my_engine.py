@@ -57,9 +57,16 @@ class MyServer:
     ) -> Sequence[str]:
         """Appended to `python -m my_server`, or to `rollout.engine.command`."""
         return (
-            *("--model-path", str(checkpoint.path), "--port", port),
-            *("--context-length", str(max_length), "--max-running-requests", str(slots)),
-            *("--incremental-streaming-output", *self._config.extra_args),
+            "--model-path",
+            str(checkpoint.path),
+            "--port",
+            port,
+            "--context-length",
+            str(max_length),
+            "--max-running-requests",
+            str(slots),
+            "--incremental-streaming-output",
+            *self._config.extra_args,
         )
 
     def environment(self) -> Mapping[str, str]:

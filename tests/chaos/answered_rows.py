@@ -85,8 +85,14 @@ async def scored(queue: Queue, run: str, groups: int) -> Mapping[Uid, Trajectory
     batch = await queue.take(run, epoch=1, step=0, groups=groups, batch_id="b", wait_s=60)
     uids = [row.uid for row in batch.rows]
     names: Sequence[str] = (
-        *("tokens", "loss_mask", "rollout_logprobs", "spans", "response_text"),
-        *("reward", "reward_components", "reward_hash"),
+        "tokens",
+        "loss_mask",
+        "rollout_logprobs",
+        "spans",
+        "response_text",
+        "reward",
+        "reward_components",
+        "reward_hash",
     )
     columns = await queue.fetch(run, uids, names)
     return {uid: trajectory(uid, each) for uid, each in zip(uids, columns, strict=True)}

@@ -137,8 +137,12 @@ def recipe_of(folder: Path, carrier: str) -> Path:
             "max_response_length": RESPONSE,
         },
         "rollout": {
-            **{"name": "torch", "n": GROUP, "slots": 2 * GROUP, "on_update": "in_flight"},
-            **{"journal_tokens": 32, "engine": {"device": "cpu"}},
+            "name": "torch",
+            "n": GROUP,
+            "slots": 2 * GROUP,
+            "on_update": "in_flight",
+            "journal_tokens": 32,
+            "engine": {"device": "cpu"},
         },
         "reward": {"mixed_versions": "allow"},
         "queue": {"max_staleness": "inf", "lease_ttl_s": 3.0, "max_attempts": 100},
@@ -204,18 +208,19 @@ class Labels:
             for number in range(self.workers):
                 self._processes.append(await self._start(number))
             judge = StageWorker(
-                *(self.queue, [RUN], train_spec(loaded).stages[1], _judge),
+                self.queue,
+                [RUN],
+                train_spec(loaded).stages[1],
+                _judge,
                 **{"worker": "judge", "limit": 256, "rows_per_call": 64},
             )
             tasks = [
                 asyncio.create_task(work)
                 for work in (
-                    *(
-                        self._feed(),
-                        self._update(weights_coordinator, shapes),
-                        judge.run(),
-                        self._kill(),
-                    ),
+                    self._feed(),
+                    self._update(weights_coordinator, shapes),
+                    judge.run(),
+                    self._kill(),
                     self._ended.wait(),
                 )
             ]
@@ -249,7 +254,9 @@ class Labels:
         where = ["--queue", self.address, "--trainer", self.address, "--name", f"rollout-{number}"]
         with (self.folder / f"rollout-{number}.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, *command, *where),
+                sys.executable,
+                *command,
+                *where,
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},

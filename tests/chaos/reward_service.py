@@ -38,7 +38,11 @@ class Service:
         command = ["-m", "meshrl.cli", "serve", self.kind, str(self.recipe)]
         with (self.recipe.parent / f"{self.kind}.log").open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, *command, "--port", str(self.port), *self.options),
+                sys.executable,
+                *command,
+                "--port",
+                str(self.port),
+                *self.options,
                 stdout=log,
                 stderr=log,
             )

@@ -346,7 +346,7 @@ def main() -> int:
     chosen = every[len(every) * (part - 1) // parts : len(every) * part // parts]
     with tempfile.TemporaryDirectory(prefix="meshrl-points-") as scratch:
         work = run(
-            *(Path(scratch), options.carrier, chosen), slowly=options.slowly, lends=options.lends
+            Path(scratch), options.carrier, chosen, slowly=options.slowly, lends=options.lends
         )
         outcomes = asyncio.run(work)
     ok = len(outcomes) == 2 * len(chosen) and all(each.ok for each in outcomes)

@@ -192,7 +192,11 @@ def train(checkpoint: Path, world: World, how: Training) -> Found:
     optimizers = _Observed(policy, optim)
     objective = PolicyGradient(AlgorithmConfig(), actor, max_response_length=30)
     learner = Learner(
-        *(policy, optimizers, objective, world, actor),
+        policy,
+        optimizers,
+        objective,
+        world,
+        actor,
         temperature=1.0,
         seed=0,
         total_steps=None,

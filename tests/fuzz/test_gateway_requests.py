@@ -34,8 +34,21 @@ JSON = st.recursive(
     max_leaves=6,
 )
 FIELDS = (
-    *("messages", "prompt", "max_tokens", "stop", "stream", "temperature", "top_p", "n", "tools"),
-    *("tool_choice", "logprobs", "top_logprobs", "response_format", "logit_bias", "stream_options"),
+    "messages",
+    "prompt",
+    "max_tokens",
+    "stop",
+    "stream",
+    "temperature",
+    "top_p",
+    "n",
+    "tools",
+    "tool_choice",
+    "logprobs",
+    "top_logprobs",
+    "response_format",
+    "logit_bias",
+    "stream_options",
 )
 VALID = st.fixed_dictionaries(
     {"messages": st.just([{"role": "user", "content": "x"}]), "prompt": st.text(max_size=9)}

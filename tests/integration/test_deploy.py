@@ -177,7 +177,11 @@ def test_the_image_gets_all_that_the_distribution_is_made_of() -> None:
 async def health_of(address: str) -> tuple[int, str]:
     """Exit code and output of `meshrl health`, as compose runs it."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "meshrl.cli", "health", address),
+        sys.executable,
+        "-m",
+        "meshrl.cli",
+        "health",
+        address,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )

@@ -109,7 +109,10 @@ VLLM = Kind(
     build=vllm.build,
     arguments=[
         *servers.VLLM_ARGUMENTS,
-        *("--block-size", "32", "--max-num-batched-tokens", str(2 * LONG)),
+        "--block-size",
+        "32",
+        "--max-num-batched-tokens",
+        str(2 * LONG),
     ],
     cache_tokens=servers.KV_BYTES
     // (2 * SHAPE["num_hidden_layers"] * SHAPE["num_key_value_heads"] * TINY["head_dim"] * 4),

@@ -128,7 +128,8 @@ async def test_the_curl_commands_of_the_docs_work_as_they_stand(tmp_path: Path) 
                 cwd=tmp_path,
                 env={
                     **os.environ,
-                    **{"URL": service.http, "AUTH": f"Authorization: Bearer {operator}"},
+                    "URL": service.http,
+                    "AUTH": f"Authorization: Bearer {operator}",
                     "no_proxy": "*",
                 },
                 stdout=asyncio.subprocess.PIPE,

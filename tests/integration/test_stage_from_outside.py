@@ -49,7 +49,10 @@ def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_package: None) -> 
 
 async def meshrl(*arguments: str) -> tuple[int, str]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "meshrl.cli", *arguments),
+        sys.executable,
+        "-m",
+        "meshrl.cli",
+        *arguments,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )

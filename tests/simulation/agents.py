@@ -102,8 +102,13 @@ class HttpServicer:
 def _scope(asked: Mapping[str, Any], body_bytes: int, peer: str) -> dict[str, Any]:
     """What an ASGI server says of a request."""
     return {
-        **{"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1"},
-        **{"method": "POST", "scheme": "http", "path": asked["path"], "query_string": b""},
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": asked["path"],
+        "query_string": b"",
         "root_path": "",
         "headers": [
             (b"host", asked["host"].encode()),

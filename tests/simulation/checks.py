@@ -151,7 +151,8 @@ class WatchedQueue(TransferQueue):
     ) -> Lease:
         """See Queue."""
         lease = await super().lease(
-            *(runs, stage),
+            runs,
+            stage,
             worker=worker,
             limit=limit,
             at_least=at_least,

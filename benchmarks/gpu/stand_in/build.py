@@ -75,17 +75,25 @@ ANSWERS = {
 """The functions whose 0 alone would not do."""
 
 ABSENT = (
-    *("cuMemExportToShareableHandle", "cuMemImportFromShareableHandle"),
-    *("cuMemRetainAllocationHandle", "cuMemGetAllocationPropertiesFromHandle"),
-    *("cuMulticastCreate", "cuMulticastAddDevice", "cuMulticastBindMem", "cuMulticastUnbind"),
-    *(
-        "cuMulticastGetGranularity",
-        "cuGreenCtxCreate",
-        "cuGreenCtxDestroy",
-        "cuGreenCtxStreamCreate",
-    ),
-    *("cuCtxFromGreenCtx", "cuCtxPushCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent"),
-    *("cuCtxPopCurrent_v2", "cuDevResourceGenerateDesc", "cuDevSmResourceSplitByCount"),
+    "cuMemExportToShareableHandle",
+    "cuMemImportFromShareableHandle",
+    "cuMemRetainAllocationHandle",
+    "cuMemGetAllocationPropertiesFromHandle",
+    "cuMulticastCreate",
+    "cuMulticastAddDevice",
+    "cuMulticastBindMem",
+    "cuMulticastUnbind",
+    "cuMulticastGetGranularity",
+    "cuGreenCtxCreate",
+    "cuGreenCtxDestroy",
+    "cuGreenCtxStreamCreate",
+    "cuCtxFromGreenCtx",
+    "cuCtxPushCurrent",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent",
+    "cuCtxPopCurrent_v2",
+    "cuDevResourceGenerateDesc",
+    "cuDevSmResourceSplitByCount",
     "cuDeviceGetDevResource",
 )
 """Functions of the driver that extensions are linked with, and that answer CUDA_ERROR_NOT_SUPPORTED."""

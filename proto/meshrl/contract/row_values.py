@@ -214,8 +214,13 @@ _CHECKS: Final[Mapping[str, Callable[[_Rows], ValueFault | None]]] = {
     "spans": _spans,
     **dict.fromkeys(
         (
-            *("rollout_logprobs", "ref_logprobs", "ref_top_logprobs", "reward", TOKEN_REWARDS),
-            *(ROLLOUT_TIMES, REWARD_TIMES),
+            "rollout_logprobs",
+            "ref_logprobs",
+            "ref_top_logprobs",
+            "reward",
+            TOKEN_REWARDS,
+            ROLLOUT_TIMES,
+            REWARD_TIMES,
         ),
         _finite,
     ),

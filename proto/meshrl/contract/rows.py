@@ -241,7 +241,10 @@ def trajectory(uid: Uid, columns: Columns) -> Trajectory:
     """
     tokens = columns["tokens"]
     for name in (
-        *("loss_mask", "rollout_logprobs", "ref_logprobs", TOKEN_REWARDS),
+        "loss_mask",
+        "rollout_logprobs",
+        "ref_logprobs",
+        TOKEN_REWARDS,
         *REFERENCE_TOP,
     ):
         if name in columns and len(columns[name]) != len(tokens):

@@ -422,7 +422,10 @@ class StageWorker:
         self._warned.add(kind)
         log.warning(
             "%s: row %s failed, %s: %s (the first of its kind)",
-            *(self._stage.name, failure.uid, failure.outcome.value, failure.reason),
+            self._stage.name,
+            failure.uid,
+            failure.outcome.value,
+            failure.reason,
         )
 
     async def _release(self, rows: Sequence[LeasedRow]) -> None:

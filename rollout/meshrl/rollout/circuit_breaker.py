@@ -148,7 +148,10 @@ class CircuitBreaker:
         write = log.warning if self.state is CircuitState.CLOSED else log.info
         write(
             "%d of the last %d requests failed, the last one with: %s; leasing no rows for %.1f s",
-            *(faults, requests, self.last_fault, pause_s),
+            faults,
+            requests,
+            self.last_fault,
+            pause_s,
         )
         self._enter(CircuitState.OPEN)
         self._timer = asyncio.get_running_loop().call_later(pause_s, self._half_open)

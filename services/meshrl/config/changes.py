@@ -21,9 +21,18 @@ from meshrl.contract.errors import MeshError
 from meshrl.contract.types import RunSpec
 
 BENDS = (
-    *("run.seed", "model.path", "model.tokenizer_path", "data", "reference.path", "critic.path"),
-    *("rollout.program", "rollout.program_options", "stages"),
-    *("reward.functions", "reward.judges", "reward.custom_reward_function"),
+    "run.seed",
+    "model.path",
+    "model.tokenizer_path",
+    "data",
+    "reference.path",
+    "critic.path",
+    "rollout.program",
+    "rollout.program_options",
+    "stages",
+    "reward.functions",
+    "reward.judges",
+    "reward.custom_reward_function",
     "reward.registry.name",
 )
 """Keys, and sections, that say what is learned and from what."""
@@ -32,11 +41,17 @@ BENDS_NOT = ("data.max_response_length",)
 HELD_BY_QUEUE = ("run.name", "queue.store", "queue.redis_prefix")
 """Beside whatever the specs of its runs are made from."""
 ADAPTER = (
-    *("model.lora_rank", "model.lora_alpha", "model.use_rslora", "model.use_dora"),
-    *("model.target_modules", "model.exclude_modules"),
+    "model.lora_rank",
+    "model.lora_alpha",
+    "model.use_rslora",
+    "model.use_dora",
+    "model.target_modules",
+    "model.exclude_modules",
 )
 HELD_BY_CHECKPOINTS = (
-    *("model.freeze_vision_tower", "actor.optim.name", "critic.optim.name"),
+    "model.freeze_vision_tower",
+    "actor.optim.name",
+    "critic.optim.name",
     "algorithm.prime.optim.name",
 )
 """Beside the adapter, and the models that the algorithm trains with the policy."""

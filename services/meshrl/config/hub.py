@@ -30,7 +30,10 @@ NO_FILE = "/"
 ASKING_S = 10.0
 """The hub may take so long to answer."""
 MODELS: Final[tuple[Loc, ...]] = (
-    *(("model", "path"), ("model", "tokenizer_path"), ("reference", "path"), ("critic", "path")),
+    ("model", "path"),
+    ("model", "tokenizer_path"),
+    ("reference", "path"),
+    ("critic", "path"),
     ("reference_path",),
 )
 """Keys of recipes, of RL and of offline training, that name a model."""
@@ -242,7 +245,7 @@ def _snapshot(repository: Repository, patterns: Sequence[str], *, cached: bool =
         ) from error
     if repository.revision != folder.name and not cached:
         kind = "datasets/" if repository.dataset else ""
-        log.warning("%s is hf://%s%s@%s", *(repository.name, kind, repository.name, folder.name))
+        log.warning("%s is hf://%s%s@%s", repository.name, kind, repository.name, folder.name)
     return folder
 
 

@@ -18,8 +18,14 @@ from meshrl.contract.errors import UserError
 
 Manifest: TypeAlias = dict[str, Any]
 NEEDED = (
-    *("--weight-transfer-config", '{"backend": "nccl"}', "--logprobs-mode", "processed_logprobs"),
-    *("--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "vllm"),
+    "--weight-transfer-config",
+    '{"backend": "nccl"}',
+    "--logprobs-mode",
+    "processed_logprobs",
+    "--enable-scale-out",
+    "--skip-tokenizer-init",
+    "--generation-config",
+    "vllm",
 )
 """Without which the mesh cannot use a server (docs/reference/engines.md)."""
 
@@ -75,10 +81,21 @@ class EngineGroup:
             "image": self.image,
             "command": ["vllm", "serve"],
             "args": [
-                *(str(recipe.model.path), "--host", "127.0.0.1", "--port", str(port)),
-                *("--tensor-parallel-size", str(self.gpus)),
-                *("--pipeline-parallel-size", str(self.nodes), "--nnodes", str(self.nodes)),
-                *("--node-rank", "$(LWS_WORKER_INDEX)", "--master-addr", "$(LWS_LEADER_ADDRESS)"),
+                str(recipe.model.path),
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+                "--tensor-parallel-size",
+                str(self.gpus),
+                "--pipeline-parallel-size",
+                str(self.nodes),
+                "--nnodes",
+                str(self.nodes),
+                "--node-rank",
+                "$(LWS_WORKER_INDEX)",
+                "--master-addr",
+                "$(LWS_LEADER_ADDRESS)",
                 *NEEDED,
             ],
             "env": [

@@ -202,7 +202,9 @@ class _Mesh:
                 yield self._service(kind)
             yield self._workload(kind, services)
         yield self._object(
-            *("policy/v1", "PodDisruptionBudget", "queue"),
+            "policy/v1",
+            "PodDisruptionBudget",
+            "queue",
             spec={"maxUnavailable": 0, "selector": self._selector("queue")},
         )
         yield from self._policies()

@@ -85,7 +85,11 @@ class Machines:
         """What starts `meshrl WORDS` on `machine`; variables are words of it, so that no launcher changes them."""
         return (
             *(word.replace(MACHINE, machine) for word in self.launcher),
-            *("env", "-u", PARENT_VARIABLE, f"{DRAIN_AT_EOF}=1"),
+            "env",
+            "-u",
+            PARENT_VARIABLE,
+            f"{DRAIN_AT_EOF}=1",
             *(f"{name}={value}" for name, value in environment.items()),
-            *(*self.program, *words),
+            *self.program,
+            *words,
         )

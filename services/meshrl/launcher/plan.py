@@ -114,8 +114,13 @@ class LaunchPlan:
     def _service(self, service: MeshService, probe_of: ProbeOf) -> Service:
         name, rules = service.name, service.rules
         words = (
-            *("serve", service.kind, str(self._recipe_path)),
-            *("--address-book", str(self._path), "--name", name),
+            "serve",
+            service.kind,
+            str(self._recipe_path),
+            "--address-book",
+            str(self._path),
+            "--name",
+            name,
         )
         first = name == service.kind
         rank = "0" if first else name.rpartition("-")[2]

@@ -215,7 +215,9 @@ def preloading(
         module_lists = [",".join(modules[kind]) for kind in KINDS]
         command = [
             *NAME,
-            *(str(torch_end.fileno()), *module_lists, PADDING),
+            str(torch_end.fileno()),
+            *module_lists,
+            PADDING,
         ]
         process = subprocess.Popen(
             command,

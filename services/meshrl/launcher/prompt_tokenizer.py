@@ -27,8 +27,13 @@ QWEN_PATTERN = (
 )
 """What transformers rebuilds a Qwen tokenizer with: the file must say the same."""
 SPECIAL = (
-    *("bos_token", "eos_token", "unk_token", "sep_token"),
-    *("pad_token", "cls_token", "mask_token"),
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
 )
 CHANGES = ("add_prefix_space", "split_special_tokens", "auto_map", "extra_special_tokens", "legacy")
 """Settings that change how a tokenizer encodes, or which one it is."""

@@ -62,7 +62,10 @@ async def serve_stage(
             runs.append(recipe.run.name + EVAL_SUFFIX)
         stage = next(spec for spec in stage_specs(recipe) if spec.name == context.kind)
         worker = StageWorker(
-            *(queue, runs, stage, handle),
+            queue,
+            runs,
+            stage,
+            handle,
             worker=context.name,
             limit=limit,
             rows_per_call=rows_per_call,

@@ -112,7 +112,10 @@ def up(
         with recipe_on_trial(recipe, directory) as trial:
             book = directory / ADDRESS_BOOK_NAME
             plan = LaunchPlan(
-                *(recipe, trial.running, book, fixed_ports),
+                recipe,
+                trial.running,
+                book,
+                fixed_ports,
                 kept_recipe=trial.accepted,
                 placement=placement,
                 machines=machines,

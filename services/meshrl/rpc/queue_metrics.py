@@ -114,7 +114,12 @@ class _FleetGauges:
             "wanted_workers", "As many as the rows that wait or run would fill; a hint."
         )
         self.families = (
-            *(self._ready, self._held, self._slots, self._workers, self._headroom, self._wanted),
+            self._ready,
+            self._held,
+            self._slots,
+            self._workers,
+            self._headroom,
+            self._wanted,
         )
 
     def add(self, run: Run) -> None:

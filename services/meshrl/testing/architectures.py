@@ -42,14 +42,16 @@ from meshrl.trainer.untrainable import WANTED
 
 VOCABULARY, PROMPT, WINDOW, RANKS = 64, 2, 6, 2
 SHAPE: Mapping[str, Any] = {
-    **{
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-    },
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 EXPERTS: Mapping[str, Any] = {
     "num_experts": 4,
@@ -57,12 +59,21 @@ EXPERTS: Mapping[str, Any] = {
     "moe_intermediate_size": 24,
 }
 ROUTED: Mapping[str, Any] = {
-    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-    **{"n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
 }
 LATENT: Mapping[str, Any] = {
-    **{"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16},
-    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 6},
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
 }
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "Llama": {},
@@ -83,8 +94,10 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "Glm4Moe": {**ROUTED, "head_dim": 8},
     "DeepseekV3": {**ROUTED, **LATENT},
     "GptOss": {
-        **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
-        **{"sliding_window": WINDOW},
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "sliding_window": WINDOW,
     },
     "SmolLM3": {},
     "Olmo2": {},

@@ -44,15 +44,34 @@ from meshrl.trainer.model.policy import Policy, build_policy, open_hf
 from meshrl.trainer.model.vision import VisionReader
 
 SPECIAL = (
-    *("<pad>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>"),
-    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+    "<pad>",
+    "<eos>",
+    "<unk>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
 )
 WORDS = (
-    *("user", "assistant", "which", "colour", "?"),
-    *("red", "green", "blue", "white", "black", "yellow"),
+    "user",
+    "assistant",
+    "which",
+    "colour",
+    "?",
+    "red",
+    "green",
+    "blue",
+    "white",
+    "black",
+    "yellow",
 )
 AROUND_TILES = (
-    *("<fake_token_around_image>", "<global-img>", "\n", "\n\n"),
+    "<fake_token_around_image>",
+    "<global-img>",
+    "\n",
+    "\n\n",
     *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
 )
 VOCABULARY = (*SPECIAL, *WORDS, *AROUND_TILES)
@@ -71,10 +90,17 @@ TOKENS = {
     "vision_end_token_id": VOCABULARY.index("<|vision_end|>"),
 }
 TEXT = {
-    **{"vocab_size": len(VOCABULARY), "hidden_size": HIDDEN, "intermediate_size": 256},
-    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{"max_position_embeddings": 1024, "bos_token_id": None, "pad_token_id": 0},
-    **{"eos_token_id": VOCABULARY.index("<|im_end|>"), "tie_word_embeddings": True},
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": HIDDEN,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+    "eos_token_id": VOCABULARY.index("<|im_end|>"),
+    "tie_word_embeddings": True,
 }
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 TOWER = {"depth": 2, "num_heads": 2, "patch_size": PATCH}
@@ -83,27 +109,41 @@ KINDS: dict[str, dict[str, Any]] = {
         "model_type": "qwen2_vl",
         "text_config": {**TEXT, "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6]}},
         "vision_config": {
-            **{**TOWER, "patch_size": 14},
-            **{"embed_dim": 64, "hidden_size": HIDDEN, "mlp_ratio": 2},
+            **TOWER,
+            "patch_size": 14,
+            "embed_dim": 64,
+            "hidden_size": HIDDEN,
+            "mlp_ratio": 2,
         },
     },
     "Qwen2_5_VL": {
         "model_type": "qwen2_5_vl",
         "text_config": {**TEXT, "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6]}},
         "vision_config": {
-            **{**TOWER, "hidden_size": 64, "intermediate_size": 128, "out_hidden_size": HIDDEN},
-            **{"fullatt_block_indexes": [1], "window_size": 56, "patch_size": 14},
+            **TOWER,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "out_hidden_size": HIDDEN,
+            "fullatt_block_indexes": [1],
+            "window_size": 56,
+            "patch_size": 14,
         },
     },
     "Qwen3VL": {
         "model_type": "qwen3_vl",
         "text_config": {
-            **{**TEXT, "head_dim": 32},
+            **TEXT,
+            "head_dim": 32,
             "rope_parameters": {**ROPE, "mrope_section": [8, 4, 4], "mrope_interleaved": True},
         },
         "vision_config": {
-            **{**TOWER, "hidden_size": 64, "intermediate_size": 128, "out_hidden_size": HIDDEN},
-            **{"spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 64},
+            **TOWER,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "out_hidden_size": HIDDEN,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0],
         },
     },
@@ -111,24 +151,34 @@ KINDS: dict[str, dict[str, Any]] = {
         "model_type": "smolvlm",
         "text_config": {**TEXT, "model_type": "llama", "rope_parameters": ROPE},
         "vision_config": {
-            **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
-            **{"num_attention_heads": 2, "image_size": 64, "patch_size": PATCH},
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 64,
+            "patch_size": PATCH,
         },
         "scale_factor": 2,
     },
 }
 PATCHES = {
-    **{"image_processor_type": "Qwen2VLImageProcessor", "merge_size": 2, "temporal_patch_size": 2},
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "merge_size": 2,
+    "temporal_patch_size": 2,
     "size": {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": (16 * PATCH) ** 2},
 }
 PROCESSORS = {
-    **{"Qwen2VL": "Qwen2VLProcessor", "Qwen2_5_VL": "Qwen2_5_VLProcessor"},
-    **{"Qwen3VL": "Qwen3VLProcessor", "SmolVLM": "SmolVLMProcessor"},
+    "Qwen2VL": "Qwen2VLProcessor",
+    "Qwen2_5_VL": "Qwen2_5_VLProcessor",
+    "Qwen3VL": "Qwen3VLProcessor",
+    "SmolVLM": "SmolVLMProcessor",
 }
 """What vLLM loads, which is not asked for pixels."""
 TILES = {
-    **{"image_processor_type": "SmolVLMImageProcessor", "do_image_splitting": True},
-    **{"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 64}},
+    "image_processor_type": "SmolVLMImageProcessor",
+    "do_image_splitting": True,
+    "size": {"longest_edge": 128},
+    "max_image_size": {"longest_edge": 64},
 }
 """A picture becomes tiles of 64 x 64 pixels, four tokens each, up to 128 pixels a side."""
 

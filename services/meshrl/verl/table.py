@@ -27,13 +27,17 @@ MM_PROCESSOR = (
     " are shortest_edge and longest_edge of `size`"
 )
 WORKER_KEYS = (
-    *("nccl_timeout", "load_weight", "data_loader_seed", "use_fused_kernels", "use_remove_padding"),
-    *("use_prefix_grouper", "use_torch_compile", "pad_to_length"),
-    *(
-        "entropy_from_logits_with_chunking",
-        "entropy_from_logits_chunk_size",
-        "entropy_checkpointing",
-    ),
+    "nccl_timeout",
+    "load_weight",
+    "data_loader_seed",
+    "use_fused_kernels",
+    "use_remove_padding",
+    "use_prefix_grouper",
+    "use_torch_compile",
+    "pad_to_length",
+    "entropy_from_logits_with_chunking",
+    "entropy_from_logits_chunk_size",
+    "entropy_checkpointing",
 )
 
 
@@ -82,8 +86,13 @@ def _model() -> Iterator[Rule]:
     yield from ignored_below(
         MODEL,
         (
-            *("use_liger", "use_fused_kernels", "fused_kernel_options.impl_backend", "use_shm"),
-            *("enable_activation_offload", "tiled_mlp.enabled", "tiled_mlp.num_shards"),
+            "use_liger",
+            "use_fused_kernels",
+            "fused_kernel_options.impl_backend",
+            "use_shm",
+            "enable_activation_offload",
+            "tiled_mlp.enabled",
+            "tiled_mlp.num_shards",
         ),
         "kernels and memory: the results are the same",
     )
@@ -149,9 +158,16 @@ def _data() -> Iterator[Rule]:
     yield from ignored_below(
         "data",
         (
-            *("return_raw_input_ids", "return_raw_chat", "return_full_prompt", "use_shm"),
-            *("return_multi_modal_inputs", "dataloader_num_workers", "validation_shuffle"),
-            *("trust_remote_code", "val_batch_size", "datagen.name"),
+            "return_raw_input_ids",
+            "return_raw_chat",
+            "return_full_prompt",
+            "use_shm",
+            "return_multi_modal_inputs",
+            "dataloader_num_workers",
+            "validation_shuffle",
+            "trust_remote_code",
+            "val_batch_size",
+            "datagen.name",
         ),
         "how verl loads its data; the rows are the same",
     )
@@ -339,10 +355,21 @@ def _critic() -> Iterator[Rule]:
     ):
         yield within(f"critic.{name}", "the actor's packs")
     critic_model = (
-        *("enable_gradient_checkpointing", "use_remove_padding", "tokenizer_path", "use_shm"),
-        *("trust_remote_code", "enable_activation_offload", "use_liger", "use_fused_kernels"),
-        *("fused_kernel_options.impl_backend", "tiled_mlp.enabled", "tiled_mlp.num_shards"),
-        *("lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path"),
+        "enable_gradient_checkpointing",
+        "use_remove_padding",
+        "tokenizer_path",
+        "use_shm",
+        "trust_remote_code",
+        "enable_activation_offload",
+        "use_liger",
+        "use_fused_kernels",
+        "fused_kernel_options.impl_backend",
+        "tiled_mlp.enabled",
+        "tiled_mlp.num_shards",
+        "lora_alpha",
+        "target_modules",
+        "exclude_modules",
+        "lora_adapter_path",
     )
     yield from ignored_below("critic.model", critic_model, "the critic is made as the actor is")
     for name in ("lora_rank", "lora.rank"):
@@ -366,7 +393,10 @@ def _critic() -> Iterator[Rule]:
         "critic",
         (
             *WORKER_KEYS,
-            *("strategy", "rollout_n", "use_dynamic_bsz", "ulysses_sequence_parallel_size"),
+            "strategy",
+            "rollout_n",
+            "use_dynamic_bsz",
+            "ulysses_sequence_parallel_size",
         ),
         "the critic is made as the actor is",
     )

@@ -16,8 +16,13 @@ from meshrl.contract.types import TensorSpec, Uint8, WeightManifest
 INDEX = "model.safetensors.index.json"
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _COMPANIONS = (
-    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json"),
-    *("vocab.*", "merges.txt", "chat_template*"),
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
 )
 
 

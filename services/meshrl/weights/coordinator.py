@@ -365,7 +365,7 @@ class WeightCoordinator:
         if tracing.is_on():
             version = transaction.version
             tracing.record_step(
-                *("publish", self._run, version.epoch, max(0, version.step - 1), began_ns),
+                "publish", self._run, version.epoch, max(0, version.step - 1), began_ns,
                 replica=replica.name, version=str(version),
             )  # fmt: skip
         await self._notify()

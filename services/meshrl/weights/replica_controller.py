@@ -148,7 +148,9 @@ class ReplicaController:
         elif self._same.bit_count() == 1:  # the 2nd, 4th, 8th, ... time
             logger.warning(
                 "%s got no weights, %d times in a row for the same reason: %s; it tries again",
-                *(self._replica, self._same, error),
+                self._replica,
+                self._same,
+                error,
             )
 
     async def _join_once(self) -> None:

@@ -58,8 +58,14 @@ class History:
     def check(self) -> Verdict:
         """All rules, each with the violations that it found."""
         rules = (
-            *(self.grants, self.fencing, self.content, self.batches, self.replays),
-            *(self.exits, self.lineage, self.ledger),
+            self.grants,
+            self.fencing,
+            self.content,
+            self.batches,
+            self.replays,
+            self.exits,
+            self.lineage,
+            self.ledger,
         )
         lives = Counter(_row(uid) for uid in [*self.trained, *self.filtered])
         admitted = {

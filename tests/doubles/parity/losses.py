@@ -28,8 +28,19 @@ from tests.doubles.parity.statistics import token_entropy
 
 CORE = "verl.trainer.ppo.core_algos."
 LOSSES = (
-    *("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov"),
-    *("geo_mean", "dro", "cispo", "bypass_mode", "reinforce"),
+    "vanilla",
+    "dppo_tv",
+    "dppo_kl",
+    "gspo",
+    "sapo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "geo_mean",
+    "dro",
+    "cispo",
+    "bypass_mode",
+    "reinforce",
 )
 DEFAULT_MODES: Mapping[str, Any] = {
     "gspo": "seq-mean-token-mean",

@@ -182,7 +182,12 @@ async def test_a_service_that_cannot_start_stays_where_its_supervisor_would_star
 ) -> None:
     (tmp_path / "wrong.yaml").write_text("quee: {}\n")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "meshrl.cli", "serve", "queue", named),
+        sys.executable,
+        "-m",
+        "meshrl.cli",
+        "serve",
+        "queue",
+        named,
         cwd=tmp_path,
         env={**os.environ, "MESHRL_STAY_ON_USER_ERROR": "1"},
         stderr=asyncio.subprocess.PIPE,

@@ -14,7 +14,9 @@ from meshrl.config.placement import place
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 IN_TURNS = (
-    *("placement.colocate=time_sliced", "queue.max_staleness=0", "rollout.on_update=drain"),
+    "placement.colocate=time_sliced",
+    "queue.max_staleness=0",
+    "rollout.on_update=drain",
 )
 
 

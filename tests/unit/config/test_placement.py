@@ -132,23 +132,23 @@ def test_the_carrier_that_auto_takes_is_said_when_a_recipe_is_checked(
         (2, (), {"trainer": "0", "rollout-0": "1"}),
         (2, (WITH_REFERENCE,), {"trainer": "0", "reference": "0", "rollout-0": "1"}),
         (
-            *(8, (WITH_REFERENCE,)),
+            8, (WITH_REFERENCE,),
             {"trainer": "0,1,2,3", "reference": "4", "rollout-0": "5", "rollout-1": "6"}
             | {"rollout-2": "7"},
         ),
         (
-            *(8, (WITH_REFERENCE, "reference.nproc=2", "trainer.nproc=2")),
+            8, (WITH_REFERENCE, "reference.nproc=2", "trainer.nproc=2"),
             {"trainer": "0,1", "reference": "2,3", **{f"rollout-{i}": f"{4 + i}" for i in range(4)}},
         ),
         (8, ("rollout.workers=1",), {"trainer": "0,1,2,3", "rollout-0": "4"}),
         (8, ("rollout.workers=6",), {"trainer": "0,1", **{f"rollout-{i}": f"{2 + i}" for i in range(6)}}),
         (8, ("trainer.nproc=6",), {"trainer": "0,1,2,3,4,5", "rollout-0": "6", "rollout-1": "7"}),
         (
-            *(8, ("rollout.name=vllm", "placement.rollout=4", "placement.trainer=2")),
+            8, ("rollout.name=vllm", "placement.rollout=4", "placement.trainer=2"),
             {"trainer": "0,1", "rollout-0": "2,3,4,5"},
         ),
         (
-            *(8, ("rollout.name=vllm", "model.path=large", *HALF)),
+            8, ("rollout.name=vllm", "model.path=large", *HALF),
             {"trainer": "0,1,2,3,4,5,6", "rollout-0": "7"},
         ),
         (1, ("rollout.workers=2",), {"trainer": "0", "rollout-0": "0", "rollout-1": "0"}),
@@ -230,55 +230,68 @@ def test_one_more_worker_gets_what_is_free_or_is_refused(tmp_path: Path) -> None
     ("gpus", "overrides", "line"),
     [
         (
-            *(2, ("placement.trainer=4",)),
+            2,
+            ("placement.trainer=4",),
             "placement.trainer: 4 GPUs, and ",
         ),
         (
-            *(8, ("placement.trainer=4", "trainer.nproc=2")),
+            8,
+            ("placement.trainer=4", "trainer.nproc=2"),
             "placement.trainer: 4 GPUs, and trainer.nproc is 2: a rank has one GPU; want the same, or one of the two",
         ),
         (
-            *(1, (WITH_REFERENCE, "reference.nproc=2")),
+            1,
+            (WITH_REFERENCE, "reference.nproc=2"),
             "reference.nproc: 2 ranks have a GPU each, which they share with nobody; want 1",
         ),
         (
-            *(2, ("rollout.workers=2",)),
+            2,
+            ("rollout.workers=2",),
             "placement: 2 GPUs do not suffice for a trainer of at least 1 and 2 rollout workers with 1 GPU each",
         ),
         (
-            *(4, ("trainer.nproc=3", "rollout.workers=2")),
+            4,
+            ("trainer.nproc=3", "rollout.workers=2"),
             "rollout.workers: 2 with 1 GPU each, and 1 find room in 4 GPUs beside the trainer's 3; want fewer,",
         ),
         (
-            *(4, ("placement.rollout=2", "rollout.name=torch")),
+            4,
+            ("placement.rollout=2", "rollout.name=torch"),
             "placement.rollout: 2, and the torch engine computes on one GPU; want 1, or rollout.name=vllm",
         ),
         (
-            *(1, ("model.path=large", "rollout.name=vllm", *HALF)),
+            1,
+            ("model.path=large", "rollout.name=vllm", *HALF),
             "placement: trainer ",
         ),
         (
-            *(1, ("weights.carrier=nccl", *HALF)),
+            1,
+            ("weights.carrier=nccl", *HALF),
             "weights.carrier: nccl, and rollout-0 is on the GPU of the trainer's first rank, which NCCL refuses",
         ),
         (
-            *(1, (TURNS, "rollout.name=echo")),
+            1,
+            (TURNS, "rollout.name=echo"),
             "placement.colocate: time_sliced, and rollout.name is echo; want one of torch, vllm, sglang",
         ),
         (
-            *(2, (TURNS, "rollout.workers=1")),
+            2,
+            (TURNS, "rollout.workers=1"),
             "placement.colocate: time_sliced, and the trainer has 2 ranks; want 1",
         ),
         (
-            *(2, (TURNS, "trainer.nproc=1")),
+            2,
+            (TURNS, "trainer.nproc=1"),
             "placement.colocate: time_sliced, and rollout-1 is not on the trainer's GPU; want rollout.workers=1",
         ),
         (
-            *(1, (TURNS, "weights.carrier=cuda_ipc", *HALF)),
+            1,
+            (TURNS, "weights.carrier=cuda_ipc", *HALF),
             "placement.colocate: time_sliced, and weights.carrier cuda_ipc keeps memory of the GPU",
         ),
         (
-            *(2, ("weights.carrier=cuda_ipc", *HALF)),
+            2,
+            ("weights.carrier=cuda_ipc", *HALF),
             "weights.carrier: cuda_ipc, and rollout-0 does not see the GPU of the trainer's first rank",
         ),
     ],
@@ -424,12 +437,18 @@ def test_a_service_on_the_wrong_machine_is_told_where_it_belongs(tmp_path: Path)
 def test_engines_are_told_how_many_gpus_and_how_much_of_their_memory_they_have() -> None:
     share = DeviceShare(devices=("2", "3"), memory=0.35, ports=range(10_000, 10_064))
     assert vllm.share_arguments(share) == (
-        *("--tensor-parallel-size", "2"),
-        *("--gpu-memory-utilization", "0.35"),
+        "--tensor-parallel-size",
+        "2",
+        "--gpu-memory-utilization",
+        "0.35",
     )
     assert sglang.share_arguments(share) == (
-        *("--tp-size", "2", "--mem-fraction-static", "0.35"),
-        *("--nccl-port", "10063"),
+        "--tp-size",
+        "2",
+        "--mem-fraction-static",
+        "0.35",
+        "--nccl-port",
+        "10063",
     )
     assert vllm.share_arguments(None) == sglang.share_arguments(DeviceShare(devices=())) == ()
 
@@ -439,7 +458,10 @@ def test_a_trainer_of_two_machines_has_as_many_gpus_on_each(tmp_path: Path) -> N
     three = "placement.machines={a: 4, b: 4, c: 4}"
     placement = place(recipe(tmp_path, three, nodes, WITH_REFERENCE), machine(4))
     assert devices(placement) == {
-        **{"trainer": "a:0,1,2", "trainer-1": "b:0,1,2", "reference": "a:3", "rollout-0": "b:3"},
+        "trainer": "a:0,1,2",
+        "trainer-1": "b:0,1,2",
+        "reference": "a:3",
+        "rollout-0": "b:3",
         **{f"rollout-{1 + gpu}": f"c:{gpu}" for gpu in range(4)},
     }
     assert placement.recipe.trainer.ranks == 6

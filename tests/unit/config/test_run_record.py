@@ -320,8 +320,12 @@ def test_of_large_weights_the_beginning_the_end_and_blocks_between_are_compared(
 def test_every_key_that_is_sorted_is_a_key_of_a_recipe() -> None:
     known = {key.dotted for key in walk(Recipe)}
     sorted_keys = (
-        *(*changes.BENDS, *changes.BENDS_NOT, *changes.ADAPTER, *changes.ELSEWHERE),
-        *(*changes.HELD_BY_QUEUE, *changes.HELD_BY_CHECKPOINTS),
+        *changes.BENDS,
+        *changes.BENDS_NOT,
+        *changes.ADAPTER,
+        *changes.ELSEWHERE,
+        *changes.HELD_BY_QUEUE,
+        *changes.HELD_BY_CHECKPOINTS,
     )
     assert not [key for key in sorted_keys if key not in known]
     assert len(set(sorted_keys)) == len(sorted_keys)
@@ -465,7 +469,12 @@ def test_a_directory_that_was_moved_is_the_same_run(
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "{", "[]", "[" * 100_000, '{"states": []}', '{"states": [{}]}'),
+        "",
+        "{",
+        "[]",
+        "[" * 100_000,
+        '{"states": []}',
+        '{"states": [{}]}',
         '{"states": [], "fed": false, "changed": false}',
         '{"states": [{"content": []}]}',
     ],

@@ -732,8 +732,12 @@ def test_a_recipe_of_another_machine_is_checked_against_what_is_assumed() -> Non
         }
     )
     overrides = [
-        *("model.path=/models/big", "data.train_files=[/data/a.parquet]", "rollout.name=vllm"),
-        *("weights.carrier=nccl", "trainer.device=cuda", "trainer.nproc=8"),
+        "model.path=/models/big",
+        "data.train_files=[/data/a.parquet]",
+        "rollout.name=vllm",
+        "weights.carrier=nccl",
+        "trainer.device=cuda",
+        "trainer.nproc=8",
         "placement.machines={there: 8, and-there: 8}",
     ]
     load_recipe(Path("my.yaml"), overrides, machine=AssumedMachine(theirs))

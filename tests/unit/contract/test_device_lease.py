@@ -48,7 +48,10 @@ async def test_engines_share_the_device_and_the_trainer_has_it_alone(tmp_path: P
 
 async def test_who_does_not_give_the_device_up_is_named(tmp_path: Path) -> None:
     holder = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", HOLDER, tmp_path / "lease"),
+        sys.executable,
+        "-c",
+        HOLDER,
+        tmp_path / "lease",
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -22,7 +22,7 @@ from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.guarded_registry import GuardedRegistry
 
 OPEN = {("GET", "/health")}
-LOOK = {*(MeshRole.OPERATOR, MeshRole.SUBMITTER, MeshRole.READER, MeshRole.TRAINER)} | {
+LOOK = {MeshRole.OPERATOR, MeshRole.SUBMITTER, MeshRole.READER, MeshRole.TRAINER} | {
     MeshRole.ROLLOUT
 }
 CHANGE = {MeshRole.OPERATOR}

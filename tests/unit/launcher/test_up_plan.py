@@ -159,8 +159,11 @@ def test_each_service_gets_its_own_gpus_and_a_worker_that_is_added_gets_free_one
     services = {service.name: service for service in launch_plan.services(no_probe)}
     given = {name: service.env.get(DEVICES) for name, service in services.items()}
     assert given == {
-        **{"queue": None, "reward": None, "feeder": None},
-        **{"trainer": "0,1", "rollout-0": "2"},
+        "queue": None,
+        "reward": None,
+        "feeder": None,
+        "trainer": "0,1",
+        "rollout-0": "2",
     }
     assert launch_plan.add_rollout(no_probe).env[DEVICES] == "3"
     with pytest.raises(CapacityError, match="0 of the 4 of"):
@@ -179,9 +182,7 @@ def elsewhere(
     there = AssumedMachine(Assumptions(gpus=gpus))
     placement = place(machines.prepared(recipe(tmp_path, *overrides)), there)
     files = (tmp_path / "r.yaml", tmp_path / "mesh.json")
-    launch_plan = LaunchPlan(
-        *(placement.recipe, *files, {}), placement=placement, machines=machines
-    )
+    launch_plan = LaunchPlan(placement.recipe, *files, {}, placement=placement, machines=machines)
     return launch_plan, {service.name: service for service in launch_plan.services(no_probe)}
 
 
@@ -272,8 +273,11 @@ def test_machines_that_cannot_be_meant_are_refused(
 def test_what_loads_a_model_may_take_as_long_as_an_engine_needs(tmp_path: Path) -> None:
     _, services = plan(tmp_path)
     assert {name: service.ready_s for name, service in services.items()} == {
-        **{"queue": 300, "reward": 300, "feeder": 300},
-        **{"trainer": 900, "rollout-0": 960},
+        "queue": 300,
+        "reward": 300,
+        "feeder": 300,
+        "trainer": 900,
+        "rollout-0": 960,
     }
     changes = ("rollout.name=vllm", "rollout.engine.start_s=1800")
     assert plan(tmp_path, *changes)[1]["rollout-0"].ready_s == 1860

@@ -205,7 +205,9 @@ async def test_every_token_gets_its_reward_and_a_plain_score_stands_at_the_last_
     stages = (ROLLOUT_STAGE, reward_stage(keep_inputs=True, token_rewards=True))
     await admit(queue, "run", ["tokens", "plain", "steps"], stages=stages)
     stage = RewardStage(
-        *(queue, ["run"], judge),
+        queue,
+        ["run"],
+        judge,
         worker="judge",
         keep_inputs=["run"],
         token_rewards=["run"],

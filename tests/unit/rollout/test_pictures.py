@@ -42,8 +42,12 @@ PIXELS = np.arange(8, dtype=np.float32).reshape(4, 2)
 def given(media: Media, **changes: Any) -> Picture:
     """A picture of one token, at token 5."""
     image: dict[str, Any] = {
-        **{"pixels": PIXELS, "grid": np.array([1, 2, 2]), "num_tokens": 1, "name": "n"},
-        **{"embeds": np.zeros(1, dtype=np.int64), **changes},
+        "pixels": PIXELS,
+        "grid": np.array([1, 2, 2]),
+        "num_tokens": 1,
+        "name": "n",
+        "embeds": np.zeros(1, dtype=np.int64),
+        **changes,
     }
     made = ImageFeatures(**image)
     return Picture(media=media, start=5, num_tokens=made.num_tokens, images=Processor(made))  # type: ignore[arg-type]

@@ -34,7 +34,9 @@ PLAIN = "{lr: 1000.0, eps: 1000.0, weight_decay: 0.0, clip_grad: 1.0e+9}"
 """With this eps AdamW's first update is lr · g: weights show the gradient itself."""
 GRADIENTS = (
     *(f"{at}={PLAIN}" for at in ("actor.optim", "critic.optim", "algorithm.prime.optim")),
-    *("critic.pretrain_steps=0", "critic.warmup_steps=0", "actor.ppo_mini_batch_size=null"),
+    "critic.pretrain_steps=0",
+    "critic.warmup_steps=0",
+    "actor.ppo_mini_batch_size=null",
 )
 """One update that every model takes part in, and that shows its gradient."""
 

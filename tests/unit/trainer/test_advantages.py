@@ -63,8 +63,17 @@ def test_every_estimator_is_zero_at_masked_tokens(name: str) -> None:
 
 
 GROUP_RELATIVE = (
-    *("grpo", "grpo_vectorized", "dr_grpo", "gdpo", "grpo_passk", "rloo", "rloo_vectorized"),
-    *("opo", "gpg", "reinforce_plus_plus_baseline", "preference"),
+    "grpo",
+    "grpo_vectorized",
+    "dr_grpo",
+    "gdpo",
+    "grpo_passk",
+    "rloo",
+    "rloo_vectorized",
+    "opo",
+    "gpg",
+    "reinforce_plus_plus_baseline",
+    "preference",
 )
 
 

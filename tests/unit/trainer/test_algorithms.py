@@ -20,9 +20,27 @@ from .ranks import Ranks
 
 ROOT = Path(__file__).parents[3]
 TWENTY_ONE = (
-    *("ppo", "grpo", "dr_grpo", "dapo", "vapo", "rloo", "reinforce_plus_plus", "remax", "gspo"),
-    *("cispo", "gmpo", "sapo", "opo", "gpg", "pf_ppo", "prime", "sppo", "spin", "online_dpo"),
-    *("gigpo", "hgpo"),
+    "ppo",
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "vapo",
+    "rloo",
+    "reinforce_plus_plus",
+    "remax",
+    "gspo",
+    "cispo",
+    "gmpo",
+    "sapo",
+    "opo",
+    "gpg",
+    "pf_ppo",
+    "prime",
+    "sppo",
+    "spin",
+    "online_dpo",
+    "gigpo",
+    "hgpo",
 )
 
 

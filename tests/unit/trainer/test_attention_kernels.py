@@ -40,7 +40,13 @@ def flash_attn_varlen_func(  # type: ignore[no-untyped-def]  # the package's fir
 def flash_attention_2(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size):  # type: ignore[no-untyped-def]
     """As torch's `varlen_attn` is called."""
     return flash_attn_varlen_func(
-        *(q, k, v, cu_q, cu_k, max_q, max_k),
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
         **{"softmax_scale": scale, "causal": True, "window_size": window_size},
     )
 

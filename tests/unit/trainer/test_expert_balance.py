@@ -21,7 +21,9 @@ from . import rank_work, tiny
 
 MIXTURE: Mapping[str, Any] = {
     **tiny.config().to_dict(),
-    **{"architectures": None, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "architectures": None,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
 }
 
 
@@ -33,10 +35,18 @@ def qwen() -> Any:
 
 def deepseek() -> Any:
     shape = {
-        **{"model_type": "deepseek_v3", "n_routed_experts": 4, "n_shared_experts": 1},
-        **{"n_group": 2, "topk_group": 2, "first_k_dense_replace": 1, "num_key_value_heads": 4},
-        **{"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
-        **{"v_head_dim": 8},
+        "model_type": "deepseek_v3",
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
     }
     return random_hf(DeepseekV3Config(**MIXTURE | shape), seed=0)
 

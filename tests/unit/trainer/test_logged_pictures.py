@@ -84,7 +84,9 @@ def test_a_thumbnail_has_pixels_alone_and_what_is_no_picture_is_said(tmp_path: P
     assert [each["thumbnail"] for each in found[1:]] == [None] * 4
     assert "want PNG, JPEG" in found[1]["problem"]
     assert [each["problem"] for each in found[2:]] == [
-        *("the file has other data than its name says", "not kept", "no name of a picture")
+        "the file has other data than its name says",
+        "not kept",
+        "no name of a picture",
     ]
     many = described(tmp_path, [hostile.sha256] * (SHOWN + 4), thumbnails=True)
     assert sum(each["thumbnail"] is not None for each in many) == SHOWN

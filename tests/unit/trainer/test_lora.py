@@ -187,7 +187,7 @@ def test_dora_is_pefts_and_engines_get_it_merged(tiny_path: Path, world: World) 
     ours = policy(pack([row], [PROMPT]), 1.0)[0]
     torch.testing.assert_close(ours, exact[PROMPT - 1 :], rtol=0, atol=1e-5)
     sent = take_snapshot(
-        *(policy, world), run="r", version=Version(1, 1), dtype="float32", bucket_bytes=1 << 20,
+        policy, world, run="r", version=Version(1, 1), dtype="float32", bucket_bytes=1 << 20,
         adapters_only=True,
     )  # fmt: skip
     assert sent is not None and sent.manifest.adapter is None

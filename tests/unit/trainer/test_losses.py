@@ -18,8 +18,17 @@ from meshrl.trainer.learner.objective import actor_loss, positive_nll
 
 LOSSES = plugins.known("meshrl.trainer.algorithms.losses")
 ON_POLICY_GRADIENT = (
-    *("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "kl_cov", "cispo", "m2po"),
-    *("reinforce", "dro"),
+    "vanilla",
+    "dppo_tv",
+    "dppo_kl",
+    "gspo",
+    "sapo",
+    "gpg",
+    "kl_cov",
+    "cispo",
+    "m2po",
+    "reinforce",
+    "dro",
 )
 
 

@@ -74,6 +74,12 @@ def test_a_range_of_nsys_is_around_the_step_and_ends_with_it(
     else:
         assert step() == 1
     assert said == [
-        *("start", "operators", "step-2", "step", "end of step-2", "end of operators", "stop")
+        "start",
+        "operators",
+        "step-2",
+        "step",
+        "end of step-2",
+        "end of operators",
+        "stop",
     ]
     assert not list(tmp_path.iterdir())

@@ -172,7 +172,9 @@ async def staged(
     written = rollout_write(row, Outcome.OK, "stop", version)
     await queue.write("run", "rollout", {leased.uid: leased.token}, [written])
     stage = ReferenceStage(
-        *(queue, ["run"], partial(reference.judged, top=top)),
+        queue,
+        ["run"],
+        partial(reference.judged, top=top),
         **{"worker": "r", "pictures": reference.reads_pictures},  # type: ignore[arg-type]
     )
     working = asyncio.create_task(stage.run())

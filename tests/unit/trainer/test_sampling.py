@@ -93,8 +93,12 @@ class TestHgpo:
         of_episode = torch.tensor([2 / 3, -1 / 3, -1 / 3])
         episodes = torch.tensor(self.episodes)
         found = of_histories(
-            *(R, torch.zeros(8, dtype=torch.int64), episodes, torch.tensor(self.anchors)),
-            *(of_episode[episodes], HgpoConfig(**config)),
+            R,
+            torch.zeros(8, dtype=torch.int64),
+            episodes,
+            torch.tensor(self.anchors),
+            of_episode[episodes],
+            HgpoConfig(**config),
         )
         return found.tolist()
 

@@ -80,7 +80,8 @@ def test_what_the_assistant_says_of_pictures_is_learned(
     made = config(model, asked[0], train_files=asked, max_tokens_per_pack=256)
     examples = read_examples(made, asked, model)
     assert [words(each) for each in examples] == [
-        *(["white", "<|im_end|>"], ["white", "<|im_end|>"]),
+        ["white", "<|im_end|>"],
+        ["white", "<|im_end|>"],
         ["red", "<|im_end|>", "green", "blue", "<|im_end|>"],
     ]
     assert [each.media for each in examples] == [(A, B), (), (A, B, C)]

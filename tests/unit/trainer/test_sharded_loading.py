@@ -25,8 +25,13 @@ from . import tiny
 from .ranks import Ranks
 
 SIZES = {
-    **{"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4},
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
 }
 KINDS = {
     "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),

@@ -12,7 +12,10 @@ from meshrl.transferqueue.model.waiting import SWEPT_GRANTS, Expiry
 
 def granted(expiry: Expiry, *, ttl_s: float) -> Grant:
     group = Group.fresh(
-        *("run", 0, 0, "task"),
+        "run",
+        0,
+        0,
+        "task",
         metadata=TaskMetadata(),
         task_bytes=0,
         attempts=[0],

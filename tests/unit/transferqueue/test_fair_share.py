@@ -177,7 +177,9 @@ async def test_siblings_go_to_the_worker_that_has_the_first_of_them(queue: Trans
     assert groups_of(await lease(queue, "b", 1)) == [("t1", 0)]
     assert groups_of(await lease(queue, "a", 2)) == [("t0", 1), ("t0", 2)]
     assert groups_of(await lease(queue, "b", 4)) == [
-        *(("t1", 1), ("t1", 2), ("t1", 3)),
+        ("t1", 1),
+        ("t1", 2),
+        ("t1", 3),
         ("t2", 0),
     ]
     assert groups_of(await lease(queue, "a", 2)) == [("t0", 3), ("t3", 0)]

@@ -17,7 +17,10 @@ FACTS = RowFacts(Outcome.OK, 7, Version(1, 2), Version(1, 3), "length")
 def a_group() -> Group:
     """Four rows, two stages; the first has written all rows in two frames, and appended to a third."""
     group = Group.fresh(
-        *("demo", 1, 5, "task \ud83d"),
+        "demo",
+        1,
+        5,
+        "task \ud83d",
         metadata=TaskMetadata(2, "math", 0.5),
         task_bytes=100,
         attempts=[0, 1, 0, 0],

@@ -108,7 +108,8 @@ async def test_one_lease_has_so_many_rows_and_the_next_has_the_others(queue: Tra
     await queue.admit("run", [task("t", group_size=6)], cursor="", wait_s=0)
     leases = [
         await queue.lease(
-            *(["run"], "rollout"),
+            ["run"],
+            "rollout",
             worker="w",
             limit=1 << 30,
             at_least=least,

@@ -16,7 +16,10 @@ from meshrl.transferqueue.sampling import CompleteGroup
 def make_groups(groups: int = 6, size: int = 3) -> list[Group]:
     return [
         Group.fresh(
-            *("r", 0, number, f"t{number}"),
+            "r",
+            0,
+            number,
+            f"t{number}",
             metadata=TaskMetadata(priority=number % 2),
             task_bytes=0,
             attempts=[0] * size,

@@ -328,7 +328,9 @@ class QueueMachine(RuleBasedStateMachine):
 
 class KOfNMachine(QueueMachine):
     changes: ClassVar[dict[str, Any]] = {
-        **{"group_size": 3, "group_policy": GroupPolicy.K_OF_N, "group_k": 2},
+        "group_size": 3,
+        "group_policy": GroupPolicy.K_OF_N,
+        "group_k": 2,
         "stale_policy": StalePolicy.DROP,
     }
 

@@ -179,8 +179,11 @@ MOST_WRITTEN = [
         f" {R}.engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL",
         {
             "rollout.engine.extra_args": [
-                *("--max-seq-len-to-capture", "9", "--enforce-eager"),
-                *("--compilation-config.cudagraph_mode", "FULL"),
+                "--max-seq-len-to-capture",
+                "9",
+                "--enforce-eager",
+                "--compilation-config.cudagraph_mode",
+                "FULL",
             ]
         },
     ),
@@ -604,8 +607,21 @@ def test_a_key_that_the_table_does_not_name_is_refused_not_ignored(written: str)
 @pytest.mark.parametrize(
     "section",
     [
-        *(A, R, F, M, f"{A}.optim", f"{A}.fsdp_config", "data", "algorithm", "critic"),
-        *("critic.optim", "reward", "reward_model", "trainer", "async_training", "skip"),
+        A,
+        R,
+        F,
+        M,
+        f"{A}.optim",
+        f"{A}.fsdp_config",
+        "data",
+        "algorithm",
+        "critic",
+        "critic.optim",
+        "reward",
+        "reward_model",
+        "trainer",
+        "async_training",
+        "skip",
     ],
 )
 def test_a_key_of_nobody_is_refused_in_every_section_that_may_change_training(section: str) -> None:

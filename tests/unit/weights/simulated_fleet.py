@@ -176,7 +176,7 @@ class SimulatedFleet:
 
         paths = RunPaths(directory=Path())
         self.coordinator = WeightCoordinator(
-            *(self.config,),
+            self.config,
             run=RUN,
             epoch=1,
             paths=paths,

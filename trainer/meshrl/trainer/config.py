@@ -138,15 +138,22 @@ class ModelConfig(Config):
 
 
 RENDERING = {
-    *("conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
-    *("continue_final_message", "sanitize_control_tokens", "padding", "truncation", "max_length"),
-    *(
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-        "messages",
-    ),
+    "conversation",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "tokenize",
+    "continue_final_message",
+    "sanitize_control_tokens",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "messages",
 }
 """Arguments of transformers' `apply_chat_template` that are no variables of a template."""
 

@@ -1,6 +1,6 @@
 """The trainer's ranks: this process's place among them, and the few messages that they exchange.
 
-RunControl messages are bytes and flat arrays over gloo, never pickled objects. Gradients and parameters travel in
+Control messages are bytes and flat arrays over gloo, never pickled objects. Gradients and parameters travel in
 FSDP's own collectives (NCCL on GPUs).
 """
 
@@ -365,7 +365,9 @@ def _open_store(address: str, port: int, rank: int, size: int | None, timeout: t
                 f"MASTER_ADDR={address}, MASTER_PORT={port}: rank 0 cannot listen there ({error})"
             ) from error
     return dist.TCPStore(  # type: ignore[attr-defined]
-        *(address, port, size),
+        address,
+        port,
+        size,
         is_master=rank == 0,
         timeout=timeout,
         wait_for_workers=size is not None,

@@ -139,7 +139,11 @@ class DynamicSampling:
             )
         log.warning(
             "run %s: step %d is made from %d of %d groups: %d takes are the limit",
-            *(self._run, taken.step, self._kept, self._groups, limit),
+            self._run,
+            taken.step,
+            self._kept,
+            self._groups,
+            limit,
         )
         return True
 

@@ -35,8 +35,15 @@ from meshrl.trainer.trajectories.log import TrajectoryLog
 log = logging.getLogger(__name__)
 
 COLUMNS = (
-    *("tokens", "loss_mask", "rollout_logprobs", "spans", "response_text", "replica"),
-    *("reward", "reward_components", "reward_hash"),
+    "tokens",
+    "loss_mask",
+    "rollout_logprobs",
+    "spans",
+    "response_text",
+    "replica",
+    "reward",
+    "reward_components",
+    "reward_hash",
     *chain(*NOTES.values()),
 )
 

@@ -115,7 +115,8 @@ class MetricsLog:
         else:
             log.warning(
                 "%s had %d bytes: every second line of its older half was left out",
-                *(self._path, self._thin_at),
+                self._path,
+                self._thin_at,
             )
         self._thin_at = max(self._max_bytes, self._file.size + self._max_bytes // 4)
 

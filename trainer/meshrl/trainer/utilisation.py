@@ -16,8 +16,14 @@ from typing import Any, Final
 import torch
 
 PEAK_TFLOPS: Final = {
-    **{"H100 PCIe": 756.0, "H100": 989.0, "H200": 989.0, "H20": 148.0, "A100": 312.0},
-    **{"L40S": 362.0, "B200": 2250.0, "B300": 2250.0},
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H200": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "B200": 2250.0,
+    "B300": 2250.0,
 }
 """Dense bfloat16, without sparsity, by a part of the device's name; the first that fits."""
 

@@ -182,7 +182,10 @@ def decode_batch(message: pb.Batch) -> Batch:
     rows = sum(counts)
     outcomes = list(map(OUTCOMES.member_of.__getitem__, message.outcomes[:]))
     columns = zip(
-        *(tasks, indices, attempts, message.sizes),
+        tasks,
+        indices,
+        attempts,
+        message.sizes,
         per_group(message.num_tokens, counts, "lengths"),
         per_group(_decode_versions(message.oldest, rows), counts, "oldest versions"),
         per_group(_decode_versions(message.newest, rows), counts, "newest versions"),

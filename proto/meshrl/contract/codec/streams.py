@@ -137,7 +137,11 @@ def decode_lease(messages: Sequence[Bulk[pb.LeaseResponse]]) -> Lease:
             malformed(f"{len(rows.tasks)} groups with {counts}")
         num_parts = len(message.parts.sizes)
         columns = (
-            *(rows.tasks, rows.indices, rows.attempts, message.prompts, message.tokens),
+            rows.tasks,
+            rows.indices,
+            rows.attempts,
+            message.prompts,
+            message.tokens,
             per_group(message.deliveries, rows.counts, "deliveries"),
             decode_parts(message.parts, frames[:num_parts], rows),
             decode_parts(message.journal, frames[num_parts:], rows),
@@ -208,7 +212,12 @@ def decode_write(messages: Sequence[Bulk[pb.WriteRequest]]) -> WriteCall:
                 facts=of_rows,
             )
             for task, indices, attempts, token, frame, of_rows in zip(
-                *(rows.tasks, rows.indices, rows.attempts, message.tokens, frames, facts),
+                rows.tasks,
+                rows.indices,
+                rows.attempts,
+                message.tokens,
+                frames,
+                facts,
                 strict=True,
             )
         ]
@@ -248,7 +257,7 @@ def decode_fetched(
         found += [
             PayloadGroup(task=task, indices=indices, attempts=attempts, parts=parts)
             for task, indices, attempts, parts in zip(
-                *(rows.tasks, rows.indices, rows.attempts, every), strict=True
+                rows.tasks, rows.indices, rows.attempts, every, strict=True
             )
         ]
     announced = messages[0].message.num_groups if messages else 0

@@ -141,8 +141,18 @@ class EnumCodec(Generic[TypeEnum, ProtoNumber]):
 DTYPES: Final = {
     name: np.dtype(name).newbyteorder("<")
     for name in (
-        *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
-        *("float16", "float32", "float64"),
+        "bool",
+        "int8",
+        "uint8",
+        "int16",
+        "uint16",
+        "int32",
+        "uint32",
+        "int64",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
     )
 }
 """The dtypes that can be sent, by numpy's names."""

@@ -309,7 +309,10 @@ class Batch:
                 )
                 for group in self.groups
                 for uid, num_tokens, oldest, newest, outcome in zip(
-                    *(group.uids(self.run), group.num_tokens, group.oldest, group.newest),
+                    group.uids(self.run),
+                    group.num_tokens,
+                    group.oldest,
+                    group.newest,
                     group.outcomes,
                     strict=True,
                 )

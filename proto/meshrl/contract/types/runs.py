@@ -20,7 +20,11 @@ class StageSpec:
 
 
 ROLLOUT_COLUMNS = (
-    *("tokens", "loss_mask", "rollout_logprobs", "spans", "response_text"),
+    "tokens",
+    "loss_mask",
+    "rollout_logprobs",
+    "spans",
+    "response_text",
     "replica",
 )
 REWARD_COLUMNS = ("reward", "reward_components", "reward_hash")

@@ -128,7 +128,11 @@ class Registry:
         log.warning(
             "the run is scored by version %s of the reward %r, submitted %s by %s, not by the recipe's functions"
             " (`meshrl reward rollback %s recipe` goes back to them)",
-            *(name.current, name.name, _when(submitted.at), submitted.by or "nobody", name.name),
+            name.current,
+            name.name,
+            _when(submitted.at),
+            submitted.by or "nobody",
+            name.name,
         )
 
     def names(self) -> Sequence[Name]:

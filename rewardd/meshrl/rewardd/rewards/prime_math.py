@@ -44,8 +44,17 @@ SYMBOLS = {
 
 
 ANNOUNCING = (
-    *("be ", "is ", "are ", "=", ": ", "get "),
-    *("be\n", "is\n", "are\n", ":\n", "get\n"),
+    "be ",
+    "is ",
+    "are ",
+    "=",
+    ": ",
+    "get ",
+    "be\n",
+    "is\n",
+    "are\n",
+    ":\n",
+    "get\n",
 )
 """Words before an answer, in the order in which they are looked for."""
 

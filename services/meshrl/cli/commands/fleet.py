@@ -34,8 +34,16 @@ ADD_S = 10.0
 PLAIN_WIDTH = 160
 """Columns of the table where the output is a pipe and `COLUMNS` is not set."""
 COLUMNS = (
-    *("member", "state", "version", "carrier", "running", "tokens/s", "errors", "breaker"),
-    *("last sync", "reason"),
+    "member",
+    "state",
+    "version",
+    "carrier",
+    "running",
+    "tokens/s",
+    "errors",
+    "breaker",
+    "last sync",
+    "reason",
 )
 SPARED = ("last sync", "carrier", "breaker", "errors", "tokens/s", "running")
 """Columns that a narrow terminal does without, the first one first."""

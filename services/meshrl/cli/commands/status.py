@@ -72,8 +72,11 @@ def _print_history(history: RunHistory, as_json: bool) -> None:
     table.add_row("state", history.state)
     table.add_row("steps", f"{history.steps:,}")
     for label, metric in (
-        *(("reward", STEP), ("held-out", HELD_OUT), ("length", "response/length_mean")),
-        *(("entropy", "actor/entropy"), ("staleness", "staleness/mean")),
+        ("reward", STEP),
+        ("held-out", HELD_OUT),
+        ("length", "response/length_mean"),
+        ("entropy", "actor/entropy"),
+        ("staleness", "staleness/mean"),
     ):
         values = history.values(metric)
         if values:

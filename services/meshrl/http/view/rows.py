@@ -22,8 +22,20 @@ from meshrl.trainer.trajectories.reading import make_plain
 from meshrl.trainer.trajectories.where import COMPONENTS, NUMBERS, TEXTS, condition
 
 SUMMARY: Final = (
-    *("uid", "task", "index", "attempt", "data_source", "turns", "prompt_length", "length"),
-    *("reward", "advantage", "mismatch", "staleness", "outcome", "worker"),
+    "uid",
+    "task",
+    "index",
+    "attempt",
+    "data_source",
+    "turns",
+    "prompt_length",
+    "length",
+    "reward",
+    "advantage",
+    "mismatch",
+    "staleness",
+    "outcome",
+    "worker",
 )
 """Columns of one value a row, by which a page is filtered and sorted."""
 SEARCHED: Final = ("prompt", "response")

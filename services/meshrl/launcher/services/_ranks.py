@@ -98,7 +98,11 @@ async def _run_ranks(count: int, ranks_of_all: int, place: tuple[str, int], node
     }
     ranks = [
         await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "meshrl.cli", *sys.argv[1:]),
+            sys.executable,
+            "-P",
+            "-m",
+            "meshrl.cli",
+            *sys.argv[1:],
             env={
                 **os.environ,
                 **credentials.own_environment(),

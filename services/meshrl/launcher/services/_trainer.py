@@ -95,7 +95,14 @@ async def _train(recipe: Recipe, context: ServiceContext, lease: DeviceLease | N
                 if lease is not None:
                     turns = TimeSlices(lease, learner, compute, wait_s=TURN_WAIT_S)
                 trainer = await _lead(
-                    *(recipe, context, setting, state, learner, compute, queue, patience),
+                    recipe,
+                    context,
+                    setting,
+                    state,
+                    learner,
+                    compute,
+                    queue,
+                    patience,
                     turns=turns,
                 )
                 if world.peers is not None:

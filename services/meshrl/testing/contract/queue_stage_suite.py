@@ -290,8 +290,10 @@ class WritePromises:
         uids = sorted(row.uid for row in lease.rows)
         found = await queue.fetch(actors.run, uids, ("tokens", MEDIA))
         assert [set(columns) for columns in found] == [
-            *({"tokens", MEDIA}, {"tokens"}),
-            *({"tokens"}, {"tokens"}),
+            {"tokens", MEDIA},
+            {"tokens"},
+            {"tokens"},
+            {"tokens"},
         ]
         wanted = (*ROLLOUT_STAGE.writes, MEDIA)
         fetched = await queue.fetch(actors.run, uids, wanted)

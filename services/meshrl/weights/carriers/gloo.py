@@ -49,7 +49,9 @@ class Carrier:
         try:
             descriptor, port = listen_fd(host, port)
             self._store = c10d.TCPStore(
-                *(host, port, None),
+                host,
+                port,
+                None,
                 is_master=True,
                 wait_for_workers=False,
                 timeout=_delta(60.0),

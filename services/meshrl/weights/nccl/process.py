@@ -110,9 +110,18 @@ class NcclProcess:
         config = self._config
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", _MODULE),
-                *("--socket", str(fds[0]), "--memory", str(fds[1])),
-                *("--library", config.library, "--device", str(config.device)),
+                sys.executable,
+                "-P",
+                "-m",
+                _MODULE,
+                "--socket",
+                str(fds[0]),
+                "--memory",
+                str(fds[1]),
+                "--library",
+                config.library,
+                "--device",
+                str(config.device),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,  # NCCL_DEBUG writes to stdout, and the parent's stdout may be a protocol
                 pass_fds=fds,

@@ -21,8 +21,15 @@ ADVANTAGES = "meshrl.trainer.algorithms.advantages"
 LOSSES = "meshrl.trainer.algorithms.losses"
 PROVIDED = frozenset(
     {
-        *("old_logprobs", "sum_pi_squared", "reward_components", "group_sizes"),
-        *("values", "implicit_rewards", "reward_baselines", "steps", "data_answers"),
+        "old_logprobs",
+        "sum_pi_squared",
+        "reward_components",
+        "group_sizes",
+        "values",
+        "implicit_rewards",
+        "reward_baselines",
+        "steps",
+        "data_answers",
     }
 )
 """Fields of AdvantageBatch that this mesh can fill, besides the reward."""

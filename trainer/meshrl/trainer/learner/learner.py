@@ -62,8 +62,14 @@ log = logging.getLogger(__name__)
 
 
 COLUMNS = (
-    *("tokens", "loss_mask", "rollout_logprobs", "spans", "replica"),
-    *("reward", "reward_components", DATA_SOURCE),
+    "tokens",
+    "loss_mask",
+    "rollout_logprobs",
+    "spans",
+    "replica",
+    "reward",
+    "reward_components",
+    DATA_SOURCE,
 )
 
 
@@ -228,7 +234,7 @@ class Learner:
         return {
             **metrics,
             **batch_mismatch(
-                *(ragged, logprobs, whole.rollout_logprobs), *(whole.versions, whole.replicas)
+                ragged, logprobs, whole.rollout_logprobs, whole.versions, whole.replicas
             ),
             **targets.metrics,
             "batch/rows": len(schedule.rows),

@@ -72,7 +72,13 @@ def of_package() -> Any | None:
         max_q: int, max_k: int, *, scale: float | None, window_size: tuple[int, int],
     ) -> Any:  # fmt: skip
         return attend(
-            *(q, k, v, cu_q, cu_k, max_q, max_k),
+            q,
+            k,
+            v,
+            cu_q,
+            cu_k,
+            max_q,
+            max_k,
             softmax_scale=scale,
             causal=True,
             window_size=window_size,

@@ -69,14 +69,14 @@ log = logging.getLogger(__name__)
 MOST_WAITING = 4
 """Steps that wait for the writer; their rows are in memory."""
 LARGE = (
-    *(
-        "prompt",
-        "response",
-        "extra_info",
-        "messages.list.element.content",
-        "prompt_ids.list.element",
-    ),
-    *("response_ids.list.element", "token_texts.list.element", "loss_mask.list.element"),
+    "prompt",
+    "response",
+    "extra_info",
+    "messages.list.element.content",
+    "prompt_ids.list.element",
+    "response_ids.list.element",
+    "token_texts.list.element",
+    "loss_mask.list.element",
     *(f"{name}.list.element" for name in FLOATS),
 )
 # A column costs a writer more than its bytes: dictionaries, statistics and compression only where they pay.
@@ -120,7 +120,9 @@ class TrajectoryLog:
         self._tokenizer = tokenizer
         self._on_rows = on_rows
         self._columns = (
-            *(*ROLLOUT_COLUMNS, *REWARD_COLUMNS, *chain(*NOTES.values())),
+            *ROLLOUT_COLUMNS,
+            *REWARD_COLUMNS,
+            *chain(*NOTES.values()),
             *(REWARD_INPUTS,) * keeps_inputs,
             *(MEDIA,) * pictures,
         )

@@ -21,8 +21,14 @@ from meshrl.contract.types import Json, Sample, Trajectory
 from meshrl.trainer.trajectories.files import Split
 
 FLOATS = (
-    *("rollout_logprobs", "trainer_logprobs", "ref_logprobs"),
-    *("advantages", "returns", "token_rewards", "values", "importance_weights"),
+    "rollout_logprobs",
+    "trainer_logprobs",
+    "ref_logprobs",
+    "advantages",
+    "returns",
+    "token_rewards",
+    "values",
+    "importance_weights",
 )
 """float32 per response token."""
 

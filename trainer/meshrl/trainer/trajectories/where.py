@@ -21,13 +21,37 @@ from typing import Any, Literal, TypeAlias
 from meshrl.contract.errors import UserError
 
 TEXTS = (
-    *("uid", "task", "split", "data_source", "prompt", "response", "ground_truth", "extra_info"),
-    *("reward_hash", "outcome", "worker"),
+    "uid",
+    "task",
+    "split",
+    "data_source",
+    "prompt",
+    "response",
+    "ground_truth",
+    "extra_info",
+    "reward_hash",
+    "outcome",
+    "worker",
 )
 NUMBERS = (
-    *("index", "attempt", "group_size", "step", "epoch", "turns", "prompt_length", "length"),
-    *("reward", "advantage", "mismatch", "staleness", "time_unix_s"),
-    *("sampled_unix_s", "sample_s", "score_wait_s", "score_s", "train_wait_s"),
+    "index",
+    "attempt",
+    "group_size",
+    "step",
+    "epoch",
+    "turns",
+    "prompt_length",
+    "length",
+    "reward",
+    "advantage",
+    "mismatch",
+    "staleness",
+    "time_unix_s",
+    "sampled_unix_s",
+    "sample_s",
+    "score_wait_s",
+    "score_s",
+    "train_wait_s",
 )
 COMPONENTS = "components"
 LONGEST = 1000

@@ -86,8 +86,15 @@ class Grant:
     def part(self, mask: int) -> Grant:
         """A copy for the rows in `mask`."""
         return Grant(
-            *(self.group, self.stage, self.token, self.worker, mask, self.since),
-            *(self.deadline, self.holder, self.renewed),
+            self.group,
+            self.stage,
+            self.token,
+            self.worker,
+            mask,
+            self.since,
+            self.deadline,
+            self.holder,
+            self.renewed,
         )
 
 
@@ -190,7 +197,14 @@ class Group:
         """A group with a row at every index, none of which has a column."""
         size = len(attempts)
         return cls(
-            *(run, run_number, number, task_id, size, metadata, task_bytes, attempts),
+            run,
+            run_number,
+            number,
+            task_id,
+            size,
+            metadata,
+            task_bytes,
+            attempts,
             done=[0] * stages,
             held=[0] * stages,
             deliveries=[[0] * size for _ in range(stages)],
@@ -464,16 +478,14 @@ class Group:
         done, deliveries, writers, replacements, facts, frames, next_frame, *rest = rest
         recorded_progress, grants, *deaths = rest
         group = cls(
-            *(
-                run,
-                run_number,
-                number,
-                task_id,
-                len(attempts),
-                TaskMetadata(*metadata),
-                task_bytes,
-                attempts,
-            ),
+            run,
+            run_number,
+            number,
+            task_id,
+            len(attempts),
+            TaskMetadata(*metadata),
+            task_bytes,
+            attempts,
             done=[int(mask, 16) for mask in done],
             held=[0] * len(done),
             deliveries=deliveries,

@@ -374,8 +374,15 @@ class DeadRow:
         letter = self.letter
         return encode_record(
             [
-                *(self.number, str(letter.uid), letter.stage, letter.outcome, letter.reason),
-                *(letter.attempts, self.group, tuple(self.metadata), self.task_bytes),
+                self.number,
+                str(letter.uid),
+                letter.stage,
+                letter.outcome,
+                letter.reason,
+                letter.attempts,
+                self.group,
+                tuple(self.metadata),
+                self.task_bytes,
                 self.attempts,
             ]
         )

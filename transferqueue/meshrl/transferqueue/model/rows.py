@@ -176,7 +176,10 @@ class Rows:
     ) -> Group:
         """A group comes in, with a row at every index."""
         group = Group.fresh(
-            *(self.name, self.number, number, task_id),
+            self.name,
+            self.number,
+            number,
+            task_id,
             metadata=metadata,
             task_bytes=nbytes,
             attempts=attempts,

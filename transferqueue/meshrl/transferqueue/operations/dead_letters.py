@@ -32,7 +32,8 @@ def dead_letter(
     if dropped and (total == dropped or total // 1000 > (total - dropped) // 1000):
         log.warning(
             "run %s: the oldest dead letters are dropped, %d so far (queue.quota.dead_letters)",
-            *(run.name, total),
+            run.name,
+            total,
         )
     run.save([group])
 
@@ -73,7 +74,10 @@ def take_over(run: Run, owner: str) -> None:
     if groups and groups[0].deaths >= lifecycle.DEATHS:
         log.warning(
             "run %s: %d trainers died with the groups of task %s and %d others in hand",
-            *(run.name, groups[0].deaths, groups[0].task_id, len(groups) - 1),
+            run.name,
+            groups[0].deaths,
+            groups[0].task_id,
+            len(groups) - 1,
         )
 
 

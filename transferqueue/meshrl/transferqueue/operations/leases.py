@@ -92,7 +92,10 @@ def grant(run: Run, stage: Stage, worker: str, limit: int) -> list[Granted]:
     for each in grants:
         group, indices = each.group, bits(each.mask)
         extract = located(
-            *(group, indices, each.mask, stage.after),
+            group,
+            indices,
+            each.mask,
+            stage.after,
             progress_of=stage.number,
         )
         deliveries = group.deliveries[stage.number]
@@ -209,7 +212,10 @@ def write(run: Run, stage: Stage, writes: Sequence[CheckedWrite]) -> None:
     holders: dict[Holder, None] = {}
     for item in writes:
         wrote = run.write(
-            *(stage, item.group, item.rows, item.mask),
+            stage,
+            item.group,
+            item.rows,
+            item.mask,
             frame=item.frame,
             token=item.token,
             facts=item.facts,

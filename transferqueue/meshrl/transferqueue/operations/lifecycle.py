@@ -369,9 +369,14 @@ def _encoded(manifest: Sequence[BatchGroup]) -> bytes:
     return encode_record(
         [
             (
-                *(group.task, group.indices, group.attempts, group.size, group.num_tokens),
+                group.task,
+                group.indices,
+                group.attempts,
+                group.size,
+                group.num_tokens,
                 # Plain tuples: orjson takes no others.
-                *(list(map(tuple, group.oldest)), list(map(tuple, group.newest))),
+                list(map(tuple, group.oldest)),
+                list(map(tuple, group.newest)),
                 group.outcomes,
             )
             for group in manifest

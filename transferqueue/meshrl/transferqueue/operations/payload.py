@@ -65,8 +65,13 @@ TYPES: Mapping[str, tuple[np.dtype[Any], int]] = {
 """Name to (dtype, rank); any other column may have any storable type."""
 PER_TOKEN = frozenset(
     {
-        *("tokens", "loss_mask", "rollout_logprobs", "token_rewards"),
-        *("ref_logprobs", "ref_top_ids", "ref_top_logprobs"),
+        "tokens",
+        "loss_mask",
+        "rollout_logprobs",
+        "token_rewards",
+        "ref_logprobs",
+        "ref_top_ids",
+        "ref_top_logprobs",
     }
 )
 

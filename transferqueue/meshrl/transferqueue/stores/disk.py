@@ -57,8 +57,13 @@ OPERATION_BYTES: Final = 3 * 4096
 _FULL = ("No space left", "quota exceeded", "File too large", "Input/output error")
 """LMDB reports a write cut short by a full disk as an input/output error."""
 _DAMAGED = (
-    *(lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError),
-    *(lmdb.PageNotFoundError, lmdb.PanicError, lmdb.IncompatibleError, lmdb.BadTxnError),
+    lmdb.InvalidError,
+    lmdb.CorruptedError,
+    lmdb.VersionMismatchError,
+    lmdb.PageNotFoundError,
+    lmdb.PanicError,
+    lmdb.IncompatibleError,
+    lmdb.BadTxnError,
     lmdb.NotFoundError,  # of a table: look-ups of keys never raise it
 )
 

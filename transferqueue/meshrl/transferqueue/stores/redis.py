@@ -265,7 +265,9 @@ class RedisStore:
         if sequence < self._sequence:
             log.error(
                 "%s: the server forgot %d acknowledged commits; the queue goes back to commit %d",
-                *(self.name, self._sequence - sequence, sequence),
+                self.name,
+                self._sequence - sequence,
+                sequence,
             )
         self._sequence = sequence
 

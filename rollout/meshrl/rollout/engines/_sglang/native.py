@@ -155,7 +155,9 @@ class GroupSender:
                 f"rollout.engine.group_address: cannot listen on {self._address} ({error})"
             ) from error
         self._store = c10d.TCPStore(
-            *(self._address, port, None),
+            self._address,
+            port,
+            None,
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=JOIN_S),
