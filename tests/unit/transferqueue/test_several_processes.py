@@ -15,6 +15,7 @@ import lmdb
 import pytest
 
 from meshrl.contract.errors import UserError
+from meshrl.testing.contract.queue_actors import Actors, tasks
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.operations.backup import back_up, opened, restore_backup
 from meshrl.transferqueue.queue import TransferQueue
@@ -24,7 +25,6 @@ from meshrl.transferqueue.stores import redis as redis_store
 from meshrl.transferqueue.stores.disk import DiskStore
 from meshrl.transferqueue.stores.memory import MemoryStore
 
-from ...contract.queue_actors import Actors, tasks
 from ...redis_server import needs_redis, running
 
 ARCHIVE = Path(__file__).parents[2] / "fixtures" / "queue-of-two.tar.gz"
