@@ -65,6 +65,7 @@ DROPPED_KEYS: Final[Mapping[Loc, str]] = {
     ("trainer", "metrics_max_bytes"): "64 MiB",
     ("trainer", "take_wait_s"): "30 s",
     ("actor", "policy_loss", "rollout_correction"): "set algorithm.rollout_correction",
+    ("policy_loss", "rollout_correction"): "meshrl dpo has no rollouts to correct",
     ("weights", "among"): "weights.carrier auto takes shm, nccl, disk or gloo by a rule",
     ("weights", "ready_s"): "it is three times weights.base_s",
     ("weights", "commit_s"): "it is six times weights.base_s, and more for large versions",

@@ -10,6 +10,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
+
+from meshrl.contract.errors import UserError
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.config import QueueConfig
@@ -44,18 +47,20 @@ async def test_a_store_whose_long_rows_lie_in_lmdb_is_read(tmp_path: Path) -> No
         await has_all(queue, "tiny", "long")
 
 
-async def test_a_store_with_a_file_of_frames_is_read(tmp_path: Path) -> None:
-    async with opened(unpacked("queue-format-5", tmp_path)) as queue:
-        await has_all(queue, "tiny", "long")
+async def test_a_store_with_a_file_of_frames_is_refused_unchanged(tmp_path: Path) -> None:
+    path = unpacked("queue-format-5", tmp_path)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    with pytest.raises(UserError, match=r"format 5, .*: only meshrl at commit c6584707 reads it"):
+        await TransferQueue.open(stores.build(ON_DISK, path))
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
 
-async def test_a_backup_with_a_file_of_frames_is_restored(tmp_path: Path) -> None:
+async def test_a_backup_with_a_file_of_frames_is_refused(tmp_path: Path) -> None:
     backup = unpacked("queue-format-5", tmp_path / "backup")
     store = stores.build(ON_DISK, tmp_path / "restored")
-    await restore_backup(backup, store)
+    with pytest.raises(UserError, match=r"format 5, .*: only meshrl at commit c6584707 reads it"):
+        await restore_backup(backup, store)
     await store.close()
-    async with opened(tmp_path / "restored") as queue:
-        await has_all(queue, "tiny", "long")
 
 
 async def test_a_backup_is_restored(tmp_path: Path) -> None:

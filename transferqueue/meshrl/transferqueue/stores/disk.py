@@ -230,7 +230,6 @@ class DiskStore:
                 f" {self._path} to start afresh"
             )
         _lmdb_unsynced.recover(self._path)
-        _refuse_several(self._path)
         fsync = self._durability == "always"
         self._environment = lmdb.open(
             str(self._path),
@@ -241,6 +240,7 @@ class DiskStore:
             mode=0o600,
         )
         self._check_length()
+        _refuse_several(self._path, self._environment)
         for table in Table:
             self._tables[table] = self._environment.open_db(table.encode(), create=not known)
         self._check_stamp(known)
@@ -412,16 +412,18 @@ class DiskStore:
         return InfraError(f"queue store {self._path}: {text}")
 
 
-def _refuse_several(path: Path) -> None:
-    """Raises UserError where `path` holds one of the stores of a queue of several processes. Writes nothing."""
+def _refuse_several(path: Path, environment: lmdb.Environment) -> None:
+    """Raises UserError where the store at `path` is one of a queue of several processes. Writes nothing."""
     first, _, number = path.name.rpartition("-")
     others = (path.with_name(first), path.with_name(f"{first}-0")) if number.isdecimal() else ()
-    if _processes(path) > 1 or any(_processes(other) > max(1, int(number)) for other in others):
+    if _processes(environment) > 1 or any(
+        _processes_at(other) > max(1, int(number)) for other in others
+    ):
         raise refusal(f"{path} is one of several queue processes")
 
 
-def _processes(path: Path) -> int:
-    """How many processes the queue is whose first store is at `path`; 1 where none is there, or none that is read."""
+def _processes_at(path: Path) -> int:
+    """How many processes the queue has whose first store is at `path`; 1 where none is there or can be read."""
     with suppress(lmdb.Error):
         environment = lmdb.open(
             str(path),
@@ -431,14 +433,22 @@ def _processes(path: Path) -> int:
             max_dbs=len(Table),
         )
         try:
-            table = environment.open_db(Table.META.encode(), create=False)
-            with environment.begin(db=table) as transaction:
-                cursor = transaction.cursor()
-                cursor.set_range(b"r")
-                return processes_noted(takewhile(lambda item: item[0] < b"t", cursor))
+            return _processes(environment)
         finally:
             environment.close()
     return 1
+
+
+def _processes(environment: lmdb.Environment) -> int:
+    """How many processes a queue has, as its first store notes; 1 where it notes none."""
+    try:
+        table = environment.open_db(Table.META.encode(), create=False)
+    except lmdb.NotFoundError:  # a new store
+        return 1
+    with environment.begin(db=table) as transaction:
+        cursor = transaction.cursor()
+        cursor.set_range(b"r")
+        return processes_noted(takewhile(lambda item: item[0] < b"t", cursor))
 
 
 def build(config: QueueConfig, path: Path) -> DiskStore:
