@@ -51,14 +51,18 @@ _TALKS = {"tokens": 256, "slots": 4, "prompts": 12}
 _AGENTS = Shape(**_TALKS, program=Program.OPENAI, agents=4, deadline_s=60.0)
 SCENES = {
     "observations_unsaved": (
-        Shape(**_TALKS, program=Program.TOOLS, batch=3, train_s=3.0),
+        Shape(**_TALKS, program=Program.TOOLS, batch=3, train_s=3.0, response_s=6.0),
+        [
+            Fault(at_s=3.0 + 4 * number, kind=Kind.KILL, target=f"rollout-{number % 2}")
+            for number in range(8)
+        ],
         " turns",
     ),
-    "session_given_twice": (_AGENTS, "must follow a turn"),
-    "session_of_another": (_AGENTS, "which no agent has posted"),
+    "session_given_twice": (_AGENTS, (), "must follow a turn"),
+    "session_of_another": (_AGENTS, (), "which no agent has posted"),
 }
-"""Planted bugs that few of all meshes show, each with a mesh of which every other seed shows it, without any fault,
-and what the check says. Agents claim several rows at once."""
+"""Planted bugs that few of all meshes show, each with a mesh and faults of which every other seed shows it, and what
+the check says. Rows are in the middle while workers are killed, or agents claim several at once."""
 FAILED_ONCE = (76923794, 252489487, 105160271)
 """Seeds that failed: rows trained twice from a fenced trainer's checkpoint; a row of two courses of a talk; a
 late `take`."""
@@ -113,11 +117,11 @@ def test_a_planted_bug_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCENES)
 def test_a_planted_bug_is_found_in_a_mesh_that_shows_it(name: str) -> None:
-    shape, says = SCENES[name]
+    shape, faults, says = SCENES[name]
     found: list[str] = []
     for seed in range(20):
-        assert simulate(seed, shape=shape, faults=()).problems == []
-        found += simulate(seed, shape=shape, faults=(), parts=MUTANTS[name].parts).problems
+        assert simulate(seed, shape=shape, faults=faults).problems == []
+        found += simulate(seed, shape=shape, faults=faults, parts=MUTANTS[name].parts).problems
         if found:
             break
     assert any(says in each for each in found), found
