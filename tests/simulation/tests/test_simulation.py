@@ -208,7 +208,7 @@ def test_a_fenced_trainer_cannot_put_its_checkpoint_in_place() -> None:
         max_staleness=2,
     )
     found = set()
-    for fenced_s, killed_s in ((4.25, 8.25), (4.5, 8.5), (6.25, 8.75)):
+    for fenced_s, killed_s in ((4.5, 8.5), (5.5, 8.5), (6.5, 9.5)):
         faults = [
             Fault(at_s=fenced_s, kind=Kind.ZOMBIE, target="trainer", seconds=1.0),
             Fault(at_s=killed_s, kind=Kind.KILL, target="trainer"),
