@@ -74,7 +74,7 @@ class InlineJudge:
         self._score = module.compute_score
 
     async def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
-        """See `meshrl.contract.ports.Judge`."""
+        """One Score per sample, in order."""
         return [self._one(sample) for sample in samples]
 
     def _one(self, sample: Sample) -> Score:

@@ -26,7 +26,7 @@ OF_THE_MACHINE = ("no such", "is missing", "not installed", "no module", "GPU")
 
 
 def main() -> None:
-    """See the module."""
+    """Convert every script of the checkouts, and count."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkout", type=Path, nargs="+")
     parser.add_argument("--keys", action="store_true")

@@ -83,7 +83,7 @@ class Source:
         self.manifest = known
 
     async def gathered(self, index: int) -> tuple[str, tuple[int, ...]]:
-        """See `GatheredSource`; one that `gather` was not called for is there whole."""
+        """Return once a bucket is there, with its hash; one that `gather` was not called for is there whole."""
         if not self._coming:
             return self.manifest.bucket_hashes[index], ()
         await self._coming[index].wait()

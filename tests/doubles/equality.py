@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
+from typing_extensions import override
 
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import (
@@ -161,8 +162,8 @@ class _Observed(Optimizers):
 
     gradients: dict[str, torch.Tensor]
 
+    @override
     def step(self, rate: float) -> float:
-        """See Optimizers."""
         if not hasattr(self, "gradients"):
             named = self._model.named_parameters()
             self.gradients = {n: whole(p.grad) for n, p in named if p.grad is not None}

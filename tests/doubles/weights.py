@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
+from typing_extensions import override
 
 from meshrl.contract import chunk_digest, shared_buffers
 from meshrl.contract.errors import CorruptError, NotFoundError, UserError
-from meshrl.contract.ports import DeviceReceiver, LentBucket
+from meshrl.contract.ports import DeviceReceiver, GatheredSource, LentBucket
 from meshrl.contract.types import OnUpdate, TensorSpec, Uint8, Version, WeightManifest
 from meshrl.testing.devices.stub import StubDevice
 from meshrl.weights.messages import digest, hashes_of, tensor_digest
@@ -89,7 +90,7 @@ class StubSource:
         return self._buckets[index]
 
 
-class GatheredStub(StubSource):
+class GatheredStub(StubSource, GatheredSource):
     """One that is published before its buckets are there, as a trainer's versions are. Made in an event loop."""
 
     def __init__(self, run: str, version: Version, **options: Any) -> None:
@@ -115,8 +116,8 @@ class GatheredStub(StubSource):
         for each in self._coming:
             each.set()
 
+    @override
     async def gathered(self, index: int) -> tuple[str, Sequence[int]]:
-        """See `GatheredSource`."""
         await self._coming[index].wait()
         if self._error is not None:
             raise self._error

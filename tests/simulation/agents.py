@@ -16,10 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import grpc
+from typing_extensions import override
 
 from meshrl.contract.types import Uid
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.rpc.auth import Authorizer
+from meshrl.rpc.runtime import Servicer
 from tests.simulation.call import Channel
 from tests.simulation.conversations import (
     MOST_TURNS,
@@ -51,7 +53,7 @@ def gateway_address(worker: str) -> str:
     return f"{worker}:8000"
 
 
-class HttpServicer:
+class HttpServicer(Servicer):
     """An HTTP server of one ASGI app."""
 
     service: Final = "http"
@@ -62,8 +64,8 @@ class HttpServicer:
         self._app = app
         self._problem = problem
 
+    @override
     def attach(self, server: grpc.aio.Server) -> None:
-        """See Servicer."""
         handler = grpc.unary_unary_rpc_method_handler(self._request, bytes, bytes)
         generic = grpc.method_handlers_generic_handler(self.service, {"Request": handler})
         server.add_generic_rpc_handlers((generic,))

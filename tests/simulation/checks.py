@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Final
 
+from typing_extensions import override
+
 from meshrl.contract.types import (
     Batch,
     Lease,
@@ -132,12 +134,13 @@ class WatchedQueue(TransferQueue):
 
     history: RowHistory
 
+    @override
     async def acquire(self, run: str, owner: str) -> RunState:
-        """See Queue."""
         state = await super().acquire(run, owner)
         self.history.acquired(state.epoch)
         return state
 
+    @override
     async def lease(
         self,
         runs: Sequence[str],
@@ -149,7 +152,6 @@ class WatchedQueue(TransferQueue):
         version: Version | None = None,
         wait_s: float,
     ) -> Lease:
-        """See Queue."""
         lease = await super().lease(
             runs,
             stage,
@@ -162,33 +164,33 @@ class WatchedQueue(TransferQueue):
         self.history.leased(stage, worker, lease)
         return lease
 
+    @override
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
-        """See Queue."""
         rows = self.history.holders(run, stage, groups)
         await super().write_packed(run, stage, groups)
         self.history.written(stage, rows)
 
+    @override
     async def take(
         self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
     ) -> Batch:
-        """See Queue."""
         batch = await super().take(
             run, epoch=epoch, step=step, groups=groups, batch_id=batch_id, wait_s=wait_s
         )
         self.history.taken(epoch, batch_id, batch)
         return batch
 
+    @override
     async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
-        """See Queue."""
         call = super().settle(run, epoch=epoch, step=step, batch_id=batch_id)
         await self._fenced("settle", epoch, call)
 
+    @override
     async def commit(self, run: str, *, epoch: int, step: int) -> None:
-        """See Queue."""
         await self._fenced("commit", epoch, super().commit(run, epoch=epoch, step=step))
 
+    @override
     async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:
-        """See Queue."""
         call = super().filter(run, epoch=epoch, uids=uids, reason=reason)
         await self._fenced("filter", epoch, call)
 

@@ -16,9 +16,10 @@ from enum import StrEnum
 from typing import Any, Final
 
 import numpy as np
+from typing_extensions import override
 
 from meshrl.contract.types import Json, Trajectory
-from meshrl.rollout import chat
+from meshrl.rollout import chat, tokenizer
 from meshrl.rollout.tools.ports import ToolCall
 from tests.simulation.engine import STEP_BITS, TURN_TOKENS
 
@@ -51,19 +52,20 @@ OPTIONS: Final[Mapping[Program, Mapping[str, object]]] = {
 """`rollout.program_options`."""
 
 
-class ChatTokenizer:
-    """Satisfies `ChatTokenizer`: a sampled token is its number in brackets, any other one a character."""
+class ChatTokenizer(tokenizer.ChatTokenizer):
+    """A sampled token is its number in brackets, any other one a character."""
 
+    @override
     def decode(self, ids: Sequence[int]) -> str:
-        """See `Tokenizer`."""
         return "".join(f"<{token}>" if token >> STEP_BITS else chr(token) for token in ids)
 
     decode_all = decode
 
+    @override
     def encode(self, text: str) -> list[int]:
-        """See `ChatTokenizer`."""
         return [ord(character) for character in text]
 
+    @override
     def render(
         self,
         messages: Sequence[Mapping[str, Json]],
@@ -71,17 +73,16 @@ class ChatTokenizer:
         tools: Sequence[Json] = (),
         generation: bool,
     ) -> str:
-        """See `ChatTokenizer`."""
         lines = "".join(f"{each['role']}:{each['content']}\n" for each in messages)
         return lines + "assistant:" * generation
 
+    @override
     def is_special(self, token: int) -> bool:
-        """See `ChatTokenizer`."""
         return False
 
 
 def parse(text: str) -> Sequence[ToolCall]:
-    """See `ToolFormat`: two turns of three have a call."""
+    """The call in a turn: two turns of three have a call."""
     key = _number(text)
     return [ToolCall(name=TOOL, arguments={"key": key})] if key % 3 else []
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, Final, TypeVar
 
+from typing_extensions import override
+
 from meshrl.contract.errors import CorruptError, UnavailableError
 from meshrl.planning.loop import PROCESS, Blocked, Process
 from meshrl.weights.shared_memory import Mapped, SharedMemory
@@ -89,35 +91,36 @@ class SimulatedMemory(SharedMemory):
         self._memory = memory
         self._process = process
 
+    @override
     def create(self, name: str, nbytes: int) -> int:
-        """See SharedMemory."""
         return self._memory.create(name, nbytes, self._process)
 
+    @override
     def write(self, descriptor: int, at: int, content: memoryview) -> None:
-        """See SharedMemory."""
         self._memory.opened(descriptor).content[at : at + len(content)] = content
 
+    @override
     def close(self, descriptor: int) -> None:
-        """See SharedMemory."""
         self._memory.close(descriptor)
 
+    @override
     def delete(self, name: str) -> None:
-        """See SharedMemory."""
         self._memory.files.pop(name, None)
 
+    @override
     def map(self, name: str, nbytes: int) -> Mapped:
-        """See SharedMemory. What the owner writes later shows, as it may in pages that nobody has touched."""
+        """What the owner writes later shows, as it may in pages that nobody has touched."""
         file = self._memory.files.get(name)
         if file is None or len(file.content) != nbytes:
             raise CorruptError(f"{name}: no such file of {nbytes} bytes")
         return memoryview(file.content)
 
+    @override
     def owns(self, name: str) -> bool:
-        """See SharedMemory."""
         return name in self._memory.files
 
+    @override
     def sweep(self, pattern: str) -> list[str]:
-        """See SharedMemory."""
         return self._memory.sweep(pattern)
 
 
@@ -130,8 +133,8 @@ class SimulatedThread(WorkerThread):
         super().__init__(name)
         self._takes = takes
 
+    @override
     async def run(self, call: Callable[..., Result], *args: Any) -> Result:
-        """See WorkerThread."""
         if self._closed:
             raise UnavailableError(f"{self._name} is closed")
         began: list[asyncio.Future[None]] = []
@@ -145,8 +148,8 @@ class SimulatedThread(WorkerThread):
 
         return await asyncio.get_running_loop().run_in_executor(self, work)  # type: ignore[arg-type]
 
+    @override
     def close(self, last: Callable[[], object] | None = None) -> None:
-        """See WorkerThread."""
         if not self._closed:
             self._closed = True
             if last is not None:

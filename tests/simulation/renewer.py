@@ -28,7 +28,7 @@ class SimulatedRenewer:
         await self._channel.close(None)
 
     async def renew_held(self, held_leases: HeldLeases) -> None:
-        """See `LeaseRenewer`."""
+        """Renew them until cancelled."""
         began, broke = asyncio.Event(), asyncio.Event()
         held_leases.began = began.set
         attending = asyncio.create_task(self._attend(held_leases.worker, broke), name="attend")

@@ -103,7 +103,7 @@ class StandInReference:
     async def judged(
         self, rows: Sequence[Int32], seen: Sequence[object], *, temperature: float
     ) -> Sequence[Columns]:
-        """See ReferenceModel.judged."""
+        """The columns of each row."""
         await self._takes()
         return [{"ref_logprobs": -row.astype(np.float32)} for row in rows]
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 from fsspec.implementations.memory import MemoryFileSystem
+from typing_extensions import override
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import ConfigError
@@ -84,7 +85,7 @@ class Transfers:
         self.corrupt_until = 0.0
 
 
-class _Receiving:
+class _Receiving(Channel):
     """A replica's end of a channel: bytes may come late, or wrong."""
 
     def __init__(self, channel: Channel, transfers: Transfers) -> None:
@@ -92,28 +93,28 @@ class _Receiving:
         self._transfers = transfers
         self._clock = asyncio.get_running_loop().time
 
+    @override
     async def open(self, deadline_s: float) -> None:
-        """See Channel."""
         await self._channel.open(deadline_s)
 
+    @override
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
-        """See Channel."""
         await self._channel.send(manifest, index, bucket)
 
+    @override
     def committed(self, version: Version) -> None:
-        """See Channel."""
         self._channel.committed(version)
 
+    @override
     def abort(self) -> None:
-        """See Channel."""
         self._channel.abort()
 
+    @override
     async def close(self) -> None:
-        """See Channel."""
         await self._channel.close()
 
+    @override
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> Uint8 | None:
-        """See Channel."""
         found = await self._channel.receive(manifest, index, into)
         if (late_s := self._transfers.hanging_until - self._clock()) > 0:
             await asyncio.sleep(late_s)

@@ -92,7 +92,7 @@ class Renews(Protocol):
     """The method of the Queue port that `renewing` needs."""
 
     async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
-        """See Queue."""
+        """Extend the lease; returns the uids that the worker holds no longer."""
         ...
 
 
@@ -127,7 +127,7 @@ class Writes(Protocol):
     async def write(
         self, run: str, stage: str, token_of: Mapping[Uid, int], rows: Sequence[RowWrite]
     ) -> None:
-        """See Queue."""
+        """Add columns to leased rows, all or none, durable on return."""
         ...
 
 

@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from typing_extensions import override
+
 from meshrl.contract.held_rows import HeldLeases
 from meshrl.contract.shared_buffers import Pin
 from meshrl.contract.types import (
@@ -225,8 +227,9 @@ def every_stage(stage: str) -> bool:
 class HeartbeatQueue(Queue, Protocol):
     """The queue itself, to which workers send heartbeats."""
 
+    @override
     async def open_run(self, spec: RunSpec, *, caller: str = "") -> RunState:
-        """See Queue. Raises CapacityError where `caller` has opened too many; "" may open as many as there may be."""
+        """Raises CapacityError where `caller` has opened too many; "" may open as many as there may be."""
         ...
 
     def heartbeat(

@@ -348,18 +348,18 @@ class RowMethods(ABC):
 
     @abstractmethod
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
-        """See Queue."""
+        """Add columns to leased rows that are packed by group."""
 
     @abstractmethod
     async def fetch_packed(
         self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
-        """See Queue."""
+        """Payload of resident rows by the group."""
 
     async def write(
         self, run: str, stage: str, token_of: Mapping[Uid, int], rows: Sequence[RowWrite]
     ) -> None:
-        """See Queue."""
+        """Pack rows by group, and write them."""
         if self.logprob_precision != "fp32":
             rows = [with_rounded_logprobs(row, self.logprob_precision) for row in rows]
         await self.write_packed(run, stage, packed_groups(token_of, rows))
@@ -367,6 +367,6 @@ class RowMethods(ABC):
     async def fetch(
         self, run: str, uids: Sequence[Uid], columns: Sequence[str]
     ) -> Sequence[Columns]:
-        """See Queue."""
+        """Payload of resident rows, in order."""
         groups = await self.fetch_packed(run, group_rows(run, uids), columns)
         return [row for group in groups for row in group.columns()]

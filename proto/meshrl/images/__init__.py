@@ -136,7 +136,7 @@ class Layout(Protocol):
         ...
 
     def pixels(self, image: Image) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """See ImageFeatures."""
+        """`pixels` and `grid` of ImageFeatures."""
         ...
 
 

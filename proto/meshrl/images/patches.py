@@ -8,29 +8,31 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32
+from meshrl.images import Layout
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-class Patches:
-    """Implements `Layout`: as many placeholders as tokens."""
+class Patches(Layout):
+    """As many placeholders as tokens."""
 
     def __init__(self, placeholder: int, merge: int, processor: Any) -> None:
         self.placeholder = placeholder
         self._merge = merge
         self._processor = processor
 
+    @override
     def block(self, height: int, width: int) -> Int32:
-        """See Layout."""
         patches = self._processor.get_number_of_image_patches(height, width, {})
         return np.full(int(patches) // self._merge**2, self.placeholder, dtype=np.int32)
 
+    @override
     def pixels(self, image: Image) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """See Layout."""
         made = self._processor(images=[image], return_tensors="np")
         pixels = np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
         return pixels, made["image_grid_thw"][0].astype(np.int64)

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import override
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32
+from meshrl.images import Layout
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,8 +26,8 @@ if TYPE_CHECKING:
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
-class Tiles:
-    """Implements `Layout`: each tile has as many placeholders, behind the tokens that name it."""
+class Tiles(Layout):
+    """Each tile has as many placeholders, behind the tokens that name it."""
 
     def __init__(self, placeholder: int, of_tile: int, processor: Any, tokenizer: Any) -> None:
         self.placeholder = placeholder
@@ -33,8 +35,8 @@ class Tiles:
         self._processor = processor
         self._tokenizer = tokenizer
 
+    @override
     def block(self, height: int, width: int) -> Int32:
-        """See Layout."""
         _, rows, columns = self._processor.get_number_of_image_patches(height, width, {})
         found: list[int] = []
         for row in range(1, rows + 1):
@@ -44,8 +46,8 @@ class Tiles:
         found += self._ids(AROUND + WHOLE) + self._of_tile + self._ids(AROUND)
         return np.array(found, dtype=np.int32)
 
+    @override
     def pixels(self, image: Image) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """See Layout."""
         made = self._processor(images=[image], return_tensors="np", return_row_col_info=True)
         (pixels,), (rows,), (columns,) = made["pixel_values"], made["rows"][0], made["cols"][0]
         grid = np.array([len(pixels), rows, columns], dtype=np.int64)

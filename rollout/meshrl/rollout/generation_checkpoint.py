@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from typing_extensions import override
 
 from meshrl.contract.errors import (
     ConflictError,
@@ -47,7 +48,7 @@ from meshrl.contract.types import (
     Version,
 )
 from meshrl.rollout.config import CheckpointIntervals
-from meshrl.rollout.ports import UNSERVED, Generator
+from meshrl.rollout.ports import UNSERVED, Generator, Replaying
 from meshrl.rollout.streams import closing
 
 log = logging.getLogger(__name__)
@@ -257,8 +258,8 @@ class GenerationCheckpointer:
             self._timer = None
 
 
-class ResumableGenerator:
-    """A `Generator` for one row. Satisfies `Replaying`.
+class ResumableGenerator(Replaying):
+    """A generator for one row.
 
     Checkpoints are kept of rows that only grow: the id of the first request is the uid, and the prompt of each
     further one is everything requested and sampled before, plus an observation without pictures. Any other request is
@@ -290,8 +291,8 @@ class ResumableGenerator:
             self._parts = [_joined(self._parts)]
         return self._parts[0]
 
+    @override
     def observed(self, tokens: Int32) -> Int32:
-        """See `Replaying.observed`."""
         at_observation = self._recording and bool(self._past) and _observes(self._past[0])
         if at_observation and np.array_equal(tokens, self._known):
             return self._past[0].tokens

@@ -31,7 +31,7 @@ class Generator(Protocol):
     """The part of an engine that a program may use."""
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
-        """See `meshrl.contract.ports.Engine.generate`."""
+        """Sample one response, as an engine does."""
         ...
 
     @property

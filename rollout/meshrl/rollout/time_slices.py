@@ -16,8 +16,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
+from typing_extensions import override
+
 from meshrl.contract.device_lease import DeviceLease
-from meshrl.contract.ports import Engine
+from meshrl.contract.ports import Engine, WeightSink
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
 
 log = logging.getLogger(__name__)
@@ -47,8 +49,8 @@ class SleepingEngine(Engine, Protocol):
         ...
 
 
-class TimeSlicedEngine:
-    """The `WeightSink` of a sleeping engine: what the weight plane commits to, and what hands the device over."""
+class TimeSlicedEngine(WeightSink):
+    """The weight plane's end of a sleeping engine: what it commits to, and what hands the device over."""
 
     def __init__(
         self, engine: SleepingEngine, lease: DeviceLease, *, woken: Callable[[], None]
@@ -84,8 +86,9 @@ class TimeSlicedEngine:
                 self.turns += 1
             await self._until_next_turn()
 
+    @override
     async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
-        """See `WeightSink`: an engine that sleeps stages in host memory."""
+        """An engine that sleeps stages in host memory."""
         await self._engine.stage_weights(manifest, buckets)
 
     async def commit_weights(self, version: Version, on_update: OnUpdate) -> None:
@@ -97,8 +100,8 @@ class TimeSlicedEngine:
             await self._engine.commit_weights(version, on_update)
         self._woken()
 
+    @override
     async def discard_weights(self, version: Version) -> None:
-        """See `WeightSink`."""
         await self._engine.discard_weights(version)
 
     async def _take(self) -> None:

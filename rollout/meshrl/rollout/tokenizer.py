@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from typing_extensions import override
 
 from meshrl.contract.chat_templates import rendered
 from meshrl.contract.errors import UserError
@@ -111,8 +112,8 @@ async def look_at(tokenizer: Tokenizer, media: Sequence[Media]) -> None:
         await asyncio.to_thread(picture_tokenizer(tokenizer).look_at, media)
 
 
-class HuggingFaceTokenizer:
-    """A checkpoint's own tokenizer. Satisfies `PictureTokenizer` and `EndingTokenizer`."""
+class HuggingFaceTokenizer(PictureTokenizer, EndingTokenizer):
+    """A checkpoint's own tokenizer."""
 
     def __init__(
         self,
@@ -129,12 +130,12 @@ class HuggingFaceTokenizer:
         self._variables = dict(variables)
         self._special = frozenset(tokenizer.all_special_ids)
 
+    @override
     def decode(self, ids: Sequence[int]) -> str:
-        """See `Tokenizer.decode`."""
         return self._text(ids, skip_special_tokens=True)
 
+    @override
     def decode_all(self, ids: Sequence[int]) -> str:
-        """See `ChatTokenizer.decode_all`."""
         return self._text(ids, skip_special_tokens=False)
 
     def _text(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -143,8 +144,8 @@ class HuggingFaceTokenizer:
         )
         return text
 
+    @override
     def encode(self, text: str) -> list[int]:
-        """See `ChatTokenizer.encode`."""
         # Only text with half a surrogate pair is refused: in a tool's description, or what an environment says.
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
@@ -152,6 +153,7 @@ class HuggingFaceTokenizer:
             ids = self._tokenizer.encode(whole(text), add_special_tokens=False)
         return ids
 
+    @override
     def render(
         self,
         messages: Sequence[Mapping[str, Json]],
@@ -159,7 +161,6 @@ class HuggingFaceTokenizer:
         tools: Sequence[Json] = (),
         generation: bool,
     ) -> str:
-        """See `ChatTokenizer.render`."""
         if not self._tokenizer.chat_template:
             raise UserError("the tokenizer has no chat template, and this program uses messages")
         return rendered(
@@ -170,32 +171,32 @@ class HuggingFaceTokenizer:
             **self._variables,
         )
 
+    @override
     def is_special(self, token: int) -> bool:
-        """See `ChatTokenizer.is_special`."""
         return token in self._special
 
     @property
+    @override
     def eos_token_id(self) -> int | None:
-        """See `EndingTokenizer`."""
         own: int | None = self._tokenizer.eos_token_id
         return own
 
     @property
+    @override
     def reads_pictures(self) -> bool:
-        """See `PictureTokenizer`."""
         return self._images is not None
 
+    @override
     def look_at(self, media: Sequence[Media]) -> None:
-        """See `PictureTokenizer`."""
         for each in media:
             with suppress(UserError):
                 if self._images is not None:
                     self._images.features(each, "a picture")
 
+    @override
     def with_places(
         self, ids: Sequence[int], media: tuple[Media, ...]
     ) -> tuple[Int32, tuple[int, ...]]:
-        """See `PictureTokenizer`."""
         if self._images is None:
             raise UserError(NO_PICTURES)
         for number, each in enumerate(media, 1):

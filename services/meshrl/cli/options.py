@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
+from typing_extensions import override
 
 F = TypeVar("F", bound=Callable[..., Any])
 Completion: TypeAlias = Callable[[click.Context, click.Parameter, str], list[CompletionItem[Any]]]
@@ -20,8 +21,8 @@ PATH = click.Path(path_type=Path)
 class _Run(click.Path):
     """A run's directory, or its name in runs/."""
 
+    @override
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """See click.ParamType."""
         path = Path(str(super().convert(value, param, ctx)))
         named = Path("runs") / path
         return named if not path.exists() and named.is_dir() else path
@@ -35,10 +36,10 @@ class Finite(click.FloatRange):
 
     name = "number"
 
+    @override
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """See click.ParamType."""
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} is no finite number", param, ctx)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
+from typing_extensions import override
 
 from meshrl.config.inventory import GIB, NO_GPU, Gpu, on_the_bus, this_machines_gpus
 from meshrl.contract.config import Config
@@ -182,8 +183,8 @@ class AssumedMachine(ThisMachine):
         return tuple(Gpu(id=str(index), memory=memory) for index in range(assumed.gpus))
 
     @property
+    @override
     def no_gpu(self) -> str:
-        """See ThisMachine."""
         return super().no_gpu if self._assumed.gpus is None else NO_GPU
 
     @property

@@ -119,7 +119,7 @@ class Session:
         """The error on this side, if one ended the session."""
 
     def inspect(self, message: pb.PlaneMessage) -> bool:
-        """See a message as it arrives, whatever this session waits for; True if it is answered.
+        """Look at a message as it arrives, whatever this session waits for; True if it is answered.
 
         Raises the reason when the coordinator removes this replica.
         """

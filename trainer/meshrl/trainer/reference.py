@@ -220,7 +220,7 @@ class Judge(Protocol):
     async def __call__(
         self, rows: Sequence[Int32], seen: Sequence[Seen], *, temperature: float
     ) -> Sequence[Columns]:
-        """See ReferenceModel.judged."""
+        """One mapping of columns a row."""
         ...
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from meshrl.contract.device_lease import DeviceLease
 from meshrl.contract.types import Json
@@ -22,10 +23,8 @@ from meshrl.trainer.learner.optimizer import Optimizers, move_state
 class Turns(Protocol):
     """When the trainer has its device."""
 
-    @property
-    def metrics(self) -> Mapping[str, Json]:
-        """Of the last turn."""
-        ...
+    metrics: Mapping[str, Json]
+    """Of the last turn."""
 
     async def acquire(self) -> None:
         """Have the device, with everything that a step needs on it; idempotent. Raises WaitTimeoutError."""
@@ -36,7 +35,7 @@ class Turns(Protocol):
         ...
 
 
-class Always:
+class Always(Turns):
     """The device is the trainer's own."""
 
     metrics: Mapping[str, Json] = {}
@@ -48,7 +47,7 @@ class Always:
         """Nobody else wants it."""
 
 
-class TimeSlices:
+class TimeSlices(Turns):
     """Turns by a lease, which this process holds when this is made."""
 
     def __init__(
@@ -68,10 +67,10 @@ class TimeSlices:
         """Models on the device; those whose parameters FSDP keeps on the host stay there (`model.param_offload`)."""
         self._held = True
         self._began = time.monotonic()
-        self.metrics: dict[str, Json] = {}
+        self.metrics = {}
 
+    @override
     async def acquire(self) -> None:
-        """See `Turns`."""
         if self._held:
             return
         asked = time.monotonic()
@@ -84,8 +83,8 @@ class TimeSlices:
             "time_slices/load_s": time.monotonic() - self._began,
         }
 
+    @override
     async def release(self, *, version_follows: bool = False) -> None:
-        """See `Turns`."""
         if not self._held:
             return
         began = time.monotonic()

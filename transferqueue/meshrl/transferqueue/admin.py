@@ -40,7 +40,7 @@ class QueueAdmin:
         return self._queue.stored_runs()
 
     async def remove_run(self, run: str, *, force: bool) -> StoredRun:
-        """See TransferQueue."""
+        """Remove a run with everything that is stored of it; `force`: even one that services work on."""
         return await self._queue.remove_run(run, force=force)
 
     async def _ledgers(self) -> dict[str, Ledger]:

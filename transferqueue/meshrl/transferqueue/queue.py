@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self, TypedDict, Unpack
 
+from typing_extensions import override
+
 from meshrl.contract.errors import (
     CapacityError,
     ConflictError,
@@ -29,7 +31,7 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.contract.held_rows import HeldLeases, renewing
-from meshrl.contract.ports import every_stage
+from meshrl.contract.ports import HeartbeatQueue, every_stage
 from meshrl.contract.rows import DAMAGED, FAILED, UNTRAINABLE, RowMethods
 from meshrl.contract.types import (
     MEDIA,
@@ -116,7 +118,7 @@ class Heartbeat:
     """Whether the worker's leases of the stage of this name end with the stream."""
 
 
-class TransferQueue(RowMethods):
+class TransferQueue(RowMethods, HeartbeatQueue):
     """One queue on one store: call `open`, and `close` at the end. It belongs to the event loop that opened it."""
 
     def __init__(self, store: Store, **options: Unpack[QueueOptions]) -> None:
@@ -193,8 +195,9 @@ class TransferQueue(RowMethods):
 
     # --- runs
 
+    @override
     async def open_run(self, spec: RunSpec, *, caller: str = "") -> RunState:
-        """See the port. Raises UserError for a spec that cannot work, CapacityError beyond the quota of `caller`."""
+        """Raises UserError for a spec that cannot work, CapacityError beyond the quota of `caller`."""
         self._check_open()
         run = self._runs.get(spec.run)
         if run is not None:
@@ -249,14 +252,14 @@ class TransferQueue(RowMethods):
         called_s = None if at is None else asyncio.get_running_loop().time() - at
         return removal.describe(run, self._waits.of(run.name), called_s)
 
+    @override
     async def run_state(self, run: str) -> RunState:
-        """See the port."""
         state = self._run(run).state()
         await self._commit_log.flush()
         return state
 
+    @override
     async def acquire(self, run: str, owner: str) -> RunState:
-        """See the port."""
         _check_name("owner", owner)
         state = self._worked(run)
         dead_letters.take_over(state, owner)
@@ -266,8 +269,9 @@ class TransferQueue(RowMethods):
         await self._commit_log.flush()
         return answer
 
+    @override
     async def publish(self, run: str, version: Version) -> None:
-        """See the port. A version older than the published one, of the same epoch, changes nothing."""
+        """A version older than the published one, of the same epoch, changes nothing."""
         state = self._worked(run)
         state.check_epoch(version.epoch)
         if version >= state.record.published:
@@ -280,8 +284,9 @@ class TransferQueue(RowMethods):
 
     # --- the feeder
 
+    @override
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
-        """See the port. Raises UserError for a task that can never be processed, CapacityError for a full disk."""
+        """Raises UserError for a task that can never be processed, CapacityError for a full disk."""
         state = self._worked(run)
         most = self._quota.group_rows
         packed = lifecycle.packed(state.spec, state.known_tasks, tasks, most_rows=most)
@@ -305,8 +310,8 @@ class TransferQueue(RowMethods):
                     return count
                 await any_signal([state.admission_signal], deadline, reason)
 
+    @override
     async def close_feed(self, run: str) -> None:
-        """See the port."""
         state = self._worked(run)
         if not state.record.feed_closed:
             state.close_feed()
@@ -316,6 +321,7 @@ class TransferQueue(RowMethods):
 
     # --- stages
 
+    @override
     async def lease(
         self,
         runs: Sequence[str],
@@ -327,7 +333,7 @@ class TransferQueue(RowMethods):
         version: Version | None = None,
         wait_s: float,
     ) -> Lease:
-        """See the port. Waits for runs that are not open yet.
+        """Waits for runs that are not open yet.
 
         When a publish makes `version` too old, a waiting lease ends at once with WaitTimeoutError, so that the caller
         asks again with the version that its engine has by then.
@@ -366,20 +372,22 @@ class TransferQueue(RowMethods):
                     with leases.waiting(candidates, worker):
                         await any_signal([*signals, self._runs_signal], deadline, reason)
 
+    @override
     async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
-        """See the port."""
         state = self._worked(run)
         return leases.renew(state, state.stages[stage], worker, uids)
 
+    @override
     async def renew_held(self, held_leases: HeldLeases) -> None:
-        """See the port. A worker in this process shares the queue's event loop, so its renewals need no thread."""
+        """A worker in this process shares the queue's event loop, so its renewals need no thread."""
         await renewing(self, held_leases)
 
     @contextmanager
+    @override
     def heartbeat(
         self, worker: str, *, serves: Callable[[str], bool] = every_stage
     ) -> Iterator[None]:
-        """See the port. If a successor of the same name has attended since, its grants are not affected."""
+        """If a successor of the same name has attended since, its grants are not affected."""
         clock = asyncio.get_running_loop().time
         this = Heartbeat(clock(), serves)
         self._attended[worker].append(this)
@@ -401,8 +409,9 @@ class TransferQueue(RowMethods):
         """From now on the queue cannot receive renewals: let no lease expire."""
         self._expiry.stop()
 
+    @override
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
-        """See the port. Raises CapacityError for a full disk: nothing is written, the lease goes on."""
+        """Raises CapacityError for a full disk: nothing is written, the lease goes on."""
         state = self._worked(run)
         spec = state.stages[stage]
         writes = leases.checked(state, spec, groups)
@@ -411,8 +420,9 @@ class TransferQueue(RowMethods):
             leases.write(state, spec, writes)
         await self._commit_log.flush()
 
+    @override
     async def append(self, run: str, stage: str, groups: Sequence[ProgressGroup]) -> None:
-        """See the port. Raises CapacityError for a full disk: nothing is stored, the lease goes on."""
+        """Raises CapacityError for a full disk: nothing is stored, the lease goes on."""
         state = self._worked(run)
         spec = state.stages[stage]
         appends = progress.checked(state, spec, groups)
@@ -422,33 +432,33 @@ class TransferQueue(RowMethods):
             progress.append(state, spec, appends)
         await self._commit_log.flush()
 
+    @override
     async def redo(self, run: str, stage: str, uids: Sequence[Uid]) -> int:
-        """See the port."""
         state = self._worked(run)
         rows = progress.redo(state, state.stages[stage], uids)
         await self._commit_log.flush()
         return rows
 
+    @override
     async def fail(
         self, run: str, stage: str, uid: Uid, token: int, outcome: Outcome, reason: str
     ) -> None:
-        """See the port."""
         state = self._worked(run)
         leases.fail(state, state.stages[stage], uid, token, outcome, reason)
         await self._commit_log.flush()
 
+    @override
     async def release(self, run: str, stage: str, token_of: Mapping[Uid, int]) -> None:
-        """See the port."""
         state = self._worked(run)
         leases.release(state, state.stages[stage], token_of)
         await self._commit_log.flush()
 
     # --- the trainer
 
+    @override
     async def take(
         self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
     ) -> Batch:
-        """See the port."""
         if groups < 1 or not batch_id:
             raise UserError(f"take wants at least one group and a batch_id, not {groups} groups")
         deadline = self._deadline(wait_s)
@@ -475,10 +485,11 @@ class TransferQueue(RowMethods):
                 elif await self._sound(state, taken):
                     return batch or await self._taken_before(run, taken, step)
 
+    @override
     async def fetch_packed(
         self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
-        """See the port. Arrays are read-only. Raises UserError for a column that no stage writes."""
+        """Arrays are read-only. Raises UserError for a column that no stage writes."""
         state = self._worked(run)
         with_media = MEDIA in columns
         if with_media:
@@ -498,8 +509,8 @@ class TransferQueue(RowMethods):
                     raise CorruptError(fault, task=rows.task) from None
             raise
 
+    @override
     async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:
-        """See the port."""
         state = self._worked(run)
         state.check_epoch(epoch)
         if reason.startswith((DAMAGED, UNTRAINABLE)):
@@ -512,22 +523,25 @@ class TransferQueue(RowMethods):
             lifecycle.filter_rows(state, uids, reason)
         await self._commit_log.flush()
 
+    @override
     async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
-        """See the port. Raises NotFoundError, ConflictError (taken for another step), FencedError."""
+        """Raises NotFoundError, ConflictError (taken for another step), FencedError."""
         state = self._worked(run)
         state.check_epoch(epoch)
         lifecycle.settle(state, step=step, batch_id=batch_id)
         await self._commit_log.flush()
 
+    @override
     async def commit(self, run: str, *, epoch: int, step: int) -> None:
-        """See the port. Raises FencedError."""
+        """Raises FencedError."""
         state = self._worked(run)
         state.check_epoch(epoch)
         lifecycle.commit(state, step)
         await self._commit_log.flush()
 
+    @override
     async def rewind(self, run: str, *, epoch: int, step: int) -> int:
-        """See the port. Raises FencedError, and ConflictError when rows of that step were committed."""
+        """Raises FencedError, and ConflictError when rows of that step were committed."""
         state = self._worked(run)
         state.check_epoch(epoch)
         rows = lifecycle.rewind(state, step)
@@ -536,26 +550,29 @@ class TransferQueue(RowMethods):
 
     # --- the ledger and dead letters
 
+    @override
     async def ledger(self, run: str) -> Ledger:
-        """See the port. Returns when everything that the ledger counts is durable."""
+        """Returns when everything that the ledger counts is durable."""
         ledger = self._run(run).ledger.snapshot(run)
         await self._commit_log.flush()
         return ledger
 
+    @override
     async def dead_letters(self, run: str) -> Sequence[DeadLetter]:
-        """See the port; in the order in which the rows died."""
+        """In the order in which the rows died."""
         rows = list(self._run(run).dead_letters.values())
         await self._commit_log.flush()
         return await dead_letters.with_prompts(rows, self._payload)
 
+    @override
     async def replay(self, run: str, uids: Sequence[Uid]) -> int:
-        """See the port. If a group has left, its whole task comes in again."""
+        """If a group has left, its whole task comes in again."""
         count = dead_letters.replay(self._run(run), list(uids))
         await self._commit_log.flush()
         return count
 
+    @override
     async def why_waiting(self, run: str) -> Sequence[Waiting]:
-        """See the port."""
         entries = why_waiting.why_waiting(self._run(run), self._waits.of(run))
         return [*self._space.waiting(run), *entries]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import PositiveInt
+from typing_extensions import override
 
 from meshrl.contract.config import Machine, read_options
 from meshrl.contract.device_share import DeviceShare
@@ -28,7 +29,7 @@ from meshrl.rollout.engines._sglang.messages import (
     named_empty_tensor,
     request_body,
 )
-from meshrl.rollout.server_engine.adapters import ServedAdapters
+from meshrl.rollout.server_engine.adapters import AdapterClient, ServedAdapters
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.config import ServerConfig, quantization_arguments
 from meshrl.rollout.server_engine.engine import ServerEngine
@@ -86,8 +87,8 @@ class Config(ServerConfig):
     bucket_bytes: PositiveInt = 512 << 20
     """For `native`: bytes of one broadcast."""
 
+    @override
     def faults(self, machine: Machine, model: Path) -> Iterator[tuple[str, str]]:
-        """See ServerConfig."""
         yield from super().faults(machine, model)
         config = machine.json(model / "config.json")
         name = (config.get("architectures") or ["none"])[0]
@@ -335,7 +336,7 @@ class Sender(Protocol):
         ...
 
 
-class SglangClient(HttpClient):
+class SglangClient(HttpClient, AdapterClient):
     """The routes of an SGLang server. Satisfies `server_engine.kind.ServerClient`."""
 
     def __init__(
@@ -449,18 +450,18 @@ class SglangClient(HttpClient):
                 "flush_cache": False,
             },
         )
+    @override
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        """See `AdapterClient`."""
         adapter = {"lora_name": name, "lora_path": str(directory)}
         await self.call("POST", "/load_lora_adapter", json=adapter)
+    @override
 
     async def unload_adapter(self, name: str) -> None:
-        """See `AdapterClient`."""
         await self.call("POST", "/unload_lora_adapter", json={"lora_name": name})
+    @override
 
     async def set_label(self, version: Version) -> None:
-        """See `AdapterClient`."""
         label = {"new_version": str(version), "abort_all_requests": False}
         await self.call("POST", "/update_weight_version", json=label)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from meshrl.contract.config import read_options
 from meshrl.contract.device_share import DeviceShare, chosen_device
@@ -30,7 +31,7 @@ from meshrl.contract.errors import (
     UnavailableError,
     UserError,
 )
-from meshrl.contract.ports import DeviceReceiver, LentBucket
+from meshrl.contract.ports import DeviceReceiver, LendingSink, LentBucket, PinningSink
 from meshrl.contract.shared_buffers import Pin, page_lock
 from meshrl.contract.types import (
     EngineStats,
@@ -46,6 +47,7 @@ from meshrl.rollout.end_tokens import with_end_of
 from meshrl.rollout.engines._plugins.meshrl_lent import Lent
 from meshrl.rollout.ports import UNSERVED
 from meshrl.rollout.streams import TokenStream, check_request, response_before
+from meshrl.rollout.time_slices import SleepingEngine
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.torch_engine.architecture import Architecture, read_architecture
 from meshrl.rollout.torch_engine.batch import Batch, Row
@@ -91,8 +93,8 @@ def build(
     return TorchEngine(options, model=model, slots=slots, tokenizer=tokenizer)
 
 
-class TorchEngine:
-    """Satisfies `meshrl.contract.ports.Engine`."""
+class TorchEngine(SleepingEngine, PinningSink, LendingSink):
+    """The embedded engine."""
 
     def __init__(
         self, config: Config, *, model: Path, slots: int, tokenizer: Tokenizer | None
@@ -188,8 +190,8 @@ class TorchEngine:
         return streams
 
     @property
+    @override
     def pin(self) -> Pin | None:
-        """See `PinningSink`."""
         on_gpu = self._decoder is not None and self._decoder.device.type == "cuda"
         cudart: Any = torch.cuda.cudart  # torch leaves it untyped
         return page_lock(cudart()) if on_gpu else None
@@ -213,10 +215,11 @@ class TorchEngine:
             stage, where, manifest, buckets, decoder.architecture, decoder.dtype, device
         )
 
+    @override
     async def lend(
         self, manifest: WeightManifest, receiver: DeviceReceiver
     ) -> Sequence[LentBucket]:
-        """See `LendingSink`. The first version comes by the host, from which it is built."""
+        """The first version comes by the host, from which it is built."""
         if self.version == UNSERVED or self.asleep:
             return ()
         try:
@@ -251,8 +254,9 @@ class TorchEngine:
         await receiver.reach(LentBucket(lent.handles[0], sizes[0]))
         return lent
 
+    @override
     async def stage_lent(self, manifest: WeightManifest, digests: Sequence[str]) -> None:
-        """See `LendingSink`: it stays as it arrived, and the commit writes it over what is served."""
+        """It stays as it arrived, and the commit writes it over what is served."""
         decoder, lent = self._loaded_decoder(), self._lent
         if lent is None:
             raise NotFoundError(f"no memory is lent for weights {manifest.version}")
@@ -298,8 +302,8 @@ class TorchEngine:
         await self.commit_weights(version, OnUpdate.DRAIN)
 
     @property
+    @override
     def asleep(self) -> bool:
-        """See `SleepingEngine`."""
         return self._thread is not None and self._thread.asleep
 
     async def sleep(self) -> None:

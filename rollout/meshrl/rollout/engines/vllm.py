@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field, JsonValue, PositiveFloat, PositiveInt
+from typing_extensions import override
 
 from meshrl.contract import plugins
 from meshrl.contract.config import read_options
@@ -26,7 +27,7 @@ from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.engines._vllm.native import NativeSender, RootBuilder
-from meshrl.rollout.server_engine.adapters import ServedAdapters
+from meshrl.rollout.server_engine.adapters import AdapterClient, ServedAdapters
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.config import ServerConfig, quantization_arguments
 from meshrl.rollout.server_engine.engine import ServerEngine
@@ -240,7 +241,7 @@ class VllmServer:
             raise _without(client, "--logprobs-mode processed_logprobs")
 
 
-class VllmClient(HttpClient):
+class VllmClient(HttpClient, AdapterClient):
     """The routes of a vLLM server. Satisfies `server_engine.kind.ServerClient`."""
 
     def __init__(
@@ -321,16 +322,17 @@ class VllmClient(HttpClient):
         await self.call("POST", "/resume")
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        """See `AdapterClient`. Not in place: vLLM would read the file again at every step."""
+        """Not in place: vLLM would read the file again at every step."""
+    @override
         adapter = {"lora_name": name, "lora_path": str(directory)}
         await self.call("POST", "/v1/load_lora_adapter", json=adapter)
 
     async def unload_adapter(self, name: str) -> None:
-        """See `AdapterClient`."""
+    @override
         await self.call("POST", "/v1/unload_lora_adapter", json={"lora_name": name})
 
     async def set_label(self, version: Version) -> None:
-        """See `AdapterClient`."""
+    @override
         await self.call("POST", "/update_weight_version", json={"new_version": str(version)})
 
     async def generate(

@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from pydantic import Field, PositiveInt
+from typing_extensions import override
 
 from meshrl.contract.config import Config as BaseConfig
 from meshrl.contract.config import read_options
@@ -154,34 +155,34 @@ def build(options: Mapping[str, object], *, gateway: Gateway | None = None) -> P
     return SessionProgram(function, config)
 
 
-class FunctionProgram:
+class FunctionProgram(Program):
     """A function that returns the whole row."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self._function = function
         self._name = name
 
+    @override
     async def __call__(
         self, task: Task, uid: Uid, engine: Generator, tokenizer: Tokenizer
     ) -> Rollout:
-        """See `meshrl.rollout.ports.Program`."""
         rollout = await self._function(task, uid, engine, tokenizer)
         if not isinstance(rollout, Rollout):
             raise UserError(f"{self._name} returned {type(rollout).__name__}, want a Rollout")
         return rollout
 
 
-class SessionProgram:
+class SessionProgram(Program):
     """A function that leads a `Session`."""
 
     def __init__(self, function: Callable[..., Any], config: Config) -> None:
         self._function = function
         self._config = config
 
+    @override
     async def __call__(
         self, task: Task, uid: Uid, engine: Generator, tokenizer: Tokenizer
     ) -> Rollout:
-        """See `meshrl.rollout.ports.Program`."""
         config = self._config
         budget = Budget.of(task, turn_tokens=config.max_turn_tokens, turns=config.max_turns)
         prompt, media = task.prompt_ids, task.media

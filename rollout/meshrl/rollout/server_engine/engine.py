@@ -22,6 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
+from typing_extensions import override
+
 from meshrl.contract.errors import (
     EngineGoneError,
     FencedError,
@@ -30,7 +32,7 @@ from meshrl.contract.errors import (
     NotFoundError,
     UserError,
 )
-from meshrl.contract.ports import DeviceReceiver, LentBucket
+from meshrl.contract.ports import AdapterSink, DeviceReceiver, Engine, LendingSink, LentBucket
 from meshrl.contract.types import (
     EngineStats,
     GenerateDelta,
@@ -72,8 +74,8 @@ log = logging.getLogger(__name__)
 Push: TypeAlias = Callable[[GenerateDelta | MeshError], None]
 
 
-class ServerEngine:
-    """Satisfies `meshrl.contract.ports.Engine`."""
+class ServerEngine(Engine, AdapterSink, LendingSink):
+    """One server, and what is asked of it."""
 
     def __init__(
         self,
@@ -203,7 +205,7 @@ class ServerEngine:
 
     @property
     def serves_adapters(self) -> bool:
-        """See `AdapterSink`."""
+    @override
         return self._config.max_lora_rank > 0
 
     async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
@@ -226,12 +228,13 @@ class ServerEngine:
 
     async def lend(
         self, manifest: WeightManifest, receiver: DeviceReceiver
+    @override
     ) -> Sequence[LentBucket]:
-        """See `LendingSink`."""
         return () if self.serves_adapters else await self._lending.lend(manifest, receiver)
 
     async def stage_lent(self, manifest: WeightManifest, digests: Sequence[str]) -> None:
-        """See `LendingSink`: the server's loader finds out what lies where."""
+        """The server's loader finds out what lies where."""
+    @override
         checkpoint, staging = self._loaded(), self._staging
         if staging is None:
             raise EngineGoneError("the engine is not started")

@@ -60,7 +60,7 @@ class ServerLending:
     async def lend(
         self, manifest: WeightManifest, receiver: DeviceReceiver
     ) -> Sequence[LentBucket]:
-        """See `LendingSink`. Raises CapacityError."""
+        """The memory that the server lends; none: the version is to arrive on the host. Raises CapacityError."""
         self._wanted = None
         if self._asked == "host":
             return self._host(manifest.version, "rollout.engine.weight_staging says so")

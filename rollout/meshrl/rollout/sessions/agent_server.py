@@ -25,6 +25,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from meshrl.contract import process_guard
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.sockets import reach_directly
@@ -32,6 +34,7 @@ from meshrl.contract.types import Json
 from meshrl.rollout.sessions.agents import (
     MAX_LINE_BYTES,
     PRIVATE,
+    Agent,
     AgentError,
     Led,
     posted,
@@ -44,8 +47,8 @@ STDERR_BYTES = 4096
 """How much of the end of a server's stderr is kept, for the message of its end."""
 
 
-class AgentServer:
-    """Satisfies `Agent`; `start` before the first row, so that a server that cannot start is the recipe's fault."""
+class AgentServer(Agent):
+    """Call `start` before the first row, so that a server that cannot start is the recipe's fault."""
 
     def __init__(
         self,
@@ -90,8 +93,8 @@ class AgentServer:
             await self._server.kill("the worker ends")
             self._server = None
 
+    @override
     async def __call__(self, task: Mapping[str, Json], address: Address) -> Led:
-        """See `Agent`."""
         server, number = await self._ready(), next(self._numbers)
         call = {"id": number, "base_url": address.base_url, "api_key": address.api_key}
         answer = server.expect(number)

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from typing_extensions import override
+
 from meshrl.contract import process_guard
 from meshrl.contract.errors import UserError
 from meshrl.contract.sockets import reach_directly
@@ -103,7 +105,7 @@ def posted(value: object) -> PostedReward | None:
     return PostedReward(score=numbers.pop("score"), components=numbers)
 
 
-class FunctionAgent:
+class FunctionAgent(Agent):
     """`function(base_url=…, api_key=…, task=…)`. A coroutine function is awaited, any other runs in a thread.
 
     A thread cannot be ended: one that runs past its deadline finds its session closed, and is not waited for. While
@@ -118,8 +120,8 @@ class FunctionAgent:
         for chatty in CHATTY_LOGGERS:
             logging.getLogger(chatty).setLevel(logging.WARNING)
 
+    @override
     async def __call__(self, task: Mapping[str, Json], address: Address) -> Led:
-        """See `Agent`."""
         arguments = {"base_url": address.base_url, "api_key": address.api_key, "task": task}
         try:
             if inspect.iscoroutinefunction(self._function):
@@ -162,7 +164,7 @@ class FunctionAgent:
             self._lost += done.cancelled()
 
 
-class CommandAgent:
+class CommandAgent(Agent):
     """A command with OPENAI_BASE_URL and OPENAI_API_KEY in its environment and the task as JSON on stdin.
 
     The command and all processes that it starts end when the worker ends, in whatever way.
@@ -177,8 +179,9 @@ class CommandAgent:
         self._env = {**inherited, **env}
         reach_directly(self._env)  # its gateway is here
 
+    @override
     async def __call__(self, task: Mapping[str, Json], address: Address) -> Led:
-        """See `Agent`; a command sets its reward with `POST {OPENAI_BASE_URL}/reward`."""
+        """A command sets its reward with `POST {OPENAI_BASE_URL}/reward`."""
         address_env = {"OPENAI_BASE_URL": address.base_url, "OPENAI_API_KEY": address.api_key}
         process = await asyncio.create_subprocess_exec(
             *process_guard.guarded_command(self._command, grace_s=0, line_bytes=MAX_LINE_BYTES),

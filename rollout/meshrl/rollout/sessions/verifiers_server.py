@@ -496,7 +496,7 @@ async def rows(config: dict[str, Any], start: int, count: int) -> list[dict[str,
 
 
 def main() -> int:
-    """See the first lines of this file."""
+    """Do what the first lines of this file say."""
     sys.modules[NAME] = sys.modules[__name__]  # where verifiers looks for the harness
     launch.serve_in_runtime = serve_in_runtime
     # Whatever an environment prints is no answer.

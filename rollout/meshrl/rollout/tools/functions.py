@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from typing_extensions import override
 
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Json
-from meshrl.rollout.tools.ports import NO_PICTURE, Caller, Pictured, ToolError
+from meshrl.rollout.tools.ports import NO_PICTURE, Caller, Pictured, Tool, ToolError
 
 PREFIX = "argument_"
 """Of the pydantic model's fields: some parameter names are not allowed for fields."""
@@ -24,7 +25,7 @@ CALLER = "caller"
 _ARGUMENT = re.compile(r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
-class FunctionTool:
+class FunctionTool(Tool):
     """One function. Coroutine functions are awaited, each call of others runs in its own thread.
 
     A thread cannot be stopped: one that does not return is abandoned. After `most_lost` of them the tool is broken,
@@ -59,8 +60,8 @@ class FunctionTool:
         schema = self._model.model_json_schema()
         self.parameters: Mapping[str, Json] = _without_titles(schema)
 
+    @override
     async def call(self, arguments: Mapping[str, Json], caller: Caller) -> str | Pictured:
-        """See `Tool`."""
         try:
             checked = self._model.model_validate({**arguments, **caller.given})
         except ValidationError as error:
@@ -75,8 +76,8 @@ class FunctionTool:
         except Exception as error:
             raise ToolError(f"{type(error).__name__}: {error}") from error
 
+    @override
     async def check(self, caller: Caller) -> None:
-        """See `Tool`."""
         if self._asks:
             raise InfraError(f"{self._asks} does not answer in time")
 

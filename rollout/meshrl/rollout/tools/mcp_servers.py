@@ -19,16 +19,19 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from typing_extensions import override
+
 from meshrl.contract import process_guard
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Json, Uid
 from meshrl.rollout.tools.config import ToolConfig
-from meshrl.rollout.tools.ports import Caller, Pictured, ToolError
+from meshrl.rollout.tools.ports import Caller, Pictured, Tool, ToolError
 
 if TYPE_CHECKING:
     from mcp import Client
     from mcp.client._transport import Transport, TransportStreams
-    from mcp_types import CallToolResult, ContentBlock, ListToolsResult, Tool
+    from mcp_types import CallToolResult, ContentBlock, ListToolsResult
+    from mcp_types import Tool as ListedTool
 
 Answer = TypeVar("Answer")
 
@@ -106,9 +109,9 @@ class Connection:
         self._holder.cancel()
         await asyncio.wait({self._holder})
 
-    async def tools(self) -> list[Tool]:
+    async def tools(self) -> list[ListedTool]:
         """All tools of the server."""
-        tools: list[Tool] = []
+        tools: list[ListedTool] = []
         cursor: str | None = None
         while True:
             page = await self.request(partial(_page, cursor=cursor))
@@ -213,7 +216,7 @@ class McpServer:
         return self._config.stateful
 
     async def call(self, name: str, arguments: Mapping[str, Json], uid: Uid) -> CallToolResult:
-        """See `Connection.request`."""
+        """Call a tool for a row. Raises what `Connection.request` does."""
         connection = await self._opened(uid if self.stateful else None)
         return await connection.request(lambda client: client.call_tool(name, dict(arguments)))
 
@@ -288,18 +291,18 @@ class McpServer:
         return connection
 
 
-class McpTool:
-    """A tool of a server. Satisfies `Tool`."""
+class McpTool(Tool):
+    """A tool of a server."""
 
-    def __init__(self, server: McpServer, tool: Tool) -> None:
+    def __init__(self, server: McpServer, tool: ListedTool) -> None:
         self.name = tool.name
         self.description = tool.description or ""
         self.parameters: Mapping[str, Json] = tool.input_schema
         self.stateful = server.stateful
         self._server = server
 
+    @override
     async def call(self, arguments: Mapping[str, Json], caller: Caller) -> str | Pictured:
-        """See `Tool`."""
         result = await self._server.call(self.name, {**arguments, **caller.given}, caller.uid)
         text = text_of(result)
         if result.is_error:
@@ -307,8 +310,8 @@ class McpTool:
         pictures = pictures_of(result)
         return Pictured(text=text, pictures=pictures) if pictures else text
 
+    @override
     async def check(self, caller: Caller) -> None:
-        """See `Tool`."""
         await self._server.check(caller.uid)
 
 

@@ -16,10 +16,12 @@ import os
 import signal
 from collections.abc import Mapping
 
+from typing_extensions import override
+
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Json, Uid
 from meshrl.rollout.tools.config import ToolConfig
-from meshrl.rollout.tools.ports import Caller, ToolError
+from meshrl.rollout.tools.ports import Caller, Tool, ToolError
 from meshrl.sandbox.limits import Limits
 from meshrl.sandbox.sandbox import Isolation, Launch, no_bubblewrap, open_sandbox
 
@@ -170,8 +172,8 @@ class PythonSandbox:
             ready.exception()  # its caller may have left
 
 
-class PythonTool:
-    """The tool. Satisfies `Tool`."""
+class PythonTool(Tool):
+    """The tool."""
 
     stateful = True
 
@@ -185,8 +187,8 @@ class PythonTool:
         }
         self._sandbox = sandbox
 
+    @override
     async def call(self, arguments: Mapping[str, Json], caller: Caller) -> str:
-        """See `Tool`."""
         given = {**arguments, **caller.given}
         if set(given) != {"code"} or not isinstance(given["code"], str):
             raise ToolError(f"{self.name}: want one argument, code, a text")

@@ -67,7 +67,7 @@ class SessionTable:
 
     @contextmanager
     def opened(self, session: Session) -> Iterator[Address]:
-        """See Gateway."""
+        """Accept requests for `session` during the context."""
         key = _digest(session.token)
         self._open[key] = session
         self.opened_ever += 1
@@ -85,7 +85,7 @@ class SessionTable:
                 self._ended.popitem(last=False)
 
     def hand_over(self, session: Session, address: Address) -> bool:
-        """See Gateway."""
+        """Give an open session to the external agent that has waited longest; False when none waits."""
         while self._claims:
             claim = self._claims.popleft()
             if not claim.done():

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.responses import PlainTextResponse, Response
+from typing_extensions import override
 
 from meshrl.http.body_limit import BodyLimit
 from meshrl.http.responses import AsciiJSON
@@ -67,8 +68,8 @@ Who = Annotated[Caller, Depends(_caller)]
 class _CheckedRoute(APIRoute):
     """Refuses a caller before a byte of the body is read."""
 
+    @override
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """See APIRoute."""
         handle = super().get_route_handler()
         method = METHODS[self.name]
 

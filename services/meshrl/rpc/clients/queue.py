@@ -7,10 +7,12 @@ from functools import partial
 from typing import Any, Protocol, TypedDict, Unpack
 
 from google.protobuf.message import Message
+from typing_extensions import override
 
 from meshrl.contract import codec
 from meshrl.contract.codec.compression import TAKES_COMPRESSED, Mode, wanted
 from meshrl.contract.held_rows import HeldLeases
+from meshrl.contract.ports import Queue
 from meshrl.contract.rows import RowMethods
 from meshrl.contract.types import (
     Batch,
@@ -42,7 +44,7 @@ class Renewer(Protocol):
     """Renews what workers of this process hold; see lease_renewer.py."""
 
     async def renew_held(self, held_leases: HeldLeases) -> None:
-        """See Queue."""
+        """Renew them until cancelled."""
         ...
 
     async def close(self) -> None:
@@ -68,7 +70,7 @@ class ClientOptions(TypedDict, total=False):
     """From the queue's name in messages, its address and the metadata of calls."""
 
 
-class QueueClient(GrpcClient, RowMethods):
+class QueueClient(GrpcClient, RowMethods, Queue):
     """A remote Queue. Calls survive a restart of the queue that takes no longer than `retry_s`.
 
     Every call but `replay` is repeated if the queue goes away before it answers. A lease whose answer was lost is not
@@ -108,28 +110,29 @@ class QueueClient(GrpcClient, RowMethods):
             f"/meshrl.v1.Queue/{name}", codec.Bulk.SerializeToString, Ack.FromString
         )
 
+    @override
     async def close(self) -> None:
-        """See GrpcClient."""
         await self._renewer.close()
         await super().close()
 
+    @override
     async def open_run(self, spec: RunSpec) -> RunState:
-        """See Queue."""
         request = pb.OpenRunRequest(spec=codec.encode_run_spec(spec))
         return await self._connection.call(self._stub.OpenRun, request, codec.decode_run_state)
 
+    @override
     async def run_state(self, run: str) -> RunState:
-        """See Queue."""
         request = pb.RunRequest(run=run)
         return await self._connection.call(self._stub.GetRunState, request, codec.decode_run_state)
 
+    @override
     async def acquire(self, run: str, owner: str) -> RunState:
-        """See Queue. Repeated after a lost answer, it makes one more epoch, which fences no other trainer."""
+        """Repeated after a lost answer, it makes one more epoch, which fences no other trainer."""
         request = pb.AcquireRequest(run=run, owner=owner)
         return await self._connection.call(self._stub.Acquire, request, codec.decode_run_state)
 
+    @override
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
-        """See Queue."""
         call = codec.AdmitCall(run=run, tasks=tuple(tasks), cursor=cursor, wait_s=wait_s)
         requests = codec.encode_admit(call)
         attempt = partial(
@@ -140,10 +143,11 @@ class QueueClient(GrpcClient, RowMethods):
         )
         return await self._connection.poll(requests[0].header, attempt, wait_s)
 
+    @override
     async def close_feed(self, run: str) -> None:
-        """See Queue."""
         await self._connection.call(self._stub.CloseFeed, pb.RunRequest(run=run), discard)
 
+    @override
     async def lease(
         self,
         runs: Sequence[str],
@@ -155,7 +159,6 @@ class QueueClient(GrpcClient, RowMethods):
         version: Version | None = None,
         wait_s: float,
     ) -> Lease:
-        """See Queue."""
         request = pb.LeaseRequest(
             runs=runs,
             stage=stage,
@@ -169,24 +172,24 @@ class QueueClient(GrpcClient, RowMethods):
         )
         return await self._connection.poll(request, attempt, wait_s)
 
+    @override
     async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
-        """See Queue."""
         request = pb.RenewRequest(run=run, stage=stage, worker=worker, uids=codec.encode_uids(uids))
         return await self._connection.call(
             self._stub.Renew, request, lambda answer: codec.decode_uids(answer.lost)
         )
 
+    @override
     async def renew_held(self, held_leases: HeldLeases) -> None:
-        """See Queue and lease_renewer.py."""
         await self._renewer.renew_held(held_leases)
 
+    @override
     async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
-        """See Queue."""
         call = codec.WriteCall(run=run, stage=stage, groups=tuple(groups))
         await self._connection.call_with_stream(self._write, self._bulk(call), discard)
 
+    @override
     async def append(self, run: str, stage: str, groups: Sequence[ProgressGroup]) -> None:
-        """See Queue."""
         call = codec.WriteCall(run=run, stage=stage, groups=tuple(groups))
         await self._connection.call_with_stream(self._append, self._bulk(call), discard)
 
@@ -194,15 +197,16 @@ class QueueClient(GrpcClient, RowMethods):
         messages = codec.encode_write(call)
         return [message.compressed() for message in messages] if self._compresses else messages
 
+    @override
     async def redo(self, run: str, stage: str, uids: Sequence[Uid]) -> int:
-        """See Queue. Repeated after a lost answer, it finds fewer rows and returns a smaller number."""
+        """Repeated after a lost answer, it finds fewer rows and returns a smaller number."""
         request = pb.RedoRequest(run=run, stage=stage, uids=codec.encode_uids(uids))
         return await self._connection.call(self._stub.Redo, request, lambda answer: answer.rows)
 
+    @override
     async def fail(
         self, run: str, stage: str, uid: Uid, token: int, outcome: Outcome, reason: str
     ) -> None:
-        """See Queue."""
         request = pb.FailRequest(
             run=run,
             stage=stage,
@@ -212,16 +216,16 @@ class QueueClient(GrpcClient, RowMethods):
         )
         await self._connection.call(self._stub.Fail, request, discard)
 
+    @override
     async def release(self, run: str, stage: str, token_of: Mapping[Uid, int]) -> None:
-        """See Queue."""
         rows = codec.encode_held_rows(token_of)
         request = pb.ReleaseRequest(run=run, stage=stage, rows=rows)
         await self._connection.call(self._stub.Release, request, discard)
 
+    @override
     async def take(
         self, run: str, *, epoch: int, step: int, groups: int, batch_id: str, wait_s: float
     ) -> Batch:
-        """See Queue."""
         request = pb.TakeRequest(
             run=run,
             epoch=epoch,
@@ -232,17 +236,17 @@ class QueueClient(GrpcClient, RowMethods):
         attempt = partial(self._connection.call, self._stub.Take, request, codec.decode_batch)
         return await self._connection.poll(request, attempt, wait_s)
 
+    @override
     async def fetch_packed(
         self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
-        """See Queue."""
         request = pb.FetchRowsRequest(run=run, rows=codec.encode_rows(groups), columns=columns)
         return await self._connection.call_for_stream(
             self._fetch, request, lambda answer: codec.decode_fetched(answer, groups)
         )
 
+    @override
     async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:
-        """See Queue."""
         request = pb.FilterRowsRequest(
             run=run,
             epoch=epoch,
@@ -251,48 +255,50 @@ class QueueClient(GrpcClient, RowMethods):
         )
         await self._connection.call(self._stub.Filter, request, discard)
 
+    @override
     async def settle(self, run: str, *, epoch: int, step: int, batch_id: str) -> None:
-        """See Queue."""
         request = pb.SettleRequest(run=run, epoch=epoch, step=step, batch_id=batch_id)
         await self._connection.call(self._stub.Settle, request, discard)
 
+    @override
     async def publish(self, run: str, version: Version) -> None:
-        """See Queue."""
         request = pb.PublishVersionRequest(run=run, version=codec.encode_version(version))
         await self._connection.call(self._stub.Publish, request, discard)
 
+    @override
     async def commit(self, run: str, *, epoch: int, step: int) -> None:
-        """See Queue."""
         request = pb.CommitStepRequest(run=run, epoch=epoch, step=step)
         await self._connection.call(self._stub.Commit, request, discard)
 
+    @override
     async def rewind(self, run: str, *, epoch: int, step: int) -> int:
-        """See Queue. Repeated after a lost answer, it finds nothing to rewind and returns 0."""
+        """Repeated after a lost answer, it finds nothing to rewind and returns 0."""
         request = pb.RewindRequest(run=run, epoch=epoch, step=step)
         return await self._connection.call(self._stub.Rewind, request, lambda answer: answer.rows)
 
+    @override
     async def ledger(self, run: str) -> Ledger:
-        """See Queue."""
         request = pb.RunRequest(run=run)
         return await self._connection.call(self._stub.GetLedger, request, codec.decode_ledger)
 
+    @override
     async def dead_letters(self, run: str) -> Sequence[DeadLetter]:
-        """See Queue."""
         return await self._connection.call(
             self._stub.ListDeadLetters,
             pb.RunRequest(run=run),
             lambda answer: [codec.decode_dead_letter(letter) for letter in answer.letters],
         )
 
+    @override
     async def replay(self, run: str, uids: Sequence[Uid]) -> int:
-        """See Queue. Never repeated automatically: rows that failed again meanwhile would be replayed too."""
+        """Never repeated automatically: rows that failed again meanwhile would be replayed too."""
         request = pb.ReplayRequest(run=run, uids=codec.encode_uids(uids))
         return await self._connection.call(
             self._stub.Replay, request, lambda answer: answer.rows, repeatable=False
         )
 
+    @override
     async def why_waiting(self, run: str) -> Sequence[Waiting]:
-        """See Queue."""
         return await self._connection.call(
             self._stub.WhyWaiting,
             pb.RunRequest(run=run),

@@ -59,7 +59,7 @@ class QueueAdminClient(GrpcClient):
             raise CorruptError(f"{self._connection.name}: the backup ends in the middle of a value")
 
     async def verify(self) -> Audit:
-        """See QueueAdmin."""
+        """Audit the store, and compare it with the queue's ledgers."""
 
         def decode(answer: pb.VerifyResponse) -> Audit:
             ledgers = [codec.decode_ledger(ledger) for ledger in answer.ledgers]
@@ -76,7 +76,7 @@ class QueueAdminClient(GrpcClient):
         )
 
     async def runs(self) -> Sequence[StoredRun]:
-        """See QueueAdmin."""
+        """All runs of the queue."""
 
         def decode(answer: pb.StoredRuns) -> Sequence[StoredRun]:
             return [_decode_run(run) for run in answer.runs]
@@ -84,7 +84,7 @@ class QueueAdminClient(GrpcClient):
         return await self._connection.call(self._stub.ListRuns, pb.ListRunsRequest(), decode)
 
     async def remove_run(self, run: str, *, force: bool) -> StoredRun:
-        """See QueueAdmin. Where the answer is lost, the next call raises NotFoundError."""
+        """Remove a run from the store. Where the answer is lost, the next call raises NotFoundError."""
         request = pb.RemoveRunRequest(run=run, force=force)
         return await self._connection.call(
             self._stub.RemoveRun, request, _decode_run, repeatable=False

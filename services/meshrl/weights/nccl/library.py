@@ -100,7 +100,7 @@ class Library(Protocol):
         ...
 
     def digest(self, buffer: Buffer, nbytes: int) -> str:
-        """See `meshrl.contract.chunk_digest`, of what is there now; blocks."""
+        """The chunk digest (`meshrl.contract.chunk_digest`) of what is there now; blocks."""
         ...
 
     def mark(self) -> Callable[[], bool]:

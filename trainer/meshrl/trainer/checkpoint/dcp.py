@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
+from typing_extensions import override
 
 from meshrl.contract.errors import CorruptError
 
@@ -110,8 +111,8 @@ def _member(owner: Any, name: str) -> Any:
 class _FolderOfAnother(FileSystem):
     """Never makes the folder above again: whoever removed it wants nothing written there."""
 
+    @override
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """See FileSystem."""
         Path(path).mkdir(exist_ok=True)
 
 
@@ -127,13 +128,13 @@ class PlainWriter(FileSystemWriter):
         super().__init__(path)
         self.fs = _FolderOfAnother()
 
+    @override
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        """See FileSystemWriter."""
         with _operating_system_errors():
             return super().write_data(*args, **kwargs)
 
+    @override
     def finish(self, *args: Any, **kwargs: Any) -> None:
-        """See FileSystemWriter."""
         with _operating_system_errors():
             super().finish(*args, **kwargs)
 

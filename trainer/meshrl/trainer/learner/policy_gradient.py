@@ -165,7 +165,7 @@ class PolicyGradient:
 
     @property
     def needs(self) -> Needs:
-        """See `needs.py`."""
+        """Columns, models and passes that the algorithm needs."""
         return self._needs
 
     @property

@@ -74,7 +74,7 @@ class Part:
     shape: tuple[int, ...]
 
     def whole(self, dtype: torch.dtype) -> torch.Tensor:
-        """See `Published`."""
+        """The tensor as `dtype`. Every rank calls this, in the same order."""
         source = self.source
         if self.name not in source.left:
             source.fill({name: each.whole(dtype) for name, each in source.weights.items()})

@@ -22,8 +22,10 @@ from typing import Any, cast
 import numpy as np
 import torch
 import xxhash
+from typing_extensions import override
 
 from meshrl.contract import shared_buffers
+from meshrl.contract.ports import GatheredSource
 from meshrl.contract.types import Adapter, TensorSpec, Uint8, Version, WeightManifest
 from meshrl.trainer.distributed import World
 from meshrl.trainer.model.bucket_gather import gather_into
@@ -40,8 +42,8 @@ class _Hashes:
     tensors: list[int]
 
 
-class Snapshot:
-    """A `GatheredSource`: it may be read while the buckets come."""
+class Snapshot(GatheredSource):
+    """The version of a policy: it may be read while the buckets come."""
 
     def __init__(self, plan: WeightManifest, buckets: Sequence[Uint8]) -> None:
         """A plan that has hashes says that all buckets are there."""
@@ -72,8 +74,9 @@ class Snapshot:
         """uint8[bucket_bytes[index]], read-only; what it will hold once it has been gathered."""
         return self.buckets[index]
 
+    @override
     async def gathered(self, index: int) -> tuple[str, Sequence[int]]:
-        """See `GatheredSource`. Raises what the gather did."""
+        """Raises what the gather did."""
         if self._coming:
             found = await asyncio.wrap_future(self._coming[index])
             return found.bucket, found.tensors

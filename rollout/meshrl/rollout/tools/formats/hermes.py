@@ -9,7 +9,7 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
 def parse(text: str) -> list[ToolCall]:
-    """See `ToolFormat`; the last block may lack its end, if a stop string removed it."""
+    """The calls in a turn; the last block may lack its end, if a stop string removed it."""
     calls: list[ToolCall] = []
     at = text.find(OPENING)
     while at >= 0:

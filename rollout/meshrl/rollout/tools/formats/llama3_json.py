@@ -12,7 +12,7 @@ from meshrl.rollout.tools.ports import ToolCall
 
 
 def parse(text: str) -> list[ToolCall]:
-    """See `ToolFormat`. A turn that does not begin with an object with a `name` is an answer."""
+    """The calls in a turn. One that does not begin with an object with a `name` is an answer."""
     rest = _without_special(text).strip()
     calls: list[ToolCall] = []
     decoder = json.JSONDecoder()

@@ -14,7 +14,7 @@ FENCE = "```"
 
 
 def parse(text: str) -> list[ToolCall]:
-    """See `ToolFormat`; a block without its end is no call."""
+    """The calls in a turn; a block without its end is no call."""
     calls: list[ToolCall] = []
     at = text.find(FENCE)
     while at >= 0:

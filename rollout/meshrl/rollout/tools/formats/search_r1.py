@@ -15,7 +15,7 @@ OPENING, CLOSING, ANSWER = "<search>", "</search>", "<answer>"
 
 
 def parse(text: str) -> list[ToolCall]:
-    """See `ToolFormat`: the last query of a turn."""
+    """The last query of a turn."""
     begin = text.rfind(OPENING)
     end = text.find(CLOSING, begin)
     if begin < 0 or end < 0 or text.find(ANSWER, end) >= 0:

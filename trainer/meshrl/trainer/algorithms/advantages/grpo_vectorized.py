@@ -16,5 +16,5 @@ GROUP_BASELINE = True
 
 
 def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
-    """See `grpo.compute`."""
+    """The advantages that `grpo` computes."""
     return grpo.compute(batch, config)
