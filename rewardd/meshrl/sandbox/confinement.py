@@ -55,10 +55,11 @@ def confine(confinement: Json, limits: Json) -> None:
         with contextlib.suppress(OSError):  # first to go when memory runs out
             Path("/proc/self/oom_score_adj").write_text("1000")
         os.nice(NICE)
-        if confinement["user"] is not None:
+        user = confinement["user"]
+        if user is not None:
             os.setgroups([])
-            os.setresgid(*[confinement["user"]] * 3)
-            os.setresuid(*[confinement["user"]] * 3)
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
         _own_namespaces(libc, limits["tmp_bytes"])
         if level == "weak":  # changing the user has reset it
             die_with_parent(os.getppid())

@@ -21,14 +21,15 @@ def eos_token_ids(checkpoint: Path) -> tuple[int, ...]:
         UserError: a file is no JSON object, or an id is no number.
     """
     configs = [_object(checkpoint / f"{name}.json") for name in ("generation_config", "config")]
-    configs.append(
-        configs[-1].get("text_config") or {}
-    )  # multimodal models keep the decoder's part there
+    # Multimodal models keep the decoder's part there.
+    configs.append(configs[-1].get("text_config") or {})
     found: set[int] = set()
     for config in configs:
         ids = config.get("eos_token_id")
+        if ids is None:
+            continue
         try:
-            found.update(map(int, ids if isinstance(ids, list) else [] if ids is None else [ids]))
+            found.update(map(int, ids if isinstance(ids, list) else [ids]))
         except (TypeError, ValueError) as error:
             raise UserError(f"{checkpoint}: eos_token_id is {ids!r:.40}, want numbers") from error
     found.update(_of_tokenizer(checkpoint))

@@ -323,7 +323,9 @@ ADVICE: Final = {
 
 
 def _said(value: object, source: str = "assumed") -> str:
-    return "given" if value else source if source == "assumed" else f"assumed: {source}"
+    if value:
+        return "given"
+    return source if source == "assumed" else f"assumed: {source}"
 
 
 def _params(model: ModelConfig) -> float:

@@ -269,7 +269,8 @@ class Draft:
             self._store.write(f"{self._draft}/{INDEX}", index_text(manifest).encode())
             for path in companions(model_path):
                 self._store.write(f"{self._draft}/{path.name}", path.read_bytes())
-        chain = (*(self._chain if self._base is not None else ()), manifest.version)
+        before = self._chain if self._base is not None else ()
+        chain = (*before, manifest.version)
         about = {"run": manifest.run, "chain": [str(version) for version in chain]}
         self._store.write(f"{self._draft}/{_VERSION_FILE}", json.dumps(about).encode())
         self._store.publish(self._folder)

@@ -456,7 +456,9 @@ class ReferenceConfig(Config):
 
 def _log_rows(value: object) -> object:
     """YAML reads `off` as false."""
-    return {False: "off", True: "all"}[value] if isinstance(value, bool) else value
+    if isinstance(value, bool):
+        return "all" if value else "off"
+    return value
 
 
 Profile = Annotated[

@@ -46,7 +46,8 @@ def _recording(kind: Kind, file: Path, device: torch.device) -> Iterator[None]:
             torch.cuda.memory._record_memory_history(enabled=None)
     else:
         kinds = [ProfilerActivity.CPU]
-        kinds += [ProfilerActivity.CUDA] * (device.type == "cuda")
+        if device.type == "cuda":
+            kinds.append(ProfilerActivity.CUDA)
         with profile(
             activities=kinds, record_shapes=True, profile_memory=kind == "memory"
         ) as recorded:

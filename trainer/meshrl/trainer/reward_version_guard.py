@@ -216,7 +216,9 @@ class RewardVersionGuard:
         """Fill the overlay; returns the rows that could not be scored."""
         if self._versions is None:  # a take of a step whose earlier takes were of another version
             raise self._refused(f"another reward version than {current}, the step's")
-        names = ("response_text", REWARD_INPUTS, *("loss_mask",) * self._token_rewards)
+        names = ["response_text", REWARD_INPUTS]
+        if self._token_rewards:
+            names.append("loss_mask")
         rows = dict(zip(uids, await self._queue.fetch(run, uids, names), strict=True))
         unscored = {uid: sample_again(uid, columns) for uid, columns in rows.items()}
         for _ in range(TRIES):

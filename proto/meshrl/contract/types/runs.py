@@ -74,9 +74,14 @@ def rollout_stage(
         parts: A row has every branch of its conversation.
         routed_experts: A row has the experts of its tokens.
     """
-    writes = (*ROLLOUT_COLUMNS, *(POSTED_REWARD,) * posted, *(PARTS,) * parts)
-    writes += (ROUTED_EXPERTS,) * routed_experts
-    return StageSpec(name=ROLLOUT_STAGE.name, reads=(), writes=writes)
+    writes = list(ROLLOUT_COLUMNS)
+    if posted:
+        writes.append(POSTED_REWARD)
+    if parts:
+        writes.append(PARTS)
+    if routed_experts:
+        writes.append(ROUTED_EXPERTS)
+    return StageSpec(name=ROLLOUT_STAGE.name, reads=(), writes=tuple(writes))
 
 
 def reward_stage(
@@ -89,10 +94,16 @@ def reward_stage(
         token_rewards: The stage reads the tokens and rewards each of them.
         posted: What the agent of a row says of it counts, where it says something.
     """
-    writes = REWARD_STAGE.writes
-    writes += (REWARD_INPUTS,) * keep_inputs + (TOKEN_REWARDS,) * token_rewards
-    reads = (*REWARD_STAGE.reads, *("tokens",) * token_rewards, *(POSTED_REWARD,) * posted)
-    return StageSpec(name=REWARD_STAGE.name, reads=reads, writes=writes)
+    reads = list(REWARD_STAGE.reads)
+    writes = list(REWARD_STAGE.writes)
+    if keep_inputs:
+        writes.append(REWARD_INPUTS)
+    if token_rewards:
+        writes.append(TOKEN_REWARDS)
+        reads.append("tokens")
+    if posted:
+        reads.append(POSTED_REWARD)
+    return StageSpec(name=REWARD_STAGE.name, reads=tuple(reads), writes=tuple(writes))
 
 
 RESCORABLE_REWARD_STAGE = reward_stage(keep_inputs=True)

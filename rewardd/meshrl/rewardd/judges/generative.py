@@ -128,16 +128,19 @@ class GenerativeJudge(RemoteJudge):
             of = OUT_OF.match(text, match.end())
             before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
             after = text[of.end() if of else match.end() :].partition("\n")[0]
-            rank = 2 if not LEAD.fullmatch(before) else 1 if re.search(r"\w", after) else 0
+            rank = 0
+            if not LEAD.fullmatch(before):
+                rank = 2
+            elif re.search(r"\w", after):
+                rank = 1
             number = "" if RANGE.match(after) else match[1] or ""
             ranked.setdefault(rank, []).append((number, of[1] if of else None))
         if not ranked:
             return None
         found = ranked[min(ranked)]
         if 0 not in ranked and 1 not in ranked and self._pattern.pattern == PATTERN:
-            found = (
-                found if len(set(found)) == 1 else []
-            )  # within sentences: one of them may be a quotation
+            # Within sentences: one of them may be a quotation.
+            found = found if len(set(found)) == 1 else []
         try:
             number, of_what = found[-1]
             if of_what is not None and float(of_what) != self._config.scale:

@@ -49,7 +49,10 @@ class VersionStore:
                 f"{directory} is in use by another reward service; give each a reward.registry.dir of its own"
             ) from error
         for draft in (*self._versions.glob(".*"), *self._names.glob(".*")):
-            shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
+            if draft.is_dir():
+                shutil.rmtree(draft)
+            else:
+                draft.unlink()
 
     def close(self) -> None:
         """Let another process write. Idempotent."""

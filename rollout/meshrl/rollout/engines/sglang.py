@@ -140,15 +140,13 @@ def share_arguments(share: DeviceShare | None) -> Sequence[str]:
     """What a placement means to SGLang: tensor parallelism over the GPUs, a share of their memory, NCCL's port."""
     if share is None or not share.devices:
         return ()
-    nccl = ("--nccl-port", str(share.ports[-1])) if share.ports else ()
-    return (
-        "--tp-size",
-        str(len(share.devices)),
-        "--mem-fraction-static",
-        f"{share.memory:g}",
-        *(("--enable-memory-saver",) if share.in_turns else ()),
-        *nccl,
-    )
+    arguments = ["--tp-size", str(len(share.devices))]
+    arguments += ["--mem-fraction-static", f"{share.memory:g}"]
+    if share.in_turns:
+        arguments.append("--enable-memory-saver")
+    if share.ports:
+        arguments += ["--nccl-port", str(share.ports[-1])]
+    return tuple(arguments)
 
 
 def adapter_arguments(rank: int) -> Sequence[str]:
@@ -182,6 +180,7 @@ class SglangServer:
         self, checkpoint: Checkpoint, *, max_length: int, slots: int, port: str
     ) -> Sequence[str]:
         """Command-line arguments of a server that is started here."""
+        routed_experts = (ROUTED_EXPERTS,) if self._config.return_routed_experts else ()
         return (
             "--model-path",
             str(checkpoint.path),
@@ -201,7 +200,7 @@ class SglangServer:
             "openai",
             "--incremental-streaming-output",
             *LOADER_ARGUMENTS,
-            *(ROUTED_EXPERTS,) * self._config.return_routed_experts,
+            *routed_experts,
             *quantization_arguments(self._config),
             *share_arguments(DeviceShare.of()),
             *adapter_arguments(self._config.max_lora_rank),
@@ -450,17 +449,17 @@ class SglangClient(HttpClient, AdapterClient):
                 "flush_cache": False,
             },
         )
-    @override
 
+    @override
     async def load_adapter(self, name: str, directory: Path) -> None:
         adapter = {"lora_name": name, "lora_path": str(directory)}
         await self.call("POST", "/load_lora_adapter", json=adapter)
-    @override
 
+    @override
     async def unload_adapter(self, name: str) -> None:
         await self.call("POST", "/unload_lora_adapter", json={"lora_name": name})
-    @override
 
+    @override
     async def set_label(self, version: Version) -> None:
         label = {"new_version": str(version), "abort_all_requests": False}
         await self.call("POST", "/update_weight_version", json=label)

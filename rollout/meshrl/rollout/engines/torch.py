@@ -348,11 +348,9 @@ class TorchEngine(SleepingEngine, PinningSink, LendingSink):
         architecture = read_architecture(self._model)
         check_checkpoint(self._model, architecture)
         device = torch.device(chosen_device("rollout.engine.device", config.device, torch))
-        name = (
-            ("bfloat16" if device.type == "cuda" else "float32")
-            if config.dtype == "auto"
-            else config.dtype
-        )
+        name = config.dtype
+        if name == "auto":
+            name = "bfloat16" if device.type == "cuda" else "float32"
         weights = sum(map(math.prod, architecture.shapes().values())) * DTYPES[name].itemsize
         cache = self._cache = KvCache(
             num_layers=architecture.num_layers,

@@ -155,6 +155,8 @@ class VllmServer:
         self, checkpoint: Checkpoint, *, max_length: int, slots: int, port: str
     ) -> Sequence[str]:
         """Command-line arguments of a server that is started here."""
+        pictures = ("--skip-tokenizer-init",) if checkpoint.images is None else PICTURE_ARGUMENTS
+        routed_experts = (ROUTED_EXPERTS,) if self._config.return_routed_experts else ()
         return (
             "--model",
             str(checkpoint.path),
@@ -171,10 +173,10 @@ class VllmServer:
             # Requests are complete: token ids in and out, no default of the checkpoint applies.
             "--generation-config",
             "vllm",
-            *(("--skip-tokenizer-init",) if checkpoint.images is None else PICTURE_ARGUMENTS),
+            *pictures,
             *UPDATE_ARGUMENTS[self._config.update],
             *ARGUMENTS,
-            *(ROUTED_EXPERTS,) * self._config.return_routed_experts,
+            *routed_experts,
             *quantization_arguments(self._config),
             *share_arguments(DeviceShare.of()),
             *adapter_arguments(self._config.max_lora_rank),
@@ -321,18 +323,18 @@ class VllmClient(HttpClient, AdapterClient):
             self._asleep = False
         await self.call("POST", "/resume")
 
+    @override
     async def load_adapter(self, name: str, directory: Path) -> None:
         """Not in place: vLLM would read the file again at every step."""
-    @override
         adapter = {"lora_name": name, "lora_path": str(directory)}
         await self.call("POST", "/v1/load_lora_adapter", json=adapter)
 
-    async def unload_adapter(self, name: str) -> None:
     @override
+    async def unload_adapter(self, name: str) -> None:
         await self.call("POST", "/v1/unload_lora_adapter", json={"lora_name": name})
 
-    async def set_label(self, version: Version) -> None:
     @override
+    async def set_label(self, version: Version) -> None:
         await self.call("POST", "/update_weight_version", json={"new_version": str(version)})
 
     async def generate(
@@ -377,13 +379,11 @@ def share_arguments(share: DeviceShare | None) -> Sequence[str]:
     """What a placement means to vLLM: tensor parallelism over the GPUs, and a share of their memory."""
     if share is None or not share.devices:
         return ()
-    return (
-        "--tensor-parallel-size",
-        str(len(share.devices)),
-        "--gpu-memory-utilization",
-        f"{share.memory:g}",
-        *(("--enable-sleep-mode",) if share.in_turns else ()),
-    )
+    arguments = ["--tensor-parallel-size", str(len(share.devices))]
+    arguments += ["--gpu-memory-utilization", f"{share.memory:g}"]
+    if share.in_turns:
+        arguments.append("--enable-sleep-mode")
+    return tuple(arguments)
 
 
 def adapter_arguments(rank: int) -> Sequence[str]:

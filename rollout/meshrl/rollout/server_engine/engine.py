@@ -168,7 +168,9 @@ class ServerEngine(Engine, AdapterSink, LendingSink):
     async def close(self) -> None:
         """Abort running requests, end a child server, remove staged versions. Idempotent."""
         self._end("closed")
-        tasks = [*self._responses, *([self._watchdog] if self._watchdog else [])]
+        tasks = list(self._responses)
+        if self._watchdog is not None:
+            tasks.append(self._watchdog)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -204,8 +206,8 @@ class ServerEngine(Engine, AdapterSink, LendingSink):
         return stream
 
     @property
-    def serves_adapters(self) -> bool:
     @override
+    def serves_adapters(self) -> bool:
         return self._config.max_lora_rank > 0
 
     async def stage_weights(self, manifest: WeightManifest, buckets: Sequence[Uint8]) -> None:
@@ -226,15 +228,15 @@ class ServerEngine(Engine, AdapterSink, LendingSink):
             self._lending.ask(files.path)
         await self._keep(manifest.version, files)
 
+    @override
     async def lend(
         self, manifest: WeightManifest, receiver: DeviceReceiver
-    @override
     ) -> Sequence[LentBucket]:
         return () if self.serves_adapters else await self._lending.lend(manifest, receiver)
 
+    @override
     async def stage_lent(self, manifest: WeightManifest, digests: Sequence[str]) -> None:
         """The server's loader finds out what lies where."""
-    @override
         checkpoint, staging = self._loaded(), self._staging
         if staging is None:
             raise EngineGoneError("the engine is not started")

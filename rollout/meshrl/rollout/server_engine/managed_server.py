@@ -232,7 +232,8 @@ def _cache_message(cache_tokens: int) -> str:
 def _free_port() -> int:
     """A free port, of those that the placement gives where there is one."""
     share = DeviceShare.of()
-    for wanted in (*(share.ports if share is not None else ()), 0):
+    given = share.ports if share is not None else ()
+    for wanted in (*given, 0):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", wanted))
             port: int = probe.getsockname()[1]

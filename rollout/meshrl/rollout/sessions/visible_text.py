@@ -28,7 +28,7 @@ class VisibleText:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._tools = tools
-        self._marks = (*self._stop, *(OPENING,) * tools)
+        self._marks = (*self._stop, OPENING) if tools else self._stop
         self._ids: list[int] = []
         self._context, self._read = 0, 0
         """Tokens before `_read` have their text; it is what those from `_context` on are decoded with, whose text may

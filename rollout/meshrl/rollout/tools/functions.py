@@ -198,15 +198,18 @@ def _model(
 
 def _without_titles(schema: Mapping[str, Json]) -> dict[str, Json]:
     """Remove pydantic's titles, which repeat the names and would lengthen the prompt."""
-    return {
-        key: {name: _without_titles(each) for name, each in value.items()}
-        if key in ("properties", "$defs")
-        else _without_titles(value)
-        if isinstance(value, dict)
-        else value
-        for key, value in schema.items()
-        if key != "title"
-    }
+    kept: dict[str, Json] = {}
+    for key, value in schema.items():
+        if key == "title":
+            continue
+        if key in ("properties", "$defs"):
+            # Its keys are names, of which one may be `title`.
+            kept[key] = {name: _without_titles(each) for name, each in value.items()}
+        elif isinstance(value, dict):
+            kept[key] = _without_titles(value)
+        else:
+            kept[key] = value
+    return kept
 
 
 def _first_fault(name: str, error: ValidationError) -> str:

@@ -68,7 +68,9 @@ class Needs:
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns to fetch besides those that every algorithm needs."""
-        return (*("ref_logprobs",) * self.reference, *REFERENCE_TOP * self.top)
+        reference = ("ref_logprobs",) if self.reference else ()
+        top = REFERENCE_TOP if self.top else ()
+        return (*reference, *top)
 
 
 def needs_of(algorithm: AlgorithmConfig, actor: ActorConfig) -> Needs:

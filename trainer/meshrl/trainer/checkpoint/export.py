@@ -146,7 +146,9 @@ def _end_with(end: int, folder: Path, known: int | list[int] | None) -> None:
     file = folder / GENERATION_FILE
     settings = json.loads(file.read_text()) if file.is_file() else {}
     given = settings.get("eos_token_id", known)
-    ends = given if isinstance(given, list) else [] if given is None else [given]
+    ends: list[int] = []
+    if given is not None:
+        ends = given if isinstance(given, list) else [given]
     if end not in ends:
         settings["eos_token_id"] = [*ends, end]
         file.write_text(json.dumps(settings, indent=2))

@@ -82,7 +82,11 @@ def read_messages(
         UserError: no list of messages, or a message with more than a role and text; names file and row.
     """
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        given = "null" if value is None else "empty" if value == [] else type(value).__name__
+        given = type(value).__name__
+        if value is None:
+            given = "null"
+        elif value == []:
+            given = "empty"
         raise UserError(f"{where}: {key!r} is {given}, want text or a list of messages")
     return tuple(_message(message, where, key, pictures) for message in value)
 

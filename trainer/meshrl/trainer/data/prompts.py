@@ -200,13 +200,15 @@ def _introduced(prompt: str | tuple[Message, ...], config: DataConfig) -> str | 
         return prompt
     messages = (Message(role="user", content=prompt),) if isinstance(prompt, str) else prompt
     own = messages[:1] if messages[0].role == "system" else ()
-    system = own or [Message(role="system", content=config.system_prompt)]
+    system = own
+    if not own and config.system_prompt:
+        system = (Message(role="system", content=config.system_prompt),)
     shots = [
         Message(role=role, content=content)
         for shot in config.few_shot
         for role, content in (("user", shot.prompt), ("assistant", shot.answer))
     ]
-    return (*(system if own or config.system_prompt else ()), *shots, *messages[len(own) :])
+    return (*system, *shots, *messages[len(own) :])
 
 
 def _columns(row: Mapping[str, Any]) -> str:

@@ -124,9 +124,16 @@ class Learner:
         self.trains_parts = parts
         self.vocabulary: int = policy.hf.config.get_text_config().vocab_size
         self._routing = policy.replay_routing() if routed_experts else None
-        asked = (*(TOKEN_REWARDS,) * token_rewards, *(PARTS,) * parts)
-        asked += (*(ROUTED_EXPERTS,) * routed_experts, *(MEDIA, ROW_MEDIA) * (reader is not None))
-        self.columns = (*COLUMNS, *asked, *objective.needs.columns)
+        columns = list(COLUMNS)
+        if token_rewards:
+            columns.append(TOKEN_REWARDS)
+        if parts:
+            columns.append(PARTS)
+        if routed_experts:
+            columns.append(ROUTED_EXPERTS)
+        if reader is not None:
+            columns += [MEDIA, ROW_MEDIA]
+        self.columns = (*columns, *objective.needs.columns)
         self._objective = objective
         self._actor = actor
         self._temperature = temperature

@@ -41,13 +41,10 @@ class ModelJudge:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-model")
         self._model: Any = None
         self._tokenizer: Any = None
-        self._device = torch.device(
-            config.device
-            if config.device != "auto"
-            else "cuda"
-            if torch.cuda.is_available()
-            else "cpu"
-        )
+        device = config.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = torch.device(device)
 
     @property
     def reward_hash(self) -> str:

@@ -119,13 +119,11 @@ class TrajectoryLog:
         self._max_bytes = max_bytes
         self._tokenizer = tokenizer
         self._on_rows = on_rows
-        self._columns = (
-            *ROLLOUT_COLUMNS,
-            *REWARD_COLUMNS,
-            *chain(*NOTES.values()),
-            *(REWARD_INPUTS,) * keeps_inputs,
-            *(MEDIA,) * pictures,
-        )
+        self._columns = [*ROLLOUT_COLUMNS, *REWARD_COLUMNS, *chain(*NOTES.values())]
+        if keeps_inputs:
+            self._columns.append(REWARD_INPUTS)
+        if pictures:
+            self._columns.append(MEDIA)
         self._pictures = PictureFiles(folder / PICTURES, max_bytes // SHARE)
         self._jobs: queue.Queue[Callable[[], LoggedStep] | None] = queue.Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None

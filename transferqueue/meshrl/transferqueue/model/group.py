@@ -442,6 +442,7 @@ class Group:
                 outcome, num_tokens, oldest, newest, reason = facts
                 stored.append((OUTCOMES.index(outcome), num_tokens, *oldest, *newest, reason))
             self.facts_json = Fragment(to_json(stored))
+        died = [self.deaths, self.failed_in] if self.deaths or self.failed_in else []
         return encode_record(
             [
                 self.number,
@@ -465,7 +466,7 @@ class Group:
                 self.next_frame,
                 self.recorded_progress,
                 [(g.stage, g.token, g.worker, hexed(g.mask)) for g in self.grants],
-                *([self.deaths, self.failed_in] if self.deaths or self.failed_in else ()),
+                *died,
             ]
         )
 
