@@ -19,6 +19,7 @@ from meshrl.rewardd.judge import PoolJudge
 from meshrl.rewardd.pool.rule import FunctionSpec, Rule
 from meshrl.rewardd.registry.building import submitted_sandbox
 from meshrl.sandbox import landlock, seccomp
+from meshrl.sandbox.limits import ScoringLimits
 from meshrl.sandbox.sandbox import NOBODY, Isolation, no_bubblewrap
 from tests.adversarial.attacks import SECRET, Attack
 
@@ -127,8 +128,8 @@ def judge_of(source: str, directory: Path, level: Isolation, **limits: float) ->
         component="compute_score", weight=1, kwargs={}, name="compute_score", digest="d" * 32,
         path=str(directory / "source.py"), source=source,
     )  # fmt: skip
-    config = RewardConfig(sandbox=level, workers=1)
-    sandbox = submitted_sandbox(directory, config, LIMITS | limits)
+    config = RewardConfig(sandbox=level, workers=1, limits=ScoringLimits(deadline_s=60))
+    sandbox = submitted_sandbox(directory, config, limits=LIMITS | limits)
     return PoolJudge(Rule(functions=(spec,)), config, sandbox=sandbox)
 
 

@@ -89,8 +89,9 @@ def test_a_wheel_that_unpacks_to_more_than_its_memory_is_refused(tmp_path: Path)
         component="bomb", weight=1, kwargs={}, name="compute_score", digest="d" * 32,
         module="bomb", path=str(wheel),
     )  # fmt: skip
-    config = RewardConfig.model_validate({"limits": LIMITS | {"memory_bytes": 256 << 20}})
-    judge = PoolJudge(Rule(functions=(spec,)), config, sandbox=submitted_sandbox(tmp_path, config))
+    config = RewardConfig()
+    sandbox = submitted_sandbox(tmp_path, config, limits=LIMITS | {"memory_bytes": 256 << 20})
+    judge = PoolJudge(Rule(functions=(spec,)), config, sandbox=sandbox)
 
     async def start() -> None:
         try:
