@@ -26,7 +26,7 @@ async def main(path: Path, section: str) -> None:
     config = QueueConfig(**json.loads(section))
     collect_garbage_rarely()
     limit_malloc_arenas()
-    queue = await TransferQueue.open(stores.build(config, path), cache_bytes=config.cache_bytes)
+    queue = await TransferQueue.open(stores.build(config, path))
     try:
         settings = ServerSettings(drain_grace_s=1)
         async with GrpcServer(settings, [QueueServicer(queue)]) as server:

@@ -20,6 +20,7 @@ from meshrl.contract.config import Config, read_options
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.row_values import ANY_TOKEN
 from meshrl.contract.types import RunSpec, StageSpec
+from meshrl.transferqueue.model.specs import Quota
 
 SERVICES = "meshrl.launcher.services"
 BUILT_IN = ("queue", "rollout", "reward", "reference", "trainer", "feeder")
@@ -220,7 +221,7 @@ def eval_spec(recipe: Recipe) -> RunSpec:
 
     It may hold as many prompts as the queue allows: an evaluation admits all of its own at once, where they fit.
     """
-    rows, answers = recipe.queue.quota.resident_rows, recipe.rollout.val_kwargs.n
+    rows, answers = Quota().resident_rows, recipe.rollout.val_kwargs.n
     return RunSpec(
         run=recipe.run.name + EVAL_SUFFIX,
         group_size=answers,

@@ -107,7 +107,6 @@ TOLD = [
     "model.lora_alpha=32",
     "model.param_dtype=bfloat16",
     "queue.durability=none",
-    "queue.quota.runs=5",
     "reward.deadline_s=3",
     "reward.workers=2",
     "reward.registry.http_port=null",

@@ -17,8 +17,6 @@ from meshrl.contract.types import (
     StageSpec,
     StalePolicy,
 )
-from meshrl.transferqueue.model.specs import Quota
-from meshrl.transferqueue.store import CACHE_BYTES
 
 
 def _spell_infinity(value: object) -> object:
@@ -36,25 +34,6 @@ Durability = Annotated[Literal["always", "none"], BeforeValidator(_know_old_name
 Staleness = Annotated[NonNegativeInt | Literal["inf"], BeforeValidator(_spell_infinity)]
 
 
-class QuotaConfig(Config):
-    """What one run may ask of the queue: whoever opens a run sends its bounds, and these bound them."""
-
-    runs: PositiveInt = 1000
-    """Runs that one queue keeps. The feeder and the trainer may open three quarters of them each, the operator all;
-    `meshrl runs remove` makes room."""
-    resident_rows: PositiveInt = 4_000_000
-    """Rows that the run's admission bound may let in: groups of a batch, times batches, times `group_size`."""
-    resident_bytes: PositiveInt = 1 << 40
-    """The largest `resident_bytes`."""
-    dead_letters: PositiveInt = 100_000
-    """Dead letters that are kept of a run for `dead-letters replay`; beyond it the oldest are dropped and counted."""
-
-    @property
-    def bounds(self) -> Quota:
-        """As the queue, which imports no pydantic, takes it."""
-        return Quota(**self.model_dump())
-
-
 class QueueConfig(Config):
     """Where rows are stored, and what bounds them."""
 
@@ -67,11 +46,6 @@ class QueueConfig(Config):
     queue loses nothing with either one (except in the memory store)."""
     reserve_bytes: NonNegativeInt = 64 << 20
     """Free disk space (redis: part of maxmemory) that new rows may not use, so that rows can still leave."""
-    memory_bytes: NonNegativeInt = 0
-    """Payload that the memory store keeps in RAM; the oldest beyond it goes to a file. 0: no bound, no file."""
-    cache_bytes: NonNegativeInt = CACHE_BYTES
-    """RAM for frames that were just written, so that the stages after need not read them back from the store; in the
-    memory store, whose frames are in RAM anyway, those that need not be checked again. None with `memory_bytes`."""
     redis_url: str = "redis://127.0.0.1:6379/0"
     """redis://, rediss:// (TLS) or unix://. Of several, separated by commas, the master's is used."""
     redis_prefix: str = ""
@@ -102,10 +76,6 @@ class QueueConfig(Config):
     """Admission bound in batches if `max_staleness` is inf."""
     resident_bytes: PositiveInt = 4 << 30
     """Payload of groups that wait to be trained; beyond it new groups wait (one batch is always admitted)."""
-    resident_tokens: NonNegativeInt = 0
-    """Tokens of rows that wait to be trained; beyond it new groups wait, as with bytes. 0: no bound."""
-    quota: QuotaConfig = QuotaConfig()
-    """Bounds of what any run, of whichever client, may ask of this queue."""
     sampler: str = "fifo"
     """The order in which complete groups are taken: a module of `meshrl.transferqueue.samplers`, or a dotted path."""
 
@@ -129,7 +99,6 @@ class QueueConfig(Config):
             group_k=self.group_k,
             stale_policy=self.stale_policy,
             max_attempts=self.max_attempts,
-            resident_tokens=self.resident_tokens,
             lease_ttl_s=self.lease_ttl_s,
             resident_batches=self.resident_batches,
             resident_bytes=self.resident_bytes,

@@ -206,7 +206,7 @@ class TransferQueue(RowMethods, HeartbeatQueue):
             check_spec(spec, self._quota)
             if len(self._runs) >= self._quota.runs:
                 raise CapacityError(
-                    f"this queue keeps {len(self._runs)} runs already (queue.quota.runs): remove some that are"
+                    f"this queue keeps {len(self._runs)} runs already: remove some that are"
                     " over with `meshrl runs remove`"
                 )
             opened = sum(each.record.opened_by == caller for each in self._runs.values())

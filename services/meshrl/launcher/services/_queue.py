@@ -33,9 +33,6 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         queue = await TransferQueue.open(
             store,
             samplers=[recipe.queue.sampler],
-            quota=recipe.queue.quota.bounds,
-            # What the memory store moves to its file is not to stay in RAM all the same.
-            cache_bytes=0 if recipe.queue.memory_bytes else recipe.queue.cache_bytes,
         )
     except CorruptError as error:
         raise UserError(error.message) from error

@@ -34,8 +34,6 @@ class Quota:
     """Rows of one lease; a worker that asks for more gets these, and may ask again."""
 
 
-RECIPE_QUOTA = ("runs", "resident_rows", "resident_bytes", "dead_letters")
-"""The bounds that a recipe sets (`queue.quota`); the others are constants."""
 CALLERS_SHARE = 3 / 4
 CALLERS_LEAST = 2
 """A training run and its evaluation."""
@@ -50,7 +48,7 @@ def check_opener(caller: str, opened: int, quota: Quota) -> None:
     most = max(CALLERS_LEAST, int(CALLERS_SHARE * quota.runs))
     if caller and opened >= most:
         raise CapacityError(
-            f"the role {caller} has opened {opened} runs of this queue and may open {most} (queue.quota.runs):"
+            f"the role {caller} has opened {opened} runs of this queue and may open {most}:"
             " remove some that are over with `meshrl runs remove`"
         )
 
@@ -103,7 +101,6 @@ def _check_quota(spec: RunSpec, quota: Quota) -> None:
         if value > (most := getattr(quota, name)):
             raise CapacityError(
                 f"run {spec.run!r} asks for {value:.0f} {name.replace('_', ' ')}, and this queue allows {most}"
-                + (f" (queue.quota.{name})" if name in RECIPE_QUOTA else "")
             )
 
 

@@ -31,7 +31,7 @@ def dead_letter(
     dropped, total = run.drop_dead_letters(), run.record.dropped_letters
     if dropped and (total == dropped or total // 1000 > (total - dropped) // 1000):
         log.warning(
-            "run %s: the oldest dead letters are dropped, %d so far (queue.quota.dead_letters)",
+            "run %s: the oldest dead letters are dropped, %d so far",
             run.name,
             total,
         )
