@@ -94,6 +94,20 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2's scalars: PyYAML's 1.1 reads `1e-6` as text, `0.5_5` as 0.55, `no` as false, `1:30` as 90."""
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes a text that YAML 1.1 or 1.2 would read as something else, and writes no anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Always."""
+        return True
+
+    def text(self, text: str) -> yaml.ScalarNode:
+        """A text on one line, whatever it holds."""
+        style = None if text.isprintable() else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.text)
 _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -106,9 +120,10 @@ for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("merge", r"<<", "<"),
 ):
-    _Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first)
-    )
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first)
+        )
 
 
 def load_recipe(
@@ -230,14 +245,34 @@ class Written:
 
 
 def in_yaml(value: Any) -> str:
-    """A value in one line of YAML, as an override has it."""
-    return yaml.safe_dump(value, default_flow_style=True, width=sys.maxsize).splitlines()[0]
+    """A value in one line of YAML, as an override, a list or a mapping has it."""
+    return _dumped([value], default_flow_style=True)[1:-2]
+
+
+def as_yaml(tree: Any) -> str:
+    """A recipe's sections as YAML."""
+    return _dumped(tree, default_flow_style=False)
+
+
+def _dumped(value: Any, *, default_flow_style: bool) -> str:
+    def dumped(*, allow_unicode: bool) -> str:
+        text: str = yaml.dump(
+            value,
+            Dumper=_Dumper,
+            allow_unicode=allow_unicode,
+            default_flow_style=default_flow_style,
+            sort_keys=False,
+            width=sys.maxsize,
+        )
+        return text
+
+    text = dumped(allow_unicode=True)
+    return text if text.replace("\n", "").isprintable() else dumped(allow_unicode=False)
 
 
 def save_recipe(recipe: Recipe, path: Path) -> None:
     """Write `recipe` with every default filled in: what a run really ran with. A reader sees all of it or none."""
-    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    replace_file(path, text)
+    replace_file(path, as_yaml(recipe.model_dump(mode="json")))
 
 
 def anchored(recipe: Recipe) -> Recipe:

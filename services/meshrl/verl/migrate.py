@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,6 +71,7 @@ def migrate(
     *,
     name: str = "migrated",
     started: Command | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Migration:
     """Translate YAML files, then overrides, the last one winning.
 
@@ -80,6 +80,7 @@ def migrate(
         files: YAML files of verl (or Hydra's saved `config.yaml`).
         name: The run's name where no experiment has one.
         started: The command whose program they were given to; None is `verl.trainer.main_ppo`.
+        environment: Variables for `${oc.env:NAME}`.
 
     Raises:
         ConfigError: a program that trains nothing, a line that cannot be read, or a value that the recipe cannot
@@ -87,7 +88,7 @@ def migrate(
     """
     if started is not None:
         refuse_other(started)
-    values, origins, findings = _given(overrides, files)
+    values, origins, findings = _given(overrides, files, environment or {})
     program = Program()
     if started is not None:
         program = started.program
@@ -307,7 +308,7 @@ def _unknown(table: Sequence[Rule], key: str) -> str:
 
 
 def _given(
-    overrides: Sequence[str], files: Sequence[Path]
+    overrides: Sequence[str], files: Sequence[Path], environment: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str], list[Finding]]:
     """Leaf to value, leaf to where it was written, and what is no key at all."""
     values: dict[str, Any] = {}
@@ -331,7 +332,7 @@ def _given(
             wrong.append(str(error))
     if wrong:
         raise ConfigError("\n".join(wrong))
-    return _resolved(values), origins, findings
+    return _resolved(values, environment), origins, findings
 
 
 def _composition(section: str) -> Finding:
@@ -393,11 +394,11 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def _resolved(values: dict[str, Any]) -> dict[str, Any]:
+def _resolved(values: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
     """Interpolations by what was given; what refers to a default is left to that default."""
     done: dict[str, Any] = {}
     for key, value in values.items():
-        found = _resolve(value, key, values, 0)
+        found = _resolve(value, key, values, environment, 0)
         if found is not _LOST:
             done[key] = found
     return done
@@ -407,14 +408,21 @@ _LOST: Any = object()
 """Refers to something that was not given."""
 
 
-def _resolve(value: Any, key: str, values: Mapping[str, Any], depth: int) -> Any:
+def _resolve(
+    value: Any,
+    key: str,
+    values: Mapping[str, Any],
+    environment: Mapping[str, str],
+    depth: int,
+) -> Any:
     if isinstance(value, list):
-        items = [_resolve(item, key, values, depth) for item in value]
+        items = [_resolve(item, key, values, environment, depth) for item in value]
         return _LOST if _LOST in items else items
     while isinstance(value, str) and (found := _INTERPOLATION.search(value)):
         if depth > 20:
             raise ConfigError(f"{key}: {value!r} refers to itself")
-        inner = _resolve(_referred(found[1], key, values), key, values, depth + 1)
+        referred = _referred(found[1], key, values, environment)
+        inner = _resolve(referred, key, values, environment, depth + 1)
         if inner is _LOST:
             return _LOST
         if found[0] == value:
@@ -426,7 +434,9 @@ def _resolve(value: Any, key: str, values: Mapping[str, Any], depth: int) -> Any
     return value
 
 
-def _referred(inside: str, key: str, values: Mapping[str, Any]) -> Any:
+def _referred(
+    inside: str, key: str, values: Mapping[str, Any], environment: Mapping[str, str]
+) -> Any:
     """What `${inside}` stands for."""
     function, colon, arguments = inside.partition(":")
     if not colon:
@@ -437,7 +447,9 @@ def _referred(inside: str, key: str, values: Mapping[str, Any]) -> Any:
         found = values.get(_absolute(name, key), _LOST)
         return fallback if found is _LOST else found
     if function == "oc.env":
-        return os.environ.get(name, fallback)
+        if not comma and name not in environment:
+            raise ConfigError(f"{key}: {name} is not given; give it with --env {name}")
+        return environment.get(name, fallback)
     return _LOST
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from meshrl.contract.errors import ConfigError
+from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json
 from meshrl.sandbox.limits import Limits
 from meshrl.sandbox.sandbox import StrictSandbox, no_bubblewrap
@@ -25,6 +25,8 @@ LIMITS = Limits(deadline_s=10.0, processes=64, open_files=256)
 NO_COMMAND = (
     "no verl command found; want a line like python3 -m verl.trainer.main_ppo key=value ..."
 )
+BARE = ("HOME", "LANG", "PWD", "USER")
+"""Variables of the user's that a script sees; it may write whatever it sees into the recipe."""
 GRACE_S = 20.0
 """Seconds that the sandbox may take besides the script."""
 
@@ -56,6 +58,21 @@ def started(
             raise (ConfigError(NO_COMMAND) if sandboxed else error) from None
     added = [word for word in arguments if "=" in word and word not in command.arguments]
     return replace(command, arguments=(*command.arguments, *added)), others
+
+
+def seen(environment: Mapping[str, str], passed: Sequence[str]) -> dict[str, str]:
+    """The variables that a script sees: BARE, and those of `passed`, each a NAME or NAME=VALUE.
+
+    Raises:
+        UserError: a NAME that is not set.
+    """
+    variables = {name: environment[name] for name in BARE if name in environment}
+    for word in passed:
+        name, equals, value = word.partition("=")
+        if not equals and name not in environment:
+            raise UserError(f"--env {name}: it is not set; set it, or give --env {name}=VALUE")
+        variables[name] = value if equals else environment[name]
+    return variables
 
 
 def pasted(script: str, environment: Mapping[str, str]) -> tuple[Command, list[str]]:
@@ -94,7 +111,7 @@ def launched(
         said = answer["said"].removeprefix(f"{file.absolute()}: ")
         raise ConfigError(
             f"the script {ended} and started no program{f': {said}' if said else ''}"
-            " (its variables come from the environment, its arguments after --)"
+            f" (it sees {', '.join(BARE)}, others with --env NAME, and arguments after --)"
         )
     return commands
 

@@ -190,7 +190,7 @@ class _Reader:
             return value
         if operator is None:
             raise self._error(
-                f"${name} is not set; set it above the command, or in the environment"
+                f"${name} is not set; set it above the command, or give it with --env"
             )
         bare = (default or "").replace('"', "").replace("'", "")
         inner = _Reader(f'"{bare}"', self.variables).read()

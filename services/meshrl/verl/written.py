@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import yaml
-
 from meshrl.config.explain import value_text
+from meshrl.config.loading import in_yaml
+from meshrl.contract.plain_text import harmless
 from meshrl.verl.migrate import Finding, Migration
 from meshrl.verl.rules import Status
 
@@ -26,7 +26,7 @@ def recipe_text(migration: Migration) -> str:
         "# written down; `conventions: verl` keeps verl's numbers where ours differ.",
     ]
     for found in migration.of(Status.REFUSED):
-        lines.append(f"# REFUSED {found.key}={value_text(found.value)}: {found.note}")
+        lines.append(harmless(f"# REFUSED {found.key}={value_text(found.value)}: {found.note}"))
     sections = {
         name: migration.tree[name]
         for name in migration.config.model_fields
@@ -41,25 +41,12 @@ def _lines(tree: Mapping[str, Any], at: tuple[str, ...], migration: Migration) -
     for key, value in tree.items():
         where = (*at, key)
         if isinstance(value, Mapping) and value:
-            yield f"{indent}{key}:"
+            yield f"{indent}{in_yaml(key)}:"
             yield from _lines(value, where, migration)
             continue
         note = migration.comments.get(where)
-        yield f"{indent}{key}: {_flow(value)}" + (f"  # {note}" if note else "")
-
-
-def _flow(value: Any) -> str:
-    """A value on one line, read back as it is by YAML 1.1 and 1.2."""
-    if isinstance(value, float):
-        text = repr(value)
-        mantissa, e, exponent = text.partition("e")
-        return f"{mantissa}.0e{exponent}" if e and "." not in mantissa else text
-    if isinstance(value, list):
-        return f"[{', '.join(map(_flow, value))}]"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_flow(k)}: {_flow(v)}' for k, v in value.items())}}}"
-    text = yaml.safe_dump(value, width=1 << 30, allow_unicode=True, default_flow_style=True)
-    return text.removesuffix("\n").removesuffix("...").removesuffix("\n")
+        comment = f"  # {harmless(note)}" if note else ""
+        yield f"{indent}{in_yaml(key)}: {in_yaml(value)}{comment}"
 
 
 def report(migration: Migration) -> Iterator[str]:

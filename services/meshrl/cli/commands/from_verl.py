@@ -11,6 +11,7 @@ import click
 from meshrl.cli.options import PATH, json_option
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.files import replace_file
+from meshrl.contract.plain_text import say, say_error, say_json
 from meshrl.contract.words import counted
 from meshrl.rpc.exit_codes import Exit
 
@@ -25,6 +26,13 @@ from meshrl.rpc.exit_codes import Exit
 @click.option(
     "--yaml", "files", type=PATH, multiple=True, help="A YAML of verl; may be given several times."
 )
+@click.option(
+    "--env",
+    "passed",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="A variable that the script may see, besides HOME, LANG, PWD and USER; may be given several times.",
+)
 @click.option("-o", "--output", type=PATH, help="Write the recipe here; stdout if not given.")
 @click.option("--force", is_flag=True, help="Replace the output if it is there.")
 @click.option(
@@ -35,6 +43,7 @@ def from_verl(
     command: tuple[str, ...],
     script: Path | None,
     files: tuple[Path, ...],
+    passed: tuple[str, ...],
     output: Path | None,
     force: bool,
     strict: bool,
@@ -56,36 +65,37 @@ def from_verl(
     from meshrl.verl.migrate import migrate
     from meshrl.verl.programs import Command, Program, command_of
     from meshrl.verl.rules import Status
-    from meshrl.verl.scripts import started
+    from meshrl.verl.scripts import seen, started
 
     others: list[str] = []
+    environment = seen(os.environ, passed)
     if script is not None:
         path = None if str(script) == "-" else script
-        ours, others = started(_text(script), os.environ, path, command)
+        ours, others = started(_text(script), environment, path, command)
     else:
         ours = command_of(command) or Command(name="", arguments=command, program=Program())
     name = output.stem if output is not None else "migrated"
-    migration = migrate(ours.arguments, files, name=name, started=ours)
+    migration = migrate(ours.arguments, files, name=name, started=ours, environment=environment)
     for other in others:
-        click.echo(f"the script also starts {other}: not translated", err=True)
+        say(f"the script also starts {other}: not translated", err=True)
     refused = len(migration.of(Status.REFUSED))
-    report = written.as_json(migration) if as_json else "\n".join(written.report(migration))
     # The recipe owns stdout where it has no file.
-    click.echo(report, err=output is None)
+    if as_json:
+        say_json(written.as_json(migration), err=output is None)
+    else:
+        for line in written.report(migration):
+            say(line, err=output is None)
     if refused and strict:
-        click.echo(
-            f"error: {counted(refused, 'key is', 'keys are')} refused; nothing was written",
-            err=True,
-        )
+        say_error(f"{counted(refused, 'key is', 'keys are')} refused; nothing was written")
         sys.exit(Exit.USER_ERROR)
     if output is None:
-        click.echo(written.recipe_text(migration), nl=False)
+        say(written.recipe_text(migration).rstrip("\n"), lines=True)
         return
     replace_file(output, written.recipe_text(migration))
     if not as_json:
         check = f"check it with `meshrl config check {output}`, run it with `meshrl up {output}`"
         tune = f"run it with `meshrl sft {output}`"
-        click.echo(f"{output}: {tune if ours.program.sft else check}")
+        say(f"{output}: {tune if ours.program.sft else check}")
 
 
 def _text(script: Path) -> str:

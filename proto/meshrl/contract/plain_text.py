@@ -1,0 +1,70 @@
+"""Text of models, submitters and files made harmless: it commands no terminal and ends no line of a log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Any
+
+MOST = 500
+"""Characters of a text that is shown on one line."""
+
+
+def harmless(text: str, *, lines: bool = False) -> str:
+    """The text with escapes, controls, marks that turn its direction and line breaks shown by their numbers.
+
+    With `lines` it may have several lines.
+    """
+    if text.isprintable():
+        return text
+    kept = "\n\t" if lines else ""
+    return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
+
+
+def one_line(text: str) -> str:
+    """The beginning of a text, without line breaks."""
+    return harmless(" ".join(text[:MOST].split()))
+
+
+def say(text: str, *, err: bool = False, lines: bool = False) -> None:
+    """Print one line, or with `lines` several, whatever is in it; on stderr with `err`."""
+    print(harmless(text, lines=lines), file=sys.stderr if err else sys.stdout, flush=True)
+
+
+def say_error(error: object) -> None:
+    """Print what went wrong on stderr, one line per problem."""
+    for line in str(error).splitlines():
+        say(f"error: {line}", err=True)
+
+
+def say_json(text: str, *, err: bool = False) -> None:
+    """Print JSON, which stays JSON: a character that would command a terminal is written as its escape."""
+    if not text.isprintable():
+        # The line breaks are those of the indent; the ones of texts are escapes already.
+        text = "".join(c if c.isprintable() or c == "\n" else _json_escape(c) for c in text)
+    print(text, file=sys.stderr if err else sys.stdout, flush=True)
+
+
+def _json_escape(character: str) -> str:
+    return "\\u007f" if character == "\x7f" else json.dumps(character)[1:-1]
+
+
+class LogFormatter(logging.Formatter):
+    """A line for a record, harmless; the lines of a traceback are indented, so that none passes for a record."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """One line."""
+        return harmless(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        """Several lines."""
+        return _below(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:
+        """Several lines."""
+        return _below(super().formatStack(stack_info))
+
+
+def _below(text: str) -> str:
+    return "\n".join(f"  {line}" for line in harmless(text, lines=True).splitlines())
