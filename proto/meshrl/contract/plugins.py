@@ -8,7 +8,10 @@ import functools
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from importlib.machinery import ModuleSpec
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +64,38 @@ def load(package: str, name: str, attribute: str) -> Any:
     if not hasattr(module, attribute):
         raise ConfigError(f"module {module.__name__!r} defines no {attribute!r}")
     return getattr(module, attribute)
+
+
+def find(name: str) -> ModuleSpec | None:
+    """The module of a dotted name, found without importing it or the packages that hold it; None: there is none."""
+    spec, search = None, None
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in parts):
+        return None
+    for full in accumulate(parts, "{}.{}".format):
+        if full in sys.modules:
+            spec = sys.modules[full].__spec__
+            search = getattr(sys.modules[full], "__path__", None)
+            continue
+        spec = _found(full, search)
+        search = spec.submodule_search_locations if spec is not None else None
+    return spec
+
+
+def _found(name: str, search: Iterable[str] | None) -> ModuleSpec | None:
+    """A module of the top level, or of a package with the folders `search`."""
+    if "." not in name:
+        return importlib.util.find_spec(name)
+    finders = map(pkgutil.get_importer, search or ())
+    specs = [spec for finder in finders if finder and (spec := finder.find_spec(name, None))]
+    for spec in specs:
+        if spec.loader is not None:
+            return spec
+    for spec in specs[:1]:  # a folder without __init__.py may have parts in several places
+        folders = [each for part in specs for each in part.submodule_search_locations or ()]
+        spec.submodule_search_locations = folders
+        return spec
+    return None
 
 
 def where_it_stands(name: str) -> str:
@@ -128,10 +163,7 @@ def config_class(package: str, name: str) -> Any | None:
 def _statements(package: str, name: str) -> list[ast.stmt]:
     """The top level of the module of `load`, not imported; empty where there is no source."""
     place = _packages(package).get(name, package)
-    try:
-        spec = importlib.util.find_spec(name if "." in name else f"{place}.{name}")
-    except ModuleNotFoundError:
-        return []
+    spec = find(name if "." in name else f"{place}.{name}")
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return []
     source = Path(spec.origin)

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.plugins import where_it_stands
+from meshrl.contract.plugins import find, where_it_stands
 
 
 def load_function(name: str, key: str) -> Callable[..., Any]:
@@ -49,11 +49,11 @@ def check_function(name: str, key: str) -> ast.FunctionDef | ast.AsyncFunctionDe
     if in_file and not path.is_file():
         raise ConfigError(f"{key}: no such file: {place}", key=key)
     if not in_file:
-        if not _importable(place):
+        spec = find(place)
+        if spec is None:
             hint = where_it_stands(place)
             raise ConfigError(f"{key}: no module {place!r} can be imported{hint}", key=key)
-        spec = importlib.util.find_spec(place)
-        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        if spec.origin is None or not spec.origin.endswith(".py"):
             return None
         path = Path(spec.origin)
     try:
@@ -92,13 +92,6 @@ def _parts(name: str, key: str) -> tuple[str, str, bool]:
         want = "want package.module.function or path/to/file.py:function"
         raise ConfigError(f"{key}: {name!r} names no function; {want}", key=key)
     return place, attribute, in_file
-
-
-def _importable(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _file(path: Path) -> ModuleType:

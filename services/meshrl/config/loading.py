@@ -249,7 +249,7 @@ def in_yaml(value: Any) -> str:
     return _dumped([value], default_flow_style=True)[1:-2]
 
 
-def as_yaml(tree: Any) -> str:
+def recipe_yaml(tree: Any) -> str:
     """A recipe's sections as YAML."""
     return _dumped(tree, default_flow_style=False)
 
@@ -272,7 +272,7 @@ def _dumped(value: Any, *, default_flow_style: bool) -> str:
 
 def save_recipe(recipe: Recipe, path: Path) -> None:
     """Write `recipe` with every default filled in: what a run really ran with. A reader sees all of it or none."""
-    replace_file(path, as_yaml(recipe.model_dump(mode="json")))
+    replace_file(path, recipe_yaml(recipe.model_dump(mode="json")))
 
 
 def anchored(recipe: Recipe) -> Recipe:

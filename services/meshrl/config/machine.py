@@ -5,7 +5,6 @@ Nothing here loads torch, runs a file of the user's or starts a program.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import os
@@ -19,6 +18,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat
 from typing_extensions import override
 
 from meshrl.config.inventory import GIB, NO_GPU, Gpu, on_the_bus, this_machines_gpus
+from meshrl.contract import plugins
 from meshrl.contract.config import Config
 from meshrl.contract.errors import UserError
 from meshrl.rollout.server_engine.checkpoint import read_header
@@ -57,10 +57,7 @@ class ThisMachine:
 
     def installed(self, package: str) -> bool:
         """Whether `package`, a module or a distribution of that name, can be imported."""
-        try:
-            return importlib.util.find_spec(package.replace("-", "_")) is not None
-        except (ImportError, ValueError):
-            return False
+        return plugins.find(package.replace("-", "_")) is not None
 
     def program(self, name: str) -> bool:
         """Whether `name`, a path or a word on PATH, can be run."""

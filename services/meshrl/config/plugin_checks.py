@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
@@ -230,6 +229,16 @@ def names_at(key: str) -> tuple[str, ...]:
     return tuple(sorted(plugins.known(package))) if package else ()
 
 
+def imported(tree: Mapping[str, Any]) -> list[str]:
+    """The dotted names in a recipe's sections that a check imports; it finds the others and reads their source."""
+    algorithm, stages = tree.get("algorithm"), tree.get("stages")
+    named = [algorithm.get("name")] if isinstance(algorithm, Mapping) else []
+    for stage in stages.values() if isinstance(stages, Mapping) else ():
+        named.append(stage.get("kind") if isinstance(stage, Mapping) else None)
+    dotted = [name for name in named if isinstance(name, str) and "." in name]
+    return list(dict.fromkeys(dotted))
+
+
 def _program_options(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     """Those of the mesh's own programs, which are light to import; what they name is loaded by a worker."""
     name, options = recipe.rollout.program, recipe.rollout.program_options
@@ -254,7 +263,7 @@ def _program_options(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
 def _name(at: Loc, package: str, name: str, others: tuple[str, ...] = ()) -> Iterator[Problem]:
     key = ".".join(map(str, at))
     if "." in name:
-        if not _importable(name):
+        if plugins.find(name) is None:
             hint = plugins.where_it_stands(name)
             yield at, f"{key}: no module {name!r} can be imported{hint}"
         return
@@ -263,10 +272,3 @@ def _name(at: Loc, package: str, name: str, others: tuple[str, ...] = ()) -> Ite
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         yield at, f"{key}: got {name!r}{hint} (known: {', '.join(names)}, or a dotted path)"
-
-
-def _importable(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False

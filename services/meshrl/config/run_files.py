@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import xxhash
 
 from meshrl.config.recipe import Recipe
+from meshrl.contract import plugins
 from meshrl.rollout.server_engine.checkpoint import read_header
 from meshrl.trainer.data.reasoning_gym import PACKAGE
 
@@ -118,10 +118,7 @@ def _model_files(directory: Path) -> list[Path]:
 
 def _source(module: str) -> Path | None:
     """The file of a module that a recipe names by a dotted path."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return None
+    spec = plugins.find(module)
     return Path(spec.origin) if spec is not None and spec.origin is not None else None
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
+from meshrl.config.loading import recipe_yaml
 from meshrl.config.placement import Placement
 from meshrl.config.recipe import Recipe, names
 from meshrl.config.stages import MeshService, mesh_services
@@ -584,7 +585,7 @@ def recipe_files(recipe: Recipe) -> dict[str, str]:
         if found.setdefault(name, text) != text:
             raise UserError(f"reward: two different files are called {name}")
         function["path"] = f"{RECIPE_AT}/{name}"
-    return {"recipe.yaml": yaml.safe_dump(fields, sort_keys=False, allow_unicode=True), **found}
+    return {"recipe.yaml": recipe_yaml(fields), **found}
 
 
 def _text(path: Path) -> str:

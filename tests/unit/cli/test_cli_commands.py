@@ -204,3 +204,35 @@ def test_a_port_option_that_is_none_is_refused(run: Run) -> None:
     ended = run("up", recipe(), "--port", "queue")
     assert ended.code == 2
     assert "want SERVICE=PORT, as in queue=7001" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("command", "package", "key"),
+    [
+        ("check", "ran_a", "stages={x: {kind: ran_a.stage}}"),
+        ("check", "ran_b", "algorithm.name=ran_b.stage"),
+        ("show", "ran_c", "algorithm.name=ran_c.stage"),
+    ],
+)
+def test_what_is_imported_is_named_before_it_is(
+    command: str, package: str, key: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Path("elsewhere", package, "stage.py").absolute()
+    stage.parent.mkdir(parents=True)
+    stage.with_name("__init__.py").touch()
+    stage.write_text("import sys; print('it runs', file=sys.stderr); 1 / 0")
+    stage.parent.with_name("read.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(stage.parent.parent)
+    others = ["queue.sampler=read.it", "rollout.name=read.it", "trainer.logger=[read.it]"]
+    ended = run("config", command, recipe(), key, *others)
+    first, *rest = ended.err.splitlines()
+    assert first == f"this imports {package}.stage ({stage})"
+    assert "it runs" in rest and "read.it (" not in ended.err and ended.code == 2
+
+
+def test_nothing_is_imported_from_the_working_directory(run: Run) -> None:
+    Path("here").mkdir()
+    Path("here/stage.py").write_text("raise SystemExit(99)")
+    ended = run("config", "check", recipe(), "stages={x: {kind: here.stage}}")
+    assert ended.code == 2 and "this imports here.stage (not found)" in ended.err
+    assert "stands in the working directory, which is not searched" in ended.err

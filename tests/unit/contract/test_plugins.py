@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -101,3 +101,38 @@ def test_a_literal_is_read_while_another_thread_parses(monkeypatch: pytest.Monke
     plugins._parsed.cache_clear()
     assert plugins.constant("meshrl.weights.carriers", "shm", "NEEDS", ()) == ()
     assert not failures
+
+
+@pytest.mark.parametrize("initialised", [True, False])
+def test_a_module_is_found_without_running_it_or_the_packages_that_hold_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, initialised: bool
+) -> None:
+    inner = tmp_path / "held" / "in_turn"
+    inner.mkdir(parents=True)
+    (inner / "order.py").write_text("raise SystemExit")
+    if initialised:
+        for folder in (inner, inner.parent):
+            (folder / "__init__.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = plugins.find("held.in_turn.order")
+    assert spec is not None and spec.origin == str(inner / "order.py")
+    assert plugins.find("held.in_turn") is not None and "held" not in sys.modules
+    for name in ("held.other", "held.in_turn.order.more", "nowhere.at", "", "held..order", "a\0.b"):
+        assert plugins.find(name) is None, name
+    assert plugins.constant(SAMPLERS, "held.in_turn.order", "REQUIRES", None) is None
+
+
+def test_a_folder_without_init_has_parts_in_several_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("a", "b"):
+        (tmp_path / place / "spread" / "out").mkdir(parents=True)
+        (tmp_path / place / "spread" / "out" / f"in_{place}.py").touch()
+        monkeypatch.syspath_prepend(tmp_path / place)
+    for place in ("a", "b"):
+        assert plugins.find(f"spread.out.in_{place}") is not None
+
+
+def test_loaded_modules_and_those_of_the_mesh_are_found() -> None:
+    for name in ("os.path", "meshrl.rollout.engines.vllm", "meshrl.contract", "xml.etree"):
+        assert plugins.find(name) == importlib.util.find_spec(name)

@@ -11,7 +11,7 @@ import yaml
 from click.testing import CliRunner
 
 from meshrl.cli.commands.config import config
-from meshrl.config.loading import as_yaml, in_yaml, read_yaml
+from meshrl.config.loading import in_yaml, read_yaml, recipe_yaml
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.verl import migrate, scripts
 from meshrl.verl.scripts import started
@@ -35,7 +35,7 @@ def test_every_text_is_read_back_as_itself_as_a_key_and_as_a_value(
     shown = in_yaml(value)
     assert shown.isprintable()
     path = tmp_path / "a.yaml"
-    for document in (f"a:\n- {shown}  # b", f"a: [{shown}]", as_yaml({"a": [value]})):
+    for document in (f"a:\n- {shown}  # b", f"a: [{shown}]", recipe_yaml({"a": [value]})):
         assert yaml.safe_load(document) == {"a": [value]}
         path.write_text(document)
         assert read_yaml(path)[0] == {"a": [value]}
@@ -45,7 +45,7 @@ def test_every_text_is_read_back_as_itself_as_a_key_and_as_a_value(
 def test_a_key_of_a_dictionary_and_its_value_become_nothing_else(text: str, tmp_path: Path) -> None:
     file = tmp_path / "verl.yaml"
     given: dict[str, Any] = {"path": "/r.py", "reward_kwargs": {text: text, "b": [text]}}
-    file.write_text(as_yaml({"custom_reward_function": given}))
+    file.write_text(recipe_yaml({"custom_reward_function": given}))
     if not text or "." in text:  # a dot makes a key of a key
         return
     made = migrate((), [file])
@@ -59,7 +59,7 @@ def test_a_key_of_a_dictionary_and_its_value_become_nothing_else(text: str, tmp_
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_comment_and_a_line_of_the_report_stay_one_line(text: str, tmp_path: Path) -> None:
     file = tmp_path / "verl.yaml"
-    file.write_text(as_yaml({"nonsense": {f"k{text}": text}, f"x{text}": 1}))
+    file.write_text(recipe_yaml({"nonsense": {f"k{text}": text}, f"x{text}": 1}))
     made = migrate((), [file])
     shown = recipe_text(made)
     assert all(line.isprintable() for line in shown.split("\n"))

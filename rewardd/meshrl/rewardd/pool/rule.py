@@ -9,7 +9,6 @@ import ast
 import difflib
 import hashlib
 import importlib.metadata
-import importlib.util
 import inspect
 import json
 import warnings
@@ -18,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.plugins import known, where_it_stands
+from meshrl.contract.plugins import find, known, where_it_stands
 from meshrl.contract.types import Json
 from meshrl.rewardd.config import RewardConfig, RewardFunctionConfig
 from meshrl.rewardd.pool.signatures import ARGUMENTS, Kind
@@ -232,10 +231,7 @@ def _find(name: str) -> str:
                 f"no reward named {name!r}{hint} (known: {', '.join(names)}, a dotted module, or give a `path`)"
             )
         name = f"{REWARDS}.{name}"
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"no reward module {name!r}: {error}{where_it_stands(name)}") from error
+    spec = find(name)
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         hint = where_it_stands(name)
         raise ConfigError(f"no reward module {name!r}: nothing to import under that name{hint}")
@@ -251,7 +247,7 @@ def _module_sources(origin: str, seen: set[str]) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(REWARDS):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             for name in [node.module or "", *names] if node.module != REWARDS else names:
-                spec = importlib.util.find_spec(name) if _is_module(name) else None
+                spec = find(name) if _is_module(name) else None
                 if spec and spec.origin and spec.origin not in seen:
                     yield from _module_sources(spec.origin, seen)
         if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == ["REQUIRES"]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import click
-import yaml
 
 from meshrl.cli.commands.from_verl import from_verl
 from meshrl.cli.options import (
@@ -21,13 +20,15 @@ from meshrl.cli.options import (
 from meshrl.cli.root import uncollected
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.explain import Key, config_of, defined_at, nearest, walk
-from meshrl.config.loading import Written
+from meshrl.config.loading import Written, recipe_yaml
 from meshrl.config.machine import AssumedMachine, Assumptions, ThisMachine
 from meshrl.config.placement import place
-from meshrl.config.plugin_checks import names_at
+from meshrl.config.plugin_checks import imported, names_at
 from meshrl.config.run_record import begin
 from meshrl.config.stages import options_class
+from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
+from meshrl.contract.plain_text import say
 
 
 @click.group()
@@ -61,6 +62,7 @@ def check(
         for line in assumed.lines():
             click.echo(f"assumed: {line}")
         machine = AssumedMachine(assumed)
+    _say_imports(recipe, overrides)
     with uncollected():
         loaded = load_recipe(recipe, overrides, machine=machine)
     placement = place(loaded, machine)
@@ -77,8 +79,9 @@ def check(
 @json_option
 def show(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Print a recipe with every default and override filled in."""
+    _say_imports(recipe, overrides)
     fields = load_recipe(recipe, overrides, check=False, hub=False).model_dump(mode="json")
-    text = json.dumps(fields, indent=2) if as_json else yaml.safe_dump(fields, sort_keys=False)
+    text = json.dumps(fields, indent=2) if as_json else recipe_yaml(fields)
     click.echo(text.rstrip())
 
 
@@ -117,6 +120,16 @@ def explain(key: str | None, as_json: bool) -> None:
         for dotted, found in keys.items():
             if dotted.rpartition(".")[0] == key:
                 click.echo(f"  {_short(found, dotted)}")
+
+
+def _say_imports(recipe: Path, overrides: Sequence[str]) -> None:
+    """Name the modules of the user's whose code a check runs, before it does."""
+    found = {name: plugins.find(name) for name in imported(Written.read(recipe, overrides).tree)}
+    if found:
+        places = (
+            f"{name} ({spec.origin if spec else 'not found'})" for name, spec in found.items()
+        )
+        say(f"this imports {', '.join(places)}", err=True)
 
 
 def _search(keys: Iterable[Key], word: str) -> list[Key]:

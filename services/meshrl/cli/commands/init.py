@@ -9,12 +9,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
-import yaml
 
 from meshrl.cli.options import PATH, completed
 from meshrl.cli.recipe_files import FOLDER, copy_template, templates
 from meshrl.config.explain import walk
-from meshrl.config.loading import Written, in_yaml, load_recipe
+from meshrl.config.loading import Written, in_yaml, load_recipe, recipe_yaml
 from meshrl.config.machine import ThisMachine
 from meshrl.config.recipe import Recipe
 from meshrl.contract import plugins
@@ -198,7 +197,7 @@ def _texts(
     }
     with TemporaryDirectory() as folder:
         draft = Path(folder) / "recipe.yaml"
-        draft.write_text(yaml.safe_dump(recipe, sort_keys=False))
+        draft.write_text(recipe_yaml(recipe))
         tree = Written.read(draft, overrides).tree
     docs = {key.path: key.doc for key in walk(Recipe)}
     return texts | {to: "\n".join([HEADING.format(path=to), *_lines(tree, docs)]) + "\n"}
