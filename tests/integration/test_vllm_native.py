@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from meshrl.contract.errors import ConfigError, InfraError, UserError
 from meshrl.contract.types import OnUpdate, Version
-from meshrl.rollout.engines._vllm.native import pack as pack_pieces
-from meshrl.rollout.engines._vllm.native import update_info
 from meshrl.rollout.engines.vllm import build
+from meshrl.rollout.native_updates.vllm import pack as pack_pieces
+from meshrl.rollout.native_updates.vllm import update_info
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.server_engine.tensor_ranges import ITEM_BYTES, TensorRange
 from meshrl.testing.libraries.stub import VARIABLE

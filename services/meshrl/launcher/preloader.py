@@ -32,16 +32,16 @@ from meshrl.contract.words import counted
 
 LIGHT = (
     "meshrl.cli.commands.serve",
-    "meshrl.launcher.services._queue",
-    "meshrl.launcher.services._reward",
+    "meshrl.launcher.running.queue",
+    "meshrl.launcher.running.reward",
     "meshrl.launcher.prompts",
     "meshrl.trainer.data.feeder",
     "meshrl.transferqueue.stores.disk",
 )
 """Where the imports of every service begin. None of them imports torch."""
 TORCH = (
-    "meshrl.launcher.services._trainer",
-    "meshrl.launcher.services._rollout",
+    "meshrl.launcher.running.trainer",
+    "meshrl.launcher.running.rollout",
     "meshrl.trainer.reference",
     "meshrl.rollout.engines.torch",
     "transformers.models.auto.tokenization_auto",

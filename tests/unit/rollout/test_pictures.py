@@ -16,12 +16,12 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.types import GenerateRequest, Media, SamplingParams, TensorSpec, Version
 from meshrl.contract.types import WeightManifest as Manifest
 from meshrl.images import ImageFeatures, ImageProcessor
-from meshrl.rollout.engines._sglang.messages import image_data
 from meshrl.rollout.engines.sglang import Config as SglangConfig
 from meshrl.rollout.engines.sglang import SglangClient, SglangServer
 from meshrl.rollout.engines.vllm import PICTURE_ARGUMENTS, RAW_TENSOR, Config, VllmServer, features
 from meshrl.rollout.server_engine.checkpoint import Checkpoint, check_version
 from meshrl.rollout.server_engine.request import Picture
+from meshrl.rollout.server_engine.sglang_messages import image_data
 from meshrl.rollout.streams import check_request
 
 from ...pictures import make_model, picture

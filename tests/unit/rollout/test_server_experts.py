@@ -12,7 +12,7 @@ import pytest
 from meshrl.contract.errors import InfraError
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.engines import build_engine, sglang, vllm
-from meshrl.rollout.engines._sglang import messages
+from meshrl.rollout.server_engine import sglang_messages
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.request import ServerRequest
 from meshrl.rollout.server_engine.response import Chunk, ResponseReader
@@ -83,13 +83,13 @@ def sglang_event(experts: bytes) -> dict[str, Any]:
 
 
 def test_sglangs_bytes_get_their_shape_from_the_checkpoint() -> None:
-    facts = messages.ServerFacts(
+    facts = sglang_messages.ServerFacts(
         ranks=1, overlaps=True, increments=True, eos_token_ids=(), vocab_size=9, mask_tokens=1
     )
-    body = messages.request_body("a", asking(experts_from=2), "s", facts)
+    body = sglang_messages.request_body("a", asking(experts_from=2), "s", facts)
     assert (body["return_routed_experts"], body["routed_experts_start_len"]) == (True, 2)
-    assert not messages.request_body("a", asking(), "s", facts)["return_routed_experts"]
-    reader = messages.EventReader(increments=True, cut=False, experts=(3, 2))
+    assert not sglang_messages.request_body("a", asking(), "s", facts)["return_routed_experts"]
+    reader = sglang_messages.EventReader(increments=True, cut=False, experts=(3, 2))
     chunk = reader.read(sglang_event(EXPERTS.astype("<i4").tobytes()))
     assert chunk.experts is not None
     np.testing.assert_array_equal(chunk.experts, EXPERTS)

@@ -23,16 +23,16 @@ from safetensors.torch import save_file
 from meshrl.config.machine import AssumedMachine, Assumptions
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import GenerateRequest, SamplingParams
-from meshrl.rollout.engines._sglang.messages import (
+from meshrl.rollout.engines.sglang import PLUGIN_DIR, Config
+from meshrl.rollout.engines.vllm import Config as VllmConfig
+from meshrl.rollout.native_updates.sglang import plan_buckets, update_body
+from meshrl.rollout.server_engine.request import ServerRequest
+from meshrl.rollout.server_engine.sglang_messages import (
     EventReader,
     ServerFacts,
     named_empty_tensor,
     request_body,
 )
-from meshrl.rollout.engines._sglang.native import plan_buckets, update_body
-from meshrl.rollout.engines.sglang import PLUGIN_DIR, Config
-from meshrl.rollout.engines.vllm import Config as VllmConfig
-from meshrl.rollout.server_engine.request import ServerRequest
 from meshrl.rollout.server_engine.tensor_ranges import read_tensor_ranges
 from meshrl.rollout.streams import check_request
 

@@ -8,7 +8,7 @@ import pytest
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.launcher.services._ranks import refuse_open_weights
+from meshrl.launcher.running.ranks import refuse_open_weights
 from meshrl.rpc.runtime import ServerSettings
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.carriers import gloo

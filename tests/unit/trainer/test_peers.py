@@ -10,7 +10,7 @@ import pytest
 from meshrl.config import Recipe, load_recipe
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.sockets import interface_towards, loopback_interface
-from meshrl.launcher.services import _ranks
+from meshrl.launcher.running import ranks
 from meshrl.rpc.runtime import ServerSettings
 from meshrl.trainer.peers import Seat, until_listening
 
@@ -67,9 +67,9 @@ def test_gradients_leave_a_machine_only_where_somebody_said_so(tmp_path: Path) -
     recipe = written(tmp_path)
     assert recipe.trainer.ranks == 8
     with pytest.raises(UserError, match=r"trainer\.nnodes: 2 machines exchange gradients"):
-        _ranks.refuse_open_ranks(recipe, ServerSettings())
-    _ranks.refuse_open_ranks(recipe, ServerSettings(allow_insecure_bind=True))
-    _ranks.refuse_open_ranks(written(tmp_path, "trainer.nnodes=1"), ServerSettings())
+        ranks.refuse_open_ranks(recipe, ServerSettings())
+    ranks.refuse_open_ranks(recipe, ServerSettings(allow_insecure_bind=True))
+    ranks.refuse_open_ranks(written(tmp_path, "trainer.nnodes=1"), ServerSettings())
 
 
 def test_machines_meet_at_the_address_of_the_weights(
@@ -78,9 +78,9 @@ def test_machines_meet_at_the_address_of_the_weights(
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.delenv("MASTER_PORT", raising=False)
     with pytest.raises(UserError, match=r"meet at weights\.host, and that is 127\.0\.0\.1"):
-        _ranks._meeting_place(written(tmp_path))
-    assert _ranks._meeting_place(written(tmp_path, "weights.host=b")) == ("b", 29500)
+        ranks._meeting_place(written(tmp_path))
+    assert ranks._meeting_place(written(tmp_path, "weights.host=b")) == ("b", 29500)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "x")
     with pytest.raises(UserError, match="MASTER_PORT: 'x'"):
-        _ranks._meeting_place(written(tmp_path))
+        ranks._meeting_place(written(tmp_path))

@@ -16,7 +16,7 @@ import torch
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.types import Media, Trajectory, Uid, Version
 from meshrl.images import ImageProcessor
-from meshrl.rollout.engines._sglang.messages import positions
+from meshrl.rollout.server_engine.sglang_messages import positions
 from meshrl.testing import vision
 from meshrl.testing.vision import packed
 from meshrl.trainer.config import ModelConfig

@@ -22,13 +22,6 @@ from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.images import PROCESSORS, ImageProcessor, processor_class
-from meshrl.rollout.engines._sglang.messages import (
-    EventReader,
-    ServerFacts,
-    image_data,
-    named_empty_tensor,
-    request_body,
-)
 from meshrl.rollout.server_engine.adapters import AdapterClient, ServedAdapters
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.config import ServerConfig, quantization_arguments
@@ -43,6 +36,13 @@ from meshrl.rollout.server_engine.kind import (
 )
 from meshrl.rollout.server_engine.request import ServerRequest
 from meshrl.rollout.server_engine.response import Chunk
+from meshrl.rollout.server_engine.sglang_messages import (
+    EventReader,
+    ServerFacts,
+    image_data,
+    named_empty_tensor,
+    request_body,
+)
 from meshrl.rollout.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -311,7 +311,7 @@ class SglangServer:
 
 
 def _sender(config: Config) -> Sender:
-    from meshrl.rollout.engines._sglang.native import GroupSender  # imports torch
+    from meshrl.rollout.native_updates.sglang import GroupSender  # imports torch
 
     return GroupSender(
         address=config.group_address,

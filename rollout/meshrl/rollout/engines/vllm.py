@@ -26,7 +26,7 @@ from meshrl.contract.config import read_options
 from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import OnUpdate, Version
-from meshrl.rollout.engines._vllm.native import NativeSender, RootBuilder
+from meshrl.rollout.native_updates.vllm import NativeSender, RootBuilder
 from meshrl.rollout.server_engine.adapters import AdapterClient, ServedAdapters
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.config import ServerConfig, quantization_arguments

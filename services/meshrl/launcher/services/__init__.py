@@ -1,5 +1,5 @@
 """One module per kind of service, named as the kind is: `SERVICE` declares it, `run(recipe, context)` runs one.
 
-`_<kind>.py` beside it is what `run` imports when it is called: gRPC and torch come with that, not with the
-declaration, which every service reads.
+Every process reads the declarations, so gRPC and torch come only with what `run` imports when it is called, most of
+it in `meshrl.launcher.running`.
 """

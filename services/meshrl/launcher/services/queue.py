@@ -1,4 +1,4 @@
-"""The queue service: keeps the rows of all runs."""
+"""Declares the queue service, which keeps the rows of all runs."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ SERVICE = ServiceKind(
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Serve until stopped."""
-    from meshrl.launcher.services import _queue
+    from meshrl.launcher.running import queue
 
-    await _queue.run(recipe, context)
+    await queue.run(recipe, context)

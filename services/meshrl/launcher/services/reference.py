@@ -29,10 +29,10 @@ SERVICE = ServiceKind(
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Add reference log-probs to rows until stopped."""
-    from meshrl.launcher.services import _ranks
+    from meshrl.launcher.running import ranks
 
-    if recipe.reference.nproc > 1 and not _ranks.is_rank():
-        await _ranks.run(recipe, context)
+    if recipe.reference.nproc > 1 and not ranks.is_rank():
+        await ranks.run(recipe, context)
         return
     from meshrl.launcher.stage_service import (
         STAGE_GRACE_S,

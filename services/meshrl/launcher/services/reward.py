@@ -1,4 +1,4 @@
-"""The reward service: scores answers."""
+"""Declares the reward service, which scores answers."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ SERVICE = ServiceKind(sections=("reward",), columns=_columns)
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Score rows until stopped."""
-    from meshrl.launcher.services import _reward
+    from meshrl.launcher.running import reward
 
-    await _reward.run(recipe, context)
+    await reward.run(recipe, context)

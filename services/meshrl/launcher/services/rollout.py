@@ -1,4 +1,4 @@
-"""The rollout service: an engine that answers prompts, one process per replica."""
+"""Declares the rollout service: an engine that answers prompts, one process per replica."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ SERVICE = ServiceKind(
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Lease rows and answer their prompts until stopped."""
-    from meshrl.launcher.services import _rollout
+    from meshrl.launcher.running import rollout
 
-    await _rollout.run(recipe, context)
+    await rollout.run(recipe, context)

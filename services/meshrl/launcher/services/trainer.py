@@ -1,4 +1,4 @@
-"""The trainer service: takes batches, learns, publishes weights. When it is done, the run is done."""
+"""Declares the trainer service: takes batches, learns, publishes weights. When it is done, the run is done."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     Raises:
         UserError: weights or gradients would be open to others, and nobody has permitted that.
     """
-    from meshrl.launcher.services import _ranks
+    from meshrl.launcher.running import ranks
 
-    _ranks.refuse_open_weights(recipe.weights, context.settings)
-    _ranks.refuse_open_ranks(recipe, context.settings)
-    if recipe.trainer.ranks > 1 and not _ranks.is_rank():
-        await _ranks.run(recipe, context)
+    ranks.refuse_open_weights(recipe.weights, context.settings)
+    ranks.refuse_open_ranks(recipe, context.settings)
+    if recipe.trainer.ranks > 1 and not ranks.is_rank():
+        await ranks.run(recipe, context)
         return
-    from meshrl.launcher.services import _trainer
+    from meshrl.launcher.running import trainer
 
-    await _trainer.run(recipe, context)
+    await trainer.run(recipe, context)

@@ -22,7 +22,7 @@ def build(options: Mapping[str, object]) -> Root:
 
 
 class Root:
-    """Satisfies `meshrl.rollout.engines._vllm.native.Root`: one process, one communicator, used once."""
+    """Satisfies `meshrl.rollout.native_updates.vllm.Root`: one process, one communicator, used once."""
 
     def __init__(self, config: NcclConfig) -> None:
         self._process = NcclProcess(config)

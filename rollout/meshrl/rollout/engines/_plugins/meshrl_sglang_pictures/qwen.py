@@ -16,7 +16,7 @@ from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
 
 class Pixels(QwenVLImageProcessor):  # type: ignore[misc]
-    """Takes what `meshrl.rollout.engines._sglang.messages.image_data` made, and nothing else."""
+    """Takes what `meshrl.rollout.server_engine.sglang_messages.image_data` made, and nothing else."""
 
     models = QwenVLImageProcessor.models
 

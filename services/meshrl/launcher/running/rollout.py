@@ -1,4 +1,4 @@
-"""Runs a rollout replica: an engine, the worker that leases its rows, the controller that keeps its weights current.
+"""Runs a rollout replica, in its own process: an engine, the worker that leases rows, the controller of its weights.
 
 queue ◀──leases, writes── RolloutWorker ──▶ engine ◀── ReplicaController ◀──Join── trainer
                                               ▲                             ──reports──▶

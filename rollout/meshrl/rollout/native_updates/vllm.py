@@ -1,4 +1,4 @@
-"""Broadcasts versions to a stock vLLM server through its own NCCL backend: nothing of ours runs in its workers.
+"""`update: native`: broadcasts versions through vLLM's own NCCL backend, so nothing of ours runs in its workers.
 
     /init_weight_transfer_engine {id} ─┐ together        /update_weights {names} ─┐ together, once a version
     root: init, warm-up               ─┘                 root: bucket, bucket …  ─┘

@@ -1,4 +1,4 @@
-"""Runs the trainer: the loop, the weight coordinator beside it, servicers for both.
+"""Runs the trainer, in its own process: the loop, the weight coordinator beside it, servicers for both.
 
     queue ◀──take, settle── Trainer ──publish──▶ WeightCoordinator ◀──Join── rollout workers
                               ▲                       └──publish(version)──▶ queue, once the fleet has committed

@@ -1,4 +1,4 @@
-"""Runs the reward service: the run's judge, the registry that may change it, the stage that adds `reward` to rows.
+"""Runs the reward service, in its own process: the run's judge, its registry, the stage that adds `reward` to rows.
 
 queue ◀─leases, writes─ RewardStage ──▶ ActiveRewardJudge ◀── Registry ◀── GuardedRegistry ◀── gRPC, HTTP
 ▲

@@ -1,4 +1,4 @@
-"""Runs the queue: a store, the transfer queue on it, its servicers."""
+"""Runs the queue service, in its own process: a store, the transfer queue on it, its servicers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Broadcasts versions to an SGLang server through the process group that it offers itself. Imports torch.
+"""`update: native`: broadcasts versions to an SGLang server through its own process group. Imports torch.
 
 The server can join through torch only: a TCPStore at the master (here), under the prefixes that torch's own helper
 puts before a group's keys. This is rank 0 of it, built directly, so no default group of this process is touched.
