@@ -22,7 +22,7 @@ from typing import Any
 
 from meshrl.config.changes import Change, Effect, changes
 from meshrl.config.loading import anchored, in_yaml, read_yaml, recorded
-from meshrl.config.recipe import EVAL_SUFFIX, METRICS_NAME, RECIPE_NAME, Recipe, algorithm_needs
+from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME, Recipe, algorithm_needs
 from meshrl.config.run_files import Content, Mark, content_of, object_in, shapes_of
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.files import replace_file
@@ -158,21 +158,17 @@ def begin(
 
 
 def _refuse_stored_pictures(directory: Path, run: str) -> None:
-    """Raise UserError where rows of the run have pictures in the store of an earlier key, `data.media_store`."""
+    """Raise UserError where the run kept pictures in the store of an earlier key, `data.media_store`."""
     try:
         states = json.loads((directory / RECORD_NAME).read_text())["states"]
         stores = {each["recipe"]["data"].get("media_store") for each in states} - {None}
     except (*MALFORMED, OSError):
         return  # none yet, or one that RunRecord.load tells of
-    from meshrl.contract.object_store import ObjectStore  # fsspec takes long to import
-
-    for url in sorted(stores):
-        store = ObjectStore(url, "data.media_store")
-        if store.entries(run) or store.entries(run + EVAL_SUFFIX):
-            raise UserError(
-                f"run {run} has rows in its queue with pictures at {url}/{run} (data.media_store), which is no more:"
-                " go on with commit 9121209e, or choose another run.name"
-            )
+    if stores:
+        raise UserError(
+            f"run {run} keeps pictures at {', '.join(sorted(stores))} (data.media_store), which is no more:"
+            " go on with commit 9121209e, or choose another run.name"
+        )
 
 
 def refuse_several_queues(directory: Path) -> None:
