@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import unicodedata
 from typing import Any
 
 MOST = 500
@@ -19,7 +20,12 @@ def harmless(text: str, *, lines: bool = False) -> str:
     if text.isprintable():
         return text
     kept = "\n\t" if lines else ""
-    return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
+    return "".join(c if _is_shown(c) or c in kept else ascii(c)[1:-1] for c in text)
+
+
+def _is_shown(character: str) -> bool:
+    """Whether it is a mark on the screen, or the space of some script."""
+    return character.isprintable() or unicodedata.category(character) == "Zs"
 
 
 def one_line(text: str) -> str:
@@ -28,7 +34,7 @@ def one_line(text: str) -> str:
 
 
 def say(text: str, *, err: bool = False, lines: bool = False) -> None:
-    """Print one line, or with `lines` several, whatever is in it; on stderr with `err`."""
+    """Print one line whatever is in it, or with `lines` several; on stderr with `err`."""
     print(harmless(text, lines=lines), file=sys.stderr if err else sys.stdout, flush=True)
 
 
@@ -42,7 +48,7 @@ def say_json(text: str, *, err: bool = False) -> None:
     """Print JSON, which stays JSON: a character that would command a terminal is written as its escape."""
     if not text.isprintable():
         # The line breaks are those of the indent; the ones of texts are escapes already.
-        text = "".join(c if c.isprintable() or c == "\n" else _json_escape(c) for c in text)
+        text = "".join(c if _is_shown(c) or c == "\n" else _json_escape(c) for c in text)
     print(text, file=sys.stderr if err else sys.stdout, flush=True)
 
 

@@ -15,6 +15,7 @@ from meshrl.cli.recipe_files import templates
 from meshrl.config.explain import Key, config_of, walk
 from meshrl.config.plugin_checks import names_at
 from meshrl.config.recipe import METRICS_NAME, Recipe
+from meshrl.contract.plain_text import say
 from meshrl.http.view.metrics import MetricsFile
 
 VARIABLE = "_MESHRL_COMPLETE"
@@ -47,7 +48,7 @@ def completion(shell: str) -> None:
     kind = get_completion_class(shell)
     assert kind is not None
     text = kind(cli, {}, "meshrl", VARIABLE).source()
-    click.echo(_key_without_space(shell, text))
+    say(_key_without_space(shell, text), lines=True)
 
 
 def _key_without_space(shell: str, text: str) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 from meshrl.cli.options import json_option, recipe_argument
-from meshrl.cli.plain_text import printable
 from meshrl.config import Recipe, load_recipe
 from meshrl.contract.errors import UserError
+from meshrl.contract.plain_text import say, say_json
 from meshrl.contract.words import counted
 from meshrl.launcher.prompt_tokenizer import load_prompt_tokenizer
 from meshrl.launcher.prompts import image_processor
@@ -50,12 +50,12 @@ def check(
     scanned = _Scanned(recipe, overrides, limit)
     warnings = list(scanned.warnings())
     if as_json:
-        click.echo(json.dumps({**scanned.facts(), "warnings": warnings}, indent=2))
+        say_json(json.dumps({**scanned.facts(), "warnings": warnings}, indent=2))
     else:
         for warning in warnings:
-            click.echo(f"warning: {warning}", err=True)
+            say(f"warning: {warning}", err=True)
         for split in scanned.splits:
-            click.echo(f"{split.name}: {counted(split.rows, 'good row')}, {split.bad:,} bad")
+            say(f"{split.name}: {counted(split.rows, 'good row')}, {split.bad:,} bad")
     sys.exit(Exit.USER_ERROR if scanned.bad or (strict and warnings) else Exit.DONE)
 
 
@@ -69,12 +69,13 @@ def stats(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """
     scanned = _Scanned(recipe, overrides, 1)
     if as_json:
-        click.echo(json.dumps(scanned.facts(), indent=2))
+        say_json(json.dumps(scanned.facts(), indent=2))
     else:
         for split in scanned.splits:
-            click.echo("\n".join(_table(split, scanned.recipe)))
+            for line in _table(split, scanned.recipe):
+                say(line)
         for warning in scanned.warnings():
-            click.echo(warning)
+            say(warning)
     sys.exit(Exit.USER_ERROR if scanned.bad else Exit.DONE)
 
 
@@ -112,7 +113,10 @@ def show(
             "ground_truth": row.ground_truth,
             "extra_info": dict(row.extra_info),
         }
-        click.echo(json.dumps(facts, ensure_ascii=False) if as_json else _shown(facts))
+        if as_json:
+            say_json(json.dumps(facts, ensure_ascii=False))
+        else:
+            say(_shown(facts), lines=True)
 
 
 def _row(recipe: Recipe, at: str) -> FileRow:
@@ -150,7 +154,7 @@ def _shown(facts: dict[str, Any]) -> str:
         lines.append(f"── pictures {', '.join(name[:12] for name in facts['pictures'])}")
     if facts["extra_info"]:
         lines.append(f"── extra_info {json.dumps(facts['extra_info'], ensure_ascii=False)}")
-    return printable("\n".join(lines)) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 class _Scanned:
@@ -174,14 +178,14 @@ class _Scanned:
             raise UserError("data.train_files and data.val_files are empty")
         self.bad = sum(split.bad for split in self.splits)
         if limit and self.bad > limit:
-            click.echo(f"error: … and {self.bad - limit:,} more (--limit 0 names all)", err=True)
+            say(f"error: … and {self.bad - limit:,} more (--limit 0 names all)", err=True)
         self._repeats = {split.name: repeated(split) for split in self.splits}
         self._leaked = leaked(self.splits[1], self.splits[0]) if len(self.splits) > 1 else None
 
     def _name(self, line: str) -> None:
         self._named += 1
         if not self._limit or self._named <= self._limit:
-            click.echo(f"error: {line}", err=True)
+            say(f"error: {line}", err=True)
 
     def warnings(self) -> Iterator[str]:
         """What would not stop a run, and is hardly meant."""
@@ -249,7 +253,7 @@ def _table(split: Split, recipe: Recipe) -> Iterator[str]:
         bar = "█" * (max(1, round(BAR * rows / largest)) if rows else 0)
         yield f"  {first:>{width}}-{last:<{width}} {bar} {rows:,}".rstrip()
     for name, rows in split.sources.most_common():
-        yield f"  {printable(name) or '(no data_source)'}: {counted(rows, 'row')}"
+        yield f"  {name or '(no data_source)'}: {counted(rows, 'row')}"
     if split.weighted:
         for name, count in quotas(recipe.data.weights, split.weighted).items():
             rows = split.weighted[name]

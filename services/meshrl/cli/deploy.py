@@ -14,6 +14,7 @@ from meshrl.config import Recipe, load_recipe
 from meshrl.config.loading import Written
 from meshrl.config.machine import AssumedMachine, Assumptions
 from meshrl.config.placement import Placement, place
+from meshrl.contract.plain_text import say
 from meshrl.deploy.slurm import SlurmJob, gpus_of
 
 assume_option = click.option(
@@ -101,7 +102,7 @@ def slurm(
         encrypted=loaded.encrypted,
         **job,
     )
-    click.echo(written.script(placement), nl=False)
+    say(written.script(placement).removesuffix("\n"), lines=True)
 
 
 def _claims(
@@ -201,7 +202,7 @@ def kubernetes(
         written = cluster.recipe_for_pods(placement.recipe)
         files = cluster.recipe_files(written)
         found = cluster.manifests(written, placement, files, cluster.Cluster(**given))
-    click.echo(cluster.as_yaml(found), nl=False)
+    say(cluster.as_yaml(found).removesuffix("\n"), lines=True)
 
 
 @click.command()

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-import click
-
 from meshrl.config.loading import load_run
 from meshrl.config.recipe import EVAL_SUFFIX, METRICS_NAME, Recipe
 from meshrl.contract.errors import NotFoundError, UnavailableError, UserError
 from meshrl.contract.files import check_owner
+from meshrl.contract.plain_text import say
 from meshrl.contract.ports import Queue
 from meshrl.contract.sockets import check_address
 from meshrl.launcher.address_book import (
@@ -143,7 +142,7 @@ def say_which(directory: Path, run: str) -> None:
     step = last_step(directory / METRICS_NAME)
     state = "" if is_up(directory) else ", not running"
     made = "no step yet" if step is None else f"step {step}"
-    click.echo(f"run {run} in {directory}: {made}{state}", err=True)
+    say(f"run {run} in {directory}: {made}{state}", err=True)
 
 
 def last_step(metrics: Path) -> int | None:

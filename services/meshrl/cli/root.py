@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +19,7 @@ import click
 
 from meshrl.contract.errors import MeshError, UserError
 from meshrl.contract.files import lasting_fault
+from meshrl.contract.plain_text import LogFormatter, say, say_error
 from meshrl.contract.sockets import reach_directly
 from meshrl.rpc.exit_codes import Exit
 
@@ -130,6 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Progress bars of libraries; in a log of several services each redraw would be a line.
     os.environ.setdefault("TQDM_DISABLE", "1")
     reach_directly(os.environ)
+    if (fallback := logging.lastResort) is not None:  # what prints where no log is set up
+        fallback.setFormatter(LogFormatter())
     try:
         code = cli.main(
             args=list(arguments) if arguments is not None else None,
@@ -137,7 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             standalone_mode=False,
         )
     except click.ClickException as error:
-        error.show()
+        error.show(said := io.StringIO())
+        say(said.getvalue().removesuffix("\n"), err=True, lines=True)
         code = error.exit_code
     except (click.Abort, KeyboardInterrupt):
         code = 130
@@ -150,13 +156,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OSError as error:
         if not (fault := lasting_fault(error)):
             raise
-        click.echo(f"error: {fault}", err=True)
+        say_error(fault)
         code = Exit.FAILED
     sys.exit(code if isinstance(code, int) else Exit.DONE)
 
 
 def report(error: MeshError) -> int:
     """Say what went wrong, one line per problem; the exit code for it."""
-    for line in str(error).splitlines():
-        click.echo(f"error: {line}", err=True)
+    say_error(error)
     return Exit.USER_ERROR if isinstance(error, UserError) else Exit.FAILED

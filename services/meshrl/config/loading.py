@@ -23,6 +23,7 @@ from meshrl.config.recipe import Recipe
 from meshrl.contract.config import Config
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.files import replace_file
+from meshrl.contract.plain_text import say
 from meshrl.trainer.algorithms import recipe_defaults
 from meshrl.transferqueue.several_processes import refusal
 
@@ -156,7 +157,7 @@ def load_recipe(
     """
     written = Written.read(path, overrides)
     for line in _drop_retired(written.tree, written.origins):
-        print(line, file=sys.stderr)
+        say(line, err=True)
     run = written.tree.setdefault("run", {})
     if isinstance(run, dict) and not run.get("name"):
         run["name"] = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or "run"
@@ -177,7 +178,7 @@ def load_recipe(
         if broken:
             raise ConfigError("\n".join(broken))
         for at, sentence in warnings(recipe, machine) if checked is None else ():
-            print(f"warning: {origin_of(written.origins, at)}: {sentence}", file=sys.stderr)
+            say(f"warning: {origin_of(written.origins, at)}: {sentence}", err=True)
     return recipe
 
 

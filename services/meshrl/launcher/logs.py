@@ -12,11 +12,13 @@ from rich.console import Console
 from rich.text import Text
 
 from meshrl.contract.line_file import LineFile
+from meshrl.contract.plain_text import harmless
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
 ERRORS = re.compile(
-    r"\b(WARNING|ERROR|CRITICAL)\b|^(error|warning):|^Traceback|^\w*(Error|Exception):"
+    r"\b(WARNING|ERROR|CRITICAL)\b|^(error|warning):|^ *Traceback|^ *\w*(Error|Exception):"
 )
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class MergedLog:
@@ -57,7 +59,8 @@ class MergedLog:
             file.close()
 
     def __call__(self, name: str, line: str) -> None:
-        """Save and show one line."""
+        """Save and show one line. Colours of its own are left out, and what else it would do to a terminal."""
+        line = harmless(_COLOUR.sub("", line), lines=True)
         self._save(name, line)
         self._show(name, line)
 
@@ -78,5 +81,5 @@ class MergedLog:
         colour = self._colour.setdefault(name, COLOURS[len(self._colour) % len(COLOURS)])
         style = "bold" if name == "up" else colour
         text = Text(f"{name:>{self._width}} │ ", style=style)
-        text.append(Text.from_ansi(line, style="" if not ERRORS.search(line) else "bold red"))
+        text.append(line, style="" if not ERRORS.search(line) else "bold red")
         self._console.print(text, soft_wrap=True)

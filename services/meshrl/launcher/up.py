@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager, nullcontext
@@ -19,6 +18,7 @@ from meshrl.config.placement import place
 from meshrl.config.recipe import Recipe
 from meshrl.config.run_record import begin, refuse_several_queues
 from meshrl.contract.errors import UserError
+from meshrl.contract.plain_text import say, say_error
 from meshrl.contract.types import TrainerStatus
 from meshrl.deploy.machines import Machines
 from meshrl.http.view.metrics import MetricsFile
@@ -42,6 +42,7 @@ from meshrl.launcher.run_directory import (
 from meshrl.launcher.service import Service
 from meshrl.launcher.status import MeshStatus
 from meshrl.launcher.supervisor import Supervisor, Verdict
+from meshrl.launcher.text_console import text_console
 from meshrl.launcher.view import final_table, live_view, step_line, waiting_lines
 from meshrl.rpc import credentials, tls
 from meshrl.rpc.exit_codes import Exit
@@ -85,13 +86,13 @@ def up(
     credentials.open_run_directory(directory)
     operator = credentials.file_of_role(directory, credentials.MeshRole.OPERATOR)
     credentials.use(credentials.Credential(operator), credentials.verifiers_file(directory))
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = text_console(soft_wrap=True)
     with run_lock(directory):
         if (line := finished_line(recipe)) is not None:
             console.print(line)
             return Exit.DONE
         if (line := busy_port(recipe, fixed_ports)) is not None:
-            print(f"error: {line}", file=sys.stderr)
+            say_error(line)
             return Exit.PORT_IN_USE
         if machines is not None:
             recipe = machines.prepared(recipe)
@@ -135,7 +136,7 @@ def up(
     }
     console.print(final_table(mesh_status, files))
     if not verdict.finished:
-        print(verdict.line if verdict.stopped else f"error: {verdict.line}", file=sys.stderr)
+        say(verdict.line if verdict.stopped else f"error: {verdict.line}", err=True)
     return verdict.code
 
 

@@ -44,6 +44,7 @@ from meshrl.contract.errors import (
     UserError,
 )
 from meshrl.contract.files import lasting_fault
+from meshrl.contract.plain_text import say_error
 from meshrl.contract.process_guard import DRAIN_AT_EOF
 from meshrl.contract.sockets import is_loopback, join_address
 from meshrl.rpc import tls
@@ -423,9 +424,9 @@ def _report(error: MeshError | OSError) -> int:
     if isinstance(error, OSError):
         if not (fault := lasting_fault(error)):
             raise error
-        print(f"error: {fault}", file=sys.stderr)
+        say_error(fault)
         return Exit.REFUSED
-    print(f"error: {error}", file=sys.stderr)
+    say_error(error)
     for kind, code in CODES.items():
         if isinstance(error, kind):
             return code

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from meshrl.contract.errors import InfraError
+from meshrl.contract.plain_text import say_error
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class Peers:
     def _end(self, why: str) -> None:
         """At once: the thread that computes may wait for the lost one within a library."""
         if not self._over.is_set():
-            print(f"error: rank {self._seat.rank}: {why}", file=sys.stderr, flush=True)
+            say_error(f"rank {self._seat.rank}: {why}")
             os._exit(1)
 
 

@@ -12,6 +12,7 @@ import click
 
 from meshrl.cli.find_mesh import find_mesh
 from meshrl.cli.options import Finite
+from meshrl.contract.plain_text import say
 from meshrl.contract.ports import Queue
 from meshrl.contract.words import counted
 from meshrl.rpc.exit_codes import Exit
@@ -41,7 +42,7 @@ def rescore_run(
     mesh = find_mesh(run_dir, queue, run)
     left = mesh.ask_queue(lambda asked: _rescore(asked, mesh.run, patience))
     if left:
-        click.echo(
+        say(
             f"{counted(left, 'row')} still to be scored, none was in {patience:g} s: left in the queue"
             " (meshrl why-waiting says for what)",
             err=True,
@@ -61,12 +62,10 @@ async def _rescore(queue: Queue, run: str, patience: float) -> int:
         if waiting < left:
             left, moved = waiting, now
         done = total - left
-        click.echo(
-            f"{done} of {counted(total, 'row')}, {done / (now - began):.0f} rows/s", err=True
-        )
+        say(f"{done} of {counted(total, 'row')}, {done / (now - began):.0f} rows/s", err=True)
         if now - moved > patience:
             return left
-    click.echo(f"{counted(total, 'row')} scored again in {time.monotonic() - began:.1f} s")
+    say(f"{counted(total, 'row')} scored again in {time.monotonic() - began:.1f} s")
     return 0
 
 

@@ -28,7 +28,7 @@ from meshrl.config.run_record import begin
 from meshrl.config.stages import options_class
 from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.plain_text import say
+from meshrl.contract.plain_text import say, say_json
 
 
 @click.group()
@@ -60,7 +60,7 @@ def check(
     if assume is not None:
         assumed = Written.read(assume, ()).as_config(Assumptions)
         for line in assumed.lines():
-            click.echo(f"assumed: {line}")
+            say(f"assumed: {line}")
         machine = AssumedMachine(assumed)
     _say_imports(recipe, overrides)
     with uncollected():
@@ -70,8 +70,8 @@ def check(
     if assume is None:
         lines += begin(placement.recipe, accept_changes=accept_changes, writes=False)
     for line in lines:
-        click.echo(line)
-    click.echo(f"{recipe} is good: run {loaded.run.name!r}, files under {loaded.run.path}")
+        say(line)
+    say(f"{recipe} is good: run {loaded.run.name!r}, files under {loaded.run.path}")
 
 
 @config.command()
@@ -82,7 +82,7 @@ def show(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     _say_imports(recipe, overrides)
     fields = load_recipe(recipe, overrides, check=False, hub=False).model_dump(mode="json")
     text = json.dumps(fields, indent=2) if as_json else recipe_yaml(fields)
-    click.echo(text.rstrip())
+    say(text.rstrip(), lines=True)
 
 
 @config.command()
@@ -98,10 +98,10 @@ def explain(key: str | None, as_json: bool) -> None:
         keys |= _options(key)
     if key is not None and key not in keys and (speaking := _search(keys.values(), key)):
         if as_json:
-            click.echo(json.dumps([_facts(one) for one in speaking], indent=2))
+            say_json(json.dumps([_facts(one) for one in speaking], indent=2))
         else:
             for one in speaking:
-                click.echo(_short(one))
+                say(_short(one))
         return
     if key is not None and key not in keys:
         near = _misspelt(keys, key) or nearest(Recipe, tuple(key.split(".")))
@@ -111,15 +111,15 @@ def explain(key: str | None, as_json: bool) -> None:
         )
     if as_json:
         chosen = [found for dotted, found in keys.items() if key in (None, dotted)]
-        click.echo(json.dumps([_facts(found) for found in chosen], indent=2))
+        say_json(json.dumps([_facts(found) for found in chosen], indent=2))
     elif key is None:
         for found in keys.values():
-            click.echo(_short(found))
+            say(_short(found))
     else:
-        click.echo(_long(keys[key]))
+        say(_long(keys[key]), lines=True)
         for dotted, found in keys.items():
             if dotted.rpartition(".")[0] == key:
-                click.echo(f"  {_short(found, dotted)}")
+                say(f"  {_short(found, dotted)}")
 
 
 def _say_imports(recipe: Path, overrides: Sequence[str]) -> None:

@@ -12,11 +12,12 @@ from rich.table import Table
 
 from meshrl.cli.find_mesh import Mesh, find_mesh
 from meshrl.cli.options import json_option, mesh_options
-from meshrl.cli.plain_text import one_line, text_console
 from meshrl.contract.errors import UserError
+from meshrl.contract.plain_text import one_line, say, say_json
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import DeadLetter, Uid
 from meshrl.contract.words import counted
+from meshrl.launcher.text_console import text_console
 
 
 @click.group("dead-letters", invoke_without_command=True)
@@ -34,9 +35,9 @@ def dead_letters(
     letters = _letters(mesh)
     if as_json:
         shown = [asdict(letter) | {"uid": str(letter.uid)} for letter in letters]
-        click.echo(json.dumps(shown, indent=2))
+        say_json(json.dumps(shown, indent=2))
     elif not letters:
-        click.echo("no row was given up")
+        say("no row was given up")
     else:
         text_console().print(_table(letters))
 
@@ -59,7 +60,7 @@ def replay(mesh: Mesh, uids: tuple[str, ...], everything: bool) -> None:
     async def ask(asked: Queue) -> int:
         return await asked.replay(mesh.run, chosen)
 
-    click.echo(f"{counted(mesh.ask_queue(ask), 'row')} admitted again")
+    say(f"{counted(mesh.ask_queue(ask), 'row')} admitted again")
 
 
 def _letters(mesh: Mesh) -> Sequence[DeadLetter]:

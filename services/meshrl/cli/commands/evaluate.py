@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,12 +25,13 @@ from rich.table import Table
 from rich.text import Text
 
 from meshrl.cli.options import PATH, Finite, json_option, recipe_argument
-from meshrl.cli.plain_text import one_line, text_console
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.recipe import has_evaluation
 from meshrl.contract.errors import UserError
 from meshrl.contract.files import replace_file
+from meshrl.contract.plain_text import one_line, say, say_json
 from meshrl.contract.words import counted
+from meshrl.launcher.text_console import text_console
 from meshrl.rewardd.estimates import Estimate
 
 if TYPE_CHECKING:
@@ -94,7 +96,7 @@ def evaluate(
     if as_json:
         shown = asdict(replace(report, answers=())) | {"checkpoint": str(source)}
         del shown["answers"]
-        click.echo(json.dumps(shown, indent=2))
+        say_json(json.dumps(shown, indent=2))
         return
     console = text_console()
     console.print(_table(source, report))
@@ -102,7 +104,7 @@ def evaluate(
         console.print(_sources(report))
     _print_worst(console, report, worst)
     if out is not None:
-        click.echo(f"{counted(len(report.answers), 'answer')} in {out}")
+        say(f"{counted(len(report.answers), 'answer')} in {out}")
 
 
 def _check_target(out: Path, force: bool) -> None:
@@ -116,7 +118,7 @@ def _check_target(out: Path, force: bool) -> None:
 @contextmanager
 def _progress(rows: int) -> Iterator[Callable[[int], None]]:
     """A bar on stderr while somebody looks."""
-    console = Console(stderr=True)
+    console = text_console(sys.stderr)
     columns = (
         "{task.description}",
         BarColumn(),

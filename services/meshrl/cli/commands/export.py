@@ -11,6 +11,7 @@ from meshrl.cli.find_mesh import say_which
 from meshrl.cli.options import PATH, RUN
 from meshrl.config.loading import load_run
 from meshrl.contract.errors import NotFoundError, UserError
+from meshrl.contract.plain_text import say
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
 
 
@@ -76,4 +77,4 @@ def export(
         adapter_only=adapter,
     )
     readers = "peft, vLLM or SGLang, as an adapter" if adapter else "transformers, vLLM or SGLang"
-    click.echo(f"{made}: run {address_book.run}, {source}: load it with {readers}")
+    say(f"{made}: run {address_book.run}, {source}: load it with {readers}")

@@ -20,10 +20,11 @@ from rich.table import Table
 from meshrl.cli.find_mesh import find_mesh
 from meshrl.cli.membership import ANSWER_S, Member, Membership, MeshAddress, read_membership
 from meshrl.cli.options import RUN, OptionsAnywhere, json_option
-from meshrl.cli.plain_text import text_console
 from meshrl.contract.errors import UserError
+from meshrl.contract.plain_text import say, say_json
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
 from meshrl.launcher.control import ask_up
+from meshrl.launcher.text_console import text_console
 from meshrl.rpc import credentials
 from meshrl.weights.fleet import drain_replica
 
@@ -81,7 +82,7 @@ def fleet(
         _watch(address, as_json)
     membership = asyncio.run(read_membership(address))
     if as_json:
-        click.echo(json.dumps(membership_json(membership), indent=2))
+        say_json(json.dumps(membership_json(membership), indent=2))
     else:
         known = sys.stdout.isatty() or "COLUMNS" in os.environ
         console = text_console(width=None if known else PLAIN_WIDTH)
@@ -104,16 +105,16 @@ def drain(find: Callable[[], MeshAddress], name: str) -> None:
             f"this mesh has no rollout worker {name!r} (it has: {', '.join(members) or 'none'})"
         )
     if member.gone:
-        click.echo(f"{name} has left already")
+        say(f"{name} has left already")
     elif member.supervised and address.run_dir is not None:
         reply = asyncio.run(ask_up(address.run_dir, "drain", timeout_s=DRAIN_S, name=name))
         how = "has left" if reply["in_time"] else "did not drain in time and was killed"
-        click.echo(f"{name} {how}; {reply['left']} of this `up` remain")
+        say(f"{name} {how}; {reply['left']} of this `up` remain")
         if not reply["left"]:
-            click.echo("warning: training waits until a worker is added: meshrl fleet add")
+            say("warning: training waits until a worker is added: meshrl fleet add")
     else:
         asyncio.run(drain_replica(address.trainer, name, ANSWER_S))
-        click.echo(f"{name} hands over what it runs and ends; what started it must let it be")
+        say(f"{name} hands over what it runs and ends; what started it must let it be")
 
 
 @fleet.command()
@@ -137,7 +138,7 @@ def add(
         names = reply["added"]
         assert isinstance(names, list)
         verb = "starts" if len(names) == 1 else "start"
-        click.echo(f"{', '.join(names)} {verb}; `meshrl fleet` shows when it serves")
+        say(f"{', '.join(names)} {verb}; `meshrl fleet` shows when it serves")
         return
     if address.run_dir is not None:
         address_book = AddressBook.load(address.run_dir / ADDRESS_BOOK_NAME)
@@ -149,7 +150,7 @@ def add(
         words += ["--queue", str(queue), "--trainer", address.trainer]
         if credentials.trusts_network():
             words.append("--allow-insecure-bind")
-        click.echo(shlex.join(words))
+        say(shlex.join(words))
 
 
 def _mesh_address(run_dir: Path | None, trainer: str | None) -> MeshAddress:
@@ -174,7 +175,7 @@ def _watch(address: MeshAddress, as_json: bool) -> None:
     """Until Ctrl-C: one table in place, or one line of JSON a second."""
     if as_json:
         while True:
-            click.echo(json.dumps(membership_json(asyncio.run(read_membership(address)))))
+            say_json(json.dumps(membership_json(asyncio.run(read_membership(address)))))
             time.sleep(WATCH_EVERY_S)
     console = text_console()
     with Live(console=console, auto_refresh=False) as live:

@@ -8,6 +8,7 @@ import sys
 import click
 
 from meshrl.contract.errors import UserError
+from meshrl.contract.plain_text import say
 from meshrl.rpc.exit_codes import Exit
 
 
@@ -22,7 +23,7 @@ def health(address: str) -> None:
 
     entry = Entry(kind="", host=host, port=port, metrics_port=0)
     serving = asyncio.run(is_serving(entry))
-    click.echo(f"{entry.address} is {'SERVING' if serving else 'NOT SERVING'}")
+    say(f"{entry.address} is {'SERVING' if serving else 'NOT SERVING'}")
     sys.exit(Exit.DONE if serving else Exit.FAILED)
 
 

@@ -19,6 +19,7 @@ from meshrl.config.recipe import Recipe
 from meshrl.contract import plugins
 from meshrl.contract.errors import MeshError, UserError
 from meshrl.contract.files import replace_file
+from meshrl.contract.plain_text import say
 from meshrl.rewardd.pool.rule import REWARDS
 
 SKELETON = r'''"""How good a response is."""
@@ -119,19 +120,19 @@ def init(
     except MeshError:
         for path in texts:
             path.unlink()
-        click.echo("nothing is written, for it would not start:", err=True)
+        say("nothing is written, for it would not start:", err=True)
         raise
     for path in texts:
-        click.echo(f"{path} is written")
-    click.echo(f"next: meshrl up {to}")
+        say(f"{path} is written")
+    say(f"next: meshrl up {to}")
 
 
 def _copy(name: str, to: Path | None) -> None:
     copies = copy_template(name, to or FOLDER / name)
     for path in copies:
-        click.echo(f"{path} is written")
+        say(f"{path} is written")
     first = min(copies, key=lambda path: (path.suffix != ".md", path.suffix != ".yaml"))
-    click.echo(f"next: {first} says what it needs")
+    say(f"next: {first} says what it needs")
 
 
 def _asked(

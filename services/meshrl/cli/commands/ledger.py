@@ -19,11 +19,12 @@ from meshrl.cli.commands.queue import tell_audit
 from meshrl.cli.find_mesh import Mesh, find_mesh
 from meshrl.cli.operator import ask_operator, audit_of
 from meshrl.cli.options import json_option, mesh_options
-from meshrl.cli.plain_text import text_console
 from meshrl.config.recipe import EVAL_SUFFIX
 from meshrl.contract.errors import NotFoundError, UserError
+from meshrl.contract.plain_text import say_json
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Ledger
+from meshrl.launcher.text_console import text_console
 from meshrl.rpc.exit_codes import Exit
 from meshrl.transferqueue.operations.audit import Audit
 
@@ -87,7 +88,7 @@ def _show(ledgers: Sequence[Ledger], as_json: bool, audited: Audit | None) -> No
         }
         if audited is not None:
             shown = {"ledgers": shown, "problems": audited.problems}
-        click.echo(json.dumps(shown, indent=2))
+        say_json(json.dumps(shown, indent=2))
         return
     for one in ledgers:
         text_console().print(_table(one))
@@ -99,7 +100,7 @@ def _watch(mesh: Mesh, as_json: bool) -> None:
     """Until Ctrl-C: one table in place, or one line of JSON a second."""
     if as_json:
         while True:
-            click.echo(json.dumps({one.run: asdict(one) for one in _ledgers(mesh)}))
+            say_json(json.dumps({one.run: asdict(one) for one in _ledgers(mesh)}))
             time.sleep(WATCH_EVERY_S)
     with Live(console=text_console(), auto_refresh=False) as live:
         while True:

@@ -11,6 +11,7 @@ import click
 
 from meshrl.cli.options import Finite, json_option, recipe_argument
 from meshrl.config.loading import load_recipe
+from meshrl.contract.plain_text import say, say_json
 
 POSITIVE = Finite(min=0, min_open=True)
 COUNT = click.IntRange(min=1)
@@ -65,21 +66,21 @@ def plan(
     loaded = load_recipe(recipe, overrides, check=False)
     answer: Plan = make(loaded, Question(bandwidth=bandwidth * 1e9, **asked))
     if as_json:
-        click.echo(json.dumps(asdict(answer) | {"bottleneck": answer.best.bottleneck}))
+        say_json(json.dumps(asdict(answer) | {"bottleneck": answer.best.bottleneck}))
         return
     head = ("rollout", "trainer", "samples/h", "step s", "staleness", "p99", "rollout idle")
-    click.echo(
+    say(
         f"  {head[0]:>7} {head[1]:>7} {head[2]:>10} {head[3]:>8} {head[4]:>9} {head[5]:>4}"
         f" {head[6]:>12} trainer idle queue  first bottleneck"
     )
     for split in answer.tried:
         seen = split.outlook
-        click.echo(
+        say(
             f"{'>' if split is answer.best else ' '} {split.rollout_gpus:7} {split.trainer_gpus:7}"
             f" {seen.samples_per_h:10,.0f} {split.step_s:8.3g} {seen.staleness_mean:9.2f}"
             f" {seen.staleness_p99:4} {seen.rollout_idle:12.0%} {seen.trainer_idle:12.0%}"
             f" {seen.queue_load:5.0%}  {split.bottleneck}"
         )
-    click.echo(f"{answer.best.bottleneck}: {answer.advice}")
+    say(f"{answer.best.bottleneck}: {answer.advice}")
     for assumption in answer.assumptions:
-        click.echo(f"- {assumption}")
+        say(f"- {assumption}")

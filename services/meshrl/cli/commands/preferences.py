@@ -12,6 +12,7 @@ import click
 
 from meshrl.cli.options import json_option, recipe_argument
 from meshrl.config.loading import Written
+from meshrl.contract.plain_text import say, say_json
 from meshrl.contract.words import counted
 from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig
 
@@ -53,15 +54,15 @@ def train_reward(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> Non
 def _reporter(as_json: bool) -> Callable[[Progress], None]:
     def report(progress: Progress) -> None:
         if as_json:
-            click.echo(json.dumps(asdict(progress)))
+            say_json(json.dumps(asdict(progress)))
             return
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in progress.numbers.items())
         speed = f"{progress.tokens_per_s:,.0f} tokens/s"
-        click.echo(f"step {progress.step}/{progress.steps}  {numbers}  {speed}")
+        say(f"step {progress.step}/{progress.steps}  {numbers}  {speed}")
 
     return report
 
 
 def _say_end(target: Path, done: Progress, as_json: bool) -> None:
     if not as_json:
-        click.echo(f"{target} after {counted(done.step, 'step')}, {done.seconds:.1f} s")
+        say(f"{target} after {counted(done.step, 'step')}, {done.seconds:.1f} s")

@@ -16,6 +16,7 @@ from meshrl.cli.operator import Operator, ask_operator, ask_store, audit_of
 from meshrl.cli.options import PATH, json_option, mesh_options, overrides_argument
 from meshrl.config.loading import load_recipe
 from meshrl.contract.errors import ConflictError
+from meshrl.contract.plain_text import say, say_json
 from meshrl.contract.words import counted
 from meshrl.launcher.address_book import run_lock
 from meshrl.rpc.exit_codes import Exit
@@ -87,7 +88,7 @@ def verify(
         ledgers = {
             name: asdict(one) | {"balanced": one.balanced} for name, one in found.ledgers.items()
         }
-        click.echo(json.dumps({**asdict(found), "ledgers": ledgers}, indent=2))
+        say_json(json.dumps({**asdict(found), "ledgers": ledgers}, indent=2))
     else:
         tell_audit(found)
     sys.exit(Exit.FAILED if found.problems else Exit.DONE)
@@ -96,9 +97,9 @@ def verify(
 def tell_audit(found: Audit) -> None:
     """One line, or one a problem."""
     for problem in found.problems:
-        click.echo(problem)
+        say(problem)
     rows = sum(sum(one.resident.values()) for one in found.ledgers.values())
-    click.echo(
+    say(
         f"{counted(len(found.problems), 'problem') if found.problems else 'no problems'}:"
         f" {counted(len(found.ledgers), 'run')},"
         f" {counted(rows, 'resident row')}, {counted(found.records, 'record')},"
@@ -108,9 +109,9 @@ def tell_audit(found: Audit) -> None:
 
 def _tell_copied(what: str, copied: Copied, as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(asdict(copied)))
+        say_json(json.dumps(asdict(copied)))
     else:
-        click.echo(
+        say(
             f"{what}: {counted(copied.records, 'record')}, {counted(copied.values, 'payload value')},"
             f" {counted(copied.nbytes, 'byte')}"
         )

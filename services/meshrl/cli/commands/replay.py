@@ -15,6 +15,7 @@ from meshrl.cli.options import RUN, Finite, json_option
 from meshrl.config.loading import load_run
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import UserError
+from meshrl.contract.plain_text import say, say_json
 from meshrl.contract.words import counted
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
 from meshrl.rpc.exit_codes import Exit
@@ -65,7 +66,7 @@ def replay(run: Path | None, step: int, tolerance: float, as_json: bool) -> None
                 start, learner.policy, learner.optimizers, beside=learner.beside
             )
             learner.kl_coef, first = state.kl_coef, state.step
-        click.echo(f"from {start or recipe.model.path}, step {first}", err=True)
+        say(f"from {start or recipe.model.path}, step {first}", err=True)
         same = True
         for made in replay(
             learner,
@@ -76,16 +77,16 @@ def replay(run: Path | None, step: int, tolerance: float, as_json: bool) -> None
         ):
             same = made.first is None
             if as_json:
-                click.echo(json.dumps(asdict(made)))
+                say_json(json.dumps(asdict(made)))
                 continue
             figures = ", ".join(f"{name} {value:.6g}" for name, value in made.figures.items())
             worst = max(made.largest.items(), key=lambda one: one[1])
-            click.echo(
+            say(
                 f"step {made.step}: {counted(made.rows, 'row')}, {figures}; largest relative difference"
                 f" {worst[1]:.1e} ({worst[0]})"
             )
             if made.first is not None:
-                click.echo(f"step {made.step} differs: {made.first}")
+                say(f"step {made.step} differs: {made.first}")
     finally:
         world.close()
     if not same:

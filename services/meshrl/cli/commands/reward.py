@@ -15,10 +15,11 @@ from rich.table import Table
 
 from meshrl.cli.commands._reward_rescore import rescore_run
 from meshrl.cli.options import PATH, RUN, OptionsAnywhere, json_option
-from meshrl.cli.plain_text import one_line, printable, text_console
 from meshrl.contract.errors import UserError
+from meshrl.contract.plain_text import harmless, one_line, say, say_json
 from meshrl.contract.types import Json, Sample, Uid
 from meshrl.contract.words import counted
+from meshrl.launcher.text_console import text_console
 from meshrl.rewardd.pool.signatures import Kind
 from meshrl.rewardd.registry.types import Case, Submission
 from meshrl.rpc.exit_codes import Exit
@@ -108,9 +109,7 @@ def submit(context: click.Context, /, file: Path, name: str | None, **options: A
         else f"points to {done.name.current or 'none'}"
     )
     known = "" if done.created else ", known before"
-    click.echo(
-        f"{done.hash}  {submission.name} {state} ({counted(done.cases, 'test')} passed{known})"
-    )
+    say(f"{done.hash}  {submission.name} {state} ({counted(done.cases, 'test')} passed{known})")
 
 
 @reward.command("list")
@@ -122,7 +121,7 @@ def list_(context: click.Context, as_json: bool) -> None:
     if as_json:
         from google.protobuf.json_format import MessageToDict
 
-        click.echo(json.dumps(MessageToDict(found, preserving_proto_field_name=True), indent=2))
+        say_json(json.dumps(MessageToDict(found, preserving_proto_field_name=True), indent=2))
         return
     table = Table()
     for column in ("name", "version", "versions", "last change"):
@@ -135,9 +134,9 @@ def list_(context: click.Context, as_json: bool) -> None:
         )
     text_console().print(table)
     of = "the recipe's own" if found.scoring == found.base else f"as {found.followed!r} says"
-    click.echo(f"scoring: {found.scoring} ({of})")
+    say(f"scoring: {found.scoring} ({of})")
     if found.http_address:
-        click.echo(f"HTTP: {found.http_address} (pages: {found.http_address}/docs)")
+        say(f"HTTP: {found.http_address} (pages: {found.http_address}/docs)")
 
 
 @reward.command()
@@ -148,9 +147,9 @@ def show(context: click.Context, name: str, version: str) -> None:
     """Print the source of NAME, or of one VERSION of it."""
     found = _ask(context, lambda client: client.get(name, version))
     if found.is_wheel:
-        click.echo(f"# a wheel of {len(found.content)} bytes, entry point {found.entry_point}")
+        say(f"# a wheel of {len(found.content)} bytes, entry point {found.entry_point}")
     else:
-        click.echo(found.content.decode(), nl=False)
+        say(found.content.decode().removesuffix("\n"), lines=True)
 
 
 @reward.command()
@@ -160,7 +159,8 @@ def show(context: click.Context, name: str, version: str) -> None:
 @click.pass_context
 def diff(context: click.Context, name: str, old: str, new: str) -> None:
     """What changed from version OLD to NEW, or to the current one."""
-    click.echo(_ask(context, lambda client: client.diff(name, old, new)), nl=False)
+    text: str = _ask(context, lambda client: client.diff(name, old, new))
+    say(text.removesuffix("\n"), lines=True)
 
 
 @reward.command()
@@ -170,7 +170,7 @@ def diff(context: click.Context, name: str, old: str, new: str) -> None:
 def rollback(context: click.Context, name: str, version: str) -> None:
     """Point NAME to VERSION, or to the one before the current one; `recipe` goes back to the recipe's functions."""
     found = _ask(context, lambda client: client.roll_back(name, version))
-    click.echo(f"{name} points to {found.current or 'the functions of the recipe'}")
+    say(f"{name} points to {found.current or 'the functions of the recipe'}")
 
 
 @reward.command()
@@ -180,7 +180,7 @@ def rollback(context: click.Context, name: str, version: str) -> None:
 def retire(context: click.Context, name: str, version: str) -> None:
     """Forbid VERSION to score as NAME."""
     _ask(context, lambda client: client.retire(name, version))
-    click.echo(f"{name}: {version} is retired")
+    say(f"{name}: {version} is retired")
 
 
 @reward.command("test")
@@ -207,12 +207,12 @@ def test_(context: click.Context, /, name: str, solution: str, truth: str, **opt
             "score": score.score,
             "components": dict(score.components),
         }
-        click.echo(json.dumps({**shown, "reason": score.reason, "hash": score.reward_hash}))
+        say_json(json.dumps({**shown, "reason": score.reason, "hash": score.reward_hash}))
     elif score.outcome.trainable:
         parts = ", ".join(f"{key} {value:g}" for key, value in score.components.items())
-        click.echo(f"{score.score:g}  ({parts}; version {score.reward_hash})")
+        say(f"{score.score:g}  ({parts}; version {score.reward_hash})")
     else:
-        click.echo(f"{score.outcome}: {score.reason}", err=True)
+        say(f"{score.outcome}: {score.reason}", err=True)
     sys.exit(Exit.DONE if score.outcome.trainable else Exit.FAILED)
 
 
@@ -254,14 +254,12 @@ def rescore(context: click.Context, name: str, rows: Path, version: str, out: Pa
                     file.write(json.dumps({**row, **_scored(score)}) + "\n")
                 done += len(part)
                 rate = done / (time.monotonic() - began)
-                click.echo(
-                    f"{done} of {counted(len(numbered), 'row')}, {rate:.0f} rows/s", err=True
-                )
+                say(f"{done} of {counted(len(numbered), 'row')}, {rate:.0f} rows/s", err=True)
         draft.replace(out)
         return done, faults
 
     done, faults = _ask(context, all_of_it)
-    click.echo(f"{counted(done, 'row')} scored again, {faults} without a score: {out}")
+    say(f"{counted(done, 'row')} scored again, {faults} without a score: {out}")
 
 
 @reward.command()
@@ -277,8 +275,8 @@ def token(name: str, roles: str) -> None:
     if unknown:
         raise UserError(f"no role {unknown[0]!r}; there are {', '.join(Role)}")
     token, digest = new_token()
-    click.echo(f"the token, shown this once: {token}", err=True)
-    click.echo(f"  - {{name: {json.dumps(name)}, roles: [{', '.join(chosen)}], sha256: {digest}}}")
+    say(f"the token, shown this once: {token}", err=True)
+    say(f"  - {{name: {json.dumps(name)}, roles: [{', '.join(chosen)}], sha256: {digest}}}")
 
 
 def _scored(score: Any) -> dict[str, Json]:
@@ -288,17 +286,15 @@ def _scored(score: Any) -> dict[str, Json]:
 
 
 def _print_differences(differences: Any) -> None:
-    click.echo(
+    say(
         f"{differences.a} -> {differences.b}: {differences.compared} of"
         f" {counted(differences.rows, 'row')} scored by both"
     )
-    click.echo(
-        f"  equal {differences.equal}, mean {differences.mean_a:.4g} -> {differences.mean_b:.4g}"
-    )
+    say(f"  equal {differences.equal}, mean {differences.mean_a:.4g} -> {differences.mean_b:.4g}")
     if differences.faults_a or differences.faults_b:
-        click.echo(f"  no score: {differences.faults_a} -> {differences.faults_b}")
+        say(f"  no score: {differences.faults_a} -> {differences.faults_b}")
     for one in differences.largest:
-        click.echo(f"  {printable(one.uid)}: {one.a:g} -> {one.b:g}  {one_line(one.text)}")
+        say(f"  {harmless(one.uid)}: {one.a:g} -> {one.b:g}  {one_line(one.text)}")
 
 
 def _bytes(path: Path) -> bytes:

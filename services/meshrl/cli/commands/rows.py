@@ -16,10 +16,11 @@ from rich.text import Text
 from meshrl.api.rows import Row, find_rows
 from meshrl.cli.find_mesh import say_which
 from meshrl.cli.options import RUN
-from meshrl.cli.plain_text import one_line, printable, text_console
 from meshrl.contract.errors import UserError
+from meshrl.contract.plain_text import harmless, one_line, say, say_json
 from meshrl.contract.words import counted
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
+from meshrl.launcher.text_console import text_console
 from meshrl.trainer.trajectories.files import FOLDER
 from meshrl.trainer.trajectories.pictures import described
 
@@ -73,12 +74,12 @@ def rows(
     )
     if as_json:
         for row in found:
-            click.echo(json.dumps(row, ensure_ascii=False))
+            say_json(json.dumps(row, ensure_ascii=False))
         return
     _say_which(directory)
     shown = list(found)
     if not shown:
-        click.echo("no logged row is like that")
+        say("no logged row is like that")
         return
     console = text_console()
     if uid is not None:
@@ -101,7 +102,7 @@ def _print_list(console: Console, shown: Sequence[Row], *, ranked: bool) -> None
         start = f"{name:<17}" + "".join(
             f"{fact:>{width}}" for fact, width in zip(facts, (8, 8, 6, 6), strict=True)
         )
-        whole = Text(f"{start}  {text}", style=style)
+        whole = Text(harmless(f"{start}  {text}"), style=style)
         whole.truncate(console.width, overflow="ellipsis")
         console.print(whole)
 
@@ -109,9 +110,8 @@ def _print_list(console: Console, shown: Sequence[Row], *, ranked: bool) -> None
     for (step, task), group in groupby(shown, key=lambda row: (row["step"], row["task"])):
         for at, row in enumerate(group):
             if at == 0 and not ranked:
-                prompt = Text(
-                    f"step {step}, task {_short(task)}: {one_line(_prompt(row))}", style="bold"
-                )
+                begins = f"step {step}, task {_short(task)}: {one_line(_prompt(row))}"
+                prompt = Text(harmless(begins), style="bold")
                 prompt.truncate(console.width, overflow="ellipsis")
                 console.print(prompt)
             name, said = f"{row['index']}.{row['attempt']}", one_line(row["response"])
@@ -128,7 +128,7 @@ def _print_whole(console: Console, row: Row, directory: Path) -> None:
     """Everything of a row but its tokens."""
     console.rule(Text(row["uid"]), align="left")
     reward = [_number(row["reward"], 4)]
-    reward += [f"{printable(name)} {value:.4g}" for name, value in row["reward_components"].items()]
+    reward += [f"{harmless(name)} {value:.4g}" for name, value in row["reward_components"].items()]
     spans = [f"{s['epoch']}.{s['step']} [{s['start']}, {s['end']})" for s in row["spans"] or ()]
     turns = counted(row["turns"], "turn")
     facts = {
@@ -136,7 +136,7 @@ def _print_whole(console: Console, row: Row, directory: Path) -> None:
             "split"
         ]: f"step {row['step']}, {row['outcome'] or 'scored'}, by {row['worker'] or '?'}",
         "reward": ", ".join(reward),
-        **{f"{printable(name)}:": text for name, text in row["reward_texts"].items()},
+        **{f"{harmless(name)}:": text for name, text in row["reward_texts"].items()},
         "advantage": f"{_number(row['advantage'], 4)}, mismatch {_number(row['mismatch'], 4)}",
         "tokens": f"{row['prompt_length']} + {row['length']}, {turns} of the policy",
         "versions": f"{', '.join(spans)}; staleness {row['staleness']}",
@@ -147,27 +147,30 @@ def _print_whole(console: Console, row: Row, directory: Path) -> None:
     }
     for name, value in facts.items():
         if value not in (None, "", "null", "{}"):
-            console.print(Text(f"{name:10} ", style="dim") + Text(printable(value)), soft_wrap=True)
+            console.print(
+                Text(f"{name:10} ", style="dim") + Text(harmless(value, lines=True)), soft_wrap=True
+            )
     pictures = described(directory / FOLDER, row.get("pictures") or (), thumbnails=False)
     for number, picture in enumerate(pictures, 1):
         size = picture["problem"] or f"{picture['bytes']} bytes"
         console.print(
             Text(f"picture {number:<3}", style="dim")
-            + Text(f"{printable(picture['name'])}, {size}"),
+            + Text(f"{harmless(picture['name'])}, {size}"),
             soft_wrap=True,
         )
     console.print(Text("prompt", style="bold"))
-    console.print(Text(printable(_prompt(row))), soft_wrap=True)
+    console.print(Text(harmless(_prompt(row), lines=True)), soft_wrap=True)
     for message in row.get("conversation") or ():
         for call in message["tool_calls"] or ():
             called = f"{call['name']}({call['arguments']})"
             console.print(
-                Text("calls      ", style="dim") + Text(printable(called)), soft_wrap=True
+                Text("calls      ", style="dim") + Text(harmless(called, lines=True)),
+                soft_wrap=True,
             )
     parts = row["parts"] or [{"sampled": True, "text": row["response"]}]
     for part in parts:
         console.print(Text("policy" if part["sampled"] else "observed", style="bold"))
-        console.print(Text(printable(part["text"] or "")), soft_wrap=True)
+        console.print(Text(harmless(part["text"] or "", lines=True)), soft_wrap=True)
 
 
 def _prompt(row: Row) -> str:

@@ -18,11 +18,12 @@ from meshrl.api.history import HELD_OUT, STEP, RunHistory
 from meshrl.cli.find_mesh import find_mesh
 from meshrl.cli.operator import ask_runs
 from meshrl.cli.options import PATH, RUN, json_option, queue_options
-from meshrl.cli.plain_text import text_console
 from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME
 from meshrl.contract.errors import UserError
+from meshrl.contract.plain_text import say, say_json
 from meshrl.http.view.settings import compared
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME
+from meshrl.launcher.text_console import text_console
 from meshrl.launcher.view import clock, sparkline
 from meshrl.transferqueue.operations.removal import StoredRun
 
@@ -71,10 +72,10 @@ def list_(folder: Path, as_json: bool) -> None:
     ]
     found.sort(key=lambda run: run.ended_unix_s or 0.0)
     if as_json:
-        click.echo(json.dumps([_json(run) for run in found], indent=2))
+        say_json(json.dumps([_json(run) for run in found], indent=2))
         return
     if not found:
-        click.echo(f"no run in {folder}")
+        say(f"no run in {folder}")
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("run", overflow="fold")
@@ -102,7 +103,7 @@ def stored(run_dir: Path | None, queue: str | None, as_json: bool) -> None:
     mesh = find_mesh(run_dir, queue, ANY, stopped=True)
     found = ask_runs(mesh, lambda admin: admin.runs())
     if as_json:
-        click.echo(json.dumps([_stored_json(one) for one in found], indent=2))
+        say_json(json.dumps([_stored_json(one) for one in found], indent=2))
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("run", overflow="fold")
@@ -134,11 +135,11 @@ def remove(name: str, run_dir: Path | None, queue: str | None, force: bool, as_j
     mesh = find_mesh(run_dir, queue, name, stopped=True)
     gone = ask_runs(mesh, lambda admin: admin.remove_run(name, force=force))
     if as_json:
-        click.echo(json.dumps(_stored_json(gone), indent=2))
+        say_json(json.dumps(_stored_json(gone), indent=2))
         return
-    click.echo(f"run {name} is removed from the queue; lost: {gone.loss}")
+    say(f"run {name} is removed from the queue; lost: {gone.loss}")
     if gone.committed_step:
-        click.echo(
+        say(
             f"its checkpoint of step {gone.committed_step} stays; trained on, it is fed from the first prompt"
         )
 
@@ -164,7 +165,7 @@ def compare(run: Path, other: Path, as_json: bool) -> None:
         if entry["differs"] and entry["key"] not in NOT_COMPARED
     }
     if as_json:
-        click.echo(json.dumps({"runs": [_json(one) for one in both], "recipe": keys}, indent=2))
+        say_json(json.dumps({"runs": [_json(one) for one in both], "recipe": keys}, indent=2))
         return
     table = Table(header_style="dim")
     table.add_column("")

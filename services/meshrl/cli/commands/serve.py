@@ -25,6 +25,7 @@ from meshrl.config.stages import SERVICES, module_of, service_kind
 from meshrl.contract import plugins, tracing
 from meshrl.contract.device_share import DEVICES
 from meshrl.contract.errors import ConfigError, UserError
+from meshrl.contract.plain_text import LogFormatter, say, say_error
 from meshrl.contract.process_guard import die_with_supervisor
 from meshrl.launcher.address_book import AddressBook
 from meshrl.launcher.ports import is_taken
@@ -114,25 +115,21 @@ def serve(
     except UserError as error:
         if not stay_on_user_error:
             raise
-        for line in str(error).splitlines():
-            click.echo(f"error: {line}", err=True)
+        say_error(error)
         code = Exit.USER_ERROR
     if code == Exit.USER_ERROR and stay_on_user_error:
         signals = (signal.SIGTERM, signal.SIGINT)
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        click.echo("the same command would fail again: waiting to be stopped", err=True)
+        say("the same command would fail again: waiting to be stopped", err=True)
         signal.sigwait(signals)
     sys.exit(code)
 
 
 def _serve(service: str, recipe: Path, overrides: tuple[str, ...], options: dict[str, Any]) -> int:
     """The service until its end; returns its exit code. Raises UserError: it cannot start like this."""
-    logging.basicConfig(
-        level=options["log_level"].upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-    )
+    lines = logging.StreamHandler()
+    lines.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=options["log_level"].upper(), handlers=[lines])
     # It logs each request: with an engine server, a line for every row.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     loaded = load_recipe(recipe, overrides, sections=partial(_sections, service))
@@ -171,9 +168,7 @@ def _serve(service: str, recipe: Path, overrides: tuple[str, ...], options: dict
     listens = os.environ.get("RANK", "0") == "0"  # of a trainer's ranks, the first one alone
     for wanted in (port, metrics_port):
         if listens and is_taken(host, wanted):
-            click.echo(
-                f"error: {name} cannot listen on {host}:{wanted}: the port is in use", err=True
-            )
+            say(f"error: {name} cannot listen on {host}:{wanted}: the port is in use", err=True)
             return Exit.PORT_IN_USE
     settings = ServerSettings(
         host=host,

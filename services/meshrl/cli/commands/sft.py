@@ -10,6 +10,7 @@ import click
 
 from meshrl.cli.options import json_option, recipe_argument
 from meshrl.config.loading import Written
+from meshrl.contract.plain_text import say, say_json
 from meshrl.contract.words import counted
 from meshrl.trainer.offline.config import SftConfig
 
@@ -25,14 +26,14 @@ def sft(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
     def report(progress: SftProgress) -> None:
         if as_json:
-            click.echo(json.dumps(asdict(progress)))
+            say_json(json.dumps(asdict(progress)))
             return
         match = "" if progress.exact_match is None else f"  exact match {progress.exact_match:.3f}"
-        click.echo(
+        say(
             f"step {progress.step}/{progress.steps}  loss {progress.loss:.4f}  "
             f"{progress.tokens_per_s:,.0f} tokens/s{match}"
         )
 
     done = run(config, report)
     if not as_json:
-        click.echo(f"{config.output_dir} after {counted(done.step, 'step')}, {done.seconds:.1f} s")
+        say(f"{config.output_dir} after {counted(done.step, 'step')}, {done.seconds:.1f} s")

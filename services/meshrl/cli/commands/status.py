@@ -10,14 +10,16 @@ from typing import Any
 
 import click
 from rich.table import Table
+from rich.text import Text
 
 from meshrl.api.history import HELD_OUT, STEP, RunHistory
 from meshrl.cli.find_mesh import RETRY_S, Mesh, find_mesh, say_which
 from meshrl.cli.options import json_option, mesh_options
-from meshrl.cli.plain_text import text_console
 from meshrl.contract.errors import MeshError
+from meshrl.contract.plain_text import say_json
 from meshrl.contract.types import EngineStats, Ledger, RunState, TrainerStatus
 from meshrl.launcher.address_book import newest_run_dir
+from meshrl.launcher.text_console import text_console
 from meshrl.launcher.view import clock, ledger_line, sparkline
 from meshrl.rpc.clients.rollout import RolloutClient
 from meshrl.rpc.clients.trainer import TrainerClient
@@ -52,7 +54,7 @@ def status(run_dir: Path | None, queue: str | None, run: str | None, as_json: bo
     mesh = find_mesh(run_dir, queue, run)
     found = asyncio.run(_ask(mesh))
     if as_json:
-        click.echo(json.dumps(_json(found), indent=2))
+        say_json(json.dumps(_json(found), indent=2))
     else:
         text_console().print(_table(mesh, found))
 
@@ -64,7 +66,7 @@ def _print_history(history: RunHistory, as_json: bool) -> None:
         shown = {"run": history.name, "state": history.state, "steps": history.steps}
         shown |= {"seconds": history.seconds, "samples": history.samples}
         shown |= {"reward": history.last(STEP), "held_out_score": history.last(HELD_OUT)}
-        click.echo(json.dumps(shown, indent=2))
+        say_json(json.dumps(shown, indent=2))
         return
     table = Table(title=f"run {history.name}", show_header=False, title_justify="left")
     table.add_column(style="dim")
@@ -85,7 +87,8 @@ def _print_history(history: RunHistory, as_json: bool) -> None:
     table.add_row("samples", f"{history.samples:,}")
     table.add_row("time", f"{clock(history.seconds)}, from the first figures to the last")
     table.add_row("files", str(directory))
-    table.add_row("more", f"meshrl rows {directory}\nmeshrl ledger --run-dir {directory}")
+    commands = Text(f"meshrl rows {directory}\nmeshrl ledger --run-dir {directory}")
+    table.add_row("more", commands)
     if history.state == "stopped":
         table.add_row("go on", f"meshrl up {directory / 'recipe.yaml'}")
     text_console().print(table)

@@ -12,11 +12,12 @@ from rich.text import Text
 
 from meshrl.cli.find_mesh import say_which
 from meshrl.cli.options import RUN, json_option
-from meshrl.cli.plain_text import text_console
 from meshrl.contract.errors import NotFoundError, UserError
+from meshrl.contract.plain_text import say_json
 from meshrl.contract.types import Uid
 from meshrl.http.view.spans import SpanFiles
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
+from meshrl.launcher.text_console import text_console
 
 WAIT_S = 0.05
 """Shorter gaps between the services are not worth a line."""
@@ -43,7 +44,7 @@ def trace(uid: str, run_dir: Path | None, as_json: bool) -> None:
         raise NotFoundError(files.problem or f"row {row} was not traced (run.trace)")
     if as_json:
         for span in spans:
-            click.echo(json.dumps(span))
+            say_json(json.dumps(span))
         return
     text_console().print(_table(spans))
 

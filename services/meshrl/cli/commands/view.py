@@ -20,6 +20,7 @@ from meshrl.config.loading import load_run
 from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME
 from meshrl.contract.certificates import Certificates
 from meshrl.contract.errors import NotFoundError, UserError
+from meshrl.contract.plain_text import say
 from meshrl.contract.ports import Queue
 from meshrl.contract.process_guard import die_with_supervisor
 from meshrl.contract.sockets import is_loopback
@@ -122,7 +123,7 @@ async def _serve(
         name="view",
         allowed_hosts=allowed,
     ) as url:
-        click.echo(f"{', '.join(run.key for run in shown)}: {url}/#token={token}")
+        say(f"{', '.join(run.key for run in shown)}: {url}/#token={token}")
         await closing.wait()
 
 

@@ -11,11 +11,12 @@ from rich.table import Table
 
 from meshrl.cli.find_mesh import find_mesh
 from meshrl.cli.options import json_option, mesh_options
-from meshrl.cli.plain_text import text_console
 from meshrl.contract.errors import NotFoundError
+from meshrl.contract.plain_text import say, say_json
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Waiting
 from meshrl.launcher.fleet_waits import fleet_waits
+from meshrl.launcher.text_console import text_console
 
 SHOWN_UIDS = 4
 
@@ -40,9 +41,9 @@ def why_waiting(run_dir: Path | None, queue: str | None, run: str | None, as_jso
     waits = mesh.ask_queue(ask)
     if as_json:
         shown = [asdict(wait) | {"uids": [str(uid) for uid in wait.uids]} for wait in waits]
-        click.echo(json.dumps(shown, indent=2))
+        say_json(json.dumps(shown, indent=2))
     elif not waits:
-        click.echo("nothing waits")
+        say("nothing waits")
     else:
         text_console().print(_table(waits))
 

@@ -16,8 +16,10 @@ from meshrl.cli.recipe_files import DEMO, recipes
 from meshrl.config import load_recipe
 from meshrl.config.loading import load_run
 from meshrl.contract.errors import MeshError, UserError
+from meshrl.contract.plain_text import say
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, LOCK_NAME, AddressBook, run_lock
 from meshrl.launcher.preloading import preloading
+from meshrl.launcher.text_console import text_console
 
 if TYPE_CHECKING:
     from meshrl.config.recipe import Recipe
@@ -50,7 +52,7 @@ def demo(overrides: tuple[str, ...], plain: bool, only_prepare: bool, preload: b
         from meshrl.cli.demo.prepare import prepare
         from meshrl.launcher.up import up
 
-        click.echo("demo: a tiny model, its prompts and a short supervised warm start")
+        say("demo: a tiny model, its prompts and a short supervised warm start")
         prepare(recipe.model.path.parent, seed=recipe.run.seed, report=_show_warm_start)
     if only_prepare:
         return
@@ -94,7 +96,7 @@ def _show_warm_start(phase: str, progress: SftProgress) -> None:
     if progress.exact_match is None and progress.step % 50 and progress.step != progress.steps:
         return
     match = "" if progress.exact_match is None else f", exact match {progress.exact_match:.2f}"
-    click.echo(
+    say(
         f"  {phase}: step {progress.step}/{progress.steps}, loss {progress.loss:.3f}{match},"
         f" {progress.tokens_per_s:,.0f} tokens/s"
     )
@@ -102,20 +104,19 @@ def _show_warm_start(phase: str, progress: SftProgress) -> None:
 
 def _report(recipe: Recipe) -> None:
     from meshrl.cli.demo.report import History, draw_curves, summary, table
-    from meshrl.cli.plain_text import text_console
 
     directory = recipe.run.path
     try:
         history = History.read(recipe.metrics_path)
     except UserError as error:  # the run itself ended well
-        click.echo(str(error))
+        say(str(error))
         return
     ledger = asyncio.run(_stored_ledger(recipe))
     shown = summary(history, ledger, directory / "export")
     (directory / "summary.json").write_text(json.dumps(shown, indent=2) + "\n")
     curves = draw_curves(history, directory / "curves.png")
     text_console().print(table(shown, history))
-    click.echo(f"{directory / 'summary.json'}\n{curves}\n{directory / 'export'}")
+    say(f"{directory / 'summary.json'}\n{curves}\n{directory / 'export'}", lines=True)
 
 
 async def _stored_ledger(recipe: Recipe) -> Ledger:

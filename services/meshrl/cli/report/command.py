@@ -14,15 +14,16 @@ from meshrl.api.history import HELD_OUT, STEP, RunHistory
 from meshrl.api.rows import Row, find_rows
 from meshrl.cli.find_mesh import mesh_of
 from meshrl.cli.options import PATH, RUN, completed
-from meshrl.cli.plain_text import text_console
 from meshrl.cli.report.charts import Chart, Curve, braille, save
 from meshrl.cli.report.page import Report, page
 from meshrl.config.recipe import RECIPE_NAME
 from meshrl.contract.errors import MeshError, UserError
 from meshrl.contract.files import replace_file
+from meshrl.contract.plain_text import say
 from meshrl.contract.types import Ledger
 from meshrl.http.view.settings import compared
 from meshrl.launcher.address_book import newest_run_dir
+from meshrl.launcher.text_console import text_console
 
 REPORT_NAME = "report.html"
 SAMPLES = 4
@@ -54,7 +55,7 @@ def report(run: Path | None, out: Path | None) -> None:
     )
     path = out or directory / REPORT_NAME
     replace_file(path, page(made), private=True)
-    click.echo(str(path))
+    say(str(path))
 
 
 @click.command()
@@ -77,7 +78,7 @@ def plot(
     known = histories[0].metrics.names
     if listed:
         for name in known:
-            click.echo(name)
+            say(name)
         return
     chosen = metrics or tuple(name for name in (STEP, HELD_OUT) if name in known)
     for name in chosen:
@@ -89,7 +90,7 @@ def plot(
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         save(charts, out)
-        click.echo(str(out))
+        say(str(out))
         return
     console = text_console()
     width = console.width if console.is_terminal else PLAIN_WIDTH
