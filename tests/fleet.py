@@ -29,7 +29,6 @@ def make_fleet(directory: Path, *, workers: int, response_tokens: int = 16) -> M
             "workers": workers,
             "slots": 4,
             "journal_tokens": 4,
-            "journal_ms": 100,
             "engine": {
                 "tokens_per_s": 8.0,
                 "tokens_per_delta": 2,

@@ -89,10 +89,9 @@ class RewardConfig(Config):
     """A sample on which a function of your own, or one beside it, runs out of time or memory: `infra_fault` delivers
     its row again, and in the end leaves it out; `policy_fault` scores it as an empty response, at most 0. Built-in
     rewards alone always do the latter."""
-    batch_size: PositiveInt = 64
-    """Samples handed to a process at once; fewer while they are slow."""
     concurrency: PositiveInt = 32
-    """Samples that an `async def` function scores at once in each process."""
+    """Samples that an `async def` function scores at once in each process. Lower it for a service that refuses so
+    many requests at once, raise it for one that answers slowly."""
     registry: RegistryConfig = RegistryConfig()
     """Functions submitted while the run goes on."""
     mixed_versions: Literal["rescore", "allow"] = "rescore"

@@ -71,18 +71,16 @@ class CheckpointIntervals:
     """After so many milliseconds; 0: no limit by time. Both 0: nothing is saved."""
 
 
-class CircuitBreakerConfig(Config):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CircuitBreakerConfig:
     """When a worker with a failing engine stops leasing rows. Deterministic runs have no circuit breaker."""
 
-    error_rate: float = Field(default=0.5, gt=0.0, le=1.0)
-    """If this share of the last `window` requests has failed, the worker leases no rows during a pause. Raise it for
-    an engine that often refuses requests and serves the others well."""
-    pause_s: PositiveFloat = 0.5
-    """The first pause. One row is tried after each; while that fails, the next pause is twice as long, up to 60 times
-    this one. Raise it for an engine that takes long to recover."""
-
-    window: ClassVar[int] = 20
+    error_rate: float = 0.5
+    """If this share of the last `window` requests has failed, the worker leases no rows during a pause."""
+    window: int = 20
     """Requests over which the rate is measured; at least a quarter of them must have ended."""
+    pause_s: float = 0.5
+    """The first pause. One row is tried after each; while that fails, the next pause is twice as long."""
 
     @property
     def longest_pause_s(self) -> float:
@@ -146,12 +144,8 @@ class RolloutConfig(Config):
     """A rollout that takes longer counts as `timeout`."""
     journal_tokens: NonNegativeInt = CheckpointIntervals().tokens
     """Running responses are saved in the queue: after the death of a worker at most so many tokens of each are
-    sampled again (an append starts at half of it); 0: only `journal_ms` counts. Deterministic runs save nothing."""
-    journal_ms: NonNegativeInt = CheckpointIntervals().ms
-    """Every token is saved after at most this time, however slow the engine; 0: only `journal_tokens` counts. Both
-    0: nothing is saved, and the row of a dead worker starts again."""
-    breaker: CircuitBreakerConfig = CircuitBreakerConfig()
-    """The circuit breaker of each worker."""
+    sampled again (an append starts at half of it), and every token is saved after at most a second, however slow
+    the engine; 0: only that second counts. Deterministic runs save nothing."""
     routing_replay: bool = False
     """Of a mixture of experts: the engine says which experts each token went to, rows keep it, compressed, and the
     trainer sends the tokens to the same ones (R3)."""
@@ -168,7 +162,7 @@ class RolloutConfig(Config):
     @property
     def checkpoint_intervals(self) -> CheckpointIntervals:
         """The two intervals."""
-        return CheckpointIntervals(tokens=self.journal_tokens, ms=self.journal_ms)
+        return CheckpointIntervals(tokens=self.journal_tokens)
 
     def sampling(self, *, max_tokens: int, seed: int) -> SamplingParams:
         """How training tasks are sampled."""

@@ -174,18 +174,12 @@ def _trainable(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
 def _parallel(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
     """Whether ranks, heads and experts can be shared out as `trainer.parallel` says."""
     key, at = "trainer.parallel", ("trainer", "parallel")
-    parallel, ulysses = recipe.parallel, recipe.model.ulysses_sequence_parallel_size
-    asked = recipe.trainer.parallel.sequence
-    if asked is not None and ulysses not in (1, asked):
-        yield (
-            (*at, "sequence"),
-            f"{key}.sequence: {asked}, and model.ulysses_sequence_parallel_size is {ulysses}; want one of the two",
-        )
+    parallel = recipe.parallel
     for name, fault in parallel.faults(recipe.trainer.ranks, _ranks(recipe)):
         yield (*at, name), fault
         return
     config = machine.json(recipe.model.path / "config.json")
-    heads, sharers = config.get("num_attention_heads"), parallel.tensor * (parallel.sequence or 1)
+    heads, sharers = config.get("num_attention_heads"), parallel.tensor * parallel.sequence
     if isinstance(heads, int) and heads % sharers:
         yield (
             at,

@@ -114,7 +114,7 @@ def trainer_need(recipe: Recipe, model: Architecture, gpus: int, memory: int) ->
     full = 4 * trained * parallel.data_replicate // gpus
     states = 0 if config.lora_rank else 3 * full
     gathered = 2 * element * model.layer_parameters + element * model.vocabulary * model.hidden
-    tokens = math.ceil(actor.ppo_max_token_len_per_gpu / (parallel.sequence or 1))
+    tokens = math.ceil(actor.ppo_max_token_len_per_gpu / parallel.sequence)
     layer = model.layer_activations(tokens, element)
     if config.enable_gradient_checkpointing and not config.keep_matmuls:
         activations = layer + model.layers * tokens * element * model.hidden

@@ -198,10 +198,9 @@ class Recipe(Config):
 
     @property
     def parallel(self) -> ParallelConfig:
-        """How the trainer's ranks share rows and model, with the sequence's ranks by either of their names."""
-        asked = self.trainer.parallel
-        shared = asked.sequence or self.model.ulysses_sequence_parallel_size
-        return asked.model_copy(update={"sequence": shared})
+        """How the trainer's ranks share rows and model, those of a sequence among them."""
+        shared = self.model.ulysses_sequence_parallel_size
+        return self.trainer.parallel.model_copy(update={"sequence": shared})
 
     @property
     def reference_model(self) -> ModelConfig:

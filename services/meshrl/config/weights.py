@@ -21,12 +21,12 @@ class NcclConfig(Config):
 
     library: str = "cupy"
     """A module of `meshrl.weights.nccl.libraries` (cupy; stub: sockets, without a GPU), or a dotted path."""
-    device: NonNegativeInt = 0
-    """The CUDA device, of those that the process sees (CUDA_VISIBLE_DEVICES)."""
+    device: NonNegativeInt = Field(default=0, exclude=True)
+    """The CUDA device, of those that the process sees: the first, and another only in `rollout.engine.nccl`."""
     env: Environment = Field(default_factory=dict)
-    """More environment of the process, such as NCCL_SOCKET_IFNAME, or LD_PRELOAD with the libnccl.so.2 of the other
-    side: all ranks need the identical version."""
-    spare: bool = True
+    """More environment of the process, such as CUDA_VISIBLE_DEVICES, NCCL_SOCKET_IFNAME, or LD_PRELOAD
+    with the libnccl.so.2 of the other side: all ranks need the identical version."""
+    spare: bool = Field(default=True, exclude=True)
     """Keep one spare process started, because importing torch and cupy takes seconds."""
 
 
@@ -34,9 +34,8 @@ class IpcConfig(Config):
     """The GPU that trainer and rollout process share."""
 
     library: str = "cupy"
-    """A module of `meshrl.weights.ipc.devices` (cupy; stub, without a GPU), or a dotted path."""
-    device: NonNegativeInt = 0
-    """The trainer's CUDA device, of those that it sees; a rollout process finds the same GPU by its PCI address."""
+    """A module of `meshrl.weights.ipc.devices` (cupy; stub, without a GPU), or a dotted path. The trainer takes the
+    first CUDA device that it sees, and a rollout process finds the same GPU by its PCI address."""
 
 
 class WeightsConfig(Config):

@@ -194,8 +194,7 @@ class _Making:
     def conventions(self, given: Given) -> None:
         """The conventions behind the numbers, and what follows from several keys together."""
         conventions = "verl's numbers: docs/reference/algorithms.md#differences-from-verl"
-        for section in ("algorithm", "actor"):
-            self.say((section, "conventions"), "verl", conventions)
+        self.say(("algorithm", "conventions"), "verl", conventions)
         reward = self.tree.get("reward", {})
         if not reward.get("judges") and "path" not in reward.get("custom_reward_function", {}):
             by_data_source = [{"name": "verl", "kwargs": {"conventions": "verl"}}]

@@ -54,10 +54,6 @@ class TestJudgement:
     def test_without_rewards_the_teacher_is_alone(self) -> None:
         assert self.mixed(weight=1.0, reward_weight=0.0, max_log_ratio=30) == [-2, 0, 1, 0, -30]
 
-    def test_a_discount_makes_a_token_answer_for_what_follows(self) -> None:
-        # Over the token that was not sampled, too: -2 + 0.5 · 0 + 0.25 · 1.
-        assert self.mixed(weight=1.0, reward_weight=0.0, discount=0.5) == [-1.75, 0, 1, -5, -10]
-
     def test_the_reverse_kl_is_the_mean_of_what_was_not_clipped(self) -> None:
         found = distil(self.ragged, self.A, self.old, self.teacher, DistillationConfig(weight=1))
         assert found.metrics == {"distillation/reverse_kl": 31 / 4, "distillation/clipped": 0.25}

@@ -323,7 +323,7 @@ def test_what_is_not_given_is_verls_default_and_its_conventions(tmp_path: Path) 
     assert recipe.data.filter_overlong_prompts is False
     assert recipe.trainer.total_epochs == 30
     assert recipe.model.enable_gradient_checkpointing and recipe.model.param_dtype == "bfloat16"
-    assert recipe.algorithm.conventions == recipe.actor.conventions == "verl"
+    assert recipe.algorithm.conventions == "verl"
     assert recipe.queue.max_staleness == 0
 
 

@@ -45,7 +45,7 @@ def test_a_missing_driver_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_device_that_is_not_seen_is_named_beside_what_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"weights.nccl.device is 2, this process sees 1 devices"):
+    with pytest.raises(ConfigError, match="device 2 is asked for, and this process sees 1 devices"):
         library(monkeypatch, lambda: 1).Library(2)
 
 

@@ -307,8 +307,6 @@ class DistillationConfig(Config):
     `reference.path` is the teacher. 0: none."""
     reward_weight: NonNegativeFloat = 1.0
     """What the advantage from rewards is multiplied by beside a teacher; 0 learns from the teacher alone."""
-    discount: float = Field(default=0.0, ge=0, le=1)
-    """How much of the judgement of the next token counts for a token; 0: each answers for itself."""
     max_log_ratio: PositiveFloat = 10.0
     """Bound of |log π_teacher - log π| of a token, with `top_k` of its loss, in nats: none outweighs its batch."""
     top_k: int = Field(default=0, ge=0, le=256)
@@ -321,10 +319,6 @@ class DistillationConfig(Config):
     def _teaches(self) -> Self:
         if self.top_k and not self.weight:
             raise ValueError("top_k: nothing is taught with weight 0; want a weight above 0")
-        if self.top_k and self.discount:
-            raise ValueError(
-                "discount: of advantages, and with top_k the teacher is in the loss; want 0"
-            )
         return self
 
 
@@ -416,8 +410,8 @@ class ActorConfig(Config):
     loss_agg_mode: AggregationMode = "token-mean"
     loss_scale_factor: PositiveFloat | None = None
     """The constant divisor of seq-mean-token-sum-norm; None takes `data.max_response_length`."""
-    conventions: Conventions = "meshrl"
-    """Where verl's number is a trap, `verl` reproduces it: docs/reference/algorithms.md lists them."""
+    conventions: Conventions = Field(default="meshrl", exclude=True)
+    """A copy of the recipe's `algorithm.conventions`."""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     recompute_old_log_probs: bool | None = None
     """Compute old log-probs with the trainer's weights; False takes the rollout's, so that the clipped ratio also
@@ -450,8 +444,6 @@ class ReferenceConfig(Config):
     max_tokens_per_batch: PositiveInt = 16_384
     nproc: PositiveInt = 1
     """Ranks of one machine that share the weights out, with a GPU each where there are GPUs."""
-    deterministic: bool | None = None
-    """Each row in a forward pass of its own; None: exactly when `queue.max_staleness` is 0."""
 
 
 def _log_rows(value: object) -> object:
@@ -479,10 +471,10 @@ class ParallelConfig(Config):
     data_replicate: PositiveInt = 1
     """Copies of the model, each shared out over the ranks of its copy (HSDP): as many as there are machines keeps the
     traffic of weights inside each."""
-    data_shard: PositiveInt | None = None
+    data_shard: PositiveInt | None = Field(default=None, exclude=True)
     """Ranks of a copy with rows of their own, which share its weights (FSDP). None: as many as the others leave."""
-    sequence: PositiveInt | None = None
-    """Ranks that share the tokens of a micro-batch (Ulysses). None takes `model.ulysses_sequence_parallel_size`."""
+    sequence: PositiveInt = Field(default=1, exclude=True)
+    """Ranks that share the tokens of a micro-batch (Ulysses): a recipe's `model.ulysses_sequence_parallel_size`."""
     tensor: PositiveInt = 1
     """Ranks that share the matrices of a layer, its experts and the vocabulary, and forward the same tokens:
     neighbours on one machine. Divides the heads, those of keys too, and the number of experts; needs transformers
@@ -494,7 +486,7 @@ class ParallelConfig(Config):
     @property
     def least(self) -> int:
         """The ranks must be a multiple of this."""
-        rows = (self.sequence or 1) * self.tensor * (self.data_shard or 1)
+        rows = self.sequence * self.tensor * (self.data_shard or 1)
         return self.data_replicate * math.lcm(rows, self.expert)
 
     def faults(self, ranks: int, named: str = "") -> Iterator[tuple[str, str]]:
@@ -560,11 +552,9 @@ class TrainerConfig(Config):
     log_bytes: PositiveInt = 10 << 30
     """Most bytes of these files; beyond it the oldest steps go. The newest file always stays."""
     profile: Profile = "off"
-    """What is recorded of the training of `profile_steps`, in `<run.dir>/profile`: `torch`, a trace of operators for
-    Perfetto; `memory`, allocations (on a GPU a snapshot for pytorch.org/memory_viz); `nsys`, NVTX ranges for
-    `nsys profile --capture-range=cudaProfilerApi`, which needs a GPU."""
-    profile_steps: tuple[NonNegativeInt, ...] = (2,)
-    """Steps, from 0."""
+    """What is recorded of the training of the third step after each start, in `<run.dir>/profile`: `torch`, a trace
+    of operators for Perfetto; `memory`, allocations (on a GPU a snapshot for pytorch.org/memory_viz); `nsys`, NVTX
+    ranges for `nsys profile --capture-range=cudaProfilerApi`, which needs a GPU."""
     take_wait_s: PositiveFloat = Field(default=30.0, exclude=True)
     """Length of one wait for a batch, in seconds; then the trainer logs what blocks and waits again."""
 

@@ -281,7 +281,7 @@ def _expert_mesh(kind: str, ranks: int, parallel: ParallelConfig) -> DeviceMesh 
 
 
 def _sequence_group(kind: str, ranks: int, parallel: ParallelConfig) -> SequenceGroup | None:
-    size = parallel.sequence or 1
+    size = parallel.sequence
     if size == 1:
         return None
     shape = (ranks // size // parallel.tensor, size, parallel.tensor)

@@ -74,6 +74,8 @@ from meshrl.trainer.utilisation import peak_memory, peak_tflops
 log = logging.getLogger(__name__)
 
 NOT_OF_ROWS = (MeshError, OSError, DistError)
+PROFILED_AFTER = 2
+"""Steps of a process before the one that `trainer.profile` records: the first ones start what the others use."""
 """Errors of a step that fails for another reason than its rows: a peer that is gone, or a full disk."""
 
 
@@ -135,6 +137,7 @@ class Trainer:
         self._publisher = publisher
         self._metrics = metrics
         self._trajectories = trajectories
+        self._profiled_step = PROFILED_AFTER
         self._checkpointer = AsyncCheckpointer(
             settings, learner, compute, queue, step=state.step, checkpoints=checkpoints
         )
@@ -327,9 +330,9 @@ class Trainer:
     def _profiled(
         self, step: int, learn: Callable[[], dict[str, Json]]
     ) -> Callable[[], dict[str, Json]]:
-        """`learn`, recorded in the steps that are to be."""
+        """`learn`, recorded if this is the step that is to be."""
         trainer = self._settings.trainer
-        if trainer.profile == "off" or step not in trainer.profile_steps:
+        if trainer.profile == "off" or step != self._profiled_step:
             return learn
         file = self._settings.directory / FOLDER / f"step-{step}-rank-{self._world.rank}"
         return profiled(learn, trainer.profile, file, self._world.device)
@@ -404,6 +407,7 @@ class Trainer:
 
     async def _begin(self) -> None:
         await self._checkpointer.open()
+        self._profiled_step = self.step + PROFILED_AFTER
         self.status.resumed(Version(self._state.epoch, self.step), self._state.rows_trained)
         if self._metrics:
             self._metrics.resume_at(self.step)

@@ -48,6 +48,8 @@ GRACE_S = 1.0
 """The process cancels an `async def` function at the deadline; only if that fails, the process is killed."""
 TARGET_S = 0.05
 """A process gets about this many seconds of work at once, so that slow samples spread over all processes."""
+BATCH_SIZE = 64
+"""Samples handed to a process at once; fewer while they are slow."""
 START_TRIES = 5
 """After this many failed starts in a row, waiting samples are answered with a fault."""
 OVERDUE_GRACE_S = 0.05
@@ -311,13 +313,12 @@ class PoolJudge:
             if not item.done.done():
                 batch.append(item)
         if not batch:
-            config = self._config
             if slot.worker.concurrent:
-                free = config.concurrency - len(slot.in_flight)
+                free = self._config.concurrency - len(slot.in_flight)
             elif slot.in_flight:
                 return  # samples sent behind a slow one would wait for it, although another process may be idle
             else:
-                free = min(config.batch_size, max(1, int(TARGET_S / max(slot.mean_s, 1e-6))))
+                free = min(BATCH_SIZE, max(1, int(TARGET_S / max(slot.mean_s, 1e-6))))
             share = math.ceil(len(self._pending) / len(self._slots))
             while self._pending and len(batch) < min(free, share):
                 item = self._pending.popleft()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
 from meshrl.contract.config import Config
 
@@ -28,14 +28,13 @@ class RegistryConfig(Config):
     another Host is refused."""
     allowed_dependencies: list[str] = Field(default_factory=list)
     """Packages that a submission may depend on, by name."""
-    max_versions: PositiveInt = 1000
-    """Versions that are stored in all; beyond that a submission is refused. Raise it for a run of weeks whose rewards
-    are submitted by a program."""
-    requests_per_minute: PositiveFloat = 1200.0
-    """Requests of one caller, over HTTP and gRPC together. Raise it for a program that scores by the registry."""
-    max_request_bytes: PositiveInt = 32 << 20
-    """Size of one whole HTTP request. A wheel travels as base64, a third larger than it is."""
+    max_versions: PositiveInt = Field(default=1000, exclude=True)
+    """Versions that are stored in all; beyond that a submission is refused."""
 
+    requests_per_minute: ClassVar[float] = 1200.0
+    """Requests of one caller, over HTTP and gRPC together."""
+    max_request_bytes: ClassVar[int] = 32 << 20
+    """Size of one whole HTTP request. A wheel travels as base64, a third larger than it is."""
     max_source_bytes: ClassVar[int] = 1 << 20
     """Size of a submitted Python file."""
     max_wheel_bytes: ClassVar[int] = 16 << 20

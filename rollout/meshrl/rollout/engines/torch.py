@@ -249,7 +249,8 @@ class TorchEngine(SleepingEngine, PinningSink, LendingSink):
         lent = self._lent = await asyncio.to_thread(Lent, receiver.memory, sizes, device)
         if lent.gpu != receiver.gpu:
             raise UnavailableError(
-                f"the receiver is on GPU {receiver.gpu} (weights.nccl.device), the engine on {lent.gpu}"
+                f"the receiver is on GPU {receiver.gpu}, the engine on {lent.gpu}"
+                " (weights.nccl.env: CUDA_VISIBLE_DEVICES)"
             )
         await receiver.reach(LentBucket(lent.handles[0], sizes[0]))
         return lent

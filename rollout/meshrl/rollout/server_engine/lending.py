@@ -72,7 +72,8 @@ class ServerLending:
             try:
                 if self._gpu != receiver.gpu:
                     raise UnavailableError(
-                        f"the receiver is on GPU {receiver.gpu} (weights.nccl.device), the server on {self._gpu}"
+                        f"the receiver is on GPU {receiver.gpu}, the server on {self._gpu}"
+                        " (weights.nccl.env: CUDA_VISIBLE_DEVICES)"
                     )
                 await receiver.reach(self._lent[0])
             except UnavailableError as error:

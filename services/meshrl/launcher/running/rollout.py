@@ -69,7 +69,6 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
             deterministic=recipe.rollout.is_deterministic(max_staleness),
             checkpoint=recipe.rollout.checkpoint_intervals,
             max_staleness=max_staleness,
-            breaker=recipe.rollout.breaker,
             serving=lambda: agent.serving(),
             programs=programs,
             routed_experts=[recipe.run.name] if recipe.rollout.routing_replay else [],

@@ -46,9 +46,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     from meshrl.trainer.reference import ReferenceModel, ReferenceStage
 
     config = recipe.reference
-    deterministic = config.deterministic
-    if deterministic is None:
-        deterministic = recipe.queue.max_staleness == 0
+    deterministic = recipe.queue.max_staleness == 0
     world = World.start(recipe.trainer.device) if config.nproc > 1 else None
     model = await asyncio.to_thread(
         ReferenceModel,

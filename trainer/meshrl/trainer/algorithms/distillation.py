@@ -47,8 +47,6 @@ def distil(
     judged = torch.where(ragged.mask, teacher_logprobs - old_logprobs, 0.0)
     c = config.max_log_ratio
     D = judged.clamp(-c, c)
-    if config.discount:
-        D = ragged.discounted_suffix_sum(D, torch.full_like(D, config.discount))
     weight = 0.0 if config.top_k else config.weight  # else the teacher is in the loss
     mixed = config.reward_weight * advantages + weight * D
     beyond = ragged.token_mean((judged.abs() > c).float())

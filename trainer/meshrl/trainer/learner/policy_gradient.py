@@ -156,6 +156,7 @@ class PolicyGradient:
         check(algorithm, actor)
         self._algorithm = algorithm
         self._correction = algorithm.rollout_correction
+        actor = actor.model_copy(update={"conventions": algorithm.conventions})
         self._actor = _bypassed(actor, algorithm) if self._correction.bypass_mode else actor
         self._max_response_length = max_response_length
         self._controller = KlController.start(algorithm.kl_ctrl)

@@ -427,7 +427,8 @@ def check_heads(hf: HfModel, world: World) -> None:
     if heads % (size * tensor):
         beside = f" beside tensor: {tensor}" if tensor > 1 else ""
         raise UserError(
-            f"trainer.parallel.sequence: {size}{beside} does not divide the model's {heads} attention heads"
+            f"model.ulysses_sequence_parallel_size: {size}{beside} does not divide"
+            f" the model's {heads} attention heads"
         )
 
 

@@ -19,12 +19,11 @@ runtime: Any = cupy.cuda.runtime
 
 
 def open_device(config: IpcConfig, gpu: str | None) -> CudaDevice:
-    """The configured device, or the one with this PCI address. Raises ConfigError."""
+    """The first device, or the one with this PCI address. Raises ConfigError."""
     try:
-        count = runtime.getDeviceCount()
-        if gpu is None and config.device >= count:
-            raise ConfigError(f"weights.ipc.device is {config.device}, this process sees {count}")
-        return CudaDevice(config.device if gpu is None else runtime.deviceGetByPCIBusId(gpu))
+        if not runtime.getDeviceCount():
+            raise ConfigError("weights.carrier=cuda_ipc: this process sees no CUDA device")
+        return CudaDevice(0 if gpu is None else runtime.deviceGetByPCIBusId(gpu))
     except runtime.CUDARuntimeError as error:
         wanted = f"GPU {gpu}, the trainer's," if gpu else "a CUDA device"
         raise ConfigError(

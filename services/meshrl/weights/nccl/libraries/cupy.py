@@ -51,7 +51,9 @@ class Library:
         except runtime.CUDARuntimeError as error:
             raise ConfigError(f"no CUDA device can be used here ({error})") from error
         if device >= count:
-            raise ConfigError(f"weights.nccl.device is {device}, this process sees {count} devices")
+            raise ConfigError(
+                f"CUDA device {device} is asked for, and this process sees {count} devices"
+            )
         self.version = dotted(nccl.get_version())
         self._device = device
         self._stream = self._event = 0

@@ -35,7 +35,7 @@ def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
     L = ragged.valid_lengths.double()
     vapo = options(config, Options).vapo
     lam_actor = (1 - 1 / (vapo.alpha * L.clamp(min=1))).clamp(min=0)
-    lam_critic = torch.full_like(lam_actor, vapo.lam_critic)
+    lam_critic = torch.ones_like(lam_actor)
     A = gae(ragged, r, V, gamma=gamma, lam=lam_actor)
     R = torch.where(ragged.mask, gae(ragged, r, V, gamma=gamma, lam=lam_critic) + V, 0.0)
     metrics = {"advantages/vapo_lambda_mean": float(lam_actor.mean())}

@@ -9,7 +9,7 @@ DEFAULTS = {
     "algorithm": {
         "adv_estimator": "vapo",
         "gamma": 1.0,
-        "vapo": {"lam_critic": 1.0, "alpha": 0.05},
+        "vapo": {"alpha": 0.05},
     },
     "actor": {
         "clip_ratio_low": 0.2,

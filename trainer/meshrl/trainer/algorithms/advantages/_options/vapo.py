@@ -8,10 +8,8 @@ from meshrl.contract.config import Config
 
 
 class VapoConfig(Config):
-    """VAPO: two λ, one for the critic and a length-adaptive one for the actor."""
+    """VAPO: two λ, 1 for the returns that the critic learns and a length-adaptive one for the actor."""
 
-    lam_critic: float = 1.0
-    """λ of the returns that the critic learns."""
     alpha: PositiveFloat = 0.05
     """λ of the actor is 1 - 1/(α · response length)."""
 
