@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
+import traceback
 import unicodedata
 from typing import Any
 
@@ -70,6 +72,20 @@ class LogFormatter(logging.Formatter):
     def formatStack(self, stack_info: str) -> str:
         """Several lines."""
         return _below(super().formatStack(stack_info))
+
+
+def harmless_faults() -> None:
+    """Let Python print as harmlessly what it prints by itself: faults that nobody caught, logs without a handler."""
+
+    def say_fault(kind: type[BaseException], error: BaseException | None, trace: Any) -> None:
+        if kind is not SystemExit:  # a thread may end so
+            text = "".join(traceback.format_exception(kind, error, trace))
+            say(_below(text), err=True, lines=True)
+
+    sys.excepthook = say_fault
+    threading.excepthook = lambda fault: say_fault(*fault[:3])
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(LogFormatter())
 
 
 def _below(text: str) -> str:

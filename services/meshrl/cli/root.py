@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import importlib
 import io
-import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import click
 
 from meshrl.contract.errors import MeshError, UserError
 from meshrl.contract.files import lasting_fault
-from meshrl.contract.plain_text import LogFormatter, say, say_error
+from meshrl.contract.plain_text import harmless_faults, say, say_error
 from meshrl.contract.sockets import reach_directly
 from meshrl.rpc.exit_codes import Exit
 
@@ -133,8 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Progress bars of libraries; in a log of several services each redraw would be a line.
     os.environ.setdefault("TQDM_DISABLE", "1")
     reach_directly(os.environ)
-    if (fallback := logging.lastResort) is not None:  # what prints where no log is set up
-        fallback.setFormatter(LogFormatter())
+    if arguments is None:  # it is a process of its own
+        harmless_faults()
     try:
         code = cli.main(
             args=list(arguments) if arguments is not None else None,

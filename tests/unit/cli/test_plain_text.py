@@ -6,6 +6,8 @@ import ast
 import io
 import json
 import logging
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +29,7 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.plain_text import (
     LogFormatter,
     harmless,
+    harmless_faults,
     one_line,
     say,
     say_error,
@@ -321,3 +324,22 @@ def test_what_prints_goes_through_the_one_place() -> None:
                 if name not in PLACES.get(place, ())
             ]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("text", NASTY.values(), ids=NASTY.keys())
+def test_a_fault_that_nobody_caught_is_printed_harmlessly(
+    text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", None)
+    monkeypatch.setattr(threading, "excepthook", None)
+    monkeypatch.setattr(logging, "lastResort", logging.StreamHandler())
+    harmless_faults()
+    error = ValueError(text)
+    error.add_note(text)
+    sys.excepthook(ValueError, error, None)
+    threading.excepthook(threading.ExceptHookArgs((ValueError, error, None, None)))
+    assert logging.lastResort is not None
+    logging.lastResort.handle(logging.LogRecord("meshrl", 30, "f", 1, "%s", (text,), None))
+    lines = capsys.readouterr().err.split("\n")
+    assert all(map(is_harmless, lines)) and len(lines) > 5
+    assert not [line for line in lines if line.startswith(FORGED)]

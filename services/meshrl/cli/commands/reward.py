@@ -144,7 +144,7 @@ def list_(context: click.Context, as_json: bool) -> None:
 @click.argument("version", default="")
 @click.pass_context
 def show(context: click.Context, name: str, version: str) -> None:
-    """Print the source of NAME, or of one VERSION of it."""
+    """Print the source of NAME, or of one VERSION of it; what would command a terminal is shown by its number."""
     found = _ask(context, lambda client: client.get(name, version))
     if found.is_wheel:
         say(f"# a wheel of {len(found.content)} bytes, entry point {found.entry_point}")
