@@ -20,7 +20,7 @@ from typing import Any, Final, cast
 from meshrl.contract.errors import CapacityError, FencedError, InfraError
 from meshrl.contract.types import Version
 from meshrl.planning.loop import Blocked
-from meshrl.trainer.checkpoint.checkpoint import Keep, Tensors, TrainerState
+from meshrl.trainer.checkpoint.checkpoint import Checkpoints, Keep, Tensors, TrainerState
 from meshrl.trainer.distributed import World
 from meshrl.transferqueue.store import Operation, OwnerLostError, Table
 
@@ -190,8 +190,8 @@ class CheckpointDisk:
     """A writer that began before the last sweep has lost its directory."""
 
 
-class SimulatedCheckpoints:
-    """Implements `meshrl.trainer.checkpoint.checkpoint.Checkpoints` for the ranks of one trainer."""
+class SimulatedCheckpoints(Checkpoints):
+    """The checkpoints of the ranks of one trainer."""
 
     def __init__(self, disk: CheckpointDisk, takes: Callable[[], asyncio.Future[None]]) -> None:
         """`takes` is the time of one write, as a future that begins now."""

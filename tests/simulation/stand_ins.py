@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from meshrl.contract.errors import InfraError
+from meshrl.contract.ports import Judge
 from meshrl.contract.types import (
     Batch,
     Columns,
@@ -47,8 +48,8 @@ class Tokenizer:
         return ""
 
 
-class StandInJudge:
-    """Satisfies `Judge`: each score belongs to its row, and takes a while."""
+class StandInJudge(Judge):
+    """Each score belongs to its row, and takes a while."""
 
     reward_hash = "simulated"
 

@@ -37,6 +37,7 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.generation_checkpoint import progress_frame, recorded_progress
 from meshrl.contract.ports import Queue
+from meshrl.contract.stage_worker import Progress
 from meshrl.contract.types import (
     ROLLOUT_STAGE,
     GenerateDelta,
@@ -93,8 +94,8 @@ class CheckpointStats:
     """Tokens of earlier workers from which rows continued."""
 
 
-class GenerationCheckpointer:
-    """Saves the running rows of one worker. Satisfies `contract.stage_worker.Progress`."""
+class GenerationCheckpointer(Progress):
+    """Saves the running rows of one worker."""
 
     def __init__(
         self,

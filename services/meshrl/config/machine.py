@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from meshrl.config.inventory import GIB, NO_GPU, Gpu, on_the_bus, this_machines_gpus
 from meshrl.contract import plugins
-from meshrl.contract.config import Config
+from meshrl.contract.config import Config, Machine
 from meshrl.contract.errors import UserError
 from meshrl.rollout.server_engine.checkpoint import read_header
 from meshrl.sandbox.sandbox import no_bubblewrap
@@ -31,8 +31,8 @@ FIRST_ROWS = 8
 """Rows that are read of each data file: a wrong column or schema shows in the first one."""
 
 
-class ThisMachine:
-    """The machine of this process. Satisfies `meshrl.contract.config.Machine`."""
+class ThisMachine(Machine):
+    """The machine of this process."""
 
     @property
     def gpus(self) -> int:

@@ -40,8 +40,8 @@ class Part:
     """Below this score the reward is this part's weighted score alone."""
 
 
-class CompositeJudge:
-    """Implements the Judge port."""
+class CompositeJudge(StartableJudge):
+    """Several judges as one."""
 
     def __init__(self, parts: Sequence[Part], reward_hash: str) -> None:
         self._parts = tuple(parts)

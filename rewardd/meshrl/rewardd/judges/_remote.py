@@ -16,6 +16,7 @@ from pydantic import Field, PositiveInt
 
 from meshrl.contract.config import Config, Machine
 from meshrl.contract.errors import ConfigError, CorruptError, MeshError, UnavailableError, UserError
+from meshrl.contract.ports import Judge
 from meshrl.contract.sockets import tells_others
 from meshrl.contract.types import Json, Outcome, Sample, Score
 from meshrl.rewardd.judges._retrying import Retrier, RetryConfig
@@ -72,8 +73,8 @@ class RemoteJudgeConfig(Config):
         return secret and tells_others(self.url) and not self.allow_plain_http
 
 
-class RemoteJudge(ABC):
-    """Implements the Judge port on `_ask`, which scores one sample."""
+class RemoteJudge(Judge, ABC):
+    """A judge on `_ask`, which scores one sample."""
 
     def __init__(self, kind: str, config: RemoteJudgeConfig) -> None:
         """Raises ConfigError if the variable of `token_env` is not set or `url` is not HTTP."""

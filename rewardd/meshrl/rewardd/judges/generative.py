@@ -84,7 +84,7 @@ class Config(RemoteJudgeConfig):
 
 
 class GenerativeJudge(RemoteJudge):
-    """Implements the Judge port."""
+    """Asks a language model."""
 
     def __init__(self, config: Config) -> None:
         super().__init__("generative", config)

@@ -21,7 +21,7 @@ class Config(RemoteJudgeConfig):
 
 
 class HttpJudge(RemoteJudge):
-    """Implements the Judge port."""
+    """Asks your own judge."""
 
     async def _ask(self, sample: Sample) -> Json:
         answer: Any = await self.post(

@@ -28,7 +28,7 @@ class Config(RemoteJudgeConfig):
 
 
 class PoolingJudge(RemoteJudge):
-    """Implements the Judge port."""
+    """Asks a learned reward model."""
 
     def __init__(self, config: Config) -> None:
         super().__init__("pooling", config)

@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 
+from meshrl.contract.ports import Judge
 from meshrl.contract.types import Sample, Score
 from meshrl.rewardd.posted_rewards import score_unposted
 from meshrl.rewardd.registry.judge_cache import JudgeCache
@@ -17,8 +18,8 @@ from meshrl.rewardd.registry.judge_cache import JudgeCache
 log = logging.getLogger(__name__)
 
 
-class ActiveRewardJudge:
-    """Implements the Judge port. Call `follow` before the first `score`."""
+class ActiveRewardJudge(Judge):
+    """The judge of the version that is active. Call `follow` before the first `score`."""
 
     def __init__(self, cache: JudgeCache, *, keep_samples: int) -> None:
         self._cache = cache

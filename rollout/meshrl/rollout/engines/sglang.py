@@ -29,6 +29,7 @@ from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.server_engine.http import HttpClient
 from meshrl.rollout.server_engine.kind import (
     PROBE,
+    ServerKind,
     check_max_length,
     check_same_model,
     picture_probe,
@@ -164,8 +165,8 @@ def adapter_arguments(rank: int) -> Sequence[str]:
     )
 
 
-class SglangServer:
-    """How an SGLang server is started and checked. Satisfies `server_engine.kind.ServerKind`."""
+class SglangServer(ServerKind["SglangClient"]):
+    """How an SGLang server is started and checked."""
 
     name = "SGLang"
     package = "sglang"

@@ -32,7 +32,13 @@ from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.config import ServerConfig, quantization_arguments
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.server_engine.http import HttpClient, error_message
-from meshrl.rollout.server_engine.kind import PROBE, check_max_length, check_same_model, processed
+from meshrl.rollout.server_engine.kind import (
+    PROBE,
+    ServerKind,
+    check_max_length,
+    check_same_model,
+    processed,
+)
 from meshrl.rollout.server_engine.request import Picture, ServerRequest
 from meshrl.rollout.server_engine.response import Chunk
 from meshrl.rollout.tokenizer import Tokenizer
@@ -128,8 +134,8 @@ def build(
     return ServerEngine(VllmServer(options), options, model=model, slots=slots, tokenizer=tokenizer)
 
 
-class VllmServer:
-    """How a vLLM server is started and checked. Satisfies `server_engine.kind.ServerKind`."""
+class VllmServer(ServerKind["VllmClient"]):
+    """How a vLLM server is started and checked."""
 
     name = "vLLM"
     package = "vllm"

@@ -108,8 +108,8 @@ def _agent(config: Config) -> Agent | None:
     return None
 
 
-class OpenAIProgram:
-    """Satisfies `meshrl.rollout.ports.Program`."""
+class OpenAIProgram(Program):
+    """One session of an agent a row."""
 
     def __init__(
         self, config: Config, gateway: Gateway, scoring_agent: Agent | None = None

@@ -21,7 +21,7 @@ from meshrl.contract.types import Int32, Json, Task, Uid
 from meshrl.images.messages import has_pictures, with_parts
 from meshrl.rollout import chat
 from meshrl.rollout.conversation import Budget, Conversation
-from meshrl.rollout.ports import Generator, Rollout
+from meshrl.rollout.ports import Generator, Program, Rollout
 from meshrl.rollout.sessions.gateway import Gateway
 from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer, look_at, picture_tokenizer
 from meshrl.rollout.tools.building import ToolBuilder, named_tools
@@ -51,8 +51,8 @@ def build(options: Mapping[str, object], *, gateway: Gateway | None = None) -> T
     return ToolProgram(read_options(Config, options, where="rollout.program_options"))
 
 
-class ToolProgram:
-    """Satisfies `meshrl.rollout.ports.Program`."""
+class ToolProgram(Program):
+    """One conversation with tools a row."""
 
     def __init__(self, config: Config) -> None:
         """Raises ConfigError for an unknown format or a function that is no tool."""
@@ -74,7 +74,7 @@ class ToolProgram:
     async def __call__(
         self, task: Task, uid: Uid, engine: Generator, tokenizer: Tokenizer
     ) -> Rollout:
-        """One row; see `meshrl.rollout.ports.Program`."""
+        """One row."""
         if not isinstance(tokenizer, ChatTokenizer):
             raise ConfigError("tools need a tokenizer with a chat template")
         tools = (await self._builder.toolbox()).of(task)

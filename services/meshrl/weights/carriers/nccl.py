@@ -24,7 +24,7 @@ import numpy as np
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract import shared_buffers
 from meshrl.contract.errors import MeshError, UnavailableError, UserError
-from meshrl.contract.ports import LentBucket, WeightSource
+from meshrl.contract.ports import DeviceReceiver, LentBucket, WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.carrier import Link, RunPaths
 from meshrl.weights.nccl.process import Facts, NcclProcess, NcclProcesses
@@ -195,8 +195,8 @@ class NcclChannel:
         return self._process
 
 
-class Lending:
-    """Satisfies `DeviceReceiver`: a process that an engine lends memory to."""
+class Lending(DeviceReceiver):
+    """A process that an engine lends memory to."""
 
     def __init__(self, process: NcclProcess, processes: NcclProcesses) -> None:
         self.memory, self.gpu = process.memory, process.gpu

@@ -17,13 +17,14 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from meshrl.contract.errors import ConfigError, UserError
+from meshrl.contract.ports import Judge
 from meshrl.contract.types import Outcome, Sample, Score
 from meshrl.trainer.config import RewardModelJudgeConfig as Config
 from meshrl.trainer.offline.conversation import NO_PAD, judged_text
 
 
-class ModelJudge:
-    """Implements the Judge port. `start` loads the model."""
+class ModelJudge(Judge):
+    """Scores with a model in this process. `start` loads it."""
 
     def __init__(self, config: Config) -> None:
         """Raises ConfigError when there is no such model."""

@@ -31,7 +31,7 @@ from meshrl.trainer.model.packing import plan
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf
 from meshrl.trainer.offline.config import DpoConfig
 from meshrl.trainer.offline.example import Example, packed
-from meshrl.trainer.offline.loop import Progress, Report, fit
+from meshrl.trainer.offline.loop import Lesson, Progress, Report, fit
 from meshrl.trainer.offline.pairwise import PairLearner
 from meshrl.trainer.offline.sft import tokenised
 from meshrl.trainer.offline.turn_ends import turn_end_id
@@ -99,8 +99,8 @@ def run(config: DpoConfig, report: Report | None = None) -> Progress:
         world.close()
 
 
-class PreferenceLesson(PairLearner):
-    """Implements `offline.Lesson`: a step on pairs."""
+class PreferenceLesson(PairLearner, Lesson):
+    """A step on pairs."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ from meshrl.trainer.model.policy import (
 )
 from meshrl.trainer.offline.config import RewardModelConfig
 from meshrl.trainer.offline.conversation import NO_PAD, judged_text
-from meshrl.trainer.offline.loop import Progress, Report, fit
+from meshrl.trainer.offline.loop import Lesson, Progress, Report, fit
 from meshrl.trainer.offline.pairwise import PairLearner
 
 Conversations = tuple[Int32, Int32]
@@ -102,8 +102,8 @@ def run(config: RewardModelConfig, report: Report | None = None) -> Progress:
         world.close()
 
 
-class RewardLesson(PairLearner):
-    """Implements `offline.Lesson`: a step on pairs."""
+class RewardLesson(PairLearner, Lesson):
+    """A step on pairs."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.offline.config import SftConfig
 from meshrl.trainer.offline.conversation_rows import conversation, with_pictures
 from meshrl.trainer.offline.example import Example, packs
-from meshrl.trainer.offline.loop import Progress, fit
+from meshrl.trainer.offline.loop import Lesson, Progress, fit
 from meshrl.trainer.offline.turn_ends import ended, turn_end_id, without_end
 
 log = logging.getLogger(__name__)
@@ -118,8 +118,8 @@ def run(config: SftConfig, report: Callable[[SftProgress], None] | None = None) 
         world.close()
 
 
-class SftLesson:
-    """Implements `offline.Lesson`: mean -log p of the response tokens of a batch."""
+class SftLesson(Lesson):
+    """Mean -log p of the response tokens of a batch."""
 
     def __init__(
         self,
