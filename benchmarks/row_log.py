@@ -39,7 +39,6 @@ from work import DEMO, GROUP, SMALL, WIDE, Work
 
 from meshrl.contract.rows import reward_inputs, reward_write, rollout_write, trajectory
 from meshrl.contract.types import (
-    RESCORABLE_REWARD_STAGE,
     REWARD_INPUTS,
     ROLLOUT_STAGE,
     Message,
@@ -51,6 +50,7 @@ from meshrl.contract.types import (
     Task,
     Trajectory,
     Version,
+    reward_stage,
 )
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.distributed import World
@@ -70,7 +70,7 @@ NOW = Version(1, 0)
 async def fill(queue: TransferQueue, rows: Sequence[Trajectory]) -> None:
     """The rows with their scores, as the stages write them."""
     run, tasks = rows[0].uid.run, list(dict.fromkeys(row.uid.task for row in rows))
-    stages = (ROLLOUT_STAGE, RESCORABLE_REWARD_STAGE)
+    stages = (ROLLOUT_STAGE, reward_stage(keep_inputs=True))
     await queue.open_run(
         RunSpec(
             run=run,

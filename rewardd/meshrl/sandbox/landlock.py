@@ -31,11 +31,6 @@ def version() -> int:
     return max(0, int(ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, VERSION)))
 
 
-def scoped() -> bool:
-    """True where the kernel keeps signals and abstract sockets of a process to itself (Linux 6.12)."""
-    return version() >= 6
-
-
 def restrict(readable: Sequence[str], writable: Sequence[str]) -> None:
     """Allow only files in these folders (or these files), and signals to itself, from now on. Raises OSError."""
     abi = version()

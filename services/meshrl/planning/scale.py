@@ -70,7 +70,6 @@ class Outlook:
     queue_load: float
     """Share of the time in which the queue's processor is busy."""
     steps: int
-    virtual_s: float
     with_warm_up_s: float
 
 
@@ -475,7 +474,6 @@ class _Mesh:
             rollout_idle=max(0.0, 1 - tokens / (lasted * setting.workers * setting.tokens_per_s)),
             queue_load=(now.busy_s - since.busy_s) / lasted,
             steps=steps,
-            virtual_s=lasted,
             with_warm_up_s=now.at - START_S,
         )
 

@@ -186,12 +186,6 @@ class GrpcServer:
         """`host:port` for clients on this host."""
         return join_address(self.settings.host, self.port)
 
-    @property
-    def reachable(self) -> str:
-        """`host:port` for clients on other hosts. Uses this machine's name if the server listens on all addresses."""
-        anywhere = self.settings.host in ("0.0.0.0", "::")
-        return join_address(socket.gethostname() if anywhere else self.settings.host, self.port)
-
     async def __aenter__(self) -> Self:
         require_loopback(self.settings)
         interceptors = (

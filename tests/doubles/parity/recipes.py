@@ -11,7 +11,7 @@ from meshrl.trainer.algorithms.advantages import gigpo, preference, prime, sppo
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch
 from meshrl.trainer.algorithms.advantages.grpo import group_relative
 from meshrl.trainer.algorithms.aggregation import Aggregator
-from meshrl.trainer.algorithms.implicit_reward import cross_entropy, detached_dpo
+from meshrl.trainer.algorithms.implicit_reward import detached_dpo, row_cross_entropy
 from meshrl.trainer.algorithms.losses import dpo, ipo
 from meshrl.trainer.algorithms.losses import sppo as sppo_loss
 from meshrl.trainer.algorithms.losses._types import LossInputs
@@ -75,7 +75,8 @@ def _prime_advantage(case: Case) -> Found:
 
 def _cross_entropy(case: Case) -> Found:
     q = flat(case, "q").requires_grad_()
-    loss = cross_entropy(ragged_of(case), q, case.tensor("acc"), beta=case.kwargs["beta"])
+    losses = row_cross_entropy(ragged_of(case), q, case.tensor("acc"), beta=case.kwargs["beta"])
+    loss = losses.mean()
     (gradient,) = torch.autograd.grad(loss, q)
     return Found(outputs={"loss": loss, "grad_q": padded(gradient, case)})
 

@@ -17,7 +17,7 @@ import pytest
 from meshrl.cli.commands.serve import _node_rank
 from meshrl.config import load_recipe, train_spec
 from meshrl.contract.errors import UserError
-from meshrl.contract.types import RESCORABLE_REWARD_STAGE, ROLLOUT_STAGE, Outcome, Task, Version
+from meshrl.contract.types import ROLLOUT_STAGE, Outcome, Task, Version, reward_stage
 from meshrl.launcher.address_book import Entry
 from meshrl.launcher.health import is_serving
 from meshrl.launcher.ports import free_port
@@ -159,7 +159,7 @@ async def test_a_service_checks_what_it_reads_and_no_more(tmp_path: Path) -> Non
 
 def test_the_stages_of_a_run_are_those_of_its_services(tmp_path: Path) -> None:
     spec = train_spec(load_recipe(recipe(tmp_path), check=False))
-    assert spec.stages == (ROLLOUT_STAGE, RESCORABLE_REWARD_STAGE)
+    assert spec.stages == (ROLLOUT_STAGE, reward_stage(keep_inputs=True))
 
 
 async def test_a_reward_service_that_anybody_could_submit_to_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 from meshrl.contract.errors import UnavailableError, UserError, WaitTimeoutError
 from meshrl.contract.rows import column_text, rollout_write
 from meshrl.contract.types import (
-    RESCORABLE_REWARD_STAGE,
     ROLLOUT_STAGE,
     Batch,
     Outcome,
@@ -24,6 +23,7 @@ from meshrl.contract.types import (
     Uid,
     Version,
     VersionSpan,
+    reward_stage,
 )
 from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.trainer.reward_version_guard import RewardVersionGuard
@@ -82,7 +82,7 @@ class Run:
         self._task = 0
 
     async def open(self) -> None:
-        stages = (ROLLOUT_STAGE, RESCORABLE_REWARD_STAGE)
+        stages = (ROLLOUT_STAGE, reward_stage(keep_inputs=True))
         spec = RunSpec(
             run="run",
             group_size=SIZE,

@@ -106,7 +106,6 @@ def reward_stage(
     return StageSpec(name=REWARD_STAGE.name, reads=tuple(reads), writes=tuple(writes))
 
 
-RESCORABLE_REWARD_STAGE = reward_stage(keep_inputs=True)
 REFERENCE_STAGE = StageSpec(name="reference", reads=("tokens",), writes=REFERENCE_COLUMNS)
 
 

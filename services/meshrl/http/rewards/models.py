@@ -269,17 +269,6 @@ class VersionBody(_Model):
     version: Text = ""
 
 
-class ProblemModel(BaseModel):
-    """RFC 9457."""
-
-    type: str
-    title: str
-    status: int
-    detail: str
-    code: str
-    """The class of the error: user, not_found, conflict, capacity, unauthenticated, forbidden …"""
-
-
 class HealthModel(_Model):
     """Up, and scoring with this version."""
 

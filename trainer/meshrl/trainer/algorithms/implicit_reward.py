@@ -35,11 +35,6 @@ def process_rewards(ragged: Ragged, q: Tensor, *, beta: float) -> Tensor:
         return ragged.from_valid(r / (largest + 1e-6))
 
 
-def cross_entropy(ragged: Ragged, q: Tensor, acc: Tensor, *, beta: float) -> Tensor:
-    """The mean over rows of `row_cross_entropy`."""
-    return row_cross_entropy(ragged, q, acc, beta=beta).mean()
-
-
 def row_cross_entropy(ragged: Ragged, q: Tensor, acc: Tensor, *, beta: float) -> Tensor:
     """BCE(σ(β Σ_t q_t), acc) of each row [B]: q [N], acc [B] in [0, 1]."""
     Q = beta * ragged.row_sum(q)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -53,10 +53,6 @@ class AdvantageBatch:
     def scores(self) -> Tensor:
         """s, float32[B]: each row's reward, summed over trained and masked tokens alike."""
         return self.ragged.row_sum(self.token_rewards, masked=False)
-
-    def with_rewards(self, row_rewards: Tensor) -> AdvantageBatch:
-        """The same batch with other outcomes, float32[B]."""
-        return replace(self, token_rewards=outcome_rewards(self.ragged, row_rewards))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
