@@ -24,7 +24,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 from meshrl.config.weights import CARRIERS, WeightsConfig
 from meshrl.contract import plugins
-from meshrl.contract.errors import ConflictError, MeshError
+from meshrl.contract.errors import ConflictError, MeshError, UnavailableError
 from meshrl.contract.ports import DeviceReceiver, LentBucket, WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.shared_memory import FOLDER, boot_id
@@ -68,17 +68,19 @@ class Link:
 class Channel(Protocol):
     """One end of the connection between the trainer and one replica, for one generation; or all, see GROUPS.
 
+    Each end overrides what it does: the trainer's sends, a replica's receives.
+
     Buckets are sent and received in the same order. A channel that failed once is of no further use. One that sends
     what changed has `moved_bytes` too: what travelled of the bucket that was received last.
     """
 
     async def open(self, deadline_s: float) -> None:
         """Connect to the other end. Raises UnavailableError."""
-        ...
+        return
 
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
         """Send one bucket; sending it again in this channel repairs what arrived before. Raises UnavailableError."""
-        ...
+        raise UnavailableError("a replica's end of a channel does not send")
 
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> Uint8 | None:
         """Fill `into`, uint8[bucket_bytes[index]], or return memory that holds the bucket already.
@@ -87,19 +89,19 @@ class Channel(Protocol):
 
         Raises UnavailableError; CorruptError when what arrived cannot even be read.
         """
-        ...
+        raise UnavailableError("the trainer's end of a channel does not receive")
 
     def committed(self, version: Version) -> None:
         """The engine at the replica's end serves `version` now. Called on both ends; most carriers ignore it."""
-        ...
+        return
 
     def abort(self) -> None:
         """Give everything up at once; never waits, idempotent."""
-        ...
+        return
 
     async def close(self) -> None:
         """End the channel in an orderly way; idempotent."""
-        ...
+        self.abort()
 
 
 @runtime_checkable

@@ -22,10 +22,12 @@ import secrets
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
 from meshrl.contract.ports import WeightSource
-from meshrl.contract.types import Uint8, Version, WeightManifest
+from meshrl.contract.types import Uint8, WeightManifest
 from meshrl.weights.carrier import Channel, Link, RunPaths
 from meshrl.weights.ipc import Device, load_device
 from meshrl.weights.nccl import messages
@@ -136,16 +138,13 @@ class Slot:
         self.handle = base64.b64encode(device.export(self.pointer)).decode()
 
 
-class _End:
+class _End(Channel):
     """What both ends of a channel have in common."""
 
     def __init__(self, link: Link) -> None:
         self._prefix = link.prefix
         self._thread = WorkerThread(f"ipc-{link.generation}-{link.rank}")
         self._streams: _Streams | None = None
-
-    def committed(self, version: Version) -> None:
-        """Does nothing: every version is sent whole."""
 
     async def _send_frame(self, **frame: Any) -> None:
         try:
@@ -191,11 +190,13 @@ class IpcSender(_End):
         self._slots: list[Slot] = []
         self._free: list[int] = []
 
+    @override
     async def open(self, deadline_s: float) -> None:
         """Wait for the replica to connect."""
         caller = self._carrier.expect(self._prefix)
         self._streams = await within(caller, deadline_s, f"{self._prefix}: CUDA IPC")
 
+    @override
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
         """Copy into the next free slot; returns when the bytes are there, not when they are read."""
         if not self._slots:
@@ -213,19 +214,12 @@ class IpcSender(_End):
         await self._on_device(slot.device.write, slot.pointer, bucket)
         await self._send_frame(bucket=index, slot=number, handle=slot.handle, nbytes=bucket.nbytes)
 
-    async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
-        """Only replicas receive."""
-        raise self._failed("the trainer's end does not receive")
-
+    @override
     def abort(self) -> None:
         """Disconnect; the slots go back to the carrier once nothing is written to them any more."""
         slots, self._slots = self._slots, []
         self._disconnect(lambda: self._carrier.give_back(*slots))
         self._carrier.forget(self._prefix)
-
-    async def close(self) -> None:
-        """The same as `abort`."""
-        self.abort()
 
     async def _wait_for_slot(self) -> None:
         number = (await self._receive_frame()).get("done")
@@ -245,6 +239,7 @@ class IpcReceiver(_End):
         self._opened: dict[str, int] = {}
         """Pointers by handle: each is opened once."""
 
+    @override
     async def open(self, deadline_s: float) -> None:
         """Find the trainer's GPU, and the trainer. Raises ConfigError when this process does not see it."""
         try:
@@ -260,10 +255,7 @@ class IpcReceiver(_End):
             raise self._failed(f"the trainer does not answer on this host: {error}") from error
         await self._send_frame(token=token, channel=self._prefix)
 
-    async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
-        """Only the trainer sends."""
-        raise self._failed("a replica's end does not send")
-
+    @override
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
         """Copy one slot into host memory, and give it back."""
         frame = await self._receive_frame()
@@ -275,13 +267,10 @@ class IpcReceiver(_End):
         await self._on_device(self._read, str(frame.get("handle")), into)
         await self._send_frame(done=frame.get("slot"))
 
+    @override
     def abort(self) -> None:
         """Disconnect; the device's thread closes what was opened, after a read that is in progress."""
         self._disconnect(self._close_all)
-
-    async def close(self) -> None:
-        """The same as `abort`."""
-        self.abort()
 
     def _read(self, handle: str, into: Uint8) -> None:
         assert self._device is not None

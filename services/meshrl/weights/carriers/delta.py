@@ -23,6 +23,7 @@ from typing import Any, Final, TypeVar
 
 import grpc
 import numpy as np
+from typing_extensions import override
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import (
@@ -161,7 +162,7 @@ class _Offer:
     whole: bool
 
 
-class Sender:
+class Sender(Channel):
     """The trainer's end: offers one bucket after the other, and waits until each is fetched.
 
     Unblocked by the fetch, by its failure, or by `abort`; all are announced through one event.
@@ -178,9 +179,7 @@ class Sender:
         self._failure = ""
         self._changed = asyncio.Event()
 
-    async def open(self, deadline_s: float) -> None:
-        """Does nothing: the replica connects when it fetches."""
-
+    @override
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
         """Offer a bucket until the replica has fetched it; a second time, whole. Raises UnavailableError."""
         key = manifest.version, index
@@ -228,22 +227,16 @@ class Sender:
             deadline_s = self._config.deadline_s(len(piece))
             await within(write(part), deadline_s, f"{self.link.prefix}: sending a part")
 
-    async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
-        """Only replicas receive."""
-        raise UnavailableError("the trainer's end of a channel does not receive")
-
+    @override
     def committed(self, version: Version) -> None:
         """The version that is the base of the replica's next patches."""
         self.base = version
         self._carrier.committed = max(self._carrier.committed or version, version)
 
+    @override
     def abort(self) -> None:
         """End every wait here, on both sides of an offer."""
         self._fail("closed")
-
-    async def close(self) -> None:
-        """The same."""
-        self.abort()
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason
@@ -261,7 +254,7 @@ class Sender:
             await self._changed.wait()
 
 
-class Receiver:
+class Receiver(Channel):
     """A replica's end: asks for each bucket, names the version that it holds, and applies the patch."""
 
     def __init__(self, config: WeightsConfig, link: Link, held: Held) -> None:
@@ -278,6 +271,7 @@ class Receiver:
         self.moved_bytes = 0
         """Of the bucket that was received last: of its patch, or its own."""
 
+    @override
     async def open(self, deadline_s: float) -> None:
         """Reach the trainer's process. Raises UnavailableError."""
         self._channel = tls.channel(self._address, CHANNEL_OPTIONS)
@@ -286,10 +280,7 @@ class Receiver:
         except WaitTimeoutError as error:
             raise UnavailableError(f"weights at {self._address}: {error}") from error
 
-    async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
-        """Only the trainer sends."""
-        raise UnavailableError("a replica's end of a channel does not send")
-
+    @override
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
         """Fill `into`, from a patch of the held bucket or with the bucket itself.
 
@@ -309,16 +300,19 @@ class Receiver:
             await self._thread.run(apply, base[1] if base else None, patch, into)
         self._held.arrived(manifest, index, into)
 
+    @override
     def committed(self, version: Version) -> None:
         """What arrived of `version` is the base of the next patches."""
         self._held.commit(version)
 
+    @override
     def abort(self) -> None:
         """Cancel the call."""
         self._thread.close()
         if self._call is not None:
             self._call.cancel()
 
+    @override
     async def close(self) -> None:
         """Cancel the call and disconnect; the held buckets stay, for the next channel."""
         self.abort()

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from typing_extensions import override
+
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, ConfigError, UnavailableError
 from meshrl.contract.ports import WeightSource
@@ -97,16 +99,14 @@ class Carrier:
         self.thread.close()
 
 
-class Sender:
+class Sender(Channel):
     """The trainer's end: only repairs buckets."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
         self._sent: set[tuple[Version, int]] = set()
 
-    async def open(self, deadline_s: float) -> None:
-        """Does nothing: the version is in the store."""
-
+    @override
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
         """Does nothing the first time, because the version is staged; a second time, writes the bucket whole."""
         key = manifest.version, index
@@ -117,21 +117,8 @@ class Sender:
                 raise UnavailableError(str(error)) from error
         self._sent.add(key)
 
-    async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
-        """Only replicas receive."""
-        raise UnavailableError("the trainer's end of a channel does not receive")
 
-    def committed(self, version: Version) -> None:
-        """Does nothing: each replica knows what it holds."""
-
-    def abort(self) -> None:
-        """Does nothing: nothing is held."""
-
-    async def close(self) -> None:
-        """Does nothing: nothing is held."""
-
-
-class Receiver:
+class Receiver(Channel):
     """A replica's end: reads what it lacks, in a thread of its own, so that a slow disk delays only this replica."""
 
     def __init__(
@@ -150,16 +137,14 @@ class Receiver:
         self.moved_bytes = 0
         """Read for the bucket that was received last."""
 
+    @override
     async def open(self, deadline_s: float) -> None:
         """Look for the trainer's store. Raises UnavailableError when this process does not see it."""
         await within(
             self._thread.run(self._reader.check), deadline_s, "a look at the weights' store"
         )
 
-    async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
-        """Only the trainer sends."""
-        raise UnavailableError("a replica's end of a channel does not send")
-
+    @override
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
         """Fill `into`; the second time, from the whole bucket that the trainer has written again.
 
@@ -184,14 +169,12 @@ class Receiver:
         if self._config.directory:  # else every version is whole, and none is the base of a patch
             self._held.arrived(manifest, index, into)
 
+    @override
     def committed(self, version: Version) -> None:
         """What arrived of `version` is what the next patches are applied to."""
         self._held.commit(version)
 
+    @override
     def abort(self) -> None:
-        """Give up; a stuck read ends in its own thread."""
-        self._thread.close()
-
-    async def close(self) -> None:
-        """The same as `abort`; the held buckets stay, for the next channel."""
+        """Give up; a stuck read ends in its own thread. The held buckets stay, for the next channel."""
         self._thread.close()

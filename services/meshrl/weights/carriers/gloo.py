@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed
+from typing_extensions import override
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import ConfigError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.sockets import is_loopback, listen_fd
-from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.weights.carrier import Link, RunPaths
+from meshrl.contract.types import Uint8, WeightManifest
+from meshrl.weights.carrier import Channel, Link, RunPaths
 from meshrl.weights.waiting import WorkerThread
 
 REACH = "network"
@@ -82,7 +83,7 @@ class Carrier:
         self._store = None
 
 
-class GlooChannel:
+class GlooChannel(Channel):
     """One rank of a group of two."""
 
     def __init__(self, config: WeightsConfig, link: Link, store: Any) -> None:
@@ -92,30 +93,27 @@ class GlooChannel:
         self._group: Any = None
         self._thread = WorkerThread(f"gloo-{link.generation}")
 
+    @override
     async def open(self, deadline_s: float) -> None:
         """Find the other rank at the store."""
         await self._run(self._open, deadline_s)
 
+    @override
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
         """Send straight from the source's memory."""
         await self._run(self._move, "send", index, bucket)
 
+    @override
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
         """Receive straight into `into`."""
         await self._run(self._move, "recv", index, into)
 
-    def committed(self, version: Version) -> None:
-        """Does nothing: every version is sent whole."""
-
+    @override
     def abort(self) -> None:
         """Give up; a stuck call ends at its own deadline, in its own thread."""
         self._group = None
         self._store = None
         self._thread.close()
-
-    async def close(self) -> None:
-        """The same as `abort`: gloo has no orderly end."""
-        self.abort()
 
     def _open(self, deadline_s: float) -> None:
         host, _, port = self._link.endpoint.rpartition(":")

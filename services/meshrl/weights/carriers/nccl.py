@@ -20,13 +20,14 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+from typing_extensions import override
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract import shared_buffers
 from meshrl.contract.errors import MeshError, UnavailableError, UserError
 from meshrl.contract.ports import DeviceReceiver, LentBucket, WeightSource
-from meshrl.contract.types import Uint8, Version, WeightManifest
-from meshrl.weights.carrier import Link, RunPaths
+from meshrl.contract.types import Uint8, WeightManifest
+from meshrl.weights.carrier import DeviceChannel, Link, RunPaths
 from meshrl.weights.nccl.process import Facts, NcclProcess, NcclProcesses
 from meshrl.weights.nccl.rendezvous import Rendezvous, WaitingPeer, check_same_nccl, connect
 from meshrl.weights.waiting import within
@@ -74,7 +75,7 @@ class Carrier:
         await self._processes.close()
 
 
-class NcclChannel:
+class NcclChannel(DeviceChannel):
     """One rank, in its process."""
 
     def __init__(
@@ -87,6 +88,7 @@ class NcclChannel:
         self._process: NcclProcess | None = None
         self._aborted = False
 
+    @override
     async def open(self, deadline_s: float) -> None:
         """Compare versions, exchange the unique id, join, warm up; the process is killed past the deadline.
 
@@ -107,6 +109,7 @@ class NcclChannel:
             raise
         self._processes.prepare()
 
+    @override
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
         """The process broadcasts a bucket from where it lies; other memory than a snapshot's is copied first."""
         shared = _shared(bucket)
@@ -114,6 +117,7 @@ class NcclChannel:
             await asyncio.to_thread(np.copyto, shared, bucket)
         await self._broadcast(shared)
 
+    @override
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
         """Take part in the broadcast, straight into memory that can be shared; other memory is copied to."""
         shared = _shared(into)
@@ -122,6 +126,7 @@ class NcclChannel:
             await asyncio.to_thread(np.copyto, into, shared)
 
     @property
+    @override
     def device(self) -> Lending | None:
         """This end, as the receiver of what arrives in memory that is lent; None: where that cannot be."""
         process = self._process
@@ -129,6 +134,7 @@ class NcclChannel:
             return None
         return Lending(process, self._processes)
 
+    @override
     async def receive_lent(self, bucket: LentBucket) -> str:
         """Take part in the broadcast, into memory of the device; its digest, see `meshrl.contract.chunk_digest`."""
         try:
@@ -139,9 +145,7 @@ class NcclChannel:
         self._processes.received_lent(well=True)
         return made
 
-    def committed(self, version: Version) -> None:
-        """Does nothing: nothing is kept from one version to the next."""
-
+    @override
     def abort(self) -> None:
         """Kill the process; every wait for it raises UnavailableError."""
         self._aborted = True
@@ -149,6 +153,7 @@ class NcclChannel:
         if self._process is not None:
             self._process.kill()
 
+    @override
     async def close(self) -> None:
         """Let the process abort its communicator and end."""
         self._aborted = True

@@ -26,6 +26,7 @@ import secrets
 from collections.abc import Callable
 
 import numpy as np
+from typing_extensions import override
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, ConfigError, UnavailableError
@@ -158,16 +159,14 @@ class Segment:
         )
 
 
-class ShmWriter:
+class ShmWriter(Channel):
     """The trainer's end. The first of a version's writes each bucket, the others find it there."""
 
     def __init__(self, carrier: Carrier, link: Link) -> None:
         self._carrier = carrier
         self._sent: set[tuple[Version, int]] = set()
 
-    async def open(self, deadline_s: float) -> None:
-        """Does nothing: the memory is there or is not."""
-
+    @override
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
         """Write the bucket if it is not there; a second time in any case. Raises UnavailableError."""
         key = (manifest.version, index)
@@ -177,21 +176,8 @@ class ShmWriter:
             raise UnavailableError(str(error)) from error
         self._sent.add(key)
 
-    def committed(self, version: Version) -> None:
-        """Does nothing: every version is there whole."""
 
-    async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
-        """Only replicas receive."""
-        raise UnavailableError("the trainer's end of a channel does not receive")
-
-    def abort(self) -> None:
-        """Does nothing: nothing is held."""
-
-    async def close(self) -> None:
-        """Does nothing: nothing is held."""
-
-
-class ShmReader:
+class ShmReader(Channel):
     """A replica's end: maps versions and returns the mapped memory."""
 
     def __init__(self, link: Link, memory: SharedMemory) -> None:
@@ -201,6 +187,7 @@ class ShmReader:
         self._mapped: tuple[Version, Mapped] | None = None
         self._received: set[tuple[Version, int]] = set()
 
+    @override
     async def open(self, deadline_s: float) -> None:
         """Check that the trainer's shared memory is visible here. Raises ConfigError when it is not."""
         offer, self._nonce = _read_endpoint(self._endpoint)
@@ -216,10 +203,7 @@ class ShmReader:
                 "set weights.carrier=gloo or auto"
             )
 
-    async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
-        """Only the trainer sends."""
-        raise UnavailableError("a replica's end of a channel does not send")
-
+    @override
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> Uint8:
         """The bucket in a private mapping, not copied; valid for as long as the array is referred to.
 
@@ -235,18 +219,12 @@ class ShmReader:
         content = np.frombuffer(memory, dtype=np.uint8)
         return content[starts[index] : starts[index] + manifest.bucket_bytes[index]]
 
-    def committed(self, version: Version) -> None:
-        """Does nothing: every version is there whole."""
-
+    @override
     def abort(self) -> None:
         """Drop the mapping, and delete the files of a dead trainer."""
         self._mapped = None
         for pattern in (PATTERN, PROBES):
             self._memory.sweep(pattern)
-
-    async def close(self) -> None:
-        """The same as `abort`."""
-        self.abort()
 
     def _map(self, manifest: WeightManifest, size: int) -> Mapped:
         if self._mapped is not None and self._mapped[0] == manifest.version:
