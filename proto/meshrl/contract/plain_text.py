@@ -6,7 +6,6 @@ import json
 import logging
 import sys
 import threading
-import traceback
 import unicodedata
 from typing import Any
 
@@ -76,14 +75,14 @@ class LogFormatter(logging.Formatter):
 
 def harmless_faults() -> None:
     """Let Python print as harmlessly what it prints by itself: faults that nobody caught, logs without a handler."""
+    log = logging.getLogger("meshrl")
 
-    def say_fault(kind: type[BaseException], error: BaseException | None, trace: Any) -> None:
-        if kind is not SystemExit:  # a thread may end so
-            text = "".join(traceback.format_exception(kind, error, trace))
-            say(_below(text), err=True, lines=True)
+    def say_thread(fault: threading.ExceptHookArgs) -> None:
+        if fault.exc_type is not SystemExit:
+            log.critical("a thread ended", exc_info=fault.exc_value)
 
-    sys.excepthook = say_fault
-    threading.excepthook = lambda fault: say_fault(*fault[:3])
+    sys.excepthook = lambda *fault: log.critical("ended by a fault", exc_info=fault)
+    threading.excepthook = say_thread
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(LogFormatter())
 

@@ -11,7 +11,7 @@ import pkgutil
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from importlib.machinery import ModuleSpec
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +88,12 @@ def _found(name: str, search: Iterable[str] | None) -> ModuleSpec | None:
         return importlib.util.find_spec(name)
     finders = map(pkgutil.get_importer, search or ())
     specs = [spec for finder in finders if finder and (spec := finder.find_spec(name, None))]
-    for spec in specs:
-        if spec.loader is not None:
-            return spec
-    for spec in specs[:1]:  # a folder without __init__.py may have parts in several places
-        folders = [each for part in specs for each in part.submodule_search_locations or ()]
-        spec.submodule_search_locations = folders
-        return spec
-    return None
+    spec = next((spec for spec in specs if spec.loader is not None), None)
+    if spec is None and specs:  # a folder without __init__.py may have parts in several places
+        spec = specs[0]
+        parts = [part.submodule_search_locations or () for part in specs]
+        spec.submodule_search_locations = list(chain.from_iterable(parts))
+    return spec
 
 
 def where_it_stands(name: str) -> str:

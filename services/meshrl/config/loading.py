@@ -114,16 +114,18 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes a text that YAML 1.1 or 1.2 would read as something else, and writes no anchors."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        """Always."""
-        return True
+    """Quotes a text that YAML 1.1 or 1.2 would read as something else, and keeps each on one line."""
 
     def text(self, text: str) -> yaml.ScalarNode:
-        """A text on one line, whatever it holds."""
+        """Any text."""
         style = None if text.isprintable() else '"'
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    def write_double_quoted(self, text: str, split: bool = True) -> None:
+        """With an escape for all that is not ASCII: it may turn the direction of the line."""
+        self.allow_unicode = False
+        super().write_double_quoted(text, split)
+        self.allow_unicode = True
 
 
 _Dumper.add_representer(str, _Dumper.text)
@@ -265,28 +267,24 @@ class Written:
 
 def in_yaml(value: Any) -> str:
     """A value in one line of YAML, as an override, a list or a mapping has it."""
-    return _dumped([value], default_flow_style=True)[1:-2]
+    return _dumped([value], flow=True)[1:-2]
 
 
 def recipe_yaml(tree: Any) -> str:
     """A recipe's sections as YAML."""
-    return _dumped(tree, default_flow_style=False)
+    return _dumped(tree, flow=False)
 
 
-def _dumped(value: Any, *, default_flow_style: bool) -> str:
-    def dumped(*, allow_unicode: bool) -> str:
-        text: str = yaml.dump(
-            value,
-            Dumper=_Dumper,
-            allow_unicode=allow_unicode,
-            default_flow_style=default_flow_style,
-            sort_keys=False,
-            width=sys.maxsize,
-        )
-        return text
-
-    text = dumped(allow_unicode=True)
-    return text if text.replace("\n", "").isprintable() else dumped(allow_unicode=False)
+def _dumped(value: Any, *, flow: bool) -> str:
+    text: str = yaml.dump(
+        value,
+        Dumper=_Dumper,
+        allow_unicode=True,
+        default_flow_style=flow,
+        sort_keys=False,
+        width=sys.maxsize,
+    )
+    return text
 
 
 def save_recipe(recipe: Recipe, path: Path) -> None:

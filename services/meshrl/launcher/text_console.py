@@ -33,5 +33,4 @@ class _HarmlessConsole(Console):
     ) -> Iterable[Segment]:
         """Whatever is printed, piece by piece."""
         for piece in super().render(renderable, options):
-            safe = piece.text.isprintable() or bool(piece.control)
-            yield piece if safe else piece._replace(text=harmless(piece.text, lines=True))
+            yield piece if piece.control else piece._replace(text=harmless(piece.text, lines=True))

@@ -395,9 +395,10 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _resolved(values: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
     """Interpolations by what was given; what refers to a default is left to that default."""
+    known = values | {f"oc.env:{name}": value for name, value in environment.items()}
     done: dict[str, Any] = {}
     for key, value in values.items():
-        found = _resolve(value, key, values, environment, 0)
+        found = _resolve(value, key, known, 0)
         if found is not _LOST:
             done[key] = found
     return done
@@ -407,21 +408,14 @@ _LOST: Any = object()
 """Refers to something that was not given."""
 
 
-def _resolve(
-    value: Any,
-    key: str,
-    values: Mapping[str, Any],
-    environment: Mapping[str, str],
-    depth: int,
-) -> Any:
+def _resolve(value: Any, key: str, values: Mapping[str, Any], depth: int) -> Any:
     if isinstance(value, list):
-        items = [_resolve(item, key, values, environment, depth) for item in value]
+        items = [_resolve(item, key, values, depth) for item in value]
         return _LOST if _LOST in items else items
     while isinstance(value, str) and (found := _INTERPOLATION.search(value)):
         if depth > 20:
             raise ConfigError(f"{key}: {value!r} refers to itself")
-        referred = _referred(found[1], key, values, environment)
-        inner = _resolve(referred, key, values, environment, depth + 1)
+        inner = _resolve(_referred(found[1], key, values), key, values, depth + 1)
         if inner is _LOST:
             return _LOST
         if found[0] == value:
@@ -433,9 +427,7 @@ def _resolve(
     return value
 
 
-def _referred(
-    inside: str, key: str, values: Mapping[str, Any], environment: Mapping[str, str]
-) -> Any:
+def _referred(inside: str, key: str, values: Mapping[str, Any]) -> Any:
     """What `${inside}` stands for."""
     function, colon, arguments = inside.partition(":")
     if not colon:
@@ -446,9 +438,9 @@ def _referred(
         found = values.get(_absolute(name, key), _LOST)
         return fallback if found is _LOST else found
     if function == "oc.env":
-        if not comma and name not in environment:
+        if not comma and f"oc.env:{name}" not in values:
             raise ConfigError(f"{key}: {name} is not given; give it with --env {name}")
-        return environment.get(name, fallback)
+        return values.get(f"oc.env:{name}", fallback)
     return _LOST
 
 

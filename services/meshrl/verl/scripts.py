@@ -61,11 +61,7 @@ def started(
 
 
 def seen(environment: Mapping[str, str], passed: Sequence[str]) -> dict[str, str]:
-    """The variables that a script sees: BARE, and those of `passed`, each a NAME or NAME=VALUE.
-
-    Raises:
-        UserError: a NAME that is not set.
-    """
+    """BARE, and those of `passed`, each a NAME or NAME=VALUE. Raises UserError for a NAME that is not set."""
     variables = {name: environment[name] for name in BARE if name in environment}
     for word in passed:
         name, equals, value = word.partition("=")

@@ -332,6 +332,7 @@ def test_a_fault_that_nobody_caught_is_printed_harmlessly(
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", None)
     monkeypatch.setattr(threading, "excepthook", None)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setattr(logging, "lastResort", logging.StreamHandler())
     harmless_faults()
     error = ValueError(text)
