@@ -79,9 +79,9 @@ def harmless_faults() -> None:
 
     def say_thread(fault: threading.ExceptHookArgs) -> None:
         if fault.exc_type is not SystemExit:
-            log.critical("a thread ended", exc_info=fault.exc_value)
+            log.critical("a thread ended by %r", fault.exc_value, exc_info=fault.exc_value)
 
-    sys.excepthook = lambda *fault: log.critical("ended by a fault", exc_info=fault)
+    sys.excepthook = lambda *fault: log.critical("ended by %r", fault[1], exc_info=fault)
     threading.excepthook = say_thread
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(LogFormatter())
