@@ -18,8 +18,6 @@ class ScoringLimits(Config):
 
     deadline_s: PositiveFloat = 10.0
     """Wall-clock seconds of one sample (of one call, for a batch function); then its process is killed."""
-    cpu_s: PositiveInt | None = None
-    """CPU seconds of one sample (RLIMIT_CPU), whole seconds; null: only the wall clock counts."""
     memory_bytes: PositiveInt | None = 1 << 30
     """Address space of each process (RLIMIT_AS); null: no limit. A sandbox can use `processes` times as much."""
     processes: PositiveInt | None = 8
@@ -29,6 +27,8 @@ class ScoringLimits(Config):
 class Limits(ScoringLimits):
     """Limits of a scoring process and of one sample in it."""
 
+    cpu_s: PositiveInt | None = None
+    """CPU seconds of one sample (RLIMIT_CPU), whole seconds; null: only the wall clock counts."""
     start_deadline_s: PositiveFloat = 30.0
     """Seconds that a process may take to import the function."""
     open_files: PositiveInt | None = 64

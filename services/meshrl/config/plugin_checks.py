@@ -121,8 +121,8 @@ def _served_adapters(recipe: Recipe) -> Iterator[Problem]:
     most, rank = recipe.rollout.engine.get("max_lora_rank"), recipe.model.lora_rank
     if not isinstance(most, int) or not most:
         return
-    if not rank or not recipe.weights.adapters_only:
-        says = "whole weights: want model.lora_rank and weights.adapters_only, or no max_lora_rank"
+    if not rank:
+        says = "whole weights: want model.lora_rank, or no max_lora_rank"
     elif recipe.model.use_dora:
         says = "DoRA's merged weights, for engines serve plain LoRA: want no max_lora_rank, or model.use_dora=false"
     elif rank > most:

@@ -48,10 +48,6 @@ class WeightsConfig(Config):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What floating-point tensors are cast to before they are sent; where a recipe does not name it and trains on a
     GPU, `model.param_dtype`. A run goes on with the type it began with."""
-    adapters_only: bool = True
-    """Of a policy with LoRA, send the adapters: each rollout process merges them into its own copy of `model.path`,
-    and the trainer compares the hashes of what came out. False sends merged weights, as is done anyway where the
-    checkpoint has no safetensors, or names its tensors in another way than transformers does."""
     bucket_bytes: PositiveInt = 64 << 20
     """Tensors are sent in buckets of about this many bytes; a bucket is hashed, resent and timed as one."""
     host: str = "127.0.0.1"

@@ -69,7 +69,7 @@ class Merger:
             if base.fingerprint != adapter.base:
                 raise UserError(
                     f"model.path {self._path} has the fingerprint {base.fingerprint}, the trainer's adapter belongs"
-                    f" to {adapter.base}: put the same checkpoint there, or set weights.adapters_only to false"
+                    f" to {adapter.base}: put the same checkpoint there"
                 )
             self._base = base
         return self._base

@@ -21,7 +21,7 @@ def test_the_keys_of_a_recipe_are_the_frozen_ones(tmp_path: Path) -> None:
     assert not added, f"new keys of a recipe: add them to {KEYS}, sorted: {added}"
     assert frozen == sorted(set(frozen)), f"{KEYS} is not sorted"
     path = tmp_path / "old.yaml"
-    path.write_text("model: {path: model}\ndata: {reasoning_gym: {tasks: {gcd: {}}}}\n")
+    path.write_text("model: {path: model}\ndata: {reasoning_gym: {tasks: {gcd: {}}, levels: 2}}\n")
     for key in frozen:
         if key in present:
             continue

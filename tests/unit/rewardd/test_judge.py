@@ -315,10 +315,13 @@ async def test_memory_beyond_the_limit_is_a_fault_of_that_sample(make: Make) -> 
     assert good.score == 1.0
 
 
-async def test_cpu_time_beyond_the_limit_is_a_timeout(make: Make) -> None:
+async def test_cpu_time_beyond_the_limit_is_a_timeout(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = RewardConfig(deadline_s=600).recipe_limits.model_copy(update={"cpu_s": 1})
+    monkeypatch.setattr(RewardConfig, "recipe_limits", property(lambda _: limits))
     judge = make(
         HEAD + "    while solution_str == 'bad': pass\n    return 1\n",
-        limits={"cpu_s": 1},
         deadline_s=600,
     )
     bad, good = await judge.score(samples("bad", "good"))
@@ -349,14 +352,16 @@ async def test_closing_answers_waiting_samples_and_leaves_no_process(make: Make)
         await judge.score(samples("a"))
 
 
-async def test_cancelled_samples_are_not_scored(make: Make, tmp_path: Path) -> None:
+async def test_cancelled_samples_are_not_scored(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "BATCH_SIZE", 1)
     judge = make(
         "import pathlib, time\n"
         + HEAD
         + "    while not pathlib.Path(kwargs['go']).exists(): time.sleep(0.01)\n"
         "    with open(kwargs['log'], 'a') as log: log.write(solution_str)\n    return 1\n",
         kwargs={"go": str(tmp_path / "go"), "log": str(tmp_path / "log")},
-        batch_size=1,
     )
     await judge.start()
     first = asyncio.create_task(_score(judge, samples("a")))

@@ -23,9 +23,9 @@ from meshrl.transferqueue.queue import TransferQueue
 
 from ...waiting import until
 
-RULE = ReasoningGymCurriculumConfig(raise_at=0.8, lower_at=0.2)
+RULE = ReasoningGymCurriculumConfig(raise_at=0.8)
 GYM = ReasoningGymConfig.model_validate(
-    {"tasks": {"gcd": {"weight": 3}, "lcm": {}}, "levels": 3, "curriculum": {"lower_at": 0.2}}
+    {"tasks": {"gcd": {"weight": 3}, "lcm": {}}, "levels": 3, "curriculum": {}}
 )
 PROMPTS = tuple(
     Prompt(
@@ -52,14 +52,14 @@ def raised(*steps: int) -> LevelHistory:
     return history
 
 
-def test_a_level_rises_at_a_high_score_falls_at_a_low_one_and_else_stays() -> None:
+def test_a_level_rises_at_a_high_score_and_else_stays() -> None:
     history = LevelHistory().after(0, {("gcd", 0): 0.8, ("gcd", 1): 0.0, ("lcm", 0): 0.79}, RULE, 3)
     assert history.levels == {"gcd": 1, "lcm": 0}
     history = history.after(10, {("gcd", 0): 0.0, ("gcd", 1): 1.0, ("lcm", 0): 0.1}, RULE, 3)
     assert history.levels == {"gcd": 2, "lcm": 0}  # none is below the first
     history = history.after(20, {("gcd", 2): 1.0, ("lcm", 1): 1.0}, RULE, 3)
     assert history.levels == {"gcd": 2, "lcm": 0}  # none is above the last; no score at its level
-    assert history.after(30, {("gcd", 2): 0.19}, RULE, 3).levels == {"gcd": 1}
+    assert history.after(30, {("gcd", 2): 0.19}, RULE, 3).levels == {"gcd": 2}
     assert LevelHistory.parse(history.text()) == history
     assert LevelHistory.parse("1.40-7") == LevelHistory() == LevelHistory.parse("")
 

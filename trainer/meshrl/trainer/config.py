@@ -92,7 +92,7 @@ class ModelConfig(Config):
     """Multiply by `lora_alpha / √lora_rank` instead (https://arxiv.org/abs/2312.03732)."""
     use_dora: bool = False
     """Also train the norm of each row of the weights that have an adapter (DoRA, https://arxiv.org/abs/2402.09353).
-    Engines get the merged weights: `weights.adapters_only` says nothing then."""
+    Engines get the merged weights, not the adapters alone."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Which modules get an adapter: a list of names, `all-linear`, or as in peft a pattern of full names. In a
     mixture of experts `all-linear` leaves out MLPs, and adapters on experts are refused."""

@@ -136,8 +136,8 @@ def check_adapter(
     where, adapter = f"weights {manifest.version} of {manifest.run!r}", manifest.adapter
     if adapter is None:
         raise UserError(
-            f"{where} are whole weights, and rollout.engine.max_lora_rank wants adapters: set model.lora_rank and"
-            " weights.adapters_only, or leave max_lora_rank out"
+            f"{where} are whole weights, and rollout.engine.max_lora_rank wants adapters: set model.lora_rank,"
+            " or leave max_lora_rank out"
         )
     if adapter.rank > most_rank:
         raise UserError(

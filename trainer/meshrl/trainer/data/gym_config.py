@@ -42,16 +42,6 @@ class ReasoningGymCurriculumConfig(Config):
 
     raise_at: float = Field(default=0.8, gt=0.0, le=1.0)
     """The score from which on the next level is asked."""
-    lower_at: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """The score below which the level before is asked again; None: a level never falls."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.lower_at is not None and self.lower_at >= self.raise_at:
-            raise ValueError(
-                f"lower_at {self.lower_at:g} wants to be less than raise_at {self.raise_at:g}"
-            )
-        return self
 
 
 class ReasoningGymConfig(Config):

@@ -65,7 +65,7 @@ class LevelHistory:
         Args:
             step: Of the version that was evaluated.
             scores: Mean held-out score by task and level; a task without a score at its level keeps it.
-            config: When a level rises and falls.
+            config: When a level rises.
             levels: How many there are.
         """
         if step <= self.step:
@@ -76,8 +76,6 @@ class LevelHistory:
             score = scores.get((task, level))
             if score is not None and score >= config.raise_at:
                 level = min(level + 1, levels - 1)
-            elif score is not None and config.lower_at is not None and score < config.lower_at:
-                level = max(level - 1, 0)
             now[task] = level
         changes = self.changes if now == self.levels else (*self.changes, (step, now))
         return LevelHistory(step=step, changes=changes[-KEPT:])
