@@ -22,7 +22,7 @@ from meshrl.contract.types import Version
 from meshrl.planning.loop import Blocked
 from meshrl.trainer.checkpoint.checkpoint import Checkpoints, Keep, Tensors, TrainerState
 from meshrl.trainer.distributed import World
-from meshrl.transferqueue.store import Operation, OwnerLostError, Table
+from meshrl.transferqueue.store import Operation, OwnerLostError, Store, Table
 
 WRITE_S: Final = 0.0005
 SYNC_S: Final = 0.003
@@ -71,8 +71,8 @@ class Disk:
                 self.tables[table][key] = value
 
 
-class SimulatedStore:
-    """Implements the port `Store`."""
+class SimulatedStore(Store):
+    """A store on a simulated disk."""
 
     def __init__(self, disk: Disk, owner: int) -> None:
         self._disk = disk

@@ -287,7 +287,9 @@ def bubblewrap(
     if os.geteuid() == 0:
         arguments += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
-        arguments += ["--unshare-user", *([] if confined else ["--disable-userns"])]
+        arguments.append("--unshare-user")
+        if not confined:
+            arguments.append("--disable-userns")
         arguments += ["--uid", str(NOBODY), "--gid", str(NOBODY)]
     size = str(tmp_bytes or 1 << 30)
     arguments += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]

@@ -196,7 +196,9 @@ def run(
         return Run(directory)
     logs = directory / "logs"
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    options = ["--plain", *(["--accept-changes"] if accept_changes else [])]
+    options = ["--plain"]
+    if accept_changes:
+        options.append("--accept-changes")
     with (logs / ERRORS_NAME).open("wb") as errors:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "meshrl.cli", "up", str(path), *words, *options],

@@ -492,7 +492,9 @@ def _providers(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:
             for where, text in checkpoint_checks(at, path, machine):
                 yield where, f"{text} ({_asker(recipe)} needs {column})"
     yield from _vocabulary(recipe, machine)
-    modules = ["torch", "transformers", *(["peft"] if recipe.model.lora_rank else [])]
+    modules = ["torch", "transformers"]
+    if recipe.model.lora_rank:
+        modules.append("peft")
     for module in modules:
         if not machine.installed(module):
             yield ("model",), f"model: this needs {module}: pip install 'meshrl[torch]'"

@@ -188,14 +188,16 @@ class GrpcServer:
 
     async def __aenter__(self) -> Self:
         require_loopback(self.settings)
+        identity = (self._identity.interceptor,) if self._identity is not None else ()
+        tracer = (traced,) if tracing.is_on() else ()
         interceptors = (
             CallMetrics(self.registry).interceptor,
             as_status,
             self._limits.by_address,
-            *((self._identity.interceptor,) if self._identity is not None else ()),
+            *identity,
             self._limits.by_role,
             self._long_polls.interceptor,
-            *((traced,) if tracing.is_on() else ()),
+            *tracer,
             *self._interceptors,
         )
         handlers = InterceptedHandlers(
