@@ -84,10 +84,11 @@ async def listening() -> AsyncIterator[tuple[str, list[bytes]]]:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", heard
 
 
-def hello(address: str) -> pb.ReplicaMessage:
-    """A worker that names an address in field 7, where one once stood."""
+def hello(address: str = "") -> pb.ReplicaMessage:
+    """A worker's first message; with an `address` in field 7, where one once stood."""
     body = pb.ReplicaHello(replica="rollout-0", host=host_id(), carriers=["shm"])
-    body.MergeFromString(bytes([7 << 3 | 2, len(address)]) + address.encode())
+    if address:
+        body.MergeFromString(bytes([7 << 3 | 2, len(address)]) + address.encode())
     return pb.ReplicaMessage(stamp=stamp(RUN, 0, None), hello=body)
 
 
@@ -103,6 +104,10 @@ async def test_the_fleet_is_read_and_drained_without_a_call_to_an_address_of_a_w
     ):
         stream = rpc.WeightsStub(channel).Join(None)
         await stream.write(hello(address))
+        refused = await stream.read()
+        assert isinstance(refused, pb.PlaneMessage) and refused.abort.final, refused
+        stream = rpc.WeightsStub(channel).Join(None)
+        await stream.write(hello())
         welcome = await stream.read()
         assert isinstance(welcome, pb.PlaneMessage) and welcome.HasField("welcome"), welcome
         about = stamp(RUN, welcome.stamp.generation, None)
@@ -148,7 +153,7 @@ async def test_a_report_that_is_none_costs_only_who_sends_it(tmp_path: Path) -> 
         rollout = Credential(file_of_role(tmp_path, MeshRole.ROLLOUT))
         async with tls.channel(trainer, credential=rollout) as channel:
             stream = rpc.WeightsStub(channel).Join(None)
-            await stream.write(hello("127.0.0.1:1"))
+            await stream.write(hello())
             welcome = await stream.read()
             assert isinstance(welcome, pb.PlaneMessage) and welcome.HasField("welcome"), welcome
             about = stamp(RUN, welcome.stamp.generation, None)

@@ -59,9 +59,6 @@ async def test_each_command_works(tmp_path: Path) -> None:
         )
         assert "mean 1 -> 2" in compared
         assert ": 1 -> 2  x\n" in compared  # what differs most, with its text
-        assert await run_command(service, "watch", "reward", two, "--share", "0.5") == (
-            f"watching {two} on 50% of the rows\n"
-        )
         assert await run_command(service, "rollback", "reward", two) == f"reward points to {two}\n"
         listing = await run_command(service, "list")
         assert f"scoring: {two} (as 'reward' says)" in listing

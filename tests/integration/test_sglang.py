@@ -39,6 +39,7 @@ from ..sglang_checkpoint import (
     weights,
 )
 from ..sglang_conversation import differences, hold
+from ..waiting import until
 
 FAKE = [sys.executable, "-m", "meshrl.testing.sglang_server"]
 BOOKED = "--disable-overlap-schedule"
@@ -91,11 +92,11 @@ async def commit(
 NEVER = ""
 
 
-async def begun(engine: ServerEngine, until: str) -> asyncio.Task[Response]:
-    """A request that has its first tokens and cannot end before the server's label is `until`."""
-    await fault(engine.url, holds=[[100, until]])
+async def begun(engine: ServerEngine, label: str) -> asyncio.Task[Response]:
+    """A request that has its first tokens and cannot end before the server's label is `label`."""
+    await fault(engine.url, holds=[[100, label]])
     before = engine.stats().tokens_generated
-    running = asyncio.create_task(sample(engine, ask(f"until {until}", max_tokens=LONG)))
+    running = asyncio.create_task(sample(engine, ask(f"until {label}", max_tokens=LONG)))
     await until(lambda: not (engine.stats().tokens_generated == before and not running.done()))
     return running
 
@@ -211,7 +212,7 @@ async def test_the_fake_mislabels_as_sglang_does_when_paused_in_place_with_an_un
         | {"overlaps": False}
     )
     await commit(engine, 0)
-    running = await begun(engine, until="1.1")
+    running = await begun(engine, label="1.1")
     await commit(engine, 1)
     assert mislabelled(await running) == 1
 
@@ -230,7 +231,7 @@ async def test_running_requests_keep_their_cache_in_flight_and_recompute_it_when
 ) -> None:
     engine = await make(*arguments)
     await commit(engine, 1)
-    running = await begun(engine, until="1.2")
+    running = await begun(engine, label="1.2")
     await commit(engine, 2, on_update)
     answer = await running
     border = answer.spans[0].end
@@ -291,7 +292,7 @@ async def test_the_other_update_routes_serve_the_same_weights(
         await commit(engine, step)
         answer = await sample(engine, ask(str(step)))
         assert set(answer.tokens.tolist()) == {step}
-    running = await begun(engine, until="1.3")
+    running = await begun(engine, label="1.3")
     await commit(engine, 3)
     answer = await running
     assert [span.version.step for span in answer.spans] == [2, 3]
@@ -319,7 +320,7 @@ async def test_a_server_whose_update_failed_is_replaced_and_serves_nothing_until
     await commit(engine, 1)
     poisoned = engine.url
     await fault(poisoned, route=route, status=status, message=message)
-    running = await begun(engine, until=NEVER)
+    running = await begun(engine, label=NEVER)
     with pytest.raises(
         InfraError, match=f"loading weights 1.2 failed in SGLang: .*{route}"
     ) as said:
@@ -339,7 +340,7 @@ async def test_a_server_whose_update_failed_is_replaced_and_serves_nothing_until
 async def test_tokens_of_half_a_version_are_never_delivered(make: Maker) -> None:
     engine = await make(update="native", group_backend="gloo")
     await commit(engine, 1)
-    running = await begun(engine, until=NEVER)
+    running = await begun(engine, label=NEVER)
     await fault(engine.url, partial=True)
     with pytest.raises(InfraError, match="partially updated"):
         await commit(engine, 2)
@@ -468,7 +469,7 @@ async def test_a_silent_server_fails_the_request_and_is_replaced(make: Maker) ->
     engine = await make(silence_s=0.5, update_s=2.0)
     await commit(engine, 1)
     silent = engine.url
-    running = await begun(engine, until=NEVER)
+    running = await begun(engine, label=NEVER)
     await fault(silent, stalled=True)
     with pytest.raises(InfraError, match="broke off a response"):
         await running
@@ -495,7 +496,7 @@ async def test_responses_that_another_client_changed_are_faults(
 ) -> None:
     engine = await make("--step-s", "0.001")
     await commit(engine, 1)
-    running = await begun(engine, until=str(body.get("new_version", NEVER)))
+    running = await begun(engine, label=str(body.get("new_version", NEVER)))
     await post(engine.url, route, body)
     with pytest.raises(InfraError, match=said):
         await running
@@ -526,7 +527,7 @@ async def test_a_response_ends_with_its_stop_found_by_server_or_engine(make: Mak
 async def test_a_stream_whose_events_repeat_the_response_so_far_is_read_once(make: Maker) -> None:
     engine = await make("--cumulative-streaming-output")
     await commit(engine, 1)
-    running = await begun(engine, until="1.2")
+    running = await begun(engine, label="1.2")
     await commit(engine, 2)
     answer = await running
     assert (len(answer.tokens), len(answer.spans)) == (LONG, 2)
