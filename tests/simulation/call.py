@@ -20,7 +20,7 @@ from typing import Any, Final, cast
 
 import grpc
 
-from meshrl.planning.loop import PROCESS, Process, context_of, spawn
+from tests.simulation.loop import PROCESS, Process, context_of, spawn
 from tests.simulation.network import Endpoint, Network, Weather
 from tests.simulation.server_end import (
     EOF,

@@ -19,10 +19,10 @@ from typing import Any, Final, cast
 
 from meshrl.contract.errors import CapacityError, FencedError, InfraError
 from meshrl.contract.types import Version
-from meshrl.planning.loop import Blocked
 from meshrl.trainer.checkpoint.checkpoint import Checkpoints, Keep, Tensors, TrainerState
 from meshrl.trainer.distributed import World
 from meshrl.transferqueue.store import Operation, OwnerLostError, Store, Table
+from tests.simulation.loop import Blocked
 
 WRITE_S: Final = 0.0005
 SYNC_S: Final = 0.003

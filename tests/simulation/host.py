@@ -13,9 +13,9 @@ from typing import Any, Final, TypeVar
 from typing_extensions import override
 
 from meshrl.contract.errors import CorruptError, UnavailableError
-from meshrl.planning.loop import PROCESS, Blocked, Process
 from meshrl.weights.shared_memory import Mapped, SharedMemory
 from meshrl.weights.waiting import WorkerThread
+from tests.simulation.loop import PROCESS, Blocked, Process
 
 Result = TypeVar("Result")
 Takes = Callable[[], "asyncio.Future[None]"]

@@ -27,17 +27,11 @@ from meshrl.contract.errors import (
     UserError,
     WaitTimeoutError,
 )
-from meshrl.planning.loop import (
-    START_S,
-    DeadlockError,
-    Process,
-    SimulatedLoop,
-    quiet,
-    spawn,
-)
+from meshrl.planning.loop import START_S, DeadlockError, quiet
 from meshrl.transferqueue.operations.audit import audit
 from tests.simulation.checks import Liveness, check_history, check_idle, check_resident
 from tests.simulation.faults import Fault, Kind, draw_faults
+from tests.simulation.loop import Process, SimulatedLoop, spawn
 from tests.simulation.services import Incarnation, Main, Parts, Services
 from tests.simulation.shape import RUN, Shape, draw_shape
 from tests.simulation.stand_ins import Collectives

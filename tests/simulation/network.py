@@ -12,9 +12,9 @@ from typing import Any, Final, Protocol, cast
 
 import grpc
 
-from meshrl.planning.loop import PROCESS, Process, SimulatedLoop
 from meshrl.rpc.interceptors import InterceptedHandlers, as_status
 from meshrl.rpc.runtime import Servicer
+from tests.simulation.loop import PROCESS, Process, SimulatedLoop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any, Final, NoReturn, Protocol
 
 import grpc
 
-from meshrl.planning.loop import Process
+from tests.simulation.loop import Process
 
 EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # unknown to its stubs
 

@@ -26,7 +26,6 @@ import torch
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import SamplingParams, Task, Version
 from meshrl.http.gateway.sessions import SessionTable
-from meshrl.planning.loop import Process, SimulatedLoop
 from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.worker import ProgramCache, RolloutWorker
@@ -58,6 +57,7 @@ from tests.simulation.conversations import (
 from tests.simulation.disk import CheckpointDisk, Disk, SimulatedCheckpoints
 from tests.simulation.engine import SimulatedEngine
 from tests.simulation.host import Takes
+from tests.simulation.loop import Process, SimulatedLoop
 from tests.simulation.network import Network
 from tests.simulation.renewer import SimulatedRenewer
 from tests.simulation.shape import RUN, Shape

@@ -30,10 +30,10 @@ from meshrl.contract.types import (
     Uid,
     Version,
 )
-from meshrl.planning.loop import Blocked, SimulatedLoop
 from meshrl.rewardd.posted_rewards import score_unposted
 from meshrl.trainer.learner.experience import Schedule, schedule
 from tests.simulation.engine import STEP_BITS, token_of
+from tests.simulation.loop import Blocked, SimulatedLoop
 
 Item = TypeVar("Item", bound=np.generic)
 COLUMNS: Final[tuple[str, ...]] = ("tokens", "loss_mask", "rollout_logprobs", "spans", "reward")

@@ -20,12 +20,12 @@ from typing_extensions import override
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import TensorSpec, Uint8, Version, WeightManifest
-from meshrl.planning.loop import Process, SimulatedLoop
 from meshrl.weights.carrier import Carrier, Channel, Link, RunPaths
 from meshrl.weights.carriers import disk, shm
 from meshrl.weights.messages import digest
 from tests.simulation.engine import SimulatedEngine, token_of
 from tests.simulation.host import Memory, SimulatedThread, Takes, this_process
+from tests.simulation.loop import Process, SimulatedLoop
 from tests.simulation.shape import RUN, Shape
 
 WORDS: Final = 8

@@ -36,7 +36,7 @@ from meshrl.contract.types import (
     Task,
     Version,
 )
-from meshrl.planning.loop import START_S, SimulatedLoop, quiet
+from meshrl.planning.loop import START_S, VirtualLoop, quiet
 from meshrl.planning.paced import PacedGpu, Processor
 from meshrl.planning.setting import Setting
 from meshrl.transferqueue.queue import TransferQueue
@@ -490,7 +490,7 @@ def percentile(counts: Counter[int], share: float) -> int:
 
 def run_setting(setting: Setting) -> Outlook:
     """Train `setting.steps` steps in virtual time. Equal settings have equal outlooks."""
-    loop = SimulatedLoop(setting.seed)
+    loop = VirtualLoop(setting.seed)
     with quiet():
         try:
             return loop.run_until_complete(_Mesh(setting, loop).run())

@@ -21,10 +21,10 @@ from meshrl.contract import device_lease
 from meshrl.contract.device_lease import DeviceLease
 from meshrl.contract.errors import InfraError, WaitTimeoutError
 from meshrl.contract.types import OnUpdate, Version
-from meshrl.planning.loop import Process, SimulatedLoop, spawn
 from meshrl.rollout.time_slices import PATIENCE_S, SleepingEngine, TimeSlicedEngine
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.time_slices import TimeSlices
+from tests.simulation.loop import Process, SimulatedLoop, spawn
 
 from ..virtual_time import in_virtual_time, virtual_time
 

@@ -17,9 +17,9 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
-from meshrl.planning.loop import SimulatedLoop
 from meshrl.rollout.streams import sample
 from tests.doubles import paced_engine
+from tests.simulation.loop import SimulatedLoop
 
 FIRST = Version(1, 0)
 ALIKE = {"tokens_per_s": 400.0, "length_mean": 100.0, "length_p99": 100.0}

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl.contract.types import ROLLOUT_STAGE, Lease, Version
-from meshrl.planning.loop import SimulatedLoop
 from meshrl.testing.contract.queue_actors import rollout_of, spec, tasks
 from meshrl.transferqueue.model import fair_share
 from meshrl.transferqueue.model.fair_share import BETWEEN_S, Division, FairShare, Holder
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
+from tests.simulation.loop import SimulatedLoop
 
 FIRST = Version(1, 0)
 

@@ -15,10 +15,10 @@ import pytest
 
 from meshrl.contract.errors import WaitTimeoutError
 from meshrl.contract.types import ROLLOUT_STAGE, Lease, LeasedRow, Ledger, StalePolicy
-from meshrl.planning.loop import SimulatedLoop
 from meshrl.testing.contract.queue_actors import Actors, rollout_of, spec, tasks, tokens_of
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
+from tests.simulation.loop import SimulatedLoop
 
 STEPS = 40
 BATCH = 10

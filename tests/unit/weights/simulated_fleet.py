@@ -17,7 +17,7 @@ from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
-from meshrl.planning.loop import Process, SimulatedLoop, quiet, spawn
+from meshrl.planning.loop import quiet
 from meshrl.weights.carrier import Link, RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.fleet import ReplicaState
@@ -26,6 +26,7 @@ from meshrl.weights.servicer import WeightsServicer
 from tests.doubles.weights import HashSink, StubSource
 from tests.simulation.call import connect
 from tests.simulation.host import this_process
+from tests.simulation.loop import Process, SimulatedLoop, spawn
 from tests.simulation.network import Delays, Network
 
 RUN = "simulated"
