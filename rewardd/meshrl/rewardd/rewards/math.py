@@ -34,9 +34,7 @@ class Config(config.Config):
     """`verl`: verl's numbers, its mistakes included."""
 
 
-def prepare() -> None:
-    """Import the package before the first sample. Raises ConfigError when it is not installed."""
-    _equality.prepare()
+prepare = _equality.prepare
 
 
 def _package() -> ModuleType:

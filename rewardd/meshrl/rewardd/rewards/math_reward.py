@@ -41,9 +41,7 @@ SPELLINGS: tuple[tuple[str, str], ...] = (
 )
 
 
-def prepare() -> None:
-    """Import what it needs before the first sample. Raises ConfigError when it is not installed."""
-    _equality.prepare()
+prepare = _equality.prepare
 
 
 def compute_score(

@@ -71,9 +71,7 @@ class Config(config.Config):
     """`verl`: verl's numbers, its mistakes included."""
 
 
-def prepare() -> None:
-    """Import what it needs before the first sample. Raises ConfigError when it is not installed."""
-    _equality.prepare()
+prepare = _equality.prepare
 
 
 def compute_score(
