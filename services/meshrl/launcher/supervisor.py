@@ -97,7 +97,6 @@ class Supervisor:
         sink: LineSink,
         *,
         before_drain: Callable[[], Awaitable[None]] | None = None,
-        quick_s: float = QUICK_S,
         steps: Callable[[], int] = lambda: 0,
         preloading: Preloading | None = None,
         start: StartProcess = ServiceProcess.start,
@@ -109,7 +108,6 @@ class Supervisor:
             services: What to start.
             sink: Gets the lines of all.
             before_drain: A last look before the services go.
-            quick_s: A shorter life has failed quickly.
             steps: How many steps the run has made. A service that was ready meanwhile, and that nobody stands in for,
                 has done its work.
             preloading: Starts processes.
@@ -120,7 +118,6 @@ class Supervisor:
         self._services = list(services)
         self._sink = sink
         self._before_drain = before_drain
-        self._quick_s = quick_s
         self._steps = steps
         self._preloading = preloading
         self._processes: dict[str, ServiceProcess] = {}
@@ -300,7 +297,7 @@ class Supervisor:
                 self._end(Verdict(code=Exit.FAILED, line=line))
                 return
             alive_s = asyncio.get_running_loop().time() - (process.ready_at or process.started)
-            useless = not ready or alive_s < self._quick_s or code == Exit.NO_PROGRESS
+            useless = not ready or alive_s < QUICK_S or code == Exit.NO_PROGRESS
             worked = ready and not service.fleet and self._steps() > steps
             parts_failed = parts_failed + 1 if code == Exit.PART_FAILED else 0
             if not 0 < parts_failed <= PARTS_FAILED:

@@ -36,14 +36,12 @@ class Program:
         return zlib.crc32(self.prompt.encode()) % HELD_OUT_SHARE == 0
 
 
-def programs(
-    seed: int, *, held_out: bool, shortest: int = 2, longest: int = 8
-) -> Iterator[Program]:
-    """Distinct programs of `shortest` to `longest` statements, without end, all held out or none."""
+def programs(seed: int, *, held_out: bool, longest: int = 8) -> Iterator[Program]:
+    """Distinct programs of two to `longest` statements, without end, all held out or none."""
     draw = random.Random(seed)
     seen: set[str] = set()
     while True:
-        program = _program(draw, draw.randint(shortest, longest))
+        program = _program(draw, draw.randint(2, longest))
         if program.held_out is held_out and program.prompt not in seen:
             seen.add(program.prompt)
             yield program
