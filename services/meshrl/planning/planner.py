@@ -119,7 +119,7 @@ class _Case:
         mean = asked.length_mean or min(most / 2, (asked.length_p99 or most) / 2)
         p99 = asked.length_p99 or max(mean, min(most, 4 * mean))
         self.lengths = Lengths(mean=mean, p99=p99, most=most, alike=asked.alike)
-        self._check(recipe)
+        self._check()
         self.mean = sum(self.lengths.draw(asked.seed, task, 0) for task in range(2000)) / 2000
         self.prompt = asked.prompt_mean or recipe.data.max_prompt_length / 2
         rows = spec.batch_groups * spec.group_size
@@ -143,9 +143,9 @@ class _Case:
         of_model = "given" if asked.params else f"counted in {recipe.model.path}"
         if not (asked.params or found):
             of_model = f"assumed: {recipe.model.path} has no safetensors here"
-        self.assumptions = tuple(self._assumptions(recipe, params, of_model, train))
+        self.assumptions = tuple(self._assumptions(recipe, params, of_model))
 
-    def _check(self, recipe: Recipe) -> None:
+    def _check(self) -> None:
         asked, lengths = self.asked, self.lengths
         if asked.gpus < asked.gpus_per_worker + 1:
             raise UserError(
@@ -169,9 +169,7 @@ class _Case:
                 f" ({lengths.mean:g})"
             )
 
-    def _assumptions(
-        self, recipe: Recipe, params: float, of_model: str, train: float
-    ) -> Iterator[str]:
+    def _assumptions(self, recipe: Recipe, params: float, of_model: str) -> Iterator[str]:
         asked, spec, lengths = self.asked, self.spec, self.lengths
         given = "given" if asked.length_mean and asked.length_p99 else "assumed in part"
         yield f"model: {params:.3g} parameters ({of_model}); whether it fits into memory is not checked"

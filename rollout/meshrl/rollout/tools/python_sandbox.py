@@ -50,7 +50,6 @@ class PythonSandbox:
             open_files=None,
         )
         self._process: asyncio.subprocess.Process | None = None
-        self._launch: Launch | None = None
         self._reader: asyncio.Task[None] | None = None
         self._answers: dict[int, asyncio.Future[Json]] = {}
         self._ids = itertools.count()

@@ -80,7 +80,7 @@ class Carrier:
 
     def channel(self, link: Link) -> Channel:
         """One end of a channel."""
-        return ShmWriter(self, link) if link.rank == 0 else ShmReader(link, self.memory)
+        return ShmWriter(self) if link.rank == 0 else ShmReader(link, self.memory)
 
     async def close(self) -> None:
         """Delete all files; what replicas have mapped stays readable for them."""
@@ -162,7 +162,7 @@ class Segment:
 class ShmWriter(Channel):
     """The trainer's end. The first of a version's writes each bucket, the others find it there."""
 
-    def __init__(self, carrier: Carrier, link: Link) -> None:
+    def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
         self._sent: set[tuple[Version, int]] = set()
 

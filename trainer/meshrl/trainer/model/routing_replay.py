@@ -65,7 +65,7 @@ class RoutingReplay:
         for index, layer in enumerate(layers):
             for router in _routers(layer):
                 kind = router.weight.shape[0], router.top_k
-                router.forward = self._told(router.forward, index, *kind)
+                router.forward = self._told(router.forward, index, kind[0])
                 kinds.add(kind)
         if len(kinds) != 1:
             has = "several kinds of routers" if kinds else "no router that we know"
@@ -75,9 +75,7 @@ class RoutingReplay:
         experts, chosen = kinds.pop()
         self.routing = Routing(layers=len(layers), experts=experts, chosen=chosen)
 
-    def _told(
-        self, forward: Callable[..., Any], layer: int, experts: int, chosen: int
-    ) -> Callable[..., Any]:
+    def _told(self, forward: Callable[..., Any], layer: int, experts: int) -> Callable[..., Any]:
         def told(*inputs: Any, **named: Any) -> Any:
             if self.experts is None:
                 return forward(*inputs, **named)
