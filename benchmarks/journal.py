@@ -35,9 +35,9 @@ from meshrl.contract.types import ROLLOUT_STAGE, RunSpec, SamplingParams, Task, 
 from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.engines.torch import TorchEngine, build
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.rpc.clients import QueueClient
+from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers import QueueServicer
+from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue

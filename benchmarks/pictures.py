@@ -37,7 +37,7 @@ from meshrl.contract.types import (
 )
 from meshrl.images import ImageProcessor
 from meshrl.rollout.engines import sglang, vllm
-from meshrl.rpc.clients import QueueClient
+from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.runtime import GrpcServer
 from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.testing import vision

@@ -46,9 +46,9 @@ from learning import train
 from meshrl.config.loading import load_recipe
 from meshrl.contract import tracing
 from meshrl.contract.types import Json
-from meshrl.rpc.clients import QueueClient
+from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers import QueueServicer
+from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.trainer.distributed import World
 from meshrl.trainer.metrics import MetricsLog
 from meshrl.transferqueue.queue import TransferQueue

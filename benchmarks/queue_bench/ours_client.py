@@ -20,7 +20,7 @@ from child import Timer, in_order, serve
 from work import BATCH, GROUP, digest, digests, group
 
 from meshrl.contract.types import Version
-from meshrl.rpc.clients import QueueClient
+from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.process_memory import freeze_startup_objects, reuse_freed_memory
 
 WAIT_S = 300.0

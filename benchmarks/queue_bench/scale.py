@@ -21,7 +21,7 @@ from work import GROUP, Group, group
 
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Version
-from meshrl.rpc.clients import QueueClient
+from meshrl.rpc.clients.queue import QueueClient
 
 RUN = "scale"
 WAIT_S = 300.0

@@ -21,7 +21,7 @@ from work import GROUP
 
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Ledger
-from meshrl.rpc.clients import QueueClient
+from meshrl.rpc.clients.queue import QueueClient
 from meshrl.transferqueue.model.records import REMEMBERED
 
 RUN = "soak"

@@ -16,7 +16,7 @@ from meshrl.http.gateway.sessions import SessionTable
 from meshrl.http.server import serving_http
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import ProgramCache, RolloutWorker
-from meshrl.rpc.clients import QueueClient
+from meshrl.rpc.clients.queue import QueueClient
 from meshrl.testing.engines.echo import build
 
 RUN = "chaos"

@@ -28,7 +28,7 @@ from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.engines.torch import TorchEngine, build
 from meshrl.rollout.streams import closing
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.rpc.clients import QueueClient
+from meshrl.rpc.clients.queue import QueueClient
 
 RUN = "chaos"
 FIRST = Version(1, 0)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.worker import ProgramCache, RolloutWorker
-from meshrl.rpc.clients import QueueClient
+from meshrl.rpc.clients.queue import QueueClient
 
 from ..unit.rollout.chats import chat_tokenizer
 from ..unit.rollout.scripted import END, Scripted

@@ -10,10 +10,9 @@ import pytest
 
 from meshrl.contract.errors import NotFoundError
 from meshrl.contract.ports import Queue
-from meshrl.rpc.clients import QueueClient
-from meshrl.rpc.clients.queue import ClientOptions
+from meshrl.rpc.clients.queue import ClientOptions, QueueClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers import QueueServicer
+from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.testing.contract.queue_batch_suite import QueueBatchSuite
 from meshrl.testing.contract.queue_repeat_suite import QueueRepeatSuite
 from meshrl.testing.contract.queue_suite import QueueSuite

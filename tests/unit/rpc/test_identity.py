@@ -33,8 +33,10 @@ from meshrl.contract.errors import (
     UserError,
 )
 from meshrl.rpc import credentials, tls
-from meshrl.rpc.clients import QueueClient, RolloutClient, TrainerClient
+from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.clients.queue_admin import QueueAdminClient
+from meshrl.rpc.clients.rollout import RolloutClient
+from meshrl.rpc.clients.trainer import TrainerClient
 from meshrl.rpc.credentials import Credential, MeshRole, ensure_credentials, new_token
 from meshrl.rpc.identity import METHODS, Identity
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, require_loopback

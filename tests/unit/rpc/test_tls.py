@@ -18,7 +18,7 @@ from meshrl.contract.sockets import stays_here
 from meshrl.launcher.address_book import AddressBook, Entry
 from meshrl.launcher.health import is_serving
 from meshrl.rpc import credentials, tls
-from meshrl.rpc.clients import QueueClient
+from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.credentials import Credential
 from meshrl.rpc.interceptors import Behavior
 from meshrl.rpc.runtime import GrpcServer, ServerSettings

@@ -124,9 +124,6 @@ class StalePolicy(StrEnum):
     DROP = "drop"
 
 
-UNBOUNDED = math.inf
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
     """What a run asks of the queue. Opening the same run twice with equal specs is opening it once."""
