@@ -82,7 +82,6 @@ DROPPED_KEYS: Final[Mapping[Loc, str]] = {
     ("algorithm", "vapo", "lam_critic"): "the critic learns returns with a lambda of 1",
     ("data", "reasoning_gym", "curriculum", "lower_at"): "a level never falls",
     ("weights", "adapters_only"): "adapters of a policy with LoRA travel alone",
-    ("data", "reasoning_gym", "seed"): "tasks are drawn from the seed 0",
     ("actor", "policy_loss", "rollout_correction"): "set algorithm.rollout_correction",
     ("policy_loss", "rollout_correction"): "meshrl dpo has no rollouts to correct",
     ("weights", "among"): "weights.carrier auto takes shm, nccl, disk or gloo by a rule",

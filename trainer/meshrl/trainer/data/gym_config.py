@@ -55,8 +55,8 @@ class ReasoningGymConfig(Config):
     """Training prompts of all tasks together."""
     val_size: NonNegativeInt = 100
     """Held-out prompts of all tasks together; their questions are not asked in training."""
-    seed: int = Field(default=0, exclude=True)
-    """Of the tasks and of their order. No key of a recipe: other rows are made for a policy's first steps."""
+    seed: int = 0
+    """Of the tasks and of their order."""
     levels: PositiveInt = 1
     """More than one: that many levels of each task's curriculum, in equal parts; a row's level is
     `extra_info.difficulty`, which `data.curriculum: difficulty` sorts by. Options of a task outrank its level's."""
