@@ -174,4 +174,4 @@ def test_shards_of_a_recipe_are_one_or_refused(
         main(["config", "show", "my.yaml", "queue.shards=1"])
     assert not ended.value.code
     (line,) = capsys.readouterr().err.splitlines()
-    assert "queue.shards is no longer a key and is ignored: a queue is one process" in line
+    assert "queue.shards is no longer a key; what it says holds" in line

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from meshrl.config.checks import cross_checks, warnings
 from meshrl.config.device_defaults import with_device_defaults
+from meshrl.config.dropped_keys import DROPPED_KEYS, REPLACED_VALUES
 from meshrl.config.explain import Loc
 from meshrl.config.hub import with_local_paths
 from meshrl.config.machine import ThisMachine
@@ -24,91 +25,13 @@ from meshrl.contract.config import Config
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.files import replace_file
 from meshrl.contract.plain_text import say
+from meshrl.contract.words import counted
 from meshrl.trainer.algorithms import recipe_defaults
 from meshrl.transferqueue.several_processes import refusal
 
 C = TypeVar("C", bound=Config)
-DROPPED_KEYS: Final[Mapping[Loc, str]] = {
-    ("queue", "compression_dictionary"): "payload is compressed without a dictionary",
-    ("data", "media_store"): "pictures travel with their prompt or row, of 32 MiB at most",
-    ("data", "media_inline_bytes"): "pictures of one prompt, or one row, have 32 MiB at most",
-    ("queue", "local_socket"): "payload always travels over gRPC",
-    ("queue", "shared_bytes"): "payload always travels over gRPC",
-    ("queue", "shared_memory_bytes"): "payload always travels over gRPC",
-    ("queue", "shards"): "a queue is one process",
-    ("queue", "grow_bytes"): "the disk store grows by itself",
-    ("queue", "quota"): "1,000 runs, each of 4,000,000 rows and 1 TiB that wait",
-    ("queue", "memory_bytes"): "the memory store keeps all payload in RAM",
-    ("queue", "cache_bytes"): "512 MiB of frames that were just written are kept in RAM",
-    ("queue", "resident_tokens"): "set queue.resident_bytes",
-    ("reward", "start_deadline_s"): "60 s",
-    ("reward", "memory_limit_bytes"): "set reward.limits.memory_bytes",
-    ("reward", "cpu_limit_s"): "set reward.deadline_s",
-    ("reward", "limits", "cpu_s"): "set reward.deadline_s; a submission may ask for cpu_s",
-    ("reward", "slots"): "256 rows at once",
-    ("reward", "rows_per_call"): "16 rows a call",
-    ("reward", "limits", "start_deadline_s"): "30 s",
-    ("reward", "limits", "open_files"): "64 files",
-    ("reward", "limits", "tmp_bytes"): "64 MiB",
-    ("reward", "limits", "output_bytes"): "8 MiB",
-    ("reward", "batch_size"): "64 samples",
-    ("reward", "registry", "max_versions"): "1,000 versions",
-    ("reward", "registry", "requests_per_minute"): "1,200 requests a minute",
-    ("reward", "registry", "max_request_bytes"): "32 MiB",
-    ("reward", "registry", "max_source_bytes"): "1 MiB",
-    ("reward", "registry", "max_wheel_bytes"): "16 MiB",
-    ("reward", "registry", "max_unpacked_bytes"): "64 MiB",
-    ("reward", "registry", "max_tests"): "256 tests",
-    ("reward", "registry", "submissions_per_minute"): "60 submissions a minute",
-    ("reward", "registry", "keep_samples"): "4096 samples",
-    (
-        "rollout",
-        "breaker",
-    ): "half of 20 requests, and pauses of 0.5 to 30 s",
-    ("rollout", "journal_ms"): "tokens of running responses are saved after at most 1 s",
-    ("rollout", "gateway", "max_connections"): "4096 connections",
-    ("rollout", "gateway", "claims_per_minute"): "6000 requests a minute",
-    ("run", "log_max_bytes"): "16 MiB a file",
-    ("run", "log_keep"): "4 older files",
-    ("placement", "turn_wait_s"): "900 s",
-    ("trainer", "metrics_max_bytes"): "64 MiB",
-    ("trainer", "take_wait_s"): "30 s",
-    ("trainer", "profile_steps"): "the third step after each start",
-    ("trainer", "parallel", "sequence"): "set model.ulysses_sequence_parallel_size",
-    ("trainer", "parallel", "data_shard"): "as many ranks as the others leave",
-    ("reference", "deterministic"): "exactly where queue.max_staleness is 0",
-    ("actor", "conventions"): "set algorithm.conventions",
-    ("algorithm", "distillation", "discount"): "each token answers for itself",
-    ("algorithm", "vapo", "lam_critic"): "the critic learns returns with a lambda of 1",
-    ("data", "reasoning_gym", "curriculum", "lower_at"): "a level never falls",
-    ("weights", "adapters_only"): "adapters of a policy with LoRA travel alone",
-    ("actor", "policy_loss", "rollout_correction"): "set algorithm.rollout_correction",
-    ("policy_loss", "rollout_correction"): "meshrl dpo has no rollouts to correct",
-    ("weights", "among"): "weights.carrier auto takes shm, nccl, disk or gloo by a rule",
-    ("weights", "ready_s"): "it is three times weights.base_s",
-    ("weights", "commit_s"): "it is six times weights.base_s, and more for large versions",
-    ("weights", "beat_s"): "it follows from weights.silence_s and weights.base_s",
-    (
-        "weights",
-        "quorum",
-    ): "a version waits for all replicas, and after a while for weights.late_quorum of them",
-    ("weights", "late_s"): "stragglers have at least a second",
-    ("weights", "resends"): "what arrives corrupted is sent again twice",
-    ("weights", "max_density"): "a bucket of which more than 15 % has changed goes whole",
-    ("weights", "bases"): "the trainer keeps two older versions for weights.carrier delta",
-    ("weights", "nccl", "device"): "set weights.nccl.env: {CUDA_VISIBLE_DEVICES: ...}",
-    ("weights", "nccl", "spare"): "one process is kept in reserve",
-    ("weights", "ipc", "device"): "the first CUDA device that the trainer sees",
-    ("weights", "nccl", "start_s"): "a process of NCCL has 60 s to find its GPU",
-}
-"""Keys of earlier versions that are ignored, so that old runs stay readable, and what holds instead."""
 SHARDS: Final[Loc] = ("queue", "shards")
 """A key that is dropped where it says 1. A run that was on more queue processes is refused."""
-REPLACED_VALUES: Final[Mapping[Loc, Mapping[object, object]]] = {
-    ("queue", "durability"): {"everysec": "always"},
-    ("weights", "carrier"): {"object": "disk"},
-}
-"""Values of earlier versions, and what replaces them."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -464,12 +387,17 @@ def _override(tree: dict[str, Any], origins: dict[Loc, str], text: str) -> None:
 
 
 def _drop_retired(tree: dict[str, Any], origins: dict[Loc, str]) -> list[str]:
-    """Remove retired keys and replace retired values in `tree`. Returns a line for the user for each of them.
+    """Remove retired keys and replace retired values in `tree`.
 
-    Raises UserError for a queue of several processes.
+    Returns:
+        A line for the user for each that meant something else than what holds now, and one for all others.
+
+    Raises:
+        UserError: a queue of several processes.
     """
     lines = []
-    for (*path, last), instead in DROPPED_KEYS.items():
+    unchanged = []
+    for (*path, last), dropped in DROPPED_KEYS.items():
         section = _section(tree, path)
         if last in section:
             value = section.pop(last)
@@ -477,7 +405,12 @@ def _drop_retired(tree: dict[str, Any], origins: dict[Loc, str]) -> list[str]:
             origin = origins.pop((*path, last), name)
             if (*path, last) == SHARDS and value not in (1, "1", None):
                 raise refusal(f"{origin}: {name} is {value}")
-            lines.append(f"{origin}: {name} is no longer a key and is ignored: {instead}")
+            if dropped.changes(value):
+                lines.append(
+                    f"{origin}: {name} is no longer a key and is ignored: {dropped.instead}"
+                )
+            else:
+                unchanged.append(f"{origin}: {name}")
     for (*path, last), replacements in REPLACED_VALUES.items():
         section = _section(tree, path)
         value = section.get(last)
@@ -486,6 +419,11 @@ def _drop_retired(tree: dict[str, Any], origins: dict[Loc, str]) -> list[str]:
             name = ".".join(map(str, (*path, last)))
             origin = origins.get((*path, last), name)
             lines.append(f"{origin}: {name}={value} is no longer a value: {section[last]} is used")
+    if len(unchanged) == 1:
+        lines.append(f"{unchanged[0]} is no longer a key; what it says holds")
+    elif unchanged:
+        others = counted(len(unchanged) - 1, "other")
+        lines.append(f"{unchanged[0]} and {others} are no longer keys; what they say holds")
     return lines
 
 

@@ -92,7 +92,7 @@ def test_a_saved_recipe_is_read_back_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "gone", ["shared_memory_bytes: 4", "shared_bytes: 0", "local_socket: true"]
+    "gone", ["shared_memory_bytes: 4", "shared_bytes: 0", "local_socket: false"]
 )
 def test_a_key_that_is_gone_is_dropped_with_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: str
@@ -107,6 +107,20 @@ def test_a_key_that_is_gone_is_dropped_with_one_line(
     save_recipe(recipe, tmp_path / "saved.yaml")
     load_recipe(tmp_path / "saved.yaml", check=False)
     assert not capsys.readouterr().err
+
+
+def test_dropped_keys_that_say_what_holds_are_told_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load(MINIMAL + "queue: {shards: 1, quota: {runs: 1000}}\nreward: {slots: 256}\n")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "my.yaml:2: queue.quota and 2 others are no longer keys; what they say holds"
+    load(MINIMAL + "queue: {quota: {runs: 5}}\nreward: {slots: 256}\n")
+    changed, same = capsys.readouterr().err.splitlines()
+    assert changed.startswith(
+        "my.yaml:2: queue.quota is no longer a key and is ignored: 1,000 runs"
+    )
+    assert same == "my.yaml:3: reward.slots is no longer a key; what it says holds"
 
 
 def test_a_recipe_with_a_store_of_pictures_loads_with_a_line_for_each_key(

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from meshrl.config import load_recipe
-from meshrl.config.loading import DROPPED_KEYS, Written
+from meshrl.config.dropped_keys import DROPPED_KEYS
+from meshrl.config.loading import Written
 from meshrl.config.machine import AssumedMachine, Assumptions
 from meshrl.contract.config import Config
 from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig, SftConfig
