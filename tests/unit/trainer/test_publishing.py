@@ -52,7 +52,12 @@ def trainer(fleet: Fleet, snapshot: Callable[..., WeightSource], turns: object) 
     parts: dict[str, Any] = {
         "_state": SimpleNamespace(epoch=1, step=3),
         "status": SimpleNamespace(phase=lambda phase: nullcontext(), step=3),
-        "_settings": SimpleNamespace(run="r", weight_dtype="bfloat16", bucket_bytes=1),
+        "_settings": SimpleNamespace(
+            run="r",
+            weight_dtype="bfloat16",
+            bucket_bytes=1,
+            adapters_only=False,
+        ),
         "_learner": SimpleNamespace(policy=None),
         "_world": None,
         "_compute": Compute(torch.device("cpu")),

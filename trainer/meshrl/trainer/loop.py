@@ -391,7 +391,7 @@ class Trainer:
                         version=version,
                         dtype=settings.weight_dtype,
                         bucket_bytes=settings.bucket_bytes,
-                        adapters_only=True,
+                        adapters_only=settings.adapters_only,
                         on_plan=on_plan,
                     )
                 )

@@ -34,6 +34,8 @@ class TrainerSettings:
     weight_dtype: str = "float32"
     """dtype of the weights sent to the engines."""
     bucket_bytes: int = 256 << 20
+    adapters_only: bool = False
+    """Send the engines LoRA's adapters instead of merged weights."""
     blocking_evaluation: bool = False
     """True: training waits for each evaluation (on-policy runs); False: it runs beside it."""
 

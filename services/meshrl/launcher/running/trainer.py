@@ -253,5 +253,6 @@ def _setting(recipe: Recipe, context: ServiceContext) -> TrainerSettings:
         total_steps=training_steps(recipe),
         weight_dtype=recipe.weights.dtype,
         bucket_bytes=recipe.weights.bucket_bytes,
+        adapters_only=True,
         blocking_evaluation=recipe.queue.max_staleness == 0,
     )
