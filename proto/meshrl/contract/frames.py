@@ -33,7 +33,7 @@ DTYPES: Final = ("<i4", "|u1", "<f4", "<i8", "<f8", "<f2", "|i1", "<i2", "<u2", 
 """Code is the position; append only."""
 MAX_RANK: Final = 4
 FRAME_BYTES: Final = 4 << 20
-"""Of arrays. Rows beyond it start another frame."""
+"""Bytes of arrays in one frame. Rows beyond it start another."""
 _CODES: Final = {name: code for code, name in enumerate(DTYPES)}
 _DTYPES: Final = tuple(np.dtype(name) for name in DTYPES)
 _LONG_BYTES: Final = 4096

@@ -14,9 +14,9 @@ class Dropped:
     """A key that is ignored."""
 
     held: Any
-    """What it said unless a recipe set it, which holds still; of a section, what each of its keys said."""
+    """Its default, which still holds; of a section, the defaults of its keys."""
     instead: str
-    """What holds, or what to set in its place."""
+    """The value that holds, or the key to set in its place."""
 
     def changes(self, value: Any) -> bool:
         """Whether a recipe with this value meant something else than what holds now."""

@@ -47,7 +47,7 @@ class _Dumper(yaml.SafeDumper):
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
     def write_double_quoted(self, text: str, split: bool = True) -> None:
-        """With an escape for all that is not ASCII: it may turn the direction of the line."""
+        """Escape all that is not ASCII: it may turn the direction of the line."""
         self.allow_unicode = False
         super().write_double_quoted(text, split)
         self.allow_unicode = True

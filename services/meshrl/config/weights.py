@@ -88,7 +88,7 @@ class WeightsConfig(Config):
 
     @property
     def auto_says(self) -> str:
-        """What `auto` takes, in one line."""
+        """The rule of `auto` in one line."""
         return (
             "weights.carrier auto: shm to workers on the trainer's machine; elsewhere nccl where both have a GPU and"
             f" cupy, else {self.choices[-1]}"
