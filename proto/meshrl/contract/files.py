@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from meshrl.contract.errors import ConfigError
 
@@ -24,6 +26,15 @@ LASTING = FULL | {
     errno.ELOOP,
 }
 """Errors of the file system that another try meets again, until a person has done something."""
+
+
+def json_object(path: Path) -> Mapping[str, Any]:
+    """The object in a JSON file; empty where there is none."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def sync(path: Path) -> None:

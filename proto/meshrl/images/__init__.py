@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 import re
 import threading
 import warnings
@@ -25,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshrl.contract.errors import UserError
+from meshrl.contract.files import json_object
 from meshrl.contract.types import Int32, Media
 from meshrl.contract.types.rows import MOST_MEDIA_BYTES
 
@@ -292,7 +292,7 @@ def _layout(checkpoint: Path) -> Layout:
     """Raises UserError."""
     if not reads_images(checkpoint):
         raise UserError(f"{checkpoint}: the model reads no pictures (no vision_config)")
-    kind = processor_class(_json(checkpoint / "preprocessor_config.json"))
+    kind = processor_class(json_object(checkpoint / "preprocessor_config.json"))
     if kind not in PROCESSORS:
         raise UserError(
             f"{checkpoint}: pictures are made by {kind or 'no processor that is named'}"
@@ -303,18 +303,10 @@ def _layout(checkpoint: Path) -> Layout:
     load: Any = AutoImageProcessor.from_pretrained
     processor = load(checkpoint, backend="pil", local_files_only=True)
     family = import_module(f"{__name__}.{PROCESSORS[kind]}")
-    made: Layout = family.build(checkpoint, _json(checkpoint / "config.json"), processor)
+    made: Layout = family.build(checkpoint, json_object(checkpoint / "config.json"), processor)
     return made
 
 
 def reads_images(checkpoint: Path) -> bool:
     """Whether a checkpoint's model has a vision tower."""
-    return "vision_config" in _json(checkpoint / "config.json")
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return "vision_config" in json_object(checkpoint / "config.json")

@@ -169,12 +169,3 @@ def shapes_of(model: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     return xxhash.xxh3_128_hexdigest(json.dumps(sorted(shapes)).encode()) if shapes else ""
-
-
-def object_in(path: Path) -> Mapping[str, Any]:
-    """The object in a JSON file; empty where there is none."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -23,9 +23,9 @@ from typing import Any
 from meshrl.config.changes import Change, Effect, changes
 from meshrl.config.loading import anchored, in_yaml, read_yaml, recorded
 from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME, Recipe, algorithm_needs
-from meshrl.config.run_files import Content, Mark, content_of, object_in, shapes_of
+from meshrl.config.run_files import Content, Mark, content_of, shapes_of
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.files import replace_file
+from meshrl.contract.files import json_object, replace_file
 from meshrl.transferqueue.several_processes import refusal
 
 RECORD_NAME = "run.json"
@@ -216,7 +216,7 @@ def state_of(
             for key, model in (("model.path", whole.model.path), ("critic.path", whole.critic.path))
             if model is not None and (shapes := shapes_of(model))
         },
-        architecture=object_in(whole.model.path / "config.json"),
+        architecture=json_object(whole.model.path / "config.json"),
     )
 
 

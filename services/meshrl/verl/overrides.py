@@ -95,9 +95,7 @@ class _Values:
                 return self._quoted()
             case _:
                 return (
-                    self._function(top)
-                    if _FUNCTION.match(self._text, self._at)
-                    else self._bare(top)
+                    self._function() if _FUNCTION.match(self._text, self._at) else self._bare(top)
                 )
 
     def _list(self) -> list[Any]:
@@ -189,7 +187,7 @@ class _Values:
             raise self._error("a value is missing")
         return scalar(made.strip()) if plain else made.strip()
 
-    def _function(self, top: bool) -> Any:
+    def _function(self) -> Any:
         found = _FUNCTION.match(self._text, self._at)
         assert found is not None
         cast = _CASTS.get(found[1])
