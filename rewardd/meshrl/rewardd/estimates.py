@@ -99,7 +99,7 @@ def _vote(task: Sequence[ScoredAnswer], k: int) -> float:
 
 @functools.lru_cache(maxsize=4096)
 def _votes(finals: tuple[tuple[int, int], ...]) -> tuple[float, ...]:
-    """By k: how right the commonest final answer of k is, the mean over all sets of k.
+    """Rightness of the commonest final answer of k, for each k: the mean over all sets of k.
 
     `finals` says of each final answer how many answers have it, and how many of these are right. The sets in which
     the commonest has m votes are counted final by final: in `ways[t, x]` of the sets of x answers t finals have m

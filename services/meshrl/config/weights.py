@@ -73,8 +73,8 @@ class WeightsConfig(Config):
     ipc: IpcConfig = IpcConfig()
     """The GPU of the `cuda_ipc` carrier."""
     directory: str = ""
-    """Where the carrier disk keeps versions: a URL that fsspec opens (s3://bucket/prefix), or a path that all see
-    (/mnt/shared). Empty: whole versions in <run.dir>/weights."""
+    """The folder of versions of the carrier disk: a URL that fsspec opens (s3://bucket/prefix), or a path that all
+    see (/mnt/shared). Empty: whole versions in <run.dir>/weights."""
     anchor_every: PositiveInt = Field(default=10, le=10)
     """Versions from one whole copy in `directory` to the next; those between hold what changed. In <run.dir>/weights
     every version is whole."""

@@ -175,7 +175,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 self._run(handle)
 
     def _in_order(self, ready: list[Handle]) -> list[Handle]:
-        """What is ready, in the order in which it runs."""
+        """The ready callbacks, in the order in which they run."""
         return ready
 
     def _run(self, handle: Handle) -> None:

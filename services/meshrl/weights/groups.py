@@ -89,7 +89,7 @@ class Group:
             self._opening = asyncio.create_task(self._open(deadline_s), name="weight-group-open")
 
     async def meet(self, value: object, then: Callable[[list[Any]], Awaitable[_T]]) -> _T:
-        """What `then` makes of what all members brought, once all of them have come here. Raises GroupError."""
+        """Await all members; returns the result of `then` over the values of all. Raises GroupError."""
         meeting: Meeting[_T] = self._meeting
         result = meeting.bring(value)
         if meeting.came == len(self.members):

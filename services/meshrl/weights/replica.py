@@ -36,7 +36,7 @@ from meshrl.weights.waiting import together, within
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _RESENDS = 2
-"""So often are buckets that arrive corrupted sent again: a third time is no accident of the network."""
+"""How often a bucket that arrives corrupted is sent again: a third time is no accident of the network."""
 
 
 class Replica:
@@ -79,7 +79,7 @@ class Replica:
         self._assembly: tuple[Version, Assembly] | None = None
         """Of which version it is a member that can be in a group."""
         self._group = 0
-        """Of the channel that is used; 0 is its own."""
+        """Number of the channel that is used; 0 is its own."""
         self._proposed: Version | None = None
         self._planned = False
         """Whether the version was proposed before it was gathered, so that each TRANSFER has to say the hashes."""

@@ -59,9 +59,9 @@ class Incoming:
     buckets: list[Uint8]
     missing: set[int]
     hashes: dict[int, tuple[str, Sequence[int]]]
-    """Of each bucket and its tensors, as far as the trainer has said them."""
+    """Hashes of each bucket and of its tensors, as far as the trainer has said them."""
     lent: list[LentBucket] = field(default_factory=list)
-    """Where they arrive on a device, in place of `buckets`; none: on the host."""
+    """Memory of a device in which they arrive, in place of `buckets`; none: on the host."""
     digests: dict[int, str] = field(default_factory=dict)
     """Chunk digests, for those that arrive on a device."""
 
@@ -100,9 +100,9 @@ class Session:
         self._merger = merger
         self._leave = leave
         self._channels: dict[str, Channel] = {}
-        """Of two ends, by carrier."""
+        """Channels of two ends, by carrier."""
         self._group_channel: Channel | None = None
-        """Of more than two."""
+        """The channel of more than two ends."""
         self._channel: Channel | None = None
         """The one that carries the proposed version."""
         self._group = 0
@@ -267,7 +267,7 @@ class Session:
         return channel
 
     async def _unless_proposed(self, work: Awaitable[_T]) -> _T:
-        """What the channel does, until the coordinator names another one."""
+        """Await work of the channel, until the coordinator names another one."""
         return await unless(self._proposed, work, "another channel is named")
 
     def _all_channels(self) -> list[Channel]:

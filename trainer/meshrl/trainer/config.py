@@ -552,8 +552,8 @@ class TrainerConfig(Config):
     log_bytes: PositiveInt = 10 << 30
     """Most bytes of these files; beyond it the oldest steps go. The newest file always stays."""
     profile: Profile = "off"
-    """What is recorded of the training of the third step after each start, in `<run.dir>/profile`: `torch`, a trace
-    of operators for Perfetto; `memory`, allocations (on a GPU a snapshot for pytorch.org/memory_viz); `nsys`, NVTX
+    """Recording of the third training step after each start, in `<run.dir>/profile`: `torch`, a trace of operators
+    for Perfetto; `memory`, allocations (on a GPU a snapshot for pytorch.org/memory_viz); `nsys`, NVTX
     ranges for `nsys profile --capture-range=cudaProfilerApi`, which needs a GPU."""
     take_wait_s: PositiveFloat = Field(default=30.0, exclude=True)
     """Length of one wait for a batch, in seconds; then the trainer logs what blocks and waits again."""

@@ -74,9 +74,9 @@ from meshrl.trainer.utilisation import peak_memory, peak_tflops
 log = logging.getLogger(__name__)
 
 NOT_OF_ROWS = (MeshError, OSError, DistError)
+"""Errors of a step that fails for another reason than its rows: a peer that is gone, or a full disk."""
 PROFILED_AFTER = 2
 """Steps of a process before the one that `trainer.profile` records: the first ones start what the others use."""
-"""Errors of a step that fails for another reason than its rows: a peer that is gone, or a full disk."""
 
 
 class Fetched(NamedTuple):

@@ -1,4 +1,4 @@
-"""What the trainer does right now: written by its loop, read by whoever asks or watches."""
+"""The trainer's present state: written by its loop, read by whoever asks or watches."""
 
 from __future__ import annotations
 

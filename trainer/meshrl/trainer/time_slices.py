@@ -24,7 +24,7 @@ class Turns(Protocol):
     """When the trainer has its device."""
 
     metrics: Mapping[str, Json]
-    """Of the last turn."""
+    """Metrics of the last turn."""
 
     async def acquire(self) -> None:
         """Have the device, with everything that a step needs on it; idempotent. Raises WaitTimeoutError."""

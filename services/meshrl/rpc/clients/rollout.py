@@ -10,7 +10,7 @@ from meshrl.v1 import rollout_pb2_grpc as rpc
 
 
 class RolloutClient(GrpcClient):
-    """What a remote engine says of itself."""
+    """Client of a rollout process: the state of its engine."""
 
     def __init__(self, address: str, *, retry_s: float = SERVICE_RETRY_S) -> None:
         super().__init__("rollout", address, retry_s)

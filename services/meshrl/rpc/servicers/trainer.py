@@ -16,7 +16,7 @@ from meshrl.v1 import trainer_pb2_grpc as rpc
 
 
 class Training(Protocol):
-    """What a trainer says of itself."""
+    """The state of a trainer, for whoever watches it."""
 
     def status(self) -> TrainerStatus: ...
 

@@ -1,1 +1,1 @@
-"""What every engine and every queue must keep of its port, as tests to inherit. They want pytest."""
+"""Promises that every engine and every queue must keep, as tests to inherit. They want pytest."""

@@ -1,4 +1,4 @@
-"""What every engine must keep of its port. A test class inherits it and says how to build an engine."""
+"""Promises that every engine must keep. A test class inherits it and says how to build an engine."""
 
 from __future__ import annotations
 

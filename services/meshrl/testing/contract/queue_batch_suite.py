@@ -1,4 +1,4 @@
-"""What every queue promises to trainers: batches, the ledger, dead letters, and why something waits."""
+"""Promises of every queue to trainers: batches, the ledger, dead letters, and why something waits."""
 
 from __future__ import annotations
 

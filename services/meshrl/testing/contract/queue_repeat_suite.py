@@ -1,4 +1,4 @@
-"""What every queue promises about work that is interrupted, partly done, or done again."""
+"""Promises of every queue about work that is interrupted, partly done, or done again."""
 
 from __future__ import annotations
 

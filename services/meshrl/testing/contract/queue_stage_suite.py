@@ -1,4 +1,4 @@
-"""What every queue promises to the stages: leases, fencing, columns."""
+"""Promises of every queue to the stages: leases, fencing, columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every queue promises to callers that open a run, feed it and work on it; trainers: queue_batch_suite.py."""
+"""Promises of every queue to callers that open a run, feed it and work on it; trainers: queue_batch_suite.py."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def _turn_end(tokenizer: Any, template: str, variables: str) -> str:
 
 
 def ending(text: str, tokenizer: Any) -> list[tuple[int, int]]:
-    """Where each of the special tokens begins and ends with which `text` ends; only white space is between them.
+    """Beginning and end of each special token at the end of `text`; only white space is between them.
 
     Of a text that ends with a turn the first one is that of the template, unless what is said ends with others, and
     those behind it end more than the turn (Phi-3 writes an end of the text).

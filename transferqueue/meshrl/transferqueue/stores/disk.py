@@ -148,7 +148,7 @@ class DiskStore:
             )
 
     def size_bytes(self) -> int:
-        """Of the file on disk, with space that was freed in it and will be used again."""
+        """Size of the file on disk, with space that was freed in it and will be used again."""
         return self._data.stat().st_blocks * 512 if self._data.exists() else 0
 
     async def export(self) -> AsyncGenerator[Sequence[Operation], None]:
