@@ -16,7 +16,7 @@ from pathlib import Path
 
 import grimp
 
-ROOMS = ("proto", "transferqueue", "rollout", "rewardd", "trainer", "services")
+ROOMS = ("common", "proto", "transferqueue", "rollout", "rewardd", "trainer", "services")
 MOST_MODULES = 25
 """In one folder, `__init__.py` left out."""
 CRUMB_LINES = 60

@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3} venv=${NEWEST_VENV:-.venv-newest} extras=${EXTRAS:-rewards,vllm,redis}
-tests=${TESTS:-tests/unit/contract tests/unit/client tests/unit/transferqueue tests/contract tests/integration/client}
+tests=${TESTS:-tests/unit/contract tests/unit/common tests/unit/client tests/unit/transferqueue tests/contract tests/integration/client}
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
   echo "error: PYTHON=$python is no Python 3.12 or later: \`make newest PYTHON=/path/to/python3.13\`" >&2
   exit 2
@@ -47,7 +47,7 @@ PYTHON
 # These want torch or transformers.
 case ",$extras," in
   *,torch,*) ;;
-  *) for name in contract/test_engine unit/contract/test_chat_templates integration/client/test_{dataset,foreign_trainer}; do
+  *) for name in contract/test_engine unit/common/test_chat_templates integration/client/test_{dataset,foreign_trainer}; do
     tests="$tests --ignore tests/$name.py"
   done ;;
 esac

@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 from startup import HERE, LIMIT_S, RECIPE, ROOT, assets
 
-from meshrl.contract import tracing
+from meshrl.common import tracing
 from meshrl.contract.types import Uid
 
 SHARES = (0.0, 0.1, 1.0)

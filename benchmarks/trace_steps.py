@@ -43,8 +43,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.append(str(HERE))
 from learning import train
 
+from meshrl.common import tracing
 from meshrl.config.loading import load_recipe
-from meshrl.contract import tracing
 from meshrl.contract.types import Json
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings

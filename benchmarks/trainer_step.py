@@ -56,7 +56,7 @@ def write_model(work: Work, path: Path) -> None:
     Qwen3ForCausalLM(Qwen3Config(**work.model())).save_pretrained(path)
 
 
-ROOMS = ("proto", "transferqueue", "rollout", "rewardd", "trainer", "services")
+ROOMS = ("common", "proto", "transferqueue", "rollout", "rewardd", "trainer", "services")
 
 
 def run(python: Path, side: str, order: dict[str, Any], place: Path = ROOT) -> dict[str, Any]:

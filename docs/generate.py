@@ -14,10 +14,10 @@ import click
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests.doubles of the checkout
 
 from meshrl.cli.root import cli
+from meshrl.common import plugins
+from meshrl.common.config import Config
 from meshrl.config.explain import Key, config_of, has_names, walk
 from meshrl.config.recipe import Recipe
-from meshrl.contract import plugins
-from meshrl.contract.config import Config
 from meshrl.contract.errors import MeshError
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.errors import status_of

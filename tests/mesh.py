@@ -20,7 +20,7 @@ import yaml
 
 from meshrl.cli.demo.tiny_model import write_tiny_model
 from meshrl.cli.demo.trace import programs
-from meshrl.contract.process_guard import PARENT_VARIABLE
+from meshrl.common.process_guard import PARENT_VARIABLE
 from meshrl.contract.types import Ledger
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig

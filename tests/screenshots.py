@@ -17,7 +17,7 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from meshrl.contract.certificates import Certificates
+from meshrl.common.certificates import Certificates
 from meshrl.contract.types import EngineStats, Ledger, TrainerPhase, TrainerStatus, Version
 from meshrl.http.rewards.errors import problem
 from meshrl.http.server import serving_http

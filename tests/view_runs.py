@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
+from meshrl.common.tracing import row_trace
 from meshrl.config import load_recipe
 from meshrl.config.loading import save_recipe
 from meshrl.contract.errors import UnavailableError
-from meshrl.contract.tracing import row_trace
 from meshrl.contract.types import Media, Uid
 from meshrl.trainer.trajectories.pictures import FOLDER as PICTURES
 from meshrl.trainer.trajectories.pictures import PictureFiles

@@ -37,9 +37,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # tests/ of the checkout
 
+from meshrl.common import shared_buffers
+from meshrl.common.chunk_digest import digest
 from meshrl.config.weights import WeightsConfig
-from meshrl.contract import shared_buffers
-from meshrl.contract.chunk_digest import digest
 from meshrl.contract.errors import MeshError
 from meshrl.contract.ports import LentBucket
 from meshrl.contract.types import Uint8, Version

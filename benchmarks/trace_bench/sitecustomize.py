@@ -40,7 +40,7 @@ def switch(number: int, _: object) -> None:
 
 def switch_to(share: float) -> None:
     """Write what is left, go on with another share, and say how much tracing took so far."""
-    tracing = sys.modules.get("meshrl.contract.tracing")
+    tracing = sys.modules.get("meshrl.common.tracing")
     if tracing is not None and (first or tracing._tracer):
         if not first:
             first.append(tracing._tracer)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshrl.contract import shared_buffers
+from meshrl.common import shared_buffers
 from meshrl.contract.types import TensorSpec, Uint8, Version, WeightManifest
 from meshrl.weights.messages import digest
 

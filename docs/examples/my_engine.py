@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshrl.contract.config import read_options
+from meshrl.common.config import read_options
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.config import ServerConfig

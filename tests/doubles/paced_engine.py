@@ -14,8 +14,8 @@ from pathlib import Path
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from meshrl.contract.config import Config as BaseConfig
-from meshrl.contract.config import read_options
+from meshrl.common.config import Config as BaseConfig
+from meshrl.common.config import read_options
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import GenerateRequest, OnUpdate, Version
 from meshrl.planning.paced import PacedGpu

@@ -34,8 +34,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from meshrl.common import shared_buffers
 from meshrl.config.weights import NcclConfig
-from meshrl.contract import shared_buffers
 from meshrl.contract.types import Uint8
 from meshrl.weights.nccl.process import NcclProcess
 

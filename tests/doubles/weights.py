@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from typing_extensions import override
 
-from meshrl.contract import chunk_digest, shared_buffers
+from meshrl.common import chunk_digest, shared_buffers
 from meshrl.contract.errors import CorruptError, NotFoundError, UserError
 from meshrl.contract.ports import DeviceReceiver, GatheredSource, LentBucket
 from meshrl.contract.types import OnUpdate, TensorSpec, Uint8, Version, WeightManifest

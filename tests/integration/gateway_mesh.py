@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from meshrl.common.certificates import Certificates
 from meshrl.contract import rows
-from meshrl.contract.certificates import Certificates
 from meshrl.contract.types import (
     PARTS,
     POSTED_REWARD,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 
-from meshrl.contract.sockets import join_address
+from meshrl.common.sockets import join_address
 from meshrl.contract.types import TrainerPhase, TrainerStatus, Version
 from meshrl.launcher.ports import free_port
 from meshrl.rpc.trainer_metrics import TrainerCollector

@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
+from meshrl.common.certificates import Certificates
 from meshrl.contract import errors
-from meshrl.contract.certificates import Certificates
 from meshrl.contract.types import Sample, Uid
 from meshrl.http.rewards.app import build_app
 from meshrl.http.rewards.errors import problem

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshrl.contract import rows, tracing
+from meshrl.common import tracing
+from meshrl.contract import rows
 from meshrl.contract.errors import ConfigError, InfraError, UnavailableError
 from meshrl.contract.types import (
     ROLLOUT_COLUMNS,

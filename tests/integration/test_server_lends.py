@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from meshrl.contract.chunk_digest import digest
+from meshrl.common.chunk_digest import digest
 from meshrl.contract.errors import CapacityError, EngineGoneError, InfraError
 from meshrl.contract.types import OnUpdate, Version, WeightManifest
 from meshrl.rollout.engines.sglang import build

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshrl.contract import shared_buffers
-from meshrl.contract.shared_buffers import Pin, page_lock
+from meshrl.common import shared_buffers
+from meshrl.common.shared_buffers import Pin, page_lock
 from meshrl.contract.types import Version
 from meshrl.weights import shared_memory
 from tests.doubles.weights import HashSink

@@ -10,7 +10,7 @@ import sys
 import click
 
 from meshrl.cli.options import Finite
-from meshrl.contract.words import counted
+from meshrl.common.plain_text import counted
 from meshrl.rpc.exit_codes import Exit
 
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, NoReturn
 
-from meshrl.contract.words import counted
+from meshrl.common.plain_text import counted
 from tests.simulation.faults import Fault, draw_faults
 from tests.simulation.mesh import Report, simulate
 from tests.simulation.services import Parts

@@ -12,8 +12,8 @@ from typing import Protocol, runtime_checkable
 
 from typing_extensions import override
 
+from meshrl.common.shared_buffers import Pin
 from meshrl.contract.held_rows import HeldLeases
-from meshrl.contract.shared_buffers import Pin
 from meshrl.contract.types import (
     Batch,
     Columns,
@@ -317,7 +317,7 @@ class LendingSink(WeightSink, Protocol):
 
         Args:
             manifest: The version.
-            digests: Of each bucket, see `meshrl.contract.chunk_digest`.
+            digests: Of each bucket, see `meshrl.common.chunk_digest`.
         """
         ...
 

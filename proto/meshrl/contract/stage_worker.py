@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol, TypeAlias
 
-from meshrl.contract import tracing
+from meshrl.common import tracing
+from meshrl.common.plain_text import counted
 from meshrl.contract.errors import (
     AWAY,
     CorruptError,
@@ -34,7 +35,6 @@ from meshrl.contract.errors import (
 from meshrl.contract.held_rows import Held, HeldLeases, WriteBack
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Lease, LeasedRow, Outcome, RowWrite, StageSpec, Uid, Version
-from meshrl.contract.words import counted
 
 log = logging.getLogger(__name__)
 

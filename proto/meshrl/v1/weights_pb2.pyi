@@ -666,7 +666,7 @@ class PlaneTransfer(_message.Message):
     def tensor_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def chunk_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Of each bucket, for a replica whose READY asks; see meshrl.contract.chunk_digest."""
+        """Of each bucket, for a replica whose READY asks; see meshrl.common.chunk_digest."""
 
     def __init__(
         self,

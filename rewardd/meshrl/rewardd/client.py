@@ -16,8 +16,8 @@ from typing import Any, Self
 
 import httpx
 
+from meshrl.common.sockets import DIRECT, tells_others
 from meshrl.contract.errors import InfraError, MeshError, UnavailableError, UserError, from_detail
-from meshrl.contract.sockets import DIRECT, tells_others
 from meshrl.contract.types import Json
 
 TIMEOUT_S = 120.0

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from meshrl.contract.config import Config
+from meshrl.common.config import Config
 from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.sandbox.limits import Limits, ScoringLimits
 from meshrl.sandbox.sandbox import Isolation

@@ -6,8 +6,8 @@ from typing import Any
 
 import pydantic
 
+from meshrl.common.plugins import load
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.plugins import load
 from meshrl.rewardd.config import JUDGES, OTHER_PACKAGES, JudgeConfig, RewardConfig
 from meshrl.rewardd.judges._composite import CompositeJudge, Part, StartableJudge
 from meshrl.rewardd.pool.pool import PoolJudge

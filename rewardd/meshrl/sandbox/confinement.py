@@ -16,7 +16,7 @@ import struct
 import sys
 from pathlib import Path
 
-from meshrl.contract.process_guard import die_with_parent
+from meshrl.common.process_guard import die_with_parent
 from meshrl.contract.types import Json
 from meshrl.sandbox import landlock, seccomp
 

@@ -25,8 +25,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshrl.common.files import sync
 from meshrl.contract.errors import CapacityError, ConfigError
-from meshrl.contract.files import sync
 from meshrl.sandbox.sandbox import bubblewrap, no_bubblewrap
 
 REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:==(\S+))?")

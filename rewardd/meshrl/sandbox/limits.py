@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pydantic
 from pydantic import PositiveFloat, PositiveInt
 
-from meshrl.contract.config import Config
+from meshrl.common.config import Config
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Json
 

@@ -17,7 +17,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from meshrl.contract.config import Config, Machine
+from meshrl.common.config import Config, Machine
 from meshrl.contract.types import OnUpdate, SamplingParams
 
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")

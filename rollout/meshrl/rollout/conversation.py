@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshrl.contract import tracing
+from meshrl.common import tracing
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import (
     GenerateRequest,

@@ -24,6 +24,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 from typing_extensions import override
@@ -35,11 +36,12 @@ from meshrl.contract.errors import (
     MeshError,
     UserError,
 )
-from meshrl.contract.generation_checkpoint import progress_frame, recorded_progress
+from meshrl.contract.frames import Flat, pack_flat
 from meshrl.contract.ports import Queue
 from meshrl.contract.stage_worker import Progress
 from meshrl.contract.types import (
     ROLLOUT_STAGE,
+    Columns,
     GenerateDelta,
     GenerateRequest,
     Int32,
@@ -413,3 +415,49 @@ def _observes(delta: GenerateDelta) -> bool:
 
 def _joined(parts: Iterable[Int32]) -> Int32:
     return np.concatenate(list(parts)).astype(np.int32)
+
+
+PROGRESS_COLUMNS: Final = {
+    "tokens": (np.int32, 1),
+    "rollout_logprobs": (np.float32, 1),
+    "versions": (np.int32, 2),
+}
+"""dtype and rank of each: int32[n] tokens, float32[n] log-probs, int32[n, 2] epoch and step of who sampled each."""
+
+
+def progress_frame(rows: Sequence[Sequence[GenerateDelta]]) -> bytes:
+    """A frame with the deltas of each row; at least one token a row."""
+    deltas = [delta for row in rows for delta in row]
+    sizes = [len(delta.tokens) for delta in deltas]
+    versions = np.array([(d.version.epoch, d.version.step) for d in deltas], dtype=np.int32)
+    values = {
+        "tokens": np.concatenate([delta.tokens for delta in deltas]),
+        "rollout_logprobs": np.concatenate([delta.logprobs for delta in deltas]),
+        "versions": np.repeat(versions, sizes, axis=0),
+    }
+    lengths = np.array([sum(len(delta.tokens) for delta in row) for row in rows], dtype=np.uint32)
+    return pack_flat(len(rows), {name: Flat(each, lengths) for name, each in values.items()})
+
+
+def recorded_progress(prefix: Columns) -> list[GenerateDelta]:
+    """The stored progress of a row (`LeasedRow.prefix`) as deltas, one per run of tokens of one version.
+
+    Raises:
+        CorruptError: these are not the columns of a response.
+    """
+    found = {name: (array.dtype.type, array.ndim) for name, array in prefix.items()}
+    sizes = {len(array) for array in prefix.values() if array.ndim}
+    if found != PROGRESS_COLUMNS or len(sizes) != 1 or prefix["versions"].shape[1] != 2:
+        names = ", ".join(f"{name} {array.dtype}{array.shape}" for name, array in prefix.items())
+        raise CorruptError(f"not the checkpoint of a response: {names}")
+    versions = prefix["versions"]
+    borders = np.flatnonzero((versions[1:] != versions[:-1]).any(axis=1)) + 1
+    starts = [0, *borders.tolist()]
+    return [
+        GenerateDelta(
+            tokens=prefix["tokens"][start:end],
+            logprobs=prefix["rollout_logprobs"][start:end],
+            version=Version(*versions[start].tolist()),
+        )
+        for start, end in zip(starts, [*starts[1:], len(versions)], strict=True)
+    ]

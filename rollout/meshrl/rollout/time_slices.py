@@ -18,7 +18,7 @@ from typing import Protocol, runtime_checkable
 
 from typing_extensions import override
 
-from meshrl.contract.device_lease import DeviceLease
+from meshrl.common.device_lease import DeviceLease
 from meshrl.contract.ports import Engine, WeightSink
 from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
 

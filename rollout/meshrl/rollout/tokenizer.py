@@ -12,10 +12,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from typing_extensions import override
 
-from meshrl.contract.chat_templates import rendered
+from meshrl.common.chat_templates import rendered
+from meshrl.common.plain_text import whole
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32, Json, Media
-from meshrl.contract.words import whole
 from meshrl.images import ImageProcessor
 
 NO_PICTURES = "there are pictures, and the model reads text only"

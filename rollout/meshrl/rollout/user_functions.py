@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from meshrl.common.plugins import find, where_it_stands
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.plugins import find, where_it_stands
 
 
 def load_function(name: str, key: str) -> Callable[..., Any]:

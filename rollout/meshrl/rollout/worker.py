@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol, Self
 
-from meshrl.contract import plugins, tracing
+from meshrl.common import plugins, tracing
 from meshrl.contract.errors import ConfigError, EngineGoneError, InfraError
 from meshrl.contract.ports import Engine, Queue
 from meshrl.contract.rows import (

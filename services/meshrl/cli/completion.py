@@ -12,10 +12,10 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from meshrl.cli.recipe_files import templates
+from meshrl.common.plain_text import say
 from meshrl.config.explain import Key, config_of, walk
 from meshrl.config.plugin_checks import names_at
 from meshrl.config.recipe import METRICS_NAME, Recipe
-from meshrl.contract.plain_text import say
 from meshrl.http.view.metrics import MetricsFile
 
 VARIABLE = "_MESHRL_COMPLETE"

@@ -12,10 +12,9 @@ from typing import Any
 import click
 
 from meshrl.cli.options import json_option, recipe_argument
+from meshrl.common.plain_text import counted, say, say_json
 from meshrl.config import Recipe, load_recipe
 from meshrl.contract.errors import UserError
-from meshrl.contract.plain_text import say, say_json
-from meshrl.contract.words import counted
 from meshrl.launcher.prompt_tokenizer import load_prompt_tokenizer
 from meshrl.launcher.prompts import image_processor
 from meshrl.rpc.exit_codes import Exit

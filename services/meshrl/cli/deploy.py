@@ -10,11 +10,11 @@ from typing import Any
 import click
 
 from meshrl.cli.options import PATH, recipe_argument
+from meshrl.common.plain_text import say
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.loading import Written
 from meshrl.config.machine import AssumedMachine, Assumptions
 from meshrl.config.placement import Placement, place
-from meshrl.contract.plain_text import say
 from meshrl.deploy.slurm import SlurmJob, gpus_of
 
 assume_option = click.option(

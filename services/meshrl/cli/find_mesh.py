@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+from meshrl.common.files import check_owner
+from meshrl.common.plain_text import say
+from meshrl.common.sockets import check_address
 from meshrl.config.loading import load_run
 from meshrl.config.recipe import EVAL_SUFFIX, METRICS_NAME, Recipe
 from meshrl.contract.errors import NotFoundError, UnavailableError, UserError
-from meshrl.contract.files import check_owner
-from meshrl.contract.plain_text import say
 from meshrl.contract.ports import Queue
-from meshrl.contract.sockets import check_address
 from meshrl.launcher.address_book import (
     ADDRESS_BOOK_NAME,
     AddressBook,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from meshrl.common.files import replace_file
 from meshrl.contract.errors import UserError
-from meshrl.contract.files import replace_file
 
 FOLDER = Path("recipes")
 """Beside the other portions of the package `meshrl` in a wheel; in a checkout, at its root."""

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import click
 
+from meshrl.common.files import lasting_fault
+from meshrl.common.plain_text import harmless_faults, say, say_error
+from meshrl.common.sockets import reach_directly
 from meshrl.contract.errors import MeshError, UserError
-from meshrl.contract.files import lasting_fault
-from meshrl.contract.plain_text import harmless_faults, say, say_error
-from meshrl.contract.sockets import reach_directly
 from meshrl.rpc.exit_codes import Exit
 
 COMMANDS = "meshrl.cli.commands"

@@ -11,10 +11,10 @@ from typing import Any, Final, Self
 from meshrl.client.batches import Batches, this_process
 from meshrl.client.connection import RETRY_S, connected
 from meshrl.client.leases import HeldLease
+from meshrl.common.sockets import check_address
 from meshrl.contract import ports
 from meshrl.contract.codec.compression import Mode
 from meshrl.contract.errors import UserError
-from meshrl.contract.sockets import check_address
 from meshrl.contract.types import (
     DeadLetter,
     Lease,

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from meshrl.common import plugins
 from meshrl.config import stages
 from meshrl.config.device_defaults import hints
 from meshrl.config.explain import Loc
@@ -19,7 +20,6 @@ from meshrl.config.machine import ThisMachine
 from meshrl.config.placement import place
 from meshrl.config.plugin_checks import LOGGERS, plugin_checks
 from meshrl.config.recipe import Recipe, algorithm_needs, trains_each_branch
-from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.held_rows import RENEWALS
 from meshrl.trainer.algorithms import needs as algorithm_rules

@@ -17,7 +17,7 @@ import annotated_types
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from meshrl.contract.config import Config, documentation
+from meshrl.common.config import Config, documentation
 
 Loc = tuple[str | int, ...]
 SIMPLE: Mapping[Any, str] = {

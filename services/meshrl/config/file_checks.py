@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from meshrl.common import plugins
 from meshrl.config.explain import Loc
 from meshrl.config.machine import ThisMachine
 from meshrl.config.recipe import Recipe, algorithm_needs
-from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError, MeshError, UserError
 from meshrl.rewardd.config import RewardFunctionConfig
 from meshrl.rewardd.pool.rule import REWARDS, SIGNATURE, check_call, find_function

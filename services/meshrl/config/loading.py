@@ -13,6 +13,9 @@ from typing import Any, Final, TypeVar
 import yaml
 from pydantic import ValidationError
 
+from meshrl.common.config import Config
+from meshrl.common.files import replace_file
+from meshrl.common.plain_text import counted, say
 from meshrl.config.checks import cross_checks, warnings
 from meshrl.config.device_defaults import with_device_defaults
 from meshrl.config.dropped_keys import DROPPED_KEYS, REPLACED_VALUES
@@ -21,11 +24,7 @@ from meshrl.config.hub import with_local_paths
 from meshrl.config.machine import ThisMachine
 from meshrl.config.problems import booleans_as_numbers, in_order, origin_of, problems
 from meshrl.config.recipe import Recipe
-from meshrl.contract.config import Config
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.files import replace_file
-from meshrl.contract.plain_text import say
-from meshrl.contract.words import counted
 from meshrl.trainer.algorithms import recipe_defaults
 from meshrl.transferqueue.several_processes import refusal
 

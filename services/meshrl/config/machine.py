@@ -17,9 +17,9 @@ from typing import Any
 from pydantic import Field, NonNegativeInt, PositiveFloat
 from typing_extensions import override
 
+from meshrl.common import plugins
+from meshrl.common.config import Config, Machine
 from meshrl.config.inventory import GIB, NO_GPU, Gpu, on_the_bus, this_machines_gpus
-from meshrl.contract import plugins
-from meshrl.contract.config import Config, Machine
 from meshrl.contract.errors import UserError
 from meshrl.rollout.server_engine.checkpoint import read_header
 from meshrl.sandbox.sandbox import no_bubblewrap

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from meshrl.common.device_share import LOGIT_BYTES, logits_at_once
 from meshrl.config.inventory import GIB
 from meshrl.config.recipe import Recipe, algorithm_needs
-from meshrl.contract.device_share import LOGIT_BYTES, logits_at_once
 
 OVERHEAD = 3 * GIB // 2
 CACHED_ROWS = 8

@@ -14,8 +14,8 @@ from typing import Any
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
+from meshrl.common.files import sync
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
-from meshrl.contract.files import sync
 
 
 class ObjectStore:

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
+from meshrl.common import plugins
+from meshrl.common.config import read_options
 from meshrl.config.explain import Loc
 from meshrl.config.file_checks import Problem
 from meshrl.config.machine import ThisMachine
 from meshrl.config.recipe import Recipe
 from meshrl.config.weights import CARRIERS
-from meshrl.contract import plugins
-from meshrl.contract.config import read_options
 from meshrl.contract.errors import ConfigError
 from meshrl.rewardd.config import JUDGES, OTHER_PACKAGES
 from meshrl.rewardd.pool.rule import REWARDS

@@ -8,8 +8,8 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from meshrl.common.config import Config, documentation
 from meshrl.config.explain import Loc, config_of, has_names, locate, nearest, type_text, value_text
-from meshrl.contract.config import Config, documentation
 
 WRITTEN_BY_US = frozenset({"value_error", "assertion_error"})
 """Kinds of error whose message a validator of ours wrote."""

@@ -9,10 +9,10 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
 
+from meshrl.common import plugins
+from meshrl.common.certificates import Certificates
+from meshrl.common.config import Config
 from meshrl.config.weights import WeightsConfig
-from meshrl.contract import plugins
-from meshrl.contract.certificates import Certificates
-from meshrl.contract.config import Config
 from meshrl.contract.types import SamplingParams
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rollout.config import RolloutConfig

@@ -10,8 +10,8 @@ from typing import Any
 
 import xxhash
 
+from meshrl.common import plugins
 from meshrl.config.recipe import Recipe
-from meshrl.contract import plugins
 from meshrl.rollout.server_engine.checkpoint import read_header
 from meshrl.trainer.data.reasoning_gym import PACKAGE
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
+from meshrl.common import plugins
+from meshrl.common.config import Config, read_options
 from meshrl.config.machine import ThisMachine
 from meshrl.config.recipe import EVAL_SUFFIX, Recipe, group_rows, groups_taken
-from meshrl.contract import plugins
-from meshrl.contract.config import Config, read_options
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.row_values import ANY_TOKEN
 from meshrl.contract.types import RunSpec, StageSpec

@@ -11,7 +11,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from meshrl.contract.config import Config, Environment
+from meshrl.common.config import Config, Environment
 
 CARRIERS = "meshrl.weights.carriers"
 

@@ -17,12 +17,12 @@ from typing import Any, TypeAlias
 
 import yaml
 
+from meshrl.common.device_share import DeviceShare
 from meshrl.config.loading import recipe_yaml
 from meshrl.config.object_store import is_local
 from meshrl.config.placement import Placement
 from meshrl.config.recipe import Recipe, names
 from meshrl.config.stages import MeshService, mesh_services
-from meshrl.contract.device_share import DeviceShare
 from meshrl.contract.errors import UserError
 from meshrl.deploy.engine_group import EngineGroup
 from meshrl.rpc import credentials

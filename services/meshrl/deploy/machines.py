@@ -10,10 +10,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from meshrl.common.process_guard import DRAIN_AT_EOF, PARENT_VARIABLE
 from meshrl.config.placement import Placement
 from meshrl.config.recipe import Recipe, names
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.process_guard import DRAIN_AT_EOF, PARENT_VARIABLE
 
 MACHINE = "{machine}"
 PROGRAM = (sys.executable, "-P", "-m", "meshrl.cli")

@@ -14,9 +14,9 @@ import uvicorn
 from fastapi import FastAPI, Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from meshrl.contract.certificates import Certificates
+from meshrl.common.certificates import Certificates
+from meshrl.common.sockets import join_address
 from meshrl.contract.errors import InfraError, UserError
-from meshrl.contract.sockets import join_address
 from meshrl.http.responses import Refuse
 from meshrl.http.web_requests import WebRequests
 from meshrl.rpc.connections import Acceptor, Connection, ConnectionLimits, listen, server_tls

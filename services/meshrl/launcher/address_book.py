@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from meshrl.common.files import replace_file
 from meshrl.contract.errors import NotFoundError, UserError
-from meshrl.contract.files import replace_file
 
 ADDRESS_BOOK_NAME = "mesh.json"
 LOCK_NAME = "up.lock"

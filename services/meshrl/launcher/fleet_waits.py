@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from meshrl.common.plain_text import counted
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Waiting
-from meshrl.contract.words import counted
 from meshrl.rollout.circuit_breaker import CircuitState
 from meshrl.rollout.ports import NO_BREAKER, UNSERVED
 from meshrl.weights.fleet import FleetView, fetch_fleet

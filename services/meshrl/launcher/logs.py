@@ -11,8 +11,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.text import Text
 
-from meshrl.contract.line_file import LineFile
-from meshrl.contract.plain_text import harmless
+from meshrl.common.line_file import LineFile
+from meshrl.common.plain_text import harmless
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_cyan", "bright_green")
 ERRORS = re.compile(

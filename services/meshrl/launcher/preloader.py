@@ -27,8 +27,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshrl.contract.process_guard import die_with_parent, die_with_supervisor
-from meshrl.contract.words import counted
+from meshrl.common.plain_text import counted
+from meshrl.common.process_guard import die_with_parent, die_with_supervisor
 
 LIGHT = (
     "meshrl.cli.commands.serve",

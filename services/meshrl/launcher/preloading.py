@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO, Literal, TypeAlias
 
-from meshrl.contract.process_guard import PARENT_VARIABLE
+from meshrl.common.process_guard import PARENT_VARIABLE
 from meshrl.launcher.preloader import LIGHT, NAME, PADDING, PYTHON, READY, REQUEST_BYTES, TORCH
 
 Kind: TypeAlias = Literal["light", "torch"]

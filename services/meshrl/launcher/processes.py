@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import TypeAlias
 
-from meshrl.contract import process_guard
+from meshrl.common import process_guard
 from meshrl.launcher.preloading import (
     ForkedProcess,
     PreloadError,

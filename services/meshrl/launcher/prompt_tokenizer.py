@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from meshrl.contract.chat_templates import bound_templates
+from meshrl.common.chat_templates import bound_templates
 from meshrl.contract.errors import UserError
 from meshrl.trainer.data.prompts import PromptTokenizer
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from meshrl.common.files import replace_file
 from meshrl.config.loading import anchored, save_recipe
 from meshrl.config.recipe import RECIPE_NAME, RUNNING_NAME, Recipe, uses_gateway
-from meshrl.contract.files import replace_file
 from meshrl.launcher.ports import is_taken
 from meshrl.launcher.status import MeshStatus
 

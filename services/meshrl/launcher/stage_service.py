@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from meshrl.common.device_lease import DeviceLease
 from meshrl.config.recipe import EVAL_SUFFIX, Recipe, has_evaluation
 from meshrl.config.stages import stage_specs, train_spec
-from meshrl.contract.device_lease import DeviceLease
 from meshrl.contract.errors import ConflictError, NotFoundError, UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.stage_worker import Handler, StageWorker

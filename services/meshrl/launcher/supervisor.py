@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
+from meshrl.common.files import lasting_fault
 from meshrl.contract.errors import ConflictError, MeshError, UserError
-from meshrl.contract.files import lasting_fault
 from meshrl.launcher.preloading import Preloading
 from meshrl.launcher.processes import LineSink, ServiceProcess, StartProcess, Watchdog
 from meshrl.launcher.service import Service

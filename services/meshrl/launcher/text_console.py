@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from meshrl.contract.plain_text import harmless
+from meshrl.common.plain_text import harmless
 
 
 def text_console(

@@ -13,12 +13,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from meshrl.common.plain_text import say, say_error
 from meshrl.config.machine import ThisMachine
 from meshrl.config.placement import place
 from meshrl.config.recipe import Recipe
 from meshrl.config.run_record import begin, refuse_several_queues
 from meshrl.contract.errors import UserError
-from meshrl.contract.plain_text import say, say_error
 from meshrl.contract.types import TrainerStatus
 from meshrl.deploy.machines import Machines
 from meshrl.http.view.metrics import MetricsFile

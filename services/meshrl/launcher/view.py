@@ -11,8 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from meshrl.common.plain_text import counted
 from meshrl.contract.types import EngineStats, Ledger, TrainerStatus
-from meshrl.contract.words import counted
 from meshrl.launcher.status import MeshStatus
 
 BARS = "▁▂▃▄▅▆▇█"

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from meshrl.contract.line_file import LineFile
+from meshrl.common.line_file import LineFile
 
 MAX_BYTES: Final = 16 << 20
 """A longer file is moved aside, to `audit.jsonl.1`; all of them stay."""

@@ -12,14 +12,14 @@ from pathlib import Path
 import yaml
 from pydantic import Field, ValidationError
 
-from meshrl.contract.config import Config
+from meshrl.common.config import Config
+from meshrl.common.files import check_private_file
 from meshrl.contract.errors import (
     CapacityError,
     ConfigError,
     ForbiddenError,
     UnauthenticatedError,
 )
-from meshrl.contract.files import check_private_file
 from meshrl.rpc.credentials import MeshRole, Reloaded, read_verifiers, sha256
 
 MAX_CALLERS = 10_000

@@ -18,10 +18,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
-from meshrl.contract.certificates import Certificates
+from meshrl.common.certificates import Certificates
+from meshrl.common.files import check_private_file
+from meshrl.common.sockets import join_address
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.files import check_private_file
-from meshrl.contract.sockets import join_address
 from meshrl.rpc.credentials import RELOAD_S, Reloaded
 from meshrl.rpc.errors import PortInUseError
 

@@ -23,8 +23,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final, Generic, TypeAlias, TypeVar
 
+from meshrl.common.files import check_owner, check_private_file
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.files import check_owner, check_private_file
 
 log = logging.getLogger(__name__)
 

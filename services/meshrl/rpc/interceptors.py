@@ -34,7 +34,7 @@ from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from meshrl.contract import tracing
+from meshrl.common import tracing
 from meshrl.contract.codec import printable
 from meshrl.contract.errors import (
     CapacityError,

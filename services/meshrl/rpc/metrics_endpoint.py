@@ -11,9 +11,9 @@ from urllib.parse import parse_qs, urlsplit
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
-from meshrl.contract.certificates import Certificates
+from meshrl.common.certificates import Certificates
+from meshrl.common.sockets import is_loopback
 from meshrl.contract.errors import ForbiddenError, UnauthenticatedError
-from meshrl.contract.sockets import is_loopback
 from meshrl.rpc.connections import (
     Acceptor,
     Connection,

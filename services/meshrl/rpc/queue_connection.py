@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+from meshrl.common.sockets import check_address
 from meshrl.config.recipe import Recipe
 from meshrl.config.run_record import refuse_several_queues
 from meshrl.contract.codec.compression import Mode
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.precision import Precision
-from meshrl.contract.sockets import check_address
 from meshrl.rpc.clients.base import SERVICE_RETRY_S
 from meshrl.rpc.clients.patience import Patience
 from meshrl.rpc.clients.queue import QueueClient

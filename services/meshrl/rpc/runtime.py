@@ -33,9 +33,13 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 from pydantic import Field, NonNegativeFloat
 
-from meshrl.contract import tracing
-from meshrl.contract.certificates import Certificates
-from meshrl.contract.config import Config
+from meshrl.common import tracing
+from meshrl.common.certificates import Certificates
+from meshrl.common.config import Config
+from meshrl.common.files import lasting_fault
+from meshrl.common.plain_text import say_error
+from meshrl.common.process_guard import DRAIN_AT_EOF
+from meshrl.common.sockets import is_loopback, join_address
 from meshrl.contract.errors import (
     CapacityError,
     InfraError,
@@ -43,10 +47,6 @@ from meshrl.contract.errors import (
     PartFailedError,
     UserError,
 )
-from meshrl.contract.files import lasting_fault
-from meshrl.contract.plain_text import say_error
-from meshrl.contract.process_guard import DRAIN_AT_EOF
-from meshrl.contract.sockets import is_loopback, join_address
 from meshrl.rpc import tls
 from meshrl.rpc.auth import TokenStore
 from meshrl.rpc.call_limits import HEALTH_WATCH, CallLimits

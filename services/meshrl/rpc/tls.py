@@ -17,10 +17,10 @@ from typing import Any, Final, cast
 
 import grpc
 
-from meshrl.contract.certificates import Certificates
+from meshrl.common.certificates import Certificates
+from meshrl.common.files import check_private_file
+from meshrl.common.sockets import stays_here
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.files import check_private_file
-from meshrl.contract.sockets import stays_here
 from meshrl.rpc import credentials
 from meshrl.rpc.connections import reloaded, server_context
 from meshrl.rpc.credentials import Credential, Metadata, Reloaded

@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from meshrl.common.plugins import known
 from meshrl.config.hub import repository_of
 from meshrl.config.machine import ThisMachine
-from meshrl.contract.plugins import known
 from meshrl.verl.rules import (
     KEYWORD,
     Answer,

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from meshrl.common.config import Config
 from meshrl.config.checks import cross_checks
 from meshrl.config.explain import Key, Loc, value_text, walk
 from meshrl.config.hub import MODELS, repository_of
@@ -19,7 +20,6 @@ from meshrl.config.loading import Written, read_yaml
 from meshrl.config.machine import ThisMachine
 from meshrl.config.problems import origin_of
 from meshrl.config.recipe import Recipe
-from meshrl.contract.config import Config
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms.recipe_defaults import defaults, merged, places
 from meshrl.trainer.offline.config import SftConfig

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from meshrl.common.plugins import known
 from meshrl.config.loading import read_yaml
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.plugins import known
 from meshrl.verl.rules import Answer, Convert, Given, Status, expanded, no
 
 PROGRAM_OPTIONS = "rollout.program_options"

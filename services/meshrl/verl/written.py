@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from meshrl.common.plain_text import harmless
 from meshrl.config.explain import value_text
 from meshrl.config.loading import in_yaml
-from meshrl.contract.plain_text import harmless
 from meshrl.verl.migrate import Finding, Migration
 from meshrl.verl.rules import Status
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
 
+from meshrl.common import plugins
 from meshrl.config.weights import CARRIERS, WeightsConfig
-from meshrl.contract import plugins
 from meshrl.contract.errors import ConflictError, MeshError, UnavailableError
 from meshrl.contract.ports import DeviceReceiver, LentBucket, WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest

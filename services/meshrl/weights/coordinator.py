@@ -22,8 +22,8 @@ from typing import Final, Self
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from meshrl.common import tracing
 from meshrl.config.weights import WeightsConfig
-from meshrl.contract import tracing
 from meshrl.contract.errors import (
     ConflictError,
     FencedError,

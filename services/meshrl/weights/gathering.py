@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from meshrl.contract.chunk_digest import digest
+from meshrl.common.chunk_digest import digest
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.ports import GatheredSource, WeightSource
 from meshrl.weights.messages import hashes_of

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from meshrl.common import shared_buffers
 from meshrl.config.weights import WeightsConfig
-from meshrl.contract import shared_buffers
 from meshrl.contract.errors import (
     CapacityError,
     ConflictError,

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
+from meshrl.common.files import sync
 from meshrl.config.object_store import ObjectStore, one_line
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, CorruptError, UnavailableError
-from meshrl.contract.files import sync
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.checkpoint_files import (

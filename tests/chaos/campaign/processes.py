@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from meshrl.contract.process_guard import die_with_parent
+from meshrl.common.process_guard import die_with_parent
 from meshrl.rpc.queue_connection import connect_queue
 from meshrl.rpc.runtime import run_service
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from meshrl.contract import plugins
+from meshrl.common import plugins
 from meshrl.trainer.algorithms.advantages import gpg, grpo
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch
 from meshrl.trainer.config import AlgorithmConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from meshrl.contract import plugins
+from meshrl.common import plugins
 from meshrl.trainer.algorithms.losses import vanilla
 from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput
 from meshrl.trainer.algorithms.ragged import Ragged

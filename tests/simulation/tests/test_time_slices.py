@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshrl.contract import device_lease
-from meshrl.contract.device_lease import DeviceLease
+from meshrl.common import device_lease
+from meshrl.common.device_lease import DeviceLease
 from meshrl.contract.errors import InfraError, WaitTimeoutError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.time_slices import PATIENCE_S, SleepingEngine, TimeSlicedEngine

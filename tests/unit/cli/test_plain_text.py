@@ -25,8 +25,7 @@ from meshrl.cli.commands.queue import tell_audit
 from meshrl.cli.find_mesh import say_which
 from meshrl.cli.options import Finite
 from meshrl.cli.root import report
-from meshrl.contract.errors import UserError
-from meshrl.contract.plain_text import (
+from meshrl.common.plain_text import (
     LogFormatter,
     harmless,
     harmless_faults,
@@ -35,6 +34,7 @@ from meshrl.contract.plain_text import (
     say_error,
     say_json,
 )
+from meshrl.contract.errors import UserError
 from meshrl.contract.types import DeadLetter, Ledger, Outcome, Uid, Waiting
 from meshrl.launcher.logs import MergedLog
 from meshrl.launcher.text_console import text_console
@@ -271,14 +271,14 @@ def test_a_traceback_is_indented_under_its_record(capsys: pytest.CaptureFixture[
 
 
 PLACES = {
-    "proto/meshrl/contract/plain_text.py": {"print", "Formatter"},
+    "common/meshrl/common/plain_text.py": {"print", "Formatter"},
     "services/meshrl/launcher/text_console.py": {"Console"},
     # Processes of their own that answer their parent, on pipes.
     "rewardd/meshrl/sandbox/commands.py": {"print"},
     "rewardd/meshrl/sandbox/program.py": {"print"},
     "trainer/meshrl/trainer/data/reasoning_gym.py": {"write"},
     "rollout/meshrl/rollout/sessions/verifiers_server.py": {"print"},
-    "proto/meshrl/contract/process_guard.py": {"print"},
+    "common/meshrl/common/process_guard.py": {"print"},
     # The one place where a service's log begins.
     "services/meshrl/cli/commands/serve.py": {"basicConfig", "StreamHandler"},
 }
@@ -313,7 +313,7 @@ def prints(source: str) -> Iterator[tuple[str, int]]:
 def test_what_prints_goes_through_the_one_place() -> None:
     root = Path(meshrl.cli.__file__).parents[3]
     found = []
-    for room in ("proto", "services", "rewardd", "rollout", "trainer", "transferqueue"):
+    for room in ("common", "proto", "services", "rewardd", "rollout", "trainer", "transferqueue"):
         for path in (root / room / "meshrl").rglob("*.py"):
             place = str(path.relative_to(root))
             if "/testing/" in place:

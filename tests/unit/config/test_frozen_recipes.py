@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
+from meshrl.common.config import Config
 from meshrl.config import load_recipe
 from meshrl.config.dropped_keys import DROPPED_KEYS
 from meshrl.config.loading import Written
 from meshrl.config.machine import AssumedMachine, Assumptions
-from meshrl.contract.config import Config
 from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig, SftConfig
 
 from ...frozen_queue import FROZEN

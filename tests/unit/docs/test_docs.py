@@ -184,7 +184,7 @@ def my_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_package: Non
 @pytest.mark.usefixtures("my_package")
 @pytest.mark.parametrize("file", [name for name, _ in python_blocks()])
 def test_an_example_of_an_extension_is_found_by_its_dotted_name(file: str) -> None:
-    from meshrl.contract import plugins
+    from meshrl.common import plugins
 
     attributes = {"estimators": "compute", "losses": "compute", "samplers": "Sampler"}
     attributes |= {"stores": "build", "programs": "run", "carriers": "Carrier", "engines": "build"}

@@ -8,7 +8,7 @@ import pytest
 
 wheel = pytest.importorskip("hatchling.builders.wheel")
 ROOT = Path(__file__).parents[3]
-ROOMS = {"proto", "transferqueue", "rollout", "rewardd", "trainer", "services", "recipes"}
+ROOMS = {"common", "proto", "transferqueue", "rollout", "rewardd", "trainer", "services", "recipes"}
 
 
 def test_the_wheel_has_the_rooms_and_the_recipes_and_nothing_of_the_tests() -> None:

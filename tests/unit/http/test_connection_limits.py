@@ -16,7 +16,7 @@ import uvloop
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from meshrl.contract.certificates import Certificates
+from meshrl.common.certificates import Certificates
 from meshrl.contract.errors import ConfigError
 from meshrl.http.body_limit import BodyLimit
 from meshrl.http.rewards.errors import problem

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from meshrl.contract.certificates import Certificates
+from meshrl.common.certificates import Certificates
 from meshrl.http.gateway.errors import refusal
 from meshrl.http.rewards.errors import problem
 from meshrl.http.server import serving_http

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from meshrl.common.device_share import DEVICES
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.machine import AssumedMachine, Assumptions
 from meshrl.config.placement import place
-from meshrl.contract.device_share import DEVICES
 from meshrl.contract.errors import CapacityError, ConfigError, NotFoundError, UserError
 from meshrl.deploy.machines import Machines
 from meshrl.launcher.address_book import AddressBook, Entry, is_up, newest_run_dir, run_lock

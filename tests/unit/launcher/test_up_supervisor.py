@@ -201,7 +201,7 @@ from meshrl.launcher.supervisor import Supervisor, Verdict
 
 CHILD = '''
 import os, subprocess, sys, time
-from meshrl.contract.process_guard import die_with_supervisor
+from meshrl.common.process_guard import die_with_supervisor
 die_with_supervisor()
 other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(os.getpid(), other.pid, flush=True)

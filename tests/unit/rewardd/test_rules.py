@@ -169,7 +169,7 @@ async def test_a_module_of_ones_own_is_named_with_dots_and_has_its_options_check
 ) -> None:
     (tmp_path / "reward_package_of_mine").mkdir()
     (tmp_path / "reward_package_of_mine" / "short.py").write_text(
-        "from meshrl.contract import config\n"
+        "from meshrl.common import config\n"
         "class Config(config.Config):\n    limit: int = 100\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None, config=Config()):\n"
         "    return float(len(solution_str) <= config.limit)\n"

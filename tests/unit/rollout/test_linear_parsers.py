@@ -13,7 +13,7 @@ from typing import Any, SupportsIndex
 
 import pytest
 
-from meshrl.contract import plugins
+from meshrl.common import plugins
 from meshrl.rollout.sessions import tool_calls
 from meshrl.rollout.sessions.tool_calls import parse_calls
 from meshrl.rollout.sessions.visible_text import VisibleText

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshrl.contract.config import read_options
+from meshrl.common.config import read_options
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Json, Uid
 from meshrl.rollout.programs import tools as program

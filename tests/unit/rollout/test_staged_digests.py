@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.contract.chunk_digest import CHUNK_WORDS, digest
+from meshrl.common.chunk_digest import CHUNK_WORDS, digest
 from meshrl.contract.types import TensorSpec, Version, WeightManifest
 from meshrl.rollout.engines.vllm import PLUGIN_DIR
 from meshrl.rollout.server_engine.checkpoint import write_version

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshrl.contract.config import read_options
+from meshrl.common.config import read_options
 from meshrl.contract.errors import ConfigError, InfraError, UserError
 from meshrl.contract.types import Uid
 from meshrl.rollout.tools.building import ToolBuilder

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from meshrl.contract import tracing
+from meshrl.common import tracing
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Outcome, Uid
 from meshrl.rollout.ports import Rollout

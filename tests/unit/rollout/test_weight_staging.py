@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.contract.chunk_digest import digest
+from meshrl.common.chunk_digest import digest
 from meshrl.contract.errors import CapacityError, EngineGoneError, NotFoundError, UserError
 from meshrl.contract.ports import LentBucket
 from meshrl.contract.types import OnUpdate, TensorSpec, Uint8, Version, WeightManifest

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 from starlette.responses import PlainTextResponse
 
-from meshrl.contract.certificates import Certificates
+from meshrl.common.certificates import Certificates
 from meshrl.http.server import serving_http
 from meshrl.rpc import connections, tls
 from meshrl.rpc.metrics_endpoint import MetricsEndpoint

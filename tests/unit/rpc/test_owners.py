@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from meshrl.cli.root import main
-from meshrl.contract import files
+from meshrl.common import files
+from meshrl.common.files import check_owner, check_private_file, replace_file
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.files import check_owner, check_private_file, replace_file
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, Entry, run_lock
 from meshrl.rpc import credentials
 from meshrl.testing.contract.queue_actors import Actors, tasks

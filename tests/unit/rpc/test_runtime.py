@@ -16,8 +16,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from meshrl.common.process_guard import DRAIN_AT_EOF
 from meshrl.contract.errors import CapacityError, InfraError, MeshError, UserError
-from meshrl.contract.process_guard import DRAIN_AT_EOF
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, run_service
 from meshrl.rpc.servicers.reward import RewardServicer

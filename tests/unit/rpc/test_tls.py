@@ -13,8 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from meshrl.cli.root import main
 from meshrl.client import Queue
+from meshrl.common.sockets import stays_here
 from meshrl.contract.errors import UserError
-from meshrl.contract.sockets import stays_here
 from meshrl.launcher.address_book import AddressBook, Entry
 from meshrl.launcher.health import is_serving
 from meshrl.rpc import credentials, tls

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshrl.contract import plugins
+from meshrl.common import plugins
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, outcome_rewards
 from meshrl.trainer.algorithms.ragged import Ragged

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshrl.contract import plugins
+from meshrl.common import plugins
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.losses._types import LossInputs

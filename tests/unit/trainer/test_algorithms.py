@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshrl.common.plugins import known, load
 from meshrl.config.loading import load_recipe
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.plugins import known, load
 from meshrl.trainer.algorithms.recipe_defaults import ALGORITHMS, defaults, merged, name_of
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import TrainerState

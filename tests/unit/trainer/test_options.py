@@ -29,7 +29,7 @@ def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
 OPTIONS = '''
 from pydantic import PositiveFloat
 
-from meshrl.contract.config import Config
+from meshrl.common.config import Config
 
 
 class Options(Config):
@@ -40,7 +40,7 @@ COMPUTE = """
 from pathlib import Path
 import torch
 from meshrl.config.loading import load_recipe
-from meshrl.contract import plugins
+from meshrl.common import plugins
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, outcome_rewards
 from meshrl.trainer.algorithms.ragged import Ragged
 

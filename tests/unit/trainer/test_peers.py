@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from meshrl.common.sockets import interface_towards, loopback_interface
 from meshrl.config import Recipe, load_recipe
 from meshrl.contract.errors import InfraError, UserError
-from meshrl.contract.sockets import interface_towards, loopback_interface
 from meshrl.launcher.running import ranks
 from meshrl.rpc.runtime import ServerSettings
 from meshrl.trainer.peers import Seat, until_listening

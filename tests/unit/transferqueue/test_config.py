@@ -7,7 +7,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from meshrl.contract.config import documentation
+from meshrl.common.config import documentation
 from meshrl.transferqueue.config import QueueConfig
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any, TypeAlias
 
+from meshrl.common.plain_text import counted
 from meshrl.contract.errors import (
     AWAY,
     CorruptError,
@@ -22,7 +23,6 @@ from meshrl.contract.errors import (
 from meshrl.contract.ports import Publisher, Queue
 from meshrl.contract.rows import FAILED
 from meshrl.contract.types import Batch, Json, Uid
-from meshrl.contract.words import counted
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.damaged_rows import dead_letter, unreadable
 from meshrl.trainer.distributed import World

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from meshrl.contract.config import Config, Machine
+from meshrl.common.config import Config, Machine
 from meshrl.trainer.algorithms.options import with_options
 from meshrl.trainer.data.gym_config import ReasoningGymConfig
 from meshrl.trainer.learner.optimizer_config import OptimConfig

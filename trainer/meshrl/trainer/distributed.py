@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from meshrl.contract.device_share import DeviceShare, chosen_device
+from meshrl.common.device_share import DeviceShare, chosen_device
+from meshrl.common.sockets import interface_towards, is_loopback, listen_fd, loopback_interface
 from meshrl.contract.errors import ConfigError, InfraError
-from meshrl.contract.sockets import interface_towards, is_loopback, listen_fd, loopback_interface
 from meshrl.trainer import peers
 from meshrl.trainer.config import ParallelConfig
 from meshrl.trainer.model.attention_kernels import use_flash_attention_3

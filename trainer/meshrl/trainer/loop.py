@@ -37,7 +37,8 @@ from typing import NamedTuple
 
 from torch.distributed import DistError
 
-from meshrl.contract import tracing
+from meshrl.common import tracing
+from meshrl.common.plain_text import counted
 from meshrl.contract.errors import (
     AWAY,
     CorruptError,
@@ -49,7 +50,6 @@ from meshrl.contract.errors import (
 from meshrl.contract.ports import Publisher, Queue, WeightSource
 from meshrl.contract.rows import with_media
 from meshrl.contract.types import MEDIA, Batch, Json, TrainerPhase, Trajectory, Uid, Version
-from meshrl.contract.words import counted
 from meshrl.trainer.batch_source import BatchSource, Command
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.async_checkpointer import AsyncCheckpointer

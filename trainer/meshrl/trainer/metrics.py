@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshrl.common.line_file import LineFile
+from meshrl.common.plugins import load
 from meshrl.contract.errors import UserError
-from meshrl.contract.line_file import LineFile
-from meshrl.contract.plugins import load
 from meshrl.contract.types import Json
 from meshrl.trainer.learning_signs import WATCHED, WINDOW, warnings_of
 from meshrl.trainer.loggers._types import LoggedRun, Sink, rows_of

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from meshrl.common.plain_text import say_error
 from meshrl.contract.errors import InfraError
-from meshrl.contract.plain_text import say_error
 
 log = logging.getLogger(__name__)
 

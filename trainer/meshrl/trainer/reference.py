@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from meshrl.contract.device_share import chosen_device
+from meshrl.common.device_share import chosen_device
 from meshrl.contract.errors import (
     CorruptError,
     InfraError,

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from meshrl.contract import tracing
+from meshrl.common import tracing
 from meshrl.contract.types import Json, TrainerPhase, TrainerStatus, Version, Waiting
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from meshrl.contract.device_lease import DeviceLease
+from meshrl.common.device_lease import DeviceLease
 from meshrl.contract.types import Json
 from meshrl.trainer.compute import Compute
 from meshrl.trainer.learner.learner import Learner

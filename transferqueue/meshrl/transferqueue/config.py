@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, NonNegativeInt, PositiveFloat, PositiveInt
 
-from meshrl.contract.config import Config
+from meshrl.common.config import Config
 from meshrl.contract.types import (
     REWARD_STAGE,
     ROLLOUT_STAGE,

@@ -20,6 +20,7 @@ from typing import Self, TypedDict, Unpack
 
 from typing_extensions import override
 
+from meshrl.common.plain_text import counted
 from meshrl.contract.errors import (
     CapacityError,
     ConflictError,
@@ -52,7 +53,6 @@ from meshrl.contract.types import (
     Waiting,
     name_fault,
 )
-from meshrl.contract.words import counted
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.model.group import Grant
 from meshrl.transferqueue.model.records import TakenBatch

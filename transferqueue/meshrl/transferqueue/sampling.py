@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
-from meshrl.contract.plugins import check_admitted, load
+from meshrl.common.plugins import check_admitted, load
 from meshrl.contract.types import Version
 
 PACKAGE = "meshrl.transferqueue.samplers"

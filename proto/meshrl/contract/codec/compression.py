@@ -25,9 +25,9 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from meshrl.common.sockets import is_loopback
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.frames import Frame, strip_checksum
-from meshrl.contract.sockets import is_loopback
 
 Array: TypeAlias = npt.NDArray[Any]
 Mode: TypeAlias = Literal["auto", "off", "zstd"]

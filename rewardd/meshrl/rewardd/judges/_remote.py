@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 from pydantic import Field, PositiveInt
 
-from meshrl.contract.config import Config, Machine
+from meshrl.common.config import Config, Machine
+from meshrl.common.sockets import tells_others
 from meshrl.contract.errors import ConfigError, CorruptError, MeshError, UnavailableError, UserError
 from meshrl.contract.ports import Judge
-from meshrl.contract.sockets import tells_others
 from meshrl.contract.types import Json, Outcome, Sample, Score
 from meshrl.rewardd.judges._retrying import Retrier, RetryConfig
 from meshrl.rewardd.pool.functions import numbers_of, texts_of, token_rewards_of

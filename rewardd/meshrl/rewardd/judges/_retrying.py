@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from meshrl.contract.config import Config
+from meshrl.common.config import Config
 from meshrl.contract.errors import MeshError, UnavailableError
 
 log = logging.getLogger(__name__)

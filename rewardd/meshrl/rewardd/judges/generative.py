@@ -16,10 +16,10 @@ from typing import Any
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
-from meshrl.contract.config import RegularExpression
+from meshrl.common.config import RegularExpression
+from meshrl.common.plain_text import counted
 from meshrl.contract.errors import CorruptError, InfraError, UserError
 from meshrl.contract.types import Json, Sample
-from meshrl.contract.words import counted
 from meshrl.rewardd.judges._remote import RemoteJudge, RemoteJudgeConfig
 
 TEMPLATE = """Grade the response to the question.

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from meshrl.contract import config
+from meshrl.common import config
 from meshrl.contract.errors import MeshError
 from meshrl.contract.ports import Judge
 from meshrl.contract.types import Outcome, Sample, Score

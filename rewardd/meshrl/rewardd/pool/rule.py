@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from meshrl.common.plugins import find, known, where_it_stands
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.plugins import find, known, where_it_stands
 from meshrl.contract.types import Json
 from meshrl.rewardd.config import RewardConfig, RewardFunctionConfig
 from meshrl.rewardd.pool.signatures import ARGUMENTS, Kind

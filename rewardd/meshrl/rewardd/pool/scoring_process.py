@@ -19,8 +19,8 @@ import signal
 import sys
 from typing import Any, BinaryIO
 
+from meshrl.common.process_guard import die_with_parent
 from meshrl.contract.errors import MeshError
-from meshrl.contract.process_guard import die_with_parent
 from meshrl.contract.types import Json, Outcome
 from meshrl.rewardd.pool.functions import Scorer, combine, describe, load, where
 from meshrl.rewardd.pool.messages import encode_frame, read_frame

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field, PositiveInt
 
-from meshrl.contract.config import Config
+from meshrl.common.config import Config
 
 
 class RegistryConfig(Config):

@@ -19,8 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from meshrl.common.files import sync
 from meshrl.contract.errors import CapacityError, CorruptError, NotFoundError, UserError
-from meshrl.contract.files import sync
 from meshrl.rewardd.registry.types import Case, Manifest, Name, Submission, content_hash
 
 SOURCE, WHEEL, MANIFEST, TESTS = "source.py", "reward.whl", "manifest.json", "tests.json"

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 from pydantic import PositiveFloat, PositiveInt
 
-from meshrl.contract import config
+from meshrl.common import config
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json, Outcome
 from meshrl.rewardd.rewards._truth import said, same

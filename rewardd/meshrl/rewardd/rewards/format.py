@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pydantic import Field, model_validator
 
-from meshrl.contract import config
+from meshrl.common import config
 from meshrl.contract.types import Json
 
 

@@ -2,7 +2,7 @@ r"""Geometry3K: 0.9 for the right answer, 0.1 for `<think>…</think>…\boxed{�
 
 from __future__ import annotations
 
-from meshrl.contract import config
+from meshrl.common import config
 from meshrl.contract.types import Json
 from meshrl.rewardd.rewards import _equality, _stated, prime_math
 from meshrl.rewardd.rewards._latex import last_boxed

@@ -11,7 +11,7 @@ import unicodedata
 from fractions import Fraction
 from typing import Literal
 
-from meshrl.contract import config
+from meshrl.common import config
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
 from meshrl.rewardd.rewards import _stated

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveInt, model_validator
 
-from meshrl.contract import config
+from meshrl.common import config
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
 

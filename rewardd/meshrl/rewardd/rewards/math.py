@@ -10,7 +10,7 @@ import importlib
 import logging
 from types import ModuleType
 
-from meshrl.contract import config
+from meshrl.common import config
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json
 from meshrl.rewardd.rewards import _equality, _stated

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from meshrl.contract import config
+from meshrl.common import config
 from meshrl.contract.types import Json
 from meshrl.rewardd.rewards import _equality, _stated
 from meshrl.rewardd.rewards._latex import closing, last_boxed

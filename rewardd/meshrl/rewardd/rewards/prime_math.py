@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 
-from meshrl.contract import config
+from meshrl.common import config
 from meshrl.contract.types import Json
 from meshrl.rewardd.rewards import _algebra, _equality, _stated, math_reward
 from meshrl.rewardd.rewards._latex import closing, last_boxed

@@ -10,7 +10,7 @@ import ast
 import functools
 from typing import Any
 
-from meshrl.contract import config
+from meshrl.common import config
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, Outcome
 from meshrl.sandbox import confinement

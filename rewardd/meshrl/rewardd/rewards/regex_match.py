@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from meshrl.contract import config
+from meshrl.common import config
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
 from meshrl.rewardd.rewards._truth import wanted

@@ -12,7 +12,7 @@ import re
 import string
 import unicodedata
 
-from meshrl.contract import config
+from meshrl.common import config
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
 from meshrl.rewardd.rewards._blocks import blocks

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 
 from pydantic import PositiveFloat
 
-from meshrl.contract import config
+from meshrl.common import config
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
 from meshrl.rewardd.rewards._blocks import blocks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshrl.contract import config
+from meshrl.common import config
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
 from meshrl.rewardd.rewards import (

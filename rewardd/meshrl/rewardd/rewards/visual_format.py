@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from meshrl.contract import config
+from meshrl.common import config
 from meshrl.contract.types import Json
 from meshrl.rewardd.rewards.format import tagged
 

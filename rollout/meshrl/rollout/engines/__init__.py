@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from meshrl.contract import plugins
+from meshrl.common import plugins
 from meshrl.contract.ports import Engine
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.tokenizer import Tokenizer

@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Literal, Protocol
 from pydantic import PositiveInt
 from typing_extensions import override
 
-from meshrl.contract.config import Machine, read_options
-from meshrl.contract.device_share import DeviceShare
+from meshrl.common.config import Machine, read_options
+from meshrl.common.device_share import DeviceShare
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.images import PROCESSORS, ImageProcessor, processor_class

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from meshrl.contract.config import read_options
-from meshrl.contract.device_share import DeviceShare, chosen_device
+from meshrl.common.config import read_options
+from meshrl.common.device_share import DeviceShare, chosen_device
+from meshrl.common.shared_buffers import Pin, page_lock
 from meshrl.contract.errors import (
     EngineGoneError,
     InfraError,
@@ -32,7 +33,6 @@ from meshrl.contract.errors import (
     UserError,
 )
 from meshrl.contract.ports import DeviceReceiver, LendingSink, LentBucket, PinningSink
-from meshrl.contract.shared_buffers import Pin, page_lock
 from meshrl.contract.types import (
     EngineStats,
     GenerateDelta,

@@ -21,9 +21,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field, JsonValue, PositiveFloat, PositiveInt
 from typing_extensions import override
 
-from meshrl.contract import plugins
-from meshrl.contract.config import read_options
-from meshrl.contract.device_share import DeviceShare
+from meshrl.common import plugins
+from meshrl.common.config import read_options
+from meshrl.common.device_share import DeviceShare
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.native_updates.vllm import NativeSender, RootBuilder

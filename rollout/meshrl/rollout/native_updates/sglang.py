@@ -27,8 +27,8 @@ import numpy as np
 import torch
 import torch.distributed
 
+from meshrl.common.sockets import listen_fd
 from meshrl.contract.errors import ConfigError, InfraError, MeshError
-from meshrl.contract.sockets import listen_fd
 from meshrl.contract.types import Version
 from meshrl.rollout.server_engine.http import HttpClient
 from meshrl.rollout.server_engine.tensor_ranges import (

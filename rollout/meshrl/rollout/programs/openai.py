@@ -18,8 +18,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from meshrl.contract.config import Config as BaseConfig
-from meshrl.contract.config import read_options
+from meshrl.common.config import Config as BaseConfig
+from meshrl.common.config import read_options
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Outcome, PostedReward, Task, Uid
 from meshrl.rollout.ports import Generator, GiveBackError, Program, Rollout

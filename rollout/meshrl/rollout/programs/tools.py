@@ -14,8 +14,8 @@ from dataclasses import asdict, replace
 
 import numpy as np
 
-from meshrl.contract import plugins, tracing
-from meshrl.contract.config import read_options
+from meshrl.common import plugins, tracing
+from meshrl.common.config import read_options
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Int32, Json, Task, Uid
 from meshrl.images.messages import has_pictures, with_parts

@@ -22,8 +22,8 @@ from typing import Any
 from pydantic import Field, PositiveInt
 from typing_extensions import override
 
-from meshrl.contract.config import Config as BaseConfig
-from meshrl.contract.config import read_options
+from meshrl.common.config import Config as BaseConfig
+from meshrl.common.config import read_options
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.rows import posted_column
 from meshrl.contract.types import POSTED_REWARD, Outcome, SamplingParams, Task, Uid

@@ -16,8 +16,8 @@ from typing import Any
 
 from pydantic import Field, PositiveFloat
 
-from meshrl.contract.config import Config as BaseConfig
-from meshrl.contract.config import read_options
+from meshrl.common.config import Config as BaseConfig
+from meshrl.common.config import read_options
 from meshrl.contract.errors import ConfigError
 from meshrl.rollout.ports import Program
 from meshrl.rollout.programs import openai

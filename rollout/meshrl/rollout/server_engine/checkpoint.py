@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshrl.contract.chunk_digest import digest
+from meshrl.common.chunk_digest import digest
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Uint8, WeightManifest
 from meshrl.images import ImageProcessor, reads_images, shared_processor

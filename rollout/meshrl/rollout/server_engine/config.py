@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from meshrl.contract.config import Config as BaseConfig
-from meshrl.contract.config import Environment, Machine
+from meshrl.common.config import Config as BaseConfig
+from meshrl.common.config import Environment, Machine
 from meshrl.rollout.config import longer_than
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 
-from meshrl.contract.device_share import DeviceShare
+from meshrl.common.device_share import DeviceShare
 from meshrl.contract.errors import (
     ConfigError,
     EngineGoneError,

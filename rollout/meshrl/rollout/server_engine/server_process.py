@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from meshrl.contract import device_lease, process_guard
+from meshrl.common import device_lease, process_guard
 from meshrl.contract.errors import InfraError
 
 GRACE_S = 5.0

@@ -27,9 +27,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from meshrl.contract import process_guard
+from meshrl.common import process_guard
+from meshrl.common.sockets import reach_directly
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.sockets import reach_directly
 from meshrl.contract.types import Json
 from meshrl.rollout.sessions.agents import (
     MAX_LINE_BYTES,

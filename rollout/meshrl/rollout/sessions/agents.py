@@ -20,9 +20,9 @@ from typing import Any, Protocol
 
 from typing_extensions import override
 
-from meshrl.contract import process_guard
+from meshrl.common import process_guard
+from meshrl.common.sockets import reach_directly
 from meshrl.contract.errors import UserError
-from meshrl.contract.sockets import reach_directly
 from meshrl.contract.types import Json, PostedReward, Task, Uid
 from meshrl.images.messages import as_openai
 from meshrl.rollout.sessions.gateway import Address

@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from meshrl.contract.config import Config, Machine
+from meshrl.common.config import Config, Machine
 
 KINDS = ("function", "command", "url", "python", "search")
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import override
 
-from meshrl.contract import process_guard
+from meshrl.common import process_guard
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Json, Uid
 from meshrl.rollout.tools.config import ToolConfig

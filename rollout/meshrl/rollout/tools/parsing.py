@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 
+from meshrl.common.plain_text import whole
 from meshrl.contract.types import Json
-from meshrl.contract.words import whole
 from meshrl.rollout.tools.ports import ToolCall
 
 

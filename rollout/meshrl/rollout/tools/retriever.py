@@ -10,8 +10,8 @@ import json
 
 import httpx
 
+from meshrl.common.sockets import DIRECT
 from meshrl.contract.errors import InfraError
-from meshrl.contract.sockets import DIRECT
 from meshrl.rollout.tools.config import SearchConfig
 from meshrl.rollout.tools.ports import ToolError
 from meshrl.rollout.tools.search import document, shown

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from meshrl.common.plain_text import whole
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json, Task
-from meshrl.contract.words import whole
 from meshrl.rollout.tokenizer import ChatTokenizer, reads_pictures
 from meshrl.rollout.tools.ports import Caller, Pictured, Tool, ToolCall, ToolError
 

@@ -12,9 +12,8 @@ import click
 
 from meshrl.cli.find_mesh import find_mesh
 from meshrl.cli.options import Finite
-from meshrl.contract.plain_text import say
+from meshrl.common.plain_text import counted, say
 from meshrl.contract.ports import Queue
-from meshrl.contract.words import counted
 from meshrl.rpc.exit_codes import Exit
 
 TELL_EVERY_S: Final = 1.0

@@ -18,6 +18,8 @@ from meshrl.cli.options import (
     recipe_argument,
 )
 from meshrl.cli.root import uncollected
+from meshrl.common import plugins
+from meshrl.common.plain_text import say, say_json
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.explain import Key, config_of, defined_at, nearest, walk
 from meshrl.config.loading import Written, recipe_yaml
@@ -26,9 +28,7 @@ from meshrl.config.placement import place
 from meshrl.config.plugin_checks import imported, names_at
 from meshrl.config.run_record import begin
 from meshrl.config.stages import options_class
-from meshrl.contract import plugins
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.plain_text import say, say_json
 
 
 @click.group()

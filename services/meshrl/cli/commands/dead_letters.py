@@ -12,11 +12,10 @@ from rich.table import Table
 
 from meshrl.cli.find_mesh import Mesh, find_mesh
 from meshrl.cli.options import json_option, mesh_options
+from meshrl.common.plain_text import counted, one_line, say, say_json
 from meshrl.contract.errors import UserError
-from meshrl.contract.plain_text import one_line, say, say_json
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import DeadLetter, Uid
-from meshrl.contract.words import counted
 from meshrl.launcher.text_console import text_console
 
 

@@ -25,12 +25,11 @@ from rich.table import Table
 from rich.text import Text
 
 from meshrl.cli.options import PATH, Finite, json_option, recipe_argument
+from meshrl.common.files import replace_file
+from meshrl.common.plain_text import counted, one_line, say, say_json
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.recipe import has_evaluation
 from meshrl.contract.errors import UserError
-from meshrl.contract.files import replace_file
-from meshrl.contract.plain_text import one_line, say, say_json
-from meshrl.contract.words import counted
 from meshrl.launcher.text_console import text_console
 from meshrl.rewardd.estimates import Estimate
 

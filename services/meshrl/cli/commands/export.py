@@ -9,9 +9,9 @@ import click
 
 from meshrl.cli.find_mesh import say_which
 from meshrl.cli.options import PATH, RUN
+from meshrl.common.plain_text import say
 from meshrl.config.loading import load_run
 from meshrl.contract.errors import NotFoundError, UserError
-from meshrl.contract.plain_text import say
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
 
 

@@ -20,8 +20,8 @@ from rich.table import Table
 from meshrl.cli.find_mesh import find_mesh
 from meshrl.cli.membership import ANSWER_S, Member, Membership, MeshAddress, read_membership
 from meshrl.cli.options import RUN, OptionsAnywhere, json_option
+from meshrl.common.plain_text import say, say_json
 from meshrl.contract.errors import UserError
-from meshrl.contract.plain_text import say, say_json
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
 from meshrl.launcher.control import ask_up
 from meshrl.launcher.text_console import text_console

@@ -9,10 +9,9 @@ from pathlib import Path
 import click
 
 from meshrl.cli.options import PATH, json_option
+from meshrl.common.files import replace_file
+from meshrl.common.plain_text import counted, say, say_error, say_json
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.files import replace_file
-from meshrl.contract.plain_text import say, say_error, say_json
-from meshrl.contract.words import counted
 from meshrl.rpc.exit_codes import Exit
 
 

@@ -7,8 +7,8 @@ import sys
 
 import click
 
+from meshrl.common.plain_text import say
 from meshrl.contract.errors import UserError
-from meshrl.contract.plain_text import say
 from meshrl.rpc.exit_codes import Exit
 
 

@@ -12,14 +12,14 @@ import click
 
 from meshrl.cli.options import PATH, completed
 from meshrl.cli.recipe_files import FOLDER, copy_template, templates
+from meshrl.common import plugins
+from meshrl.common.files import replace_file
+from meshrl.common.plain_text import say
 from meshrl.config.explain import walk
 from meshrl.config.loading import Written, in_yaml, load_recipe, recipe_yaml
 from meshrl.config.machine import ThisMachine
 from meshrl.config.recipe import Recipe
-from meshrl.contract import plugins
 from meshrl.contract.errors import MeshError, UserError
-from meshrl.contract.files import replace_file
-from meshrl.contract.plain_text import say
 from meshrl.rewardd.pool.rule import REWARDS
 
 SKELETON = r'''"""How good a response is."""

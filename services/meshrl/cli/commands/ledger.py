@@ -19,9 +19,9 @@ from meshrl.cli.commands.queue import tell_audit
 from meshrl.cli.find_mesh import Mesh, find_mesh
 from meshrl.cli.operator import ask_operator, audit_of
 from meshrl.cli.options import json_option, mesh_options
+from meshrl.common.plain_text import say_json
 from meshrl.config.recipe import EVAL_SUFFIX
 from meshrl.contract.errors import NotFoundError, UserError
-from meshrl.contract.plain_text import say_json
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Ledger
 from meshrl.launcher.text_console import text_console

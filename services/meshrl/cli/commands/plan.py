@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from meshrl.cli.options import Finite, json_option, recipe_argument
+from meshrl.common.plain_text import say, say_json
 from meshrl.config.loading import load_recipe
-from meshrl.contract.plain_text import say, say_json
 
 POSITIVE = Finite(min=0, min_open=True)
 COUNT = click.IntRange(min=1)

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from meshrl.cli.options import json_option, recipe_argument
+from meshrl.common.plain_text import counted, say, say_json
 from meshrl.config.loading import Written
-from meshrl.contract.plain_text import say, say_json
-from meshrl.contract.words import counted
 from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ import click
 from meshrl.cli.find_mesh import find_mesh
 from meshrl.cli.operator import Operator, ask_operator, ask_store, audit_of
 from meshrl.cli.options import PATH, json_option, mesh_options, overrides_argument
+from meshrl.common.plain_text import counted, say, say_json
 from meshrl.config.loading import load_recipe
 from meshrl.contract.errors import ConflictError
-from meshrl.contract.plain_text import say, say_json
-from meshrl.contract.words import counted
 from meshrl.launcher.address_book import run_lock
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.queue_connection import build_store

@@ -12,11 +12,10 @@ import click
 
 from meshrl.cli.find_mesh import say_which
 from meshrl.cli.options import RUN, Finite, json_option
+from meshrl.common.plain_text import counted, say, say_json
 from meshrl.config.loading import load_run
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import UserError
-from meshrl.contract.plain_text import say, say_json
-from meshrl.contract.words import counted
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
 from meshrl.rpc.exit_codes import Exit
 from meshrl.trainer.trajectories.files import FOLDER

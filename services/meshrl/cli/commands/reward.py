@@ -15,10 +15,9 @@ from rich.table import Table
 
 from meshrl.cli.commands._reward_rescore import rescore_run
 from meshrl.cli.options import PATH, RUN, OptionsAnywhere, json_option
+from meshrl.common.plain_text import counted, harmless, one_line, say, say_json
 from meshrl.contract.errors import UserError
-from meshrl.contract.plain_text import harmless, one_line, say, say_json
 from meshrl.contract.types import Json, Sample, Uid
-from meshrl.contract.words import counted
 from meshrl.launcher.text_console import text_console
 from meshrl.rewardd.pool.signatures import Kind
 from meshrl.rewardd.registry.types import Case, Submission

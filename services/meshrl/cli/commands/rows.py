@@ -16,9 +16,8 @@ from rich.text import Text
 from meshrl.api.rows import Row, find_rows
 from meshrl.cli.find_mesh import say_which
 from meshrl.cli.options import RUN
+from meshrl.common.plain_text import counted, harmless, one_line, say, say_json
 from meshrl.contract.errors import UserError
-from meshrl.contract.plain_text import harmless, one_line, say, say_json
-from meshrl.contract.words import counted
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
 from meshrl.launcher.text_console import text_console
 from meshrl.trainer.trajectories.files import FOLDER

@@ -18,9 +18,9 @@ from meshrl.api.history import HELD_OUT, STEP, RunHistory
 from meshrl.cli.find_mesh import find_mesh
 from meshrl.cli.operator import ask_runs
 from meshrl.cli.options import PATH, RUN, json_option, queue_options
+from meshrl.common.plain_text import say, say_json
 from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME
 from meshrl.contract.errors import UserError
-from meshrl.contract.plain_text import say, say_json
 from meshrl.http.view.settings import compared
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME
 from meshrl.launcher.text_console import text_console

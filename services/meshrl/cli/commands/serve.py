@@ -16,17 +16,17 @@ from typing import Any
 import click
 
 from meshrl.cli.options import PATH, accept_changes_option, recipe_argument
+from meshrl.common import plugins, tracing
+from meshrl.common.device_share import DEVICES
+from meshrl.common.plain_text import LogFormatter, say, say_error
+from meshrl.common.process_guard import die_with_supervisor
 from meshrl.config import Recipe, load_recipe
 from meshrl.config.machine import ThisMachine
 from meshrl.config.placement import Placement, place
 from meshrl.config.recipe import RUNNING_NAME
 from meshrl.config.run_record import begin, refuse_several_queues
 from meshrl.config.stages import SERVICES, module_of, service_kind
-from meshrl.contract import plugins, tracing
-from meshrl.contract.device_share import DEVICES
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.contract.plain_text import LogFormatter, say, say_error
-from meshrl.contract.process_guard import die_with_supervisor
 from meshrl.launcher.address_book import AddressBook
 from meshrl.launcher.ports import is_taken
 from meshrl.rpc.exit_codes import Exit

@@ -15,8 +15,8 @@ from rich.text import Text
 from meshrl.api.history import HELD_OUT, STEP, RunHistory
 from meshrl.cli.find_mesh import RETRY_S, Mesh, find_mesh, say_which
 from meshrl.cli.options import json_option, mesh_options
+from meshrl.common.plain_text import say_json
 from meshrl.contract.errors import MeshError
-from meshrl.contract.plain_text import say_json
 from meshrl.contract.types import EngineStats, Ledger, RunState, TrainerStatus
 from meshrl.launcher.address_book import newest_run_dir
 from meshrl.launcher.text_console import text_console

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from meshrl.cli.find_mesh import say_which
 from meshrl.cli.options import RUN, json_option
+from meshrl.common.plain_text import say_json
 from meshrl.contract.errors import NotFoundError, UserError
-from meshrl.contract.plain_text import say_json
 from meshrl.contract.types import Uid
 from meshrl.http.view.spans import SpanFiles
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir

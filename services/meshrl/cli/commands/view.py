@@ -16,14 +16,14 @@ import click
 from meshrl.cli.commands.fleet import membership_json
 from meshrl.cli.find_mesh import Mesh, mesh_of
 from meshrl.cli.membership import MeshAddress, read_membership
+from meshrl.common.certificates import Certificates
+from meshrl.common.plain_text import say
+from meshrl.common.process_guard import die_with_supervisor
+from meshrl.common.sockets import is_loopback
 from meshrl.config.loading import load_run
 from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME
-from meshrl.contract.certificates import Certificates
 from meshrl.contract.errors import NotFoundError, UserError
-from meshrl.contract.plain_text import say
 from meshrl.contract.ports import Queue
-from meshrl.contract.process_guard import die_with_supervisor
-from meshrl.contract.sockets import is_loopback
 from meshrl.contract.types import DeadLetter
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, is_up, newest_run_dir
 from meshrl.launcher.fleet_waits import fleet_waits

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from meshrl.cli.find_mesh import find_mesh
 from meshrl.cli.options import json_option, mesh_options
+from meshrl.common.plain_text import say, say_json
 from meshrl.contract.errors import NotFoundError
-from meshrl.contract.plain_text import say, say_json
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Waiting
 from meshrl.launcher.fleet_waits import fleet_waits

@@ -13,10 +13,10 @@ import click
 
 from meshrl.cli.options import overrides_argument, preload_option
 from meshrl.cli.recipe_files import DEMO, recipes
+from meshrl.common.plain_text import say
 from meshrl.config import load_recipe
 from meshrl.config.loading import load_run
 from meshrl.contract.errors import MeshError, UserError
-from meshrl.contract.plain_text import say
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, LOCK_NAME, AddressBook, run_lock
 from meshrl.launcher.preloading import preloading
 from meshrl.launcher.text_console import text_console

@@ -13,9 +13,9 @@ from typing import Any
 
 from rich.table import Table
 
+from meshrl.common.plain_text import counted
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, Ledger
-from meshrl.contract.words import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

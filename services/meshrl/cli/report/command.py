@@ -16,10 +16,10 @@ from meshrl.cli.find_mesh import mesh_of
 from meshrl.cli.options import PATH, RUN, completed
 from meshrl.cli.report.charts import Chart, Curve, braille, save
 from meshrl.cli.report.page import Report, page
+from meshrl.common.files import replace_file
+from meshrl.common.plain_text import say
 from meshrl.config.recipe import RECIPE_NAME
 from meshrl.contract.errors import MeshError, UserError
-from meshrl.contract.files import replace_file
-from meshrl.contract.plain_text import say
 from meshrl.contract.types import Ledger
 from meshrl.http.view.settings import compared
 from meshrl.launcher.address_book import newest_run_dir

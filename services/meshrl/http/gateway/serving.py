@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+from meshrl.common.certificates import Certificates
+from meshrl.common.files import replace_file
+from meshrl.common.sockets import is_loopback
 from meshrl.config.recipe import Recipe, uses_gateway
-from meshrl.contract.certificates import Certificates
 from meshrl.contract.errors import UserError
-from meshrl.contract.files import replace_file
-from meshrl.contract.sockets import is_loopback
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.rollout.tokenizer import ChatTokenizer
 from meshrl.rpc.auth import Authorizer, TokenStore

@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
+from meshrl.common.config import Config
 from meshrl.config.explain import config_of, walk
 from meshrl.config.recipe import RECIPE_NAME, Recipe
-from meshrl.contract.config import Config
 from meshrl.contract.errors import UserError
 
 PASSWORD = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*(?=@)")

@@ -9,10 +9,10 @@ from typing import Any
 
 import orjson
 
+from meshrl.common.plain_text import counted
+from meshrl.common.tracing import FOLDER, row_trace
 from meshrl.contract.errors import NotFoundError
-from meshrl.contract.tracing import FOLDER, row_trace
 from meshrl.contract.types import Uid
-from meshrl.contract.words import counted
 
 MOST_SPANS = 4000
 """Of one timeline: the longest."""

@@ -22,11 +22,11 @@ import sys
 from contextlib import nullcontext
 from functools import partial
 
+from meshrl.common.process_guard import DRAIN_AT_EOF, PARENT_VARIABLE
+from meshrl.common.sockets import is_loopback
 from meshrl.config.recipe import Recipe
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import UserError
-from meshrl.contract.process_guard import DRAIN_AT_EOF, PARENT_VARIABLE
-from meshrl.contract.sockets import is_loopback
 from meshrl.launcher.ports import free_port
 from meshrl.rpc import credentials
 from meshrl.rpc.exit_codes import Exit

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from contextlib import AsyncExitStack, closing
 
+from meshrl.common.sockets import is_loopback
 from meshrl.config.recipe import Recipe
-from meshrl.contract.sockets import is_loopback
 from meshrl.http.rewards.app import build_app
 from meshrl.http.rewards.errors import problem
 from meshrl.http.server import serving_http

@@ -16,6 +16,8 @@ import socket
 from contextlib import AsyncExitStack, closing, nullcontext
 from functools import partial
 
+from meshrl.common import tracing
+from meshrl.common.device_lease import DeviceLease
 from meshrl.config.recipe import (
     Recipe,
     algorithm_needs,
@@ -23,8 +25,6 @@ from meshrl.config.recipe import (
     has_evaluation,
 )
 from meshrl.config.stages import eval_spec
-from meshrl.contract import tracing
-from meshrl.contract.device_lease import DeviceLease
 from meshrl.contract.ports import Queue
 from meshrl.images import reads_images
 from meshrl.launcher.learner import build_learner, training_steps

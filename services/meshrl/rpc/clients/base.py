@@ -20,7 +20,7 @@ from typing import Final, Protocol, Self, TypeAlias, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from meshrl.contract import tracing
+from meshrl.common import tracing
 from meshrl.contract.errors import (
     CapacityError,
     CorruptError,

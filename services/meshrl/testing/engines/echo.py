@@ -17,8 +17,8 @@ from typing import TypeAlias
 import numpy as np
 from pydantic import PositiveFloat, PositiveInt
 
-from meshrl.contract.config import Config as BaseConfig
-from meshrl.contract.config import read_options
+from meshrl.common.config import Config as BaseConfig
+from meshrl.common.config import read_options
 from meshrl.contract.errors import (
     EngineGoneError,
     FencedError,

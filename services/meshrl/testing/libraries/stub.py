@@ -112,7 +112,7 @@ class Library:
         """Of the file."""
         import numpy as np  # as the next: a second of a process's start on a busy machine
 
-        from meshrl.contract.chunk_digest import digest
+        from meshrl.common.chunk_digest import digest
 
         return digest(np.frombuffer(cast(Buffer, buffer).bytes[:nbytes], np.uint8))
 

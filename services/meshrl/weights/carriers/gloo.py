@@ -19,10 +19,10 @@ import torch
 import torch.distributed
 from typing_extensions import override
 
+from meshrl.common.sockets import is_loopback, listen_fd
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import ConfigError, UnavailableError
 from meshrl.contract.ports import WeightSource
-from meshrl.contract.sockets import is_loopback, listen_fd
 from meshrl.contract.types import Uint8, WeightManifest
 from meshrl.weights.carrier import Channel, Link, RunPaths
 from meshrl.weights.waiting import WorkerThread

@@ -22,8 +22,8 @@ import asyncio
 import numpy as np
 from typing_extensions import override
 
+from meshrl.common import shared_buffers
 from meshrl.config.weights import WeightsConfig
-from meshrl.contract import shared_buffers
 from meshrl.contract.errors import MeshError, UnavailableError, UserError
 from meshrl.contract.ports import DeviceReceiver, LentBucket, WeightSource
 from meshrl.contract.types import Uint8, WeightManifest
@@ -136,7 +136,7 @@ class NcclChannel(DeviceChannel):
 
     @override
     async def receive_lent(self, bucket: LentBucket) -> str:
-        """Take part in the broadcast, into memory of the device; its digest, see `meshrl.contract.chunk_digest`."""
+        """Take part in the broadcast, into memory of the device; its digest, see `meshrl.common.chunk_digest`."""
         try:
             made = await self._opened().receive(bucket, self._config.deadline_s(bucket.nbytes))
         except MeshError as error:

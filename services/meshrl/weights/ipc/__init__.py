@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from meshrl.common.plugins import load
 from meshrl.config.weights import IpcConfig
-from meshrl.contract.plugins import load
 from meshrl.contract.types import Uint8
 
 DEVICES = "meshrl.weights.ipc.devices"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Protocol
 
-from meshrl.contract.plugins import load
+from meshrl.common.plugins import load
 
 LIBRARIES = "meshrl.weights.nccl.libraries"
 UNIQUE_ID_BYTES = 128
@@ -100,7 +100,7 @@ class Library(Protocol):
         ...
 
     def digest(self, buffer: Buffer, nbytes: int) -> str:
-        """The chunk digest (`meshrl.contract.chunk_digest`) of what is there now; blocks."""
+        """The chunk digest (`meshrl.common.chunk_digest`) of what is there now; blocks."""
         ...
 
     def mark(self) -> Callable[[], bool]:

@@ -13,11 +13,11 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from meshrl.common import shared_buffers
+from meshrl.common.process_guard import PARENT_VARIABLE
 from meshrl.config.weights import NcclConfig
-from meshrl.contract import shared_buffers
 from meshrl.contract.errors import ConfigError, UnavailableError, from_detail
 from meshrl.contract.ports import LentBucket
-from meshrl.contract.process_guard import PARENT_VARIABLE
 from meshrl.contract.types import Uint8
 from meshrl.weights.nccl import messages
 from meshrl.weights.waiting import within
@@ -188,7 +188,7 @@ class NcclProcess:
         return str(answer["digest"])
 
     async def broadcast(self, memory: Uint8, deadline_s: float) -> None:
-        """From rank 0's `memory` into that of the other ranks, all of `meshrl.contract.shared_buffers`."""
+        """From rank 0's `memory` into that of the other ranks, all of `meshrl.common.shared_buffers`."""
         found = shared_buffers.find(memory)
         assert found is not None, "memory that cannot be shared"
         region, at = found

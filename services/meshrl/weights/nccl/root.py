@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from meshrl.common import shared_buffers
+from meshrl.common.config import read_options
 from meshrl.config.weights import NcclConfig
-from meshrl.contract import shared_buffers
-from meshrl.contract.config import read_options
 from meshrl.contract.types import Uint8
 from meshrl.weights.nccl.process import NcclProcess, environment
 

@@ -16,8 +16,8 @@ import socket
 import threading
 from typing import NoReturn
 
+from meshrl.common.process_guard import die_with_supervisor
 from meshrl.contract.errors import InfraError, MeshError, UnavailableError
-from meshrl.contract.process_guard import die_with_supervisor
 from meshrl.weights.nccl.library import load_library
 from meshrl.weights.nccl.messages import Frame, pack, receive
 from meshrl.weights.nccl.rank import Rank

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshrl.contract import plugins
+from meshrl.common import plugins
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import REFERENCE_TOP
 from meshrl.trainer.algorithms.advantages._options.gdpo import Options as GdpoOptions

@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import create_model
 
-from meshrl.contract import plugins
-from meshrl.contract.config import Config, read_options
+from meshrl.common import plugins
+from meshrl.common.config import Config, read_options
 from meshrl.contract.errors import ConfigError
 
 FOLDER = "_options"

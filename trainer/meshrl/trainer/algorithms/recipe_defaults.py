@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
-from meshrl.contract.plugins import load
+from meshrl.common.plugins import load
 
 ALGORITHMS = "meshrl.trainer.algorithms.recipes"
 Tree: TypeAlias = Mapping[str, Any]

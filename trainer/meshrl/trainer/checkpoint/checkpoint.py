@@ -46,8 +46,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from meshrl.common.files import replace_file, sync
 from meshrl.contract.errors import CapacityError, CorruptError, FencedError, InfraError, UserError
-from meshrl.contract.files import replace_file, sync
 from meshrl.contract.types import Json, Version
 from meshrl.trainer.checkpoint.dcp import PlainWriter, SafePlanner, SafeReader
 from meshrl.trainer.distributed import World

@@ -17,8 +17,8 @@ from uuid import uuid4
 
 import numpy as np
 
+from meshrl.common.files import replace_file
 from meshrl.contract.errors import FencedError, NotFoundError, UserError
-from meshrl.contract.files import replace_file
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Json
 from meshrl.trainer.checkpoint import checkpoint

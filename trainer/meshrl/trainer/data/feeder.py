@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from meshrl.contract import tracing
+from meshrl.common import tracing
+from meshrl.common.plugins import load
 from meshrl.contract.errors import NotFoundError, UserError, WaitTimeoutError
-from meshrl.contract.plugins import load
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import RunState, Task, Uid
 from meshrl.trainer.data.levels import LevelHistory, LevelStream

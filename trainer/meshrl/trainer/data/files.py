@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from meshrl.contract import plugins
+from meshrl.common import plugins
 from meshrl.contract.errors import UserError
 
 READERS = "meshrl.trainer.data.readers"

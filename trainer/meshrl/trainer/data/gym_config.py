@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from meshrl.contract.config import Config
+from meshrl.common.config import Config
 
 
 class ReasoningGymTaskConfig(Config):

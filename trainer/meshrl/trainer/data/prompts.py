@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from meshrl.contract.chat_templates import rendered
+from meshrl.common.chat_templates import rendered
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32, Json, Media, Message, SamplingParams, Task
 from meshrl.images import ImageProcessor

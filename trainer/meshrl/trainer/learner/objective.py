@@ -12,7 +12,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from meshrl.contract import plugins
+from meshrl.common import plugins
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.kl import kl_penalty
 from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput, need

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from meshrl.contract.config import Config
+from meshrl.common.config import Config
 
 
 class OptimConfig(Config):

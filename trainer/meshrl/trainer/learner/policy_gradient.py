@@ -13,8 +13,8 @@ from typing import Protocol
 
 import torch
 
+from meshrl.common.plugins import load
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.plugins import load
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, outcome_rewards
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.distillation import distil, forward_kl

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from meshrl.contract.files import replace_file
+from meshrl.common.files import replace_file
 from meshrl.contract.types import Json
 
 SAMPLES = 8

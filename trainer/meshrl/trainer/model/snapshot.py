@@ -24,7 +24,7 @@ import torch
 import xxhash
 from typing_extensions import override
 
-from meshrl.contract import shared_buffers
+from meshrl.common import shared_buffers
 from meshrl.contract.ports import GatheredSource
 from meshrl.contract.types import Adapter, TensorSpec, Uint8, Version, WeightManifest
 from meshrl.trainer.distributed import World

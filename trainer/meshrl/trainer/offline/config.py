@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from meshrl.contract.config import Config
+from meshrl.common.config import Config
 from meshrl.trainer.config import DataFiles, ModelConfig, PolicyLossConfig, TemplateVariables
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 

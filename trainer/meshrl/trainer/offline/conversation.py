@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshrl.contract.chat_templates import rendered
+from meshrl.common.chat_templates import rendered
 from meshrl.trainer.data.prompts import beginning
 from meshrl.trainer.offline.turn_ends import without_end
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from meshrl.contract.chat_templates import bound_templates, rendered
+from meshrl.common.chat_templates import bound_templates, rendered
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Media
 from meshrl.images import ImageProcessor

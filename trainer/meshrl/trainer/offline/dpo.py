@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from transformers import AutoTokenizer
 
+from meshrl.common.plugins import constant, load
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.plugins import constant, load
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.losses._options.dpo import Options as DpoOptions
 from meshrl.trainer.algorithms.losses._types import LossInputs

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshrl.contract.chat_templates import rendered
+from meshrl.common.chat_templates import rendered
 from meshrl.contract.errors import UserError
 
 MARK = "THEASSISTANTSTURNENDSHERE"

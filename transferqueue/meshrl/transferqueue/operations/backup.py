@@ -14,8 +14,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshrl.common.files import sync
 from meshrl.contract.errors import ConflictError, NotFoundError, UserError
-from meshrl.contract.files import sync
 from meshrl.transferqueue.several_processes import refusal
 from meshrl.transferqueue.store import Operation, Store, Table
 from meshrl.transferqueue.stores.disk import DiskStore

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from meshrl.common.plain_text import counted
 from meshrl.contract.types import Ledger
-from meshrl.contract.words import counted
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.waiting import Wait
 from meshrl.transferqueue.store import CommitLog, Table

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
+from meshrl.common.plain_text import counted
 from meshrl.contract.types import Uid, Waiting
-from meshrl.contract.words import counted
 from meshrl.transferqueue.model.group import Grant, Group, bits
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.waiting import Wait

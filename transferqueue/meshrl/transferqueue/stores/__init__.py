@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from meshrl.contract.plugins import load
+from meshrl.common.plugins import load
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.store import Store
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import lmdb
 import xxhash
 
+from meshrl.common.files import sync
 from meshrl.contract.errors import CorruptError
-from meshrl.contract.files import sync
 
 log = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ from uuid import uuid4
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
+from meshrl.common.files import check_private_file
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
-from meshrl.contract.files import check_private_file
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.several_processes import processes_noted, refusal
 from meshrl.transferqueue.store import FORMAT, Operation, OwnerLostError, Table

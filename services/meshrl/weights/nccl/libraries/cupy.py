@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from meshrl.contract.chunk_digest import CHUNK_WORDS, digest, factors, of_chunks
+from meshrl.common.chunk_digest import CHUNK_WORDS, digest, factors, of_chunks
 from meshrl.contract.errors import ConfigError
 from meshrl.weights.nccl.library import Buffer as AnyBuffer
 from meshrl.weights.nccl.library import Host as AnyHost

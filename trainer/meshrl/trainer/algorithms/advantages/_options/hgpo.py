@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt
 
-from meshrl.contract.config import Config
+from meshrl.common.config import Config
 
 
 class HgpoConfig(Config):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import PositiveFloat
 
-from meshrl.contract.config import Config
+from meshrl.common.config import Config
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshrl.contract.config import Config
+from meshrl.common.config import Config
 
 
 class Options(Config):

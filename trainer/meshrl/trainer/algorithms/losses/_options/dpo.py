@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from meshrl.contract.config import Config
+from meshrl.common.config import Config
 
 
 class Options(Config):

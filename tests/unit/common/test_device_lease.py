@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.contract.device_lease import DeviceLease, inherited
+from meshrl.common.device_lease import DeviceLease, inherited
 from meshrl.contract.errors import WaitTimeoutError
 
 HOLDER = """
 import asyncio, subprocess, sys
 from pathlib import Path
-from meshrl.contract import device_lease
+from meshrl.common import device_lease
 lease = device_lease.DeviceLease(Path(sys.argv[1]))
 asyncio.run(lease.acquire(10))
 null = subprocess.DEVNULL

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.contract import plugins
+from meshrl.common import plugins
+from meshrl.common.plugins import check_admitted, load
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.plugins import check_admitted, load
 from meshrl.rollout.user_functions import load_function
 
 SAMPLERS = "meshrl.transferqueue.samplers"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from meshrl.contract.sockets import reach_directly
+from meshrl.common.sockets import reach_directly
 from meshrl.rewardd.client import RewardClient
 
 LOOPBACK = "localhost,127.0.0.1,::1"

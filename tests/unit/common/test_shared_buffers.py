@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshrl.contract import shared_buffers
+from meshrl.common import shared_buffers
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from meshrl.contract.files import sync
+from meshrl.common.files import sync
 
 MOST_KEPT = 10_000
 """Lines that wait in memory for a disk that takes nothing; of more, the oldest are lost."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshrl.contract.words import counted
+from meshrl.common.plain_text import counted
 
 
 @pytest.mark.parametrize(

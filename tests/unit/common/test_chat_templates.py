@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers.utils import chat_template_utils
 
-from meshrl.contract import chat_templates
-from meshrl.contract.chat_templates import rendered
+from meshrl.common import chat_templates
+from meshrl.common.chat_templates import rendered
 from meshrl.contract.errors import UserError
 
 DOUBLED = "{% set n = namespace(s='aaaaaaaa') %}{% for i in range(60) %}DOUBLE{% endfor %}"

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from meshrl.common.files import check_private_file, lasting_fault, replace_file
 from meshrl.contract.errors import ConfigError
-from meshrl.contract.files import check_private_file, lasting_fault, replace_file
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(

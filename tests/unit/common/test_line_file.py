@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.contract.line_file import LineFile, moved_aside
+from meshrl.common.line_file import LineFile, moved_aside
 
 LINES = [f"line {number:03}" for number in range(40)]
 BYTES = 30

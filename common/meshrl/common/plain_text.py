@@ -89,3 +89,17 @@ def harmless_faults() -> None:
 
 def _below(text: str) -> str:
     return "\n".join(f"  {line}" for line in harmless(text, lines=True).splitlines())
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """`1 row`, `1,024 rows`; `many` where it is not `one` with an s."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+def whole(text: str) -> str:
+    """`text` with U+FFFD for each half of a surrogate pair, which is no character: it has no UTF-8 and no tokens."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.contract import process_guard
+from meshrl.common import process_guard
 
 from ...waiting import runs
 
@@ -45,7 +45,7 @@ child = subprocess.Popen(given, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 said = child.stdout.readline()
 """,
     "a process of ours, and a listed group": """
-ours = "import os, sys; from meshrl.contract import process_guard; process_guard.die_with_supervisor();" + FAMILY
+ours = "import os, sys; from meshrl.common import process_guard; process_guard.die_with_supervisor();" + FAMILY
 child = subprocess.Popen([sys.executable, "-c", ours.replace("start_new_session=True", "")], stdout=subprocess.PIPE,
     env={**os.environ, process_guard.PARENT_VARIABLE: str(os.getpid())}, start_new_session=True)
 said = child.stdout.readline()
@@ -55,7 +55,7 @@ beside.stdin.flush()
 """,
 }
 BEGIN = (
-    "import os, pathlib, subprocess, sys, time\nfrom meshrl.contract import process_guard\n"
+    "import os, pathlib, subprocess, sys, time\nfrom meshrl.common import process_guard\n"
     f"{FAMILY=}\n"
 )
 END = "print(child.pid, said.decode().strip(), flush=True)\ntime.sleep(600)\n"
@@ -146,7 +146,7 @@ def test_a_command_dies_with_its_killed_guard(tmp_path: Path) -> None:
     "call", ["process_guard.die_with_parent(1 << 22)", "process_guard.die_with_supervisor()"]
 )
 def test_a_process_whose_parent_is_dead_already_ends(call: str) -> None:
-    program = f"from meshrl.contract import process_guard\n{call}\nraise SystemExit(0)"
+    program = f"from meshrl.common import process_guard\n{call}\nraise SystemExit(0)"
     environment = {**os.environ, process_guard.PARENT_VARIABLE: str(1 << 22)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, check=False)
     assert done.returncode == process_guard.KILLED

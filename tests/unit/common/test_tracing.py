@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshrl.contract import tracing
+from meshrl.common import tracing
 from meshrl.contract.stage_worker import StageResult, StageWorker
 from meshrl.contract.types import ROLLOUT_STAGE, LeasedRow, Uid, Version
 from meshrl.http.view.spans import SpanFiles

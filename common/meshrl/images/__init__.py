@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from meshrl.common.files import json_object
 from meshrl.contract.errors import UserError
-from meshrl.contract.files import json_object
 from meshrl.contract.types import Int32, Media
 from meshrl.contract.types.rows import MOST_MEDIA_BYTES
 
