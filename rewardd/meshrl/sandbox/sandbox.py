@@ -323,7 +323,9 @@ def python_paths() -> set[Path]:
     ours = {
         Path(portion)
         for portion in meshrl.__path__
-        if any((Path(portion) / name).is_dir() for name in ("common", "contract", "rewardd", "sandbox"))
+        if any(
+            (Path(portion) / name).is_dir() for name in ("common", "contract", "rewardd", "sandbox")
+        )
     }
     packages = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
     paths = {Path(sys.base_prefix), Path(sys.prefix), *packages, *ours}

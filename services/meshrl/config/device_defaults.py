@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from meshrl.common import bounded_yaml
 from meshrl.config.machine import ThisMachine
 from meshrl.config.recipe import RECIPE_NAME, Recipe, names
 from meshrl.contract.errors import UserError
@@ -67,7 +68,7 @@ def _types_before(recipe: Recipe, machine: ThisMachine) -> Mapping[str, Any]:
         return {}
     path = recipe.run.path / RECIPE_NAME
     try:
-        found = yaml.safe_load(machine.text(path)) if machine.is_file(path) else {}
+        found = bounded_yaml.load(machine.text(path)) if machine.is_file(path) else {}
         return {
             "param_dtype": found.get("model", {}).get("param_dtype"),
             "dtype": found.get("weights", {}).get("dtype"),

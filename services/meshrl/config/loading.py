@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 import yaml
 from pydantic import ValidationError
 
+from meshrl.common.bounded_yaml import BoundedLoader
 from meshrl.common.config import Config
 from meshrl.common.files import replace_file
 from meshrl.common.plain_text import counted, say
@@ -33,7 +34,7 @@ SHARDS: Final[Loc] = ("queue", "shards")
 """A key that is dropped where it says 1. A run that was on more queue processes is refused."""
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(BoundedLoader):
     """YAML 1.2's scalars: PyYAML's 1.1 reads `1e-6` as text, `0.5_5` as 0.55, `no` as false, `1:30` as 90."""
 
 

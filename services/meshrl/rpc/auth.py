@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 from pydantic import Field, ValidationError
 
+from meshrl.common import bounded_yaml
 from meshrl.common.config import Config
 from meshrl.common.files import check_private_file
 from meshrl.contract.errors import (
@@ -90,7 +91,7 @@ class TokenStore:
 def _read(path: Path) -> Sequence[TokenEntry]:
     check_private_file(path, "tokens file")
     try:
-        return TokenFile.model_validate(yaml.safe_load(path.read_text())).tokens or []
+        return TokenFile.model_validate(bounded_yaml.load(path.read_text())).tokens or []
     except OSError as error:
         raise ConfigError(f"tokens file {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -10,8 +10,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from meshrl.common import bounded_yaml
 from meshrl.common.config import Config
 from meshrl.config.checks import cross_checks
 from meshrl.config.explain import Key, Loc, value_text, walk
@@ -433,7 +432,7 @@ def _referred(inside: str, key: str, values: Mapping[str, Any]) -> Any:
     if not colon:
         return values.get(_absolute(inside, key), _LOST)
     name, comma, default = (part.strip() for part in arguments.partition(","))
-    fallback = yaml.safe_load(default) if comma else _LOST
+    fallback = bounded_yaml.load(default) if comma else _LOST
     if function == "oc.select":
         found = values.get(_absolute(name, key), _LOST)
         return fallback if found is _LOST else found

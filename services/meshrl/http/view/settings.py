@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
+from meshrl.common import bounded_yaml
 from meshrl.common.config import Config
 from meshrl.config.explain import config_of, walk
 from meshrl.config.recipe import RECIPE_NAME, Recipe
@@ -52,7 +53,7 @@ def _settings(run_dir: Path) -> Mapping[str, str]:
     """Dotted key to its value as JSON. Raises UserError."""
     path = run_dir / RECIPE_NAME
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = bounded_yaml.load(path.read_text())
         if not isinstance(tree, dict):
             raise UserError(f"{path} is no recipe: want a mapping of sections")
         return dict(_flat(tree, ""))

@@ -1,0 +1,61 @@
+"""YAML of strangers, bounded before it is expanded."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import yaml
+
+MOST_VALUES: Final = 200_000
+"""Keys and values of one document, each alias counted as what it repeats. A recipe has some hundred."""
+MOST_DEPTH: Final = 100
+"""Levels of sections and lists."""
+
+
+class BoundedLoader(yaml.SafeLoader):
+    """Refuses a document whose aliases repeat too much, or contain themselves, with a `yaml.YAMLError`."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        """The document's root, or None of an empty document."""
+        try:
+            node: yaml.Node | None = super().get_single_node()
+        except RecursionError:
+            raise self._refused(None, f"more than {MOST_DEPTH} levels") from None
+        if node is not None:
+            self._check(node, {}, 0)
+        return node
+
+    def _check(self, node: yaml.Node, sizes: dict[int, int], depth: int) -> int:
+        """Count the values of `node` with its aliases expanded; `sizes` has those of nodes counted before."""
+        known = sizes.get(id(node))
+        if known == 0:
+            raise self._refused(node, "an alias that contains itself")
+        if known:
+            return known
+        if depth > MOST_DEPTH:
+            raise self._refused(node, f"more than {MOST_DEPTH} levels")
+        sizes[id(node)] = 0
+        size = 1
+        for child in _children(node):
+            size += self._check(child, sizes, depth + 1)
+        if size > MOST_VALUES:
+            raise self._refused(node, f"aliases repeat more than {MOST_VALUES:,} values")
+        sizes[id(node)] = size
+        return size
+
+    @staticmethod
+    def _refused(node: yaml.Node | None, problem: str) -> yaml.YAMLError:
+        return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark if node else None)
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [child for pair in node.value for child in pair]
+    if isinstance(node, yaml.SequenceNode):
+        return list(node.value)
+    return []
+
+
+def load(text: str) -> Any:
+    """The value of a document. Raises `yaml.YAMLError`."""
+    return yaml.load(text, Loader=BoundedLoader)
