@@ -2,8 +2,7 @@
 
     data.mdb ──copy──▶ export-…/data.mdb (no name any more) ──pieces──▶ reader
 
-A reader may be as slow as it likes: once the copy is made, it holds no pages of the store. One that takes nothing for
-`stall_s` is given up, because the copy takes space.
+Once the copy is made, a slow reader holds no pages of the store, only the space of the copy.
 """
 
 from __future__ import annotations
@@ -11,18 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, TypeVar
 
 import lmdb
 
-from meshrl.contract.errors import WaitTimeoutError
 from meshrl.transferqueue.store import Operation, Table
 
-STALL_S: Final = 120.0
-"""A reader that asks for no piece for so long is given up."""
 PIECE_BYTES: Final = 8 << 20
 """The size of one piece."""
 FOLDER: Final = "export-"
@@ -34,39 +29,20 @@ T = TypeVar("T")
 class Snapshot:
     """Belongs to one event loop; reads on a thread of its own."""
 
-    def __init__(self, skip: bytes, *, stall_s: float = STALL_S) -> None:
+    def __init__(self, skip: bytes) -> None:
         """All records but META's key `skip`."""
-        self._stall_s = stall_s
         self._skip = skip
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="queue-export")
         self._copy: lmdb.Environment | None = None
         self._pieces: Iterator[list[Operation]] = iter(())
-        self._stalled = False
 
     async def begin(self, environment: lmdb.Environment, folder: Path) -> None:
         """Copy what `environment` holds now into `folder`. Raises lmdb.Error, OSError."""
         await self._run(lambda: self._begin(environment, folder))
 
     async def next(self) -> list[Operation] | None:
-        """The next records, META before PAYLOAD; None at the end.
-
-        Raises:
-            WaitTimeoutError: the reader was given up.
-        """
-        if self._stalled:
-            raise WaitTimeoutError(
-                f"the export was given up: nothing was read for {self._stall_s:g} s"
-            )
+        """The next records, META before PAYLOAD; None at the end."""
         return await self._run(lambda: next(self._pieces, None))
-
-    @contextmanager
-    def handed_over(self) -> Iterator[None]:
-        """While the reader has a piece: after `stall_s` the copy is deleted."""
-        timer = asyncio.get_running_loop().call_later(self._stall_s, self._give_up)
-        try:
-            yield
-        finally:
-            timer.cancel()
 
     async def end(self) -> None:
         """Delete the copy; idempotent."""
@@ -101,10 +77,6 @@ class Snapshot:
                         piece, size = [], 0
             if piece:
                 yield piece
-
-    def _give_up(self) -> None:
-        self._stalled = True
-        asyncio.get_running_loop().run_in_executor(self._thread, self._close)
 
     def _close(self) -> None:
         self._pieces = iter(())

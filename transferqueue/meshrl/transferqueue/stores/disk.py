@@ -32,7 +32,7 @@ from meshrl.transferqueue.several_processes import processes_noted, refusal
 from meshrl.transferqueue.store import FORMAT, Operation, Table
 from meshrl.transferqueue.stores import _lmdb_unsynced
 from meshrl.transferqueue.stores._lmdb_snapshot import FOLDER as EXPORT_FOLDER
-from meshrl.transferqueue.stores._lmdb_snapshot import STALL_S, Snapshot
+from meshrl.transferqueue.stores._lmdb_snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -80,15 +80,12 @@ class DiskStore:
         durability: str = "always",
         grow_bytes: int = 256 << 20,
         reserve_bytes: int = 0,
-        stall_s: float = STALL_S,
     ) -> None:
-        """A reader of an export that takes nothing for `stall_s` is given up."""
         self._path = path
         self._data = path / "data.mdb"
         self._durability = durability
         self._grow_bytes = grow_bytes
         self._reserve_bytes = reserve_bytes
-        self._stall_s = stall_s
         self._environment: lmdb.Environment | None = None
         self._tables: dict[Table, Any] = {}
         """LMDB's table handles, whose type has no public name."""
@@ -152,16 +149,15 @@ class DiskStore:
         return self._data.stat().st_blocks * 512 if self._data.exists() else 0
 
     async def export(self) -> AsyncGenerator[Sequence[Operation], None]:
-        """Every record of one commit, from a copy. A reader may be slow; one that stops is given up. Commits go on.
+        """Every record of one commit, from a copy, while commits go on.
 
         Raises:
-            CapacityError: the disk has no room for the copy. WaitTimeoutError: the reader stopped.
+            CapacityError: the disk has no room for the copy.
         """
         snapshot = await self._snapshot()
         try:
             while piece := await snapshot.next():
-                with snapshot.handed_over():
-                    yield piece
+                yield piece
         except lmdb.Error as error:
             raise InfraError(f"queue store {self._path}: cannot read: {error}") from error
         finally:
@@ -176,7 +172,7 @@ class DiskStore:
         self._reads.shutdown(wait=False)
 
     async def _snapshot(self) -> Snapshot:
-        snapshot = Snapshot(STAMP, stall_s=self._stall_s)
+        snapshot = Snapshot(STAMP)
         async with self._exporting:
             try:
                 async with self._exclusive:  # the map cannot grow during the copy: it grows ahead
