@@ -285,11 +285,42 @@ async def test_unknown_names_and_versions_are_reported_with_the_known_ones(opene
         registry.resolve("reward", "../../etc")
 
 
-async def test_more_versions_than_allowed_are_refused(opened: Open) -> None:
-    registry = await opened(max_versions=1)
-    await registry.submit("ann", constant(1))
+async def test_versions_that_names_pointed_to_stay_and_more_than_allowed_are_refused(
+    opened: Open,
+) -> None:
+    registry = await opened(max_versions=4)
+    for number in range(3):
+        await registry.submit("ann", constant(number))
+    with pytest.raises(CapacityError, match="ann has 3 versions, and may have no more"):
+        await registry.submit("ann", constant(3))
+    await registry.submit("ben", constant(4))
     with pytest.raises(CapacityError, match="no room for another"):
-        await registry.submit("ann", constant(2))
+        await registry.submit("ben", constant(5))
+
+
+async def test_a_flood_of_versions_that_no_name_points_to_displaces_itself(opened: Open) -> None:
+    registry = await opened(max_versions=4)
+    used = (await registry.submit("ann", constant(1))).manifest.hash
+    for number in range(2, 12):
+        await registry.submit("eve", constant(number, name=f"flood{number}", point=False))
+    names = [name.name for name in registry.names()]
+    assert names == ["flood10", "flood11", "flood9", "reward"]
+    assert registry.resolve("reward") == used
+    second = (await registry.submit("ann", constant(20))).manifest.hash
+    assert registry.name("reward").versions == (used, second)
+    assert [name.name for name in registry.names()] == ["flood10", "flood11", "reward"]
+    before = registry.names()
+    again = await opened(restart=True, max_versions=4)
+    assert again.names() == before
+
+
+async def test_a_retired_version_that_was_displaced_does_not_come_back(opened: Open) -> None:
+    registry = await opened(max_versions=1)
+    retired = (await registry.submit("ann", constant(1, point=False))).manifest.hash
+    await registry.retire("ann", "reward", retired)
+    await registry.submit("ann", constant(2, point=False))
+    with pytest.raises(ConflictError, match="was retired"):
+        await registry.submit("ann", constant(1))
 
 
 async def test_a_diff_shows_what_changed(opened: Open) -> None:

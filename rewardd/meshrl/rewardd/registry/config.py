@@ -29,7 +29,7 @@ class RegistryConfig(Config):
     allowed_dependencies: list[str] = Field(default_factory=list)
     """Packages that a submission may depend on, by name."""
     max_versions: PositiveInt = Field(default=1000, exclude=True)
-    """Versions that are stored in all; beyond that a submission is refused."""
+    """Versions stored in all. The oldest that no name ever pointed to makes room, else a submission is refused."""
 
     requests_per_minute: ClassVar[float] = 1200.0
     """Requests of one caller, over HTTP and gRPC together."""

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshrl.contract.errors import ConflictError, NotFoundError, UserError
+from meshrl.contract.errors import CapacityError, ConflictError, NotFoundError, UserError
 from meshrl.contract.types import Sample, Score, Uid
 from meshrl.rewardd.config import START_DEADLINE_S, RewardConfig
 from meshrl.rewardd.registry.active_reward import ActiveRewardJudge
@@ -34,6 +34,8 @@ from meshrl.rewardd.registry.types import (
     content_hash,
 )
 
+SHARE = 3 / 4
+"""The part of all versions that one caller may have."""
 AT_ONCE = 2
 """Submissions loaded and tested at once; further ones wait."""
 MAX_SAMPLES = 4096
@@ -209,7 +211,7 @@ class Registry:
         Raises:
             UserError: it does not parse, load or pass its tests; details `line` or `test` say where.
             ConflictError: this version of this name was retired.
-            CapacityError: there are too many versions.
+            CapacityError: there are too many versions, of this caller or of all, that names point or pointed to.
         """
         config = self._config
         submission = await asyncio.to_thread(
@@ -221,6 +223,7 @@ class Registry:
         self._pending[version] += 1
         try:
             async with self._loading:
+                await self._make_room(by, version)
                 manifest = await asyncio.to_thread(self._store.add, submission)
                 await self._cache.hold(version)
                 try:
@@ -302,6 +305,47 @@ class Registry:
             scores = await asyncio.gather(one.score(samples), other.score(samples))
         differences.add(zip(samples, *scores, strict=True))
         return differences
+
+    async def _make_room(self, by: str, version: str) -> None:
+        """Where the store is full, delete the oldest version that no name ever pointed to, of whoever has most.
+
+        Raises:
+            CapacityError: `by` has as many versions as one caller may have.
+        """
+        async with self._names_lock:
+            events = [event for name in self._names.values() for event in name.history]
+            submitted: dict[str, Event] = {}
+            for event in sorted(events, key=lambda event: event.at):
+                if event.action is Action.SUBMIT:
+                    submitted.setdefault(event.hash, event)
+            count = Counter(event.by for event in submitted.values())
+            most = max(1, int(self._config.registry.max_versions * SHARE))
+            greedy = count[by] >= most
+            if version in submitted or not (greedy or self._store.full):
+                return
+            used = {event.hash for event in events if event.action is Action.POINT}
+            unused = [
+                known
+                for known, event in submitted.items()
+                if known not in used and not self._pending[known] and (event.by == by or not greedy)
+            ]
+            if not unused and greedy:
+                raise CapacityError(
+                    f"{by or 'this caller'} has {most} versions, and may have no more"
+                )
+            if not unused:
+                return  # the store refuses
+            oldest = max(unused, key=lambda known: count[submitted[known].by])
+            for name in [n for n in self._names.values() if oldest in n.versions]:
+                left = name.without(oldest)
+                if left.history:
+                    self._store.save(left)
+                    self._names[name.name] = left
+                else:
+                    self._store.remove_name(name.name)
+                    del self._names[name.name]
+            await asyncio.to_thread(self._store.remove, oldest)
+            log.info("reward version %s was never used: deleted to make room", oldest)
 
     async def _test(self, version: str, cases: Sequence[Case]) -> None:
         """Raises UserError naming the first test that fails."""

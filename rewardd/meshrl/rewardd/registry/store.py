@@ -60,6 +60,11 @@ class VersionStore:
             os.close(self._lock)
             self._lock = -1
 
+    @property
+    def full(self) -> bool:
+        """Whether there are as many versions as may be."""
+        return len(list(self._versions.iterdir())) >= self._max_versions
+
     def directory(self, version: str) -> Path:
         """Folder of a version. Raises NotFoundError."""
         path = self._versions / version
@@ -76,7 +81,7 @@ class VersionStore:
         version = content_hash(submission)
         if (self._versions / version).is_dir():
             return self.manifest(version)
-        if len(list(self._versions.iterdir())) >= self._max_versions:
+        if self.full:
             raise CapacityError(f"there are {self._max_versions} versions; no room for another")
         manifest = Manifest(
             name=submission.name,
@@ -140,6 +145,11 @@ class VersionStore:
         draft = self._names / f".{name.name}.json"
         _write(draft, _json(name.to_json()))
         draft.rename(self._names / f"{name.name}.json")
+        sync(self._names)
+
+    def remove_name(self, name: str) -> None:
+        """Delete a name, whose versions may be deleted then."""
+        (self._names / f"{name}.json").unlink(missing_ok=True)
         sync(self._names)
 
 

@@ -153,6 +153,11 @@ class Name:
         """A copy with more events."""
         return replace(self, history=(*self.history, *events))
 
+    def without(self, version: str) -> Name:
+        """A copy that has no such version; one that was retired may still not come back."""
+        kept = (e for e in self.history if e.hash != version or e.action is Action.RETIRE)
+        return replace(self, history=tuple(kept))
+
     def to_json(self) -> Json:
         """As stored on disk."""
         return asdict(self)
