@@ -130,8 +130,8 @@ def rank(step: str, path: Path, work: Path) -> None:
 def loads(step: str, path: Path, work: Path) -> dict[str, Any]:
     """Figures of a policy that is loaded."""
     from meshrl.trainer.config import ModelConfig
-    from meshrl.trainer.distributed import World
     from meshrl.trainer.model.policy import build_policy, decoder_layers, open_hf
+    from meshrl.trainer.ranks.world import World
 
     world, peak = World.start("cpu"), Peak()
     policy = build_policy(open_hf(path), world, ModelConfig(path=path))
@@ -152,11 +152,11 @@ def trains(step: str, path: Path, work: Path) -> dict[str, Any]:
     from meshrl.trainer.checkpoint import checkpoint
     from meshrl.trainer.checkpoint.checkpoint import TrainerState
     from meshrl.trainer.config import ModelConfig, ParallelConfig
-    from meshrl.trainer.distributed import World
     from meshrl.trainer.learner.optimizer import Optimizers
     from meshrl.trainer.learner.optimizer_config import OptimConfig
     from meshrl.trainer.model.packing import pack
     from meshrl.trainer.model.policy import build_policy, open_hf
+    from meshrl.trainer.ranks.world import World
 
     ranks = int(os.environ["WORLD_SIZE"])
     world = World.start("cpu", ParallelConfig(expert=ranks if step == "experts" else 1))
@@ -243,9 +243,9 @@ def refers(step: str, path: Path, work: Path) -> dict[str, Any]:
 
     import numpy as np
 
-    from meshrl.trainer.distributed import World
     from meshrl.trainer.model.policy import decoder_layers
-    from meshrl.trainer.reference import ReferenceModel
+    from meshrl.trainer.ranks.world import World
+    from meshrl.trainer.reference.stage import ReferenceModel
 
     world, peak = World.start("cpu"), Peak()
     model = ReferenceModel(path, device="cpu", world=world)
@@ -272,8 +272,8 @@ def exports(step: str, path: Path, work: Path) -> dict[str, Any]:
 
     from meshrl.trainer.checkpoint.export import export_policy
     from meshrl.trainer.config import ModelConfig
-    from meshrl.trainer.distributed import World
     from meshrl.trainer.model.policy import build_policy, open_hf
+    from meshrl.trainer.ranks.world import World
 
     world, peak = World.start("cpu"), Peak()
     policy = build_policy(open_hf(path, torch.bfloat16), world, ModelConfig(path=path))

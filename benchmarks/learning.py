@@ -43,14 +43,14 @@ from meshrl.rollout.engines import build_engine
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.trainer.checkpoint.resume import resume
-from meshrl.trainer.compute import Compute
 from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.data.prompts import task_maker
-from meshrl.trainer.distributed import World
-from meshrl.trainer.loop import Trainer
-from meshrl.trainer.metrics import MetricsLog
-from meshrl.trainer.reference import ReferenceModel, ReferenceStage
-from meshrl.trainer.settings import TrainerSettings
+from meshrl.trainer.loop.loop import Trainer
+from meshrl.trainer.loop.settings import TrainerSettings
+from meshrl.trainer.metrics.log import MetricsLog
+from meshrl.trainer.ranks.compute import Compute
+from meshrl.trainer.ranks.world import World
+from meshrl.trainer.reference.stage import ReferenceModel, ReferenceStage
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 from meshrl.weights.gathering import whole

@@ -43,10 +43,10 @@ from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.testing import vision
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.model.snapshot import take_snapshot
 from meshrl.trainer.model.vision import VisionReader
+from meshrl.trainer.ranks.world import World
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

@@ -52,9 +52,9 @@ from meshrl.contract.types import (
     Version,
     reward_stage,
 )
-from meshrl.trainer.compute import Compute
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.ranks.compute import Compute
+from meshrl.trainer.ranks.world import World
 from meshrl.trainer.trajectories.files import logged_files
 from meshrl.trainer.trajectories.log import TrajectoryLog
 from meshrl.trainer.trajectories.table import LoggedStep

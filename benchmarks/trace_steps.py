@@ -49,8 +49,8 @@ from meshrl.contract.types import Json
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.queue import QueueServicer
-from meshrl.trainer.distributed import World
-from meshrl.trainer.metrics import MetricsLog
+from meshrl.trainer.metrics.log import MetricsLog
+from meshrl.trainer.ranks.world import World
 from meshrl.transferqueue.queue import TransferQueue
 
 ROWS, GROUP = 32, 8

@@ -24,7 +24,7 @@ from meshrl.rpc.errors import status_of
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.identity import METHODS
 from meshrl.trainer.algorithms.recipe_defaults import defaults
-from meshrl.trainer.learning_signs import SIGNS
+from meshrl.trainer.metrics.learning_signs import SIGNS
 from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig, SftConfig
 from tests.doubles.parity.cases import load
 from tests.doubles.parity.compare import Verdict, judge

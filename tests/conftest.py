@@ -17,7 +17,7 @@ from meshrl.transferqueue.stores.memory import MemoryStore
 from . import forks
 
 if TYPE_CHECKING:
-    from meshrl.trainer.distributed import World
+    from meshrl.trainer.ranks.world import World
 
 # Several files of tests run at once, each with processes of its own: more threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -61,7 +61,7 @@ def world() -> Iterator[World]:
     """One rank on the CPU; torch is imported only where a test asks for it."""
     import torch
 
-    from meshrl.trainer.distributed import World
+    from meshrl.trainer.ranks.world import World
 
     torch.set_num_threads(1)
     world = World.start("cpu")

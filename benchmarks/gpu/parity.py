@@ -18,9 +18,9 @@ import torch
 from transformers import Qwen3Config
 
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import build_policy, random_hf
+from meshrl.trainer.ranks.world import World
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=3,

@@ -6,7 +6,7 @@ Random weights, bfloat16 compute over float32 master weights, activations recomp
 GRPO step from fetched rows to metrics (`Learner.learn`) over `--packs` micro-batches of `--pack` tokens, each of
 `--rows` rows of equal length. Prompts are 16 tokens, so all but a few positions are projected and trained.
 
-MFU counts what the model needs, not what is recomputed (`meshrl.trainer.utilisation`), over the device's dense
+MFU counts what the model needs, not what is recomputed (`trainer.metrics.utilisation`), over the device's dense
 bfloat16 peak. Aims: 23,800 tokens/s and 35 % at 16,384 tokens; 40 % at 65,536.
 
 Under torchrun, or with RANK and WORLD_SIZE, ranks share the rows; the first one's figures are printed.
@@ -30,14 +30,14 @@ from transformers import Qwen3Config
 
 from meshrl.contract.types import Batch, BatchRow, Outcome, Trajectory, Uid, Version, VersionSpan
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
+from meshrl.trainer.metrics.utilisation import peak_tflops
 from meshrl.trainer.model import logprob
 from meshrl.trainer.model.policy import build_policy, random_hf
-from meshrl.trainer.utilisation import peak_tflops
+from meshrl.trainer.ranks.world import World
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": dict(

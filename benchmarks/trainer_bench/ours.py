@@ -15,12 +15,12 @@ from work import CLIP_HIGH, CLIP_LOW, DUAL_CLIP, GROUP, LEARNING_RATE, Work
 
 from meshrl.contract.types import Batch, BatchRow, Outcome, Trajectory, Uid, Version, VersionSpan
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.model.policy import build_policy, open_hf
+from meshrl.trainer.ranks.world import World
 
 NOW = Version(1, 0)
 MAX_TOKENS = 512

@@ -16,12 +16,12 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.types import GenerateRequest, SamplingParams, Version
 from meshrl.rollout.engines.torch import build
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import Policy, build_policy, load_hf, open_hf, random_hf
 from meshrl.trainer.model.snapshot import Snapshot, take_snapshot
+from meshrl.trainer.ranks.world import World
 from meshrl.weights.carrier import RunPaths
 from tests.doubles.weights import HashSink
 

@@ -36,10 +36,10 @@ from meshrl.rollout.streams import Response, sample
 from meshrl.testing import vision
 from meshrl.testing.contract.engine_suite import LONG, SLOTS, EngineSuite, until_running
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.model.packing import pack as pack_rows
 from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.model.snapshot import take_snapshot
+from meshrl.trainer.ranks.world import World
 
 from .. import servers
 from ..listening import reachable_sockets

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint import state_dict_saver
 from meshrl.contract.errors import FencedError, InfraError, UnavailableError, UserError
 from meshrl.contract.types import Columns, TrainerPhase, Uid, Version
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model.policy import load_hf
 from meshrl.trainer.model.vision import VisionReader
+from meshrl.trainer.ranks.world import World
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

@@ -10,8 +10,8 @@ import torch
 
 from meshrl.contract.errors import UserError
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer_config import OptimConfig
+from meshrl.trainer.ranks.world import World
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

@@ -16,10 +16,10 @@ from torch.distributed import DistBackendError
 from meshrl.contract.errors import InfraError, PartFailedError
 from meshrl.contract.types import Columns, GroupPolicy, Uid
 from meshrl.trainer.config import AlgorithmConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.experience import Schedule
 from meshrl.trainer.learner.learner import Learner
-from meshrl.trainer.loop import Trainer
+from meshrl.trainer.loop.loop import Trainer
+from meshrl.trainer.ranks.world import World
 from meshrl.transferqueue.queue import TransferQueue
 
 from .trainer_mesh import GROUP_SIZE, GROUPS, VOCABULARY, mesh, save_model

@@ -36,7 +36,6 @@ from meshrl.contract.types import (
 )
 from meshrl.trainer.algorithms.needs import needs_of
 from meshrl.trainer.checkpoint.resume import resume
-from meshrl.trainer.compute import Compute
 from meshrl.trainer.config import (
     ActorConfig,
     AlgorithmConfig,
@@ -44,17 +43,18 @@ from meshrl.trainer.config import (
     OptimConfig,
     TrainerConfig,
 )
-from meshrl.trainer.distributed import World
-from meshrl.trainer.evaluator import Evaluator
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
-from meshrl.trainer.loop import Trainer
-from meshrl.trainer.metrics import MetricsLog
+from meshrl.trainer.loop.evaluation import Evaluator
+from meshrl.trainer.loop.loop import Trainer
+from meshrl.trainer.loop.settings import TrainerSettings
+from meshrl.trainer.metrics.log import MetricsLog
 from meshrl.trainer.model.policy import build_policy, open_hf, random_hf
 from meshrl.trainer.model.vision import VisionReader
-from meshrl.trainer.reference import ReferenceModel, ReferenceStage
-from meshrl.trainer.settings import TrainerSettings
+from meshrl.trainer.ranks.compute import Compute
+from meshrl.trainer.ranks.world import World
+from meshrl.trainer.reference.stage import ReferenceModel, ReferenceStage
 from meshrl.trainer.trajectories.files import FOLDER
 from meshrl.trainer.trajectories.log import TrajectoryLog
 from meshrl.weights.gathering import whole

@@ -20,7 +20,7 @@ from typing import Any, Final, cast
 from meshrl.contract.errors import CapacityError, FencedError, InfraError
 from meshrl.contract.types import Version
 from meshrl.trainer.checkpoint.checkpoint import Checkpoints, Keep, Tensors, TrainerState
-from meshrl.trainer.distributed import World
+from meshrl.trainer.ranks.world import World
 from meshrl.transferqueue.store import Operation, OwnerLostError, Store, Table
 from tests.simulation.loop import Blocked
 

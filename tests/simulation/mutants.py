@@ -32,7 +32,7 @@ from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.trainer.checkpoint.checkpoint import Keep, Tensors, TrainerState
 from meshrl.trainer.data.feeder import Feeder
-from meshrl.trainer.distributed import World
+from meshrl.trainer.ranks.world import World
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.model.group import Grant, Group
 from meshrl.transferqueue.model.records import Exit, TakenBatch

@@ -33,14 +33,14 @@ from meshrl.rpc.clients.patience import Patience
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.servicers.queue import QueueServicer
 from meshrl.trainer.checkpoint.resume import resume
-from meshrl.trainer.compute import Compute
 from meshrl.trainer.config import FilterGroupsConfig, TrainerConfig
 from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.data.prompts import Prompt, PromptSet
 from meshrl.trainer.learner.learner import Learner
-from meshrl.trainer.loop import Trainer
-from meshrl.trainer.reference import ReferenceStage
-from meshrl.trainer.settings import TrainerSettings
+from meshrl.trainer.loop.loop import Trainer
+from meshrl.trainer.loop.settings import TrainerSettings
+from meshrl.trainer.ranks.compute import Compute
+from meshrl.trainer.reference.stage import ReferenceStage
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.weights.carriers import shm
 from meshrl.weights.coordinator import WeightCoordinator

@@ -23,7 +23,7 @@ from meshrl.config.recipe import Recipe, algorithm_needs, trains_each_branch
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.held_rows import RENEWALS
 from meshrl.trainer.algorithms import needs as algorithm_rules
-from meshrl.trainer.untrainable import WANTED, refusal
+from meshrl.trainer.model.untrainable import WANTED, refusal
 
 PICTURE_ENGINES = ("vllm", "sglang")
 PICTURE_PROGRAMS = ("single_turn", "tools", "user", "openai")

@@ -16,7 +16,6 @@ from meshrl.trainer.algorithms.advantages._options.prime import Options as Prime
 from meshrl.trainer.algorithms.needs import rollout_is_old
 from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.data.prompts import own_answer
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
@@ -26,6 +25,7 @@ from meshrl.trainer.model.critic import build_critic
 from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.offline.turn_ends import ended
+from meshrl.trainer.ranks.world import World
 
 
 def build_learner(recipe: Recipe, total_steps: int | None, world: World) -> Learner:

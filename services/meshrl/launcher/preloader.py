@@ -42,7 +42,7 @@ LIGHT = (
 TORCH = (
     "meshrl.launcher.running.trainer",
     "meshrl.launcher.running.rollout",
-    "meshrl.trainer.reference",
+    "meshrl.trainer.reference.stage",
     "meshrl.rollout.engines.torch",
     "transformers.models.auto.tokenization_auto",
 )

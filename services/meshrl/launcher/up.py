@@ -46,7 +46,7 @@ from meshrl.launcher.text_console import text_console
 from meshrl.launcher.view import final_table, live_view, step_line, waiting_lines
 from meshrl.rpc import credentials, tls
 from meshrl.rpc.exit_codes import Exit
-from meshrl.trainer.learning_signs import warnings_of
+from meshrl.trainer.metrics.learning_signs import warnings_of
 
 REDRAW_S = 0.25
 STEP_LINE_S = 3.0

@@ -32,13 +32,13 @@ from meshrl.contract.types import GenerateRequest, Int32, OnUpdate, SamplingPara
 from meshrl.rollout.config import TORCH_ARCHITECTURES
 from meshrl.rollout.engines.torch import build
 from meshrl.trainer.config import ModelConfig, ParallelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf
 from meshrl.trainer.model.snapshot import Snapshot, take_snapshot
-from meshrl.trainer.untrainable import WANTED
+from meshrl.trainer.model.untrainable import WANTED
+from meshrl.trainer.ranks.world import World
 
 VOCABULARY, PROMPT, WINDOW, RANKS = 64, 2, 6, 2
 SHAPE: Mapping[str, Any] = {

@@ -1,4 +1,4 @@
-"""Tries every causal language model of transformers in packs, and holds `meshrl.trainer.untrainable` against it.
+"""Tries every causal language model of transformers in packs, and holds `trainer.model.untrainable` against it.
 
 python -m meshrl.testing.trainable [TYPE ...] [--write docs/reference/models.md]
 
@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from meshrl.testing.architectures import parser_of, replace_section
 from meshrl.trainer.model.packing_check import first_line
 from meshrl.trainer.model.policy import empty_hf, packing_fault, what_to_try
-from meshrl.trainer.untrainable import refusal
+from meshrl.trainer.model.untrainable import refusal
 
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 MORE: Mapping[str, Mapping[str, Any]] = {

@@ -38,10 +38,10 @@ from meshrl.images import ImageProcessor
 from meshrl.rollout.streams import sample
 from meshrl.testing.architectures import figure, gradients_apart, parser_of, replace_section
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.model.packing import Pack, cut, pack
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf
 from meshrl.trainer.model.vision import VisionReader
+from meshrl.trainer.ranks.world import World
 
 SPECIAL = (
     "<pad>",

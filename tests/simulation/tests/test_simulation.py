@@ -17,7 +17,7 @@ import pytest
 from meshrl.contract.errors import InfraError
 from meshrl.contract.frames import Frame, pack
 from meshrl.contract.types import Batch, GroupRows, PayloadGroup, StalePolicy
-from meshrl.trainer.loop import Trainer
+from meshrl.trainer.loop.loop import Trainer
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, Table
 from tests.simulation.campaign import kind_of, minimise, story

@@ -23,7 +23,7 @@ from meshrl.contract.errors import InfraError, WaitTimeoutError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.time_slices import PATIENCE_S, SleepingEngine, TimeSlicedEngine
 from meshrl.trainer.learner.learner import Learner
-from meshrl.trainer.time_slices import TimeSlices
+from meshrl.trainer.loop.time_slices import TimeSlices
 from tests.simulation.loop import Process, SimulatedLoop, spawn
 
 from ..virtual_time import in_virtual_time, virtual_time

@@ -17,7 +17,7 @@ import pytest
 from meshrl.cli import main
 from meshrl.cli.root import KNOWN
 from meshrl.config import load_recipe
-from meshrl.trainer.learning_signs import SIGNS, Sign
+from meshrl.trainer.metrics.learning_signs import SIGNS, Sign
 
 from ...run_directory import bounds, unnamed
 from ...view_runs import add_rows

@@ -30,7 +30,7 @@ from meshrl.launcher.view import (
     step_line,
     waiting_lines,
 )
-from meshrl.trainer.learning_signs import warnings_of
+from meshrl.trainer.metrics.learning_signs import warnings_of
 
 STATUS = TrainerStatus(
     step=12,

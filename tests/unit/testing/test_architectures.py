@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.testing.architectures import KINDS, Tried, attempt
-from meshrl.trainer.distributed import World
+from meshrl.trainer.ranks.world import World
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
 

@@ -22,10 +22,10 @@ from meshrl.contract.types import (
     VersionSpan,
 )
 from meshrl.launcher.learner import build_learner
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.micro_batcher import MicroBatcher
-from meshrl.trainer.reference import ReferenceModel
+from meshrl.trainer.ranks.world import World
+from meshrl.trainer.reference.stage import ReferenceModel
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "algorithms"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))

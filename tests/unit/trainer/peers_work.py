@@ -9,7 +9,7 @@ import time
 import torch.distributed as dist
 
 from meshrl.contract.errors import InfraError
-from meshrl.trainer.peers import Peers, Seat, came
+from meshrl.trainer.ranks.peers import Peers, Seat, came
 
 SILENT_S = 1.0
 

@@ -15,13 +15,13 @@ import rank_work
 from meshrl.contract.ports import Queue, WeightSource
 from meshrl.contract.rows import reward_write, rollout_write
 from meshrl.contract.types import Batch, Columns, Outcome, Score, Uid, Version
-from meshrl.trainer import distributed
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
-from meshrl.trainer.compute import Compute
 from meshrl.trainer.config import TrainerConfig
-from meshrl.trainer.distributed import World
-from meshrl.trainer.loop import Trainer
-from meshrl.trainer.settings import TrainerSettings
+from meshrl.trainer.loop.loop import Trainer
+from meshrl.trainer.loop.settings import TrainerSettings
+from meshrl.trainer.ranks import world as ranks
+from meshrl.trainer.ranks.compute import Compute
+from meshrl.trainer.ranks.world import World
 
 STEPS = 2
 PUBLISH_S = 1.5
@@ -91,5 +91,5 @@ async def train(model: Path, directory: Path) -> None:
 
 
 def main(model: str, directory: str) -> None:
-    distributed.CONTROL_TIMEOUT_S = 20.0  # type: ignore[misc]
+    ranks.CONTROL_TIMEOUT_S = 20.0  # type: ignore[misc]
     asyncio.run(train(Path(model), Path(directory)))

@@ -22,12 +22,12 @@ from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf
 from meshrl.trainer.model.vision import VisionReader
+from meshrl.trainer.ranks.world import World
 
 PROMPT = 3
 VOCABULARY = 37

@@ -20,14 +20,14 @@ from meshrl.contract.ports import Queue
 from meshrl.launcher.ports import free_port
 from meshrl.trainer.checkpoint.async_checkpointer import AsyncCheckpointer
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
-from meshrl.trainer.compute import Compute
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, TrainerConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
+from meshrl.trainer.loop.settings import TrainerSettings
 from meshrl.trainer.model.policy import build_policy, open_hf
-from meshrl.trainer.settings import TrainerSettings
+from meshrl.trainer.ranks.compute import Compute
+from meshrl.trainer.ranks.world import World
 
 LONGEST_S = 0.25
 

@@ -13,7 +13,7 @@ from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms.recipe_defaults import ALGORITHMS, defaults, merged, name_of
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
-from meshrl.trainer.distributed import World
+from meshrl.trainer.ranks.world import World
 
 from . import named_algorithms
 from .ranks import Ranks

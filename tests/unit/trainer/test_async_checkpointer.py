@@ -17,7 +17,7 @@ from meshrl.contract.types import Version
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import Keep, TrainerState
 from meshrl.trainer.checkpoint.dcp import INDEX, SafeReader
-from meshrl.trainer.distributed import World
+from meshrl.trainer.ranks.world import World
 
 from . import rank_work, save_and_die
 from .ranks import Ranks

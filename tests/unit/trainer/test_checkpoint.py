@@ -15,12 +15,12 @@ from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.export import export_checkpoint, export_policy
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf
 from meshrl.trainer.model.snapshot import layout, take_snapshot
+from meshrl.trainer.ranks.world import World
 
 from . import tiny
 

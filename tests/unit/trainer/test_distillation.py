@@ -18,10 +18,10 @@ from meshrl.contract.types import Trajectory, Uid, Version, VersionSpan
 from meshrl.trainer.algorithms.distillation import distil, forward_kl
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import DistillationConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.model.policy import random_hf
-from meshrl.trainer.reference import ReferenceModel
+from meshrl.trainer.ranks.world import World
+from meshrl.trainer.reference.stage import ReferenceModel
 
 from . import named_algorithms, tiny
 

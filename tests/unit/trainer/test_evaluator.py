@@ -24,7 +24,7 @@ from meshrl.contract.types import (
     Version,
     VersionSpan,
 )
-from meshrl.trainer.evaluator import Evaluator
+from meshrl.trainer.loop.evaluation import Evaluator
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue

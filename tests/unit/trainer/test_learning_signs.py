@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.http.view.metrics import MetricsFile
-from meshrl.trainer.learning_signs import SIGNS, WATCHED, warnings_of
+from meshrl.trainer.metrics.learning_signs import SIGNS, WATCHED, warnings_of
 
 WELL: Mapping[str, Sequence[float]] = {
     "reward/min": [0.0] * 12,

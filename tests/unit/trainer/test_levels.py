@@ -15,7 +15,7 @@ from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.data.gym_config import ReasoningGymConfig, ReasoningGymCurriculumConfig
 from meshrl.trainer.data.levels import LevelHistory, LevelStream, level_scores
 from meshrl.trainer.data.prompts import Prompt, PromptSet, task_maker
-from meshrl.trainer.evaluator import Evaluator
+from meshrl.trainer.loop.evaluation import Evaluator
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.model.records import Exit

@@ -15,7 +15,7 @@ import pytest
 
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.trainer.loggers._types import COLUMNS, LoggedRun, rows_of
-from meshrl.trainer.metrics import LearningCheck, MetricsLog, open_loggers
+from meshrl.trainer.metrics.log import LearningCheck, MetricsLog, open_loggers
 from meshrl.trainer.trajectories.table import schema
 
 from . import recorded_loggers

@@ -15,20 +15,20 @@ from transformers import Qwen3Config
 
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import TrainerPhase, TrainerStatus, Version, Waiting
-from meshrl.trainer.compute import Compute
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, PolicyLossConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.experience import batch_from_json, batch_to_json, schedule
 from meshrl.trainer.learner.optimizer import learning_rate, norms_of
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.loggers._types import LoggedRun
 from meshrl.trainer.loggers.tensorboard import open_logger as tensorboard
-from meshrl.trainer.metrics import LearningCheck, MetricsLog
+from meshrl.trainer.loop.status import LiveStatus
+from meshrl.trainer.metrics.log import LearningCheck, MetricsLog
+from meshrl.trainer.metrics.utilisation import ModelWork, peak_memory
 from meshrl.trainer.model.logprob import linear_argmax, linear_sum_pi_squared
 from meshrl.trainer.model.policy import random_hf
-from meshrl.trainer.status import LiveStatus
-from meshrl.trainer.utilisation import ModelWork, peak_memory
+from meshrl.trainer.ranks.compute import Compute
+from meshrl.trainer.ranks.world import World
 
 from . import rank_work
 

@@ -15,7 +15,6 @@ from meshrl.trainer.checkpoint import checkpoint, export
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.export import export_checkpoint, export_policy
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model import lora
@@ -23,6 +22,7 @@ from meshrl.trainer.model.base_model import BaseModel
 from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import Policy, build_policy, load_hf, open_hf, random_hf
 from meshrl.trainer.model.snapshot import take_snapshot
+from meshrl.trainer.ranks.world import World
 
 from . import tiny
 

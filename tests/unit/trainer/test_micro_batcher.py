@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.experience import MiniBatch
 from meshrl.trainer.learner.micro_batcher import MicroBatcher
 from meshrl.trainer.model.packing import Pack
+from meshrl.trainer.ranks.world import World
 
 from . import tiny
 

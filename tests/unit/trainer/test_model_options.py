@@ -23,13 +23,13 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32, Version
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import World, allocator_settings
 from meshrl.trainer.learner.optimizer import Optimizers, fused, keep_own_kernel, move_state
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model.attention_kernels import with_grouped_heads
 from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf, random_hf
 from meshrl.trainer.model.snapshot import take_snapshot
+from meshrl.trainer.ranks.world import World, allocator_settings
 
 from . import tiny
 

@@ -13,15 +13,15 @@ from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.trainer.checkpoint import checkpoint
-from meshrl.trainer.compute import Compute
 from meshrl.trainer.config import ParallelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.micro_batcher import allows_whole_gradients
 from meshrl.trainer.model import expert_parallel
 from meshrl.trainer.model.expert_parallel import spread_experts
 from meshrl.trainer.model.policy import random_hf
 from meshrl.trainer.model.sequence_parallel import repeats
 from meshrl.trainer.model.tensor_parallel import share_matrices
+from meshrl.trainer.ranks.compute import Compute
+from meshrl.trainer.ranks.world import World
 
 from . import rank_work, tiny
 from .ranks import Ranks

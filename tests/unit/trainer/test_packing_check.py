@@ -10,11 +10,11 @@ import transformers
 
 from meshrl.contract.errors import UserError
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.model import policy
 from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import build_policy, open_hf, random_hf
 from meshrl.trainer.offline.reward_training import load_classifier
+from meshrl.trainer.ranks.world import World
 
 from . import tiny
 

@@ -12,7 +12,7 @@ from meshrl.config import Recipe, load_recipe
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.launcher.running import ranks
 from meshrl.rpc.runtime import ServerSettings
-from meshrl.trainer.peers import Seat, until_listening
+from meshrl.trainer.ranks.peers import Seat, until_listening
 
 from .ranks import Ranks
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshrl.trainer.profiling import profiled
+from meshrl.trainer.metrics.profiling import profiled
 
 CPU = torch.device("cpu")
 

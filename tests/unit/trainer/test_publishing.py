@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from meshrl.contract.ports import WeightSource
-from meshrl.trainer.compute import Compute
-from meshrl.trainer.loop import Trainer
-from meshrl.trainer.time_slices import Always
+from meshrl.trainer.loop.loop import Trainer
+from meshrl.trainer.loop.time_slices import Always
+from meshrl.trainer.ranks.compute import Compute
 
 AMPLE_S = 60.0
 SOURCE = cast(WeightSource, object())

@@ -36,10 +36,10 @@ from meshrl.contract.types import (
 from meshrl.testing.vision import logprobs_alone
 from meshrl.testing.vision import rows as vision_rows
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.model.policy import build_policy, load_hf, open_hf
 from meshrl.trainer.model.vision import VisionReader
-from meshrl.trainer.reference import ReferenceModel, ReferenceStage, Seen
+from meshrl.trainer.ranks.world import World
+from meshrl.trainer.reference.stage import ReferenceModel, ReferenceStage, Seen
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

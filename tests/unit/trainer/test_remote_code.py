@@ -10,9 +10,9 @@ from transformers import dynamic_module_utils
 
 from meshrl.contract.errors import UserError
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import build_policy, open_hf, random_hf
+from meshrl.trainer.ranks.world import World
 
 from . import tiny
 

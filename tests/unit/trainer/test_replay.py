@@ -21,8 +21,8 @@ from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook
 from meshrl.launcher.learner import build_learner
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
-from meshrl.trainer.distributed import World
-from meshrl.trainer.metrics import MetricsLog
+from meshrl.trainer.metrics.log import MetricsLog
+from meshrl.trainer.ranks.world import World
 from meshrl.trainer.trajectories.files import FOLDER, file_of
 from meshrl.trainer.trajectories.log import TrajectoryLog
 

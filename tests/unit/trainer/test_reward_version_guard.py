@@ -26,7 +26,7 @@ from meshrl.contract.types import (
     reward_stage,
 )
 from meshrl.rewardd.reward_stage import RewardStage
-from meshrl.trainer.reward_version_guard import RewardVersionGuard
+from meshrl.trainer.loop.reward_guard import RewardVersionGuard
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

@@ -15,7 +15,6 @@ import torch
 from meshrl.contract.errors import UserError
 from meshrl.testing.vision import VOCABULARY, logprobs_alone
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.model.vision import VisionReader
@@ -23,6 +22,7 @@ from meshrl.trainer.offline import sft
 from meshrl.trainer.offline.config import SftConfig
 from meshrl.trainer.offline.example import Example
 from meshrl.trainer.offline.sft import SftLesson, exact_match, read_examples
+from meshrl.trainer.ranks.world import World
 
 from ...pictures import make_model, picture
 from .test_vision import load_theirs, row

@@ -16,10 +16,10 @@ from transformers import (
 
 from meshrl.contract.errors import UserError
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.model import sharded_loading
 from meshrl.trainer.model.base_model import BaseModel
 from meshrl.trainer.model.policy import build_policy, open_hf, random_hf
+from meshrl.trainer.ranks.world import World
 
 from . import tiny
 from .ranks import Ranks

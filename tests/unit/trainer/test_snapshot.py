@@ -11,10 +11,10 @@ from transformers import AutoConfig
 
 from meshrl.contract.types import Version
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.model.lora import Weight
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf, random_hf
 from meshrl.trainer.model.snapshot import Snapshot, take_snapshot
+from meshrl.trainer.ranks.world import World
 from meshrl.weights.gathering import SourceError, gathered, whole
 from meshrl.weights.messages import digest
 

@@ -40,7 +40,7 @@ from meshrl.contract.types import (
     Version,
 )
 from meshrl.trainer.config import TrainerConfig
-from meshrl.trainer.distributed import World
+from meshrl.trainer.ranks.world import World
 from meshrl.trainer.trajectories.files import draft_of, file_of, logged_files
 from meshrl.trainer.trajectories.log import TrajectoryLog
 from meshrl.trainer.trajectories.table import schema

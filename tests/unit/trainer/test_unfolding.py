@@ -23,10 +23,10 @@ from meshrl.trainer.algorithms.advantages.data_answer import compute
 from meshrl.trainer.algorithms.needs import rollout_is_old
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import AlgorithmConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.experience import assemble, schedule
 from meshrl.trainer.learner.learner import Learned
 from meshrl.trainer.learner.unfolding import Part, Unfolded, branches, unfolded
+from meshrl.trainer.ranks.world import World
 
 from . import named_algorithms, rank_work
 

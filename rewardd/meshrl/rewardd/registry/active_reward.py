@@ -1,7 +1,7 @@
 """The judge of a run whose reward may change while it trains: scores with the current version.
 
 A call ends with the version that it began with, and its scores carry that hash. So a batch may get rows of two
-versions; `meshrl.trainer.reward_version_guard` gives each batch a single one.
+versions; `meshrl.trainer.loop.reward_guard` gives each batch a single one.
 """
 
 from __future__ import annotations

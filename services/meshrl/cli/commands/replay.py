@@ -50,7 +50,7 @@ def replay(run: Path | None, step: int, tolerance: float, as_json: bool) -> None
 
     from meshrl.launcher.learner import build_learner, training_steps
     from meshrl.trainer.checkpoint import checkpoint
-    from meshrl.trainer.distributed import World
+    from meshrl.trainer.ranks.world import World
     from meshrl.trainer.trajectories.replay import replay, starting_point
 
     # As many as the services get: another number adds in another order.

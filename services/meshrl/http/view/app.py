@@ -35,7 +35,7 @@ from meshrl.http.view.metrics import MetricsFile
 from meshrl.http.view.spans import SpanFiles
 from meshrl.rpc.credentials import sha256, verifiers_file
 from meshrl.rpc.identity import METHODS, METRICS_ROLES, Identity
-from meshrl.trainer.learning_signs import SIGNS, warnings_of
+from meshrl.trainer.metrics.learning_signs import SIGNS, warnings_of
 from meshrl.trainer.trajectories.files import Split
 
 STATIC: Final = Path(__file__).with_name("static")

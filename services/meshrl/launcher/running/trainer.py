@@ -40,16 +40,16 @@ from meshrl.rpc.servicers.trainer import TrainerServicer
 from meshrl.rpc.trainer_metrics import TrainerCollector
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.resume import require_shared, resume
-from meshrl.trainer.compute import Compute
-from meshrl.trainer.distributed import World
-from meshrl.trainer.evaluator import Evaluator
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.loggers._types import LoggedRun, flat
-from meshrl.trainer.loop import Trainer
-from meshrl.trainer.metrics import MetricsLog, open_loggers
-from meshrl.trainer.reward_version_guard import RewardVersionGuard
-from meshrl.trainer.settings import TrainerSettings
-from meshrl.trainer.time_slices import TimeSlices
+from meshrl.trainer.loop.evaluation import Evaluator
+from meshrl.trainer.loop.loop import Trainer
+from meshrl.trainer.loop.reward_guard import RewardVersionGuard
+from meshrl.trainer.loop.settings import TrainerSettings
+from meshrl.trainer.loop.time_slices import TimeSlices
+from meshrl.trainer.metrics.log import MetricsLog, open_loggers
+from meshrl.trainer.ranks.compute import Compute
+from meshrl.trainer.ranks.world import World
 from meshrl.trainer.trajectories.files import FOLDER
 from meshrl.trainer.trajectories.log import TrajectoryLog
 from meshrl.weights.carrier import RunPaths

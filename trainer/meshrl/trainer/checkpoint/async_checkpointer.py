@@ -21,10 +21,10 @@ from meshrl.contract.errors import AWAY
 from meshrl.contract.ports import Queue
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import Checkpoints, Keep, Tensors, TrainerState
-from meshrl.trainer.compute import Compute
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
-from meshrl.trainer.settings import TrainerSettings
+from meshrl.trainer.loop.settings import TrainerSettings
+from meshrl.trainer.ranks.compute import Compute
+from meshrl.trainer.ranks.world import World
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -50,9 +50,9 @@ from meshrl.common.files import replace_file, sync
 from meshrl.contract.errors import CapacityError, CorruptError, FencedError, InfraError, UserError
 from meshrl.contract.types import Json, Version
 from meshrl.trainer.checkpoint.dcp import PlainWriter, SafePlanner, SafeReader
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers, Trained
 from meshrl.trainer.model.policy import Policy
+from meshrl.trainer.ranks.world import World
 
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d+)-epoch-(\d+)")

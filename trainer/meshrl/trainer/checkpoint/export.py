@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.model import lora
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf
+from meshrl.trainer.ranks.world import World
 
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILES = (

@@ -23,11 +23,11 @@ from meshrl.contract.ports import Queue
 from meshrl.contract.types import Json
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import Checkpoints, TrainerState
-from meshrl.trainer.compute import Compute
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
-from meshrl.trainer.peers import Seat
-from meshrl.trainer.settings import TrainerSettings
+from meshrl.trainer.loop.settings import TrainerSettings
+from meshrl.trainer.ranks.compute import Compute
+from meshrl.trainer.ranks.peers import Seat
+from meshrl.trainer.ranks.world import World
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Batch, BatchRow, Outcome, Trajectory, Uid, Version
 from meshrl.trainer.algorithms.agent_steps import Steps, anchors_of, steps_of
 from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.distributed import World
 from meshrl.trainer.model.packing import cut, plan
+from meshrl.trainer.ranks.world import World
 
 GROUP_PARTS = 4
 """Rows of a group stay together in parts of at most 1/4 of a micro-batch: larger parts would leave it half empty."""

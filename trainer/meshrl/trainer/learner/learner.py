@@ -34,7 +34,6 @@ from meshrl.contract.types import (
 from meshrl.trainer.algorithms.losses._types import LossInputs
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import ActorConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.batch_metrics import batch_mismatch, experience_metrics
 from meshrl.trainer.learner.experience import (
     Experience,
@@ -52,11 +51,12 @@ from meshrl.trainer.learner.policy_gradient import ForwardOutputs, MicroBatch, O
 from meshrl.trainer.learner.reward_learner import RewardLearner
 from meshrl.trainer.learner.unfolding import Unfolded, branches, unfolded, with_answer
 from meshrl.trainer.learner.value_learner import ValueLearner
+from meshrl.trainer.metrics.utilisation import ModelWork
 from meshrl.trainer.model.expert_balance import ExpertBalance
 from meshrl.trainer.model.packing import Pack
 from meshrl.trainer.model.policy import Policy
 from meshrl.trainer.model.vision import VisionReader
-from meshrl.trainer.utilisation import ModelWork
+from meshrl.trainer.ranks.world import World
 
 log = logging.getLogger(__name__)
 

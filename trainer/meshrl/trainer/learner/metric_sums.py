@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from meshrl.trainer.distributed import World
+from meshrl.trainer.ranks.world import World
 
 
 class MetricSums:

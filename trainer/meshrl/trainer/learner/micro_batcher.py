@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshrl.contract.types import Trajectory
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.experience import MiniBatch, Schedule, gather_tokens
 from meshrl.trainer.model.packing import Pack, pack, share_out
 from meshrl.trainer.model.routing_replay import Routing
 from meshrl.trainer.model.vision import VisionReader
+from meshrl.trainer.ranks.world import World
 
 WHOLE_GRADIENTS_SHARE = 8
 """Gradients of the whole model may take this part of a device: 10 GB of 80, those of 2.5 billion weights."""

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from meshrl.contract.types import Int32, Trajectory
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.experience import Experience, MiniBatch, Schedule, row_objects
 from meshrl.trainer.learner.policy_gradient import Targets
 from meshrl.trainer.model.packing import cut
+from meshrl.trainer.ranks.world import World
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

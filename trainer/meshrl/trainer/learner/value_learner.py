@@ -16,13 +16,13 @@ from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.algorithms.value_loss import value_loss
 from meshrl.trainer.config import CriticConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.experience import Experience, MiniBatch
 from meshrl.trainer.learner.metric_sums import MetricSums
 from meshrl.trainer.learner.micro_batcher import MicroBatcher
 from meshrl.trainer.learner.optimizer import Optimizers, learning_rate, norms_of
 from meshrl.trainer.learner.policy_gradient import Targets
 from meshrl.trainer.model.critic import Critic
+from meshrl.trainer.ranks.world import World
 
 
 class ValueLearner:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from meshrl.trainer.loggers._types import LoggedRun, Sink
 
-log = logging.getLogger("meshrl.trainer.metrics")
+log = logging.getLogger("meshrl.trainer.metrics.log")
 
 
 class ConsoleLogger:

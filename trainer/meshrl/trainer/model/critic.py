@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.model.packing import Pack
 from meshrl.trainer.model.policy import HfModel, response_hidden, shard
 from meshrl.trainer.model.vision import tower_of
+from meshrl.trainer.ranks.world import World
 
 
 class Critic(nn.Module):

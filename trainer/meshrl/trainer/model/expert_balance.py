@@ -21,8 +21,8 @@ from torch import nn
 
 from meshrl.contract.errors import UserError
 from meshrl.trainer.config import ActorConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.model.packing import Pack
+from meshrl.trainer.ranks.world import World
 
 BIAS = "e_score_correction_bias"
 """transformers' name, of DeepSeek-V3's routers and of those made like them."""

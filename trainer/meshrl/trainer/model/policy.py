@@ -34,7 +34,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from meshrl.contract.errors import MeshError, UserError
 from meshrl.contract.types import Json
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.model import attention, lora
 from meshrl.trainer.model.base_model import BaseModel
 from meshrl.trainer.model.checkpoint_names import Published, in_checkpoint
@@ -52,6 +51,7 @@ from meshrl.trainer.model.packing_check import Alone, Packed, fault, first_line
 from meshrl.trainer.model.routing_replay import Routing, RoutingReplay
 from meshrl.trainer.model.sharded_loading import can_fill, fill, is_empty
 from meshrl.trainer.model.tensor_parallel import share_matrices
+from meshrl.trainer.model.untrainable import WANTED, refusal
 from meshrl.trainer.model.vision import (
     VISION_ATTENTION,
     embedded,
@@ -59,7 +59,7 @@ from meshrl.trainer.model.vision import (
     tower_prefix,
     units_of,
 )
-from meshrl.trainer.untrainable import WANTED, refusal
+from meshrl.trainer.ranks.world import World
 
 log = logging.getLogger(__name__)
 

@@ -27,11 +27,11 @@ from typing_extensions import override
 from meshrl.common import shared_buffers
 from meshrl.contract.ports import GatheredSource
 from meshrl.contract.types import Adapter, TensorSpec, Uint8, Version, WeightManifest
-from meshrl.trainer.distributed import World
 from meshrl.trainer.model.bucket_gather import gather_into
 from meshrl.trainer.model.checkpoint_names import Published
 from meshrl.trainer.model.lora import scale, targets
 from meshrl.trainer.model.policy import Policy
+from meshrl.trainer.ranks.world import World
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.config import ActorConfig, ModelConfig
 from meshrl.trainer.data.pairs import Pair, read_pairs
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.metric_sums import MetricSums
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model.packing import plan
@@ -35,6 +34,7 @@ from meshrl.trainer.offline.loop import Lesson, Progress, Report, fit
 from meshrl.trainer.offline.pairwise import PairLearner
 from meshrl.trainer.offline.sft import tokenised
 from meshrl.trainer.offline.turn_ends import turn_end_id
+from meshrl.trainer.ranks.world import World
 
 LOSSES = "meshrl.trainer.algorithms.losses"
 

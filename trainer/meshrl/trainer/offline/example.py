@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 
 from meshrl.contract.types import Int32, Media
-from meshrl.trainer.distributed import World
 from meshrl.trainer.model.packing import Pack, pack, plan, share_out
 from meshrl.trainer.model.vision import VisionReader
+from meshrl.trainer.ranks.world import World
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,10 +24,10 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.types import Int32
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers, learning_rate
 from meshrl.trainer.model.policy import Policy
 from meshrl.trainer.offline.config import OfflineConfig
+from meshrl.trainer.ranks.world import World
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,6 @@ from meshrl.contract.types import Int32
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.data.pairs import Pair, read_pairs
 from meshrl.trainer.data.prompts import check_open
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.metric_sums import MetricSums
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model import attention
@@ -48,6 +47,7 @@ from meshrl.trainer.offline.config import RewardModelConfig
 from meshrl.trainer.offline.conversation import NO_PAD, judged_text
 from meshrl.trainer.offline.loop import Lesson, Progress, Report, fit
 from meshrl.trainer.offline.pairwise import PairLearner
+from meshrl.trainer.ranks.world import World
 
 Conversations = tuple[Int32, Int32]
 """The tokens of a prompt with its chosen, and with its rejected response."""

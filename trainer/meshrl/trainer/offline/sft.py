@@ -32,7 +32,6 @@ from meshrl.trainer.data.messages import (
 )
 from meshrl.trainer.data.pictures import pictures_of
 from meshrl.trainer.data.prompts import check_open, templated, text_ids
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf
 from meshrl.trainer.model.vision import VisionReader
@@ -41,6 +40,7 @@ from meshrl.trainer.offline.conversation_rows import conversation, with_pictures
 from meshrl.trainer.offline.example import Example, packs
 from meshrl.trainer.offline.loop import Lesson, Progress, fit
 from meshrl.trainer.offline.turn_ends import ended, turn_end_id, without_end
+from meshrl.trainer.ranks.world import World
 
 log = logging.getLogger(__name__)
 EXACT_MATCH = "val/exact_match"

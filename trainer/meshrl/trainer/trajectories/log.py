@@ -45,7 +45,7 @@ from meshrl.contract.types import (
 )
 from meshrl.trainer.learner.experience import Schedule
 from meshrl.trainer.learner.learner import Learned
-from meshrl.trainer.reward_version_guard import BatchQueue
+from meshrl.trainer.loop.reward_guard import BatchQueue
 from meshrl.trainer.trajectories.files import (
     LoggedFile,
     Split,

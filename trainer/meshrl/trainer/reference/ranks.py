@@ -17,8 +17,8 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from meshrl.contract.types import Int32
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.model.policy import HfModel, Policy, shard
+from meshrl.trainer.ranks.world import World
 
 IDLE_S = 60.0
 _END = b"end"

@@ -18,8 +18,8 @@ from meshrl.contract.ports import Queue
 from meshrl.contract.row_values import row_fault
 from meshrl.contract.rows import DAMAGED, UNTRAINABLE, trajectory
 from meshrl.contract.types import Batch, Columns, Trajectory, Uid
-from meshrl.trainer.compute import Compute
-from meshrl.trainer.distributed import World
+from meshrl.trainer.ranks.compute import Compute
+from meshrl.trainer.ranks.world import World
 
 log = logging.getLogger(__name__)
 

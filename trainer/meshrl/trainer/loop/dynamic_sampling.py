@@ -23,9 +23,9 @@ from meshrl.contract.ports import Queue
 from meshrl.contract.rows import column_text
 from meshrl.contract.types import Batch, BatchRow, Columns, Json, Uid
 from meshrl.trainer.config import FilterGroupsConfig
-from meshrl.trainer.damaged_rows import without
 from meshrl.trainer.learner.experience import is_baseline
-from meshrl.trainer.reward_version_guard import BatchQueue
+from meshrl.trainer.loop.damaged_rows import without
+from meshrl.trainer.loop.reward_guard import BatchQueue
 
 log = logging.getLogger(__name__)
 

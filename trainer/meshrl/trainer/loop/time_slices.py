@@ -15,9 +15,9 @@ from typing_extensions import override
 
 from meshrl.common.device_lease import DeviceLease
 from meshrl.contract.types import Json
-from meshrl.trainer.compute import Compute
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers, move_state
+from meshrl.trainer.ranks.compute import Compute
 
 
 class Turns(Protocol):

@@ -24,11 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from meshrl.common.device_share import DeviceShare, chosen_device
 from meshrl.common.sockets import interface_towards, is_loopback, listen_fd, loopback_interface
 from meshrl.contract.errors import ConfigError, InfraError
-from meshrl.trainer import peers
 from meshrl.trainer.config import ParallelConfig
 from meshrl.trainer.model.attention_kernels import use_flash_attention_3
 from meshrl.trainer.model.sequence_parallel import SequenceGroup
-from meshrl.trainer.peers import Peers, Seat
+from meshrl.trainer.ranks import peers
+from meshrl.trainer.ranks.peers import Peers, Seat
 
 _Item = TypeVar("_Item", bound=np.generic)
 

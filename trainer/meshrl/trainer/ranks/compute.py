@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from meshrl.contract.errors import InfraError
-from meshrl.trainer.distributed import lost_peer
+from meshrl.trainer.ranks.world import lost_peer
 
 Result = TypeVar("Result")
 

@@ -17,8 +17,8 @@ from meshrl.common.line_file import LineFile
 from meshrl.common.plugins import load
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
-from meshrl.trainer.learning_signs import WATCHED, WINDOW, warnings_of
 from meshrl.trainer.loggers._types import LoggedRun, Sink, rows_of
+from meshrl.trainer.metrics.learning_signs import WATCHED, WINDOW, warnings_of
 
 log = logging.getLogger(__name__)
 

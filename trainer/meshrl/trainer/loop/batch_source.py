@@ -23,14 +23,14 @@ from meshrl.contract.errors import (
 from meshrl.contract.ports import Publisher, Queue
 from meshrl.contract.rows import FAILED
 from meshrl.contract.types import Batch, Json, Uid
-from meshrl.trainer.compute import Compute
-from meshrl.trainer.damaged_rows import dead_letter, unreadable
-from meshrl.trainer.distributed import World
-from meshrl.trainer.dynamic_sampling import DynamicSampling
 from meshrl.trainer.learner.experience import batch_from_json, batch_to_json
-from meshrl.trainer.reward_version_guard import BatchQueue, RewardVersionGuard
-from meshrl.trainer.settings import TrainerSettings
-from meshrl.trainer.status import LiveStatus
+from meshrl.trainer.loop.damaged_rows import dead_letter, unreadable
+from meshrl.trainer.loop.dynamic_sampling import DynamicSampling
+from meshrl.trainer.loop.reward_guard import BatchQueue, RewardVersionGuard
+from meshrl.trainer.loop.settings import TrainerSettings
+from meshrl.trainer.loop.status import LiveStatus
+from meshrl.trainer.ranks.compute import Compute
+from meshrl.trainer.ranks.world import World
 
 log = logging.getLogger(__name__)
 

@@ -42,13 +42,13 @@ from meshrl.contract.types import (
     RowWrite,
 )
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import World, prepare_cuda
 from meshrl.trainer.model.packing import cut_alike, pack
 from meshrl.trainer.model.policy import Policy, open_hf
 from meshrl.trainer.model.sharded_loading import fill, is_empty
 from meshrl.trainer.model.vision import RowImages, VisionReader, tower_of
-from meshrl.trainer.reference_ranks import IDLE_S, ReferenceRanks, sharded
-from meshrl.trainer.shared_prefix_groups import SharedPrefixGroups
+from meshrl.trainer.ranks.world import World, prepare_cuda
+from meshrl.trainer.reference.ranks import IDLE_S, ReferenceRanks, sharded
+from meshrl.trainer.reference.shared_prefix_groups import SharedPrefixGroups
 
 
 class ReferenceModel:
@@ -247,7 +247,7 @@ class ReferenceStage:
             pictures: It reads those of rows.
             worker: This stage's name in leases.
             limit: Rows held at once: most of them wait for the rest of their group.
-            together: Rows wait for the rest of their group, whose prompt is shared (`shared_prefix_groups.py`).
+            together: Rows wait for the rest of their group, whose prompt is shared (`SharedPrefixGroups`).
         """
         self._queue = queue if pictures else None
         self._judged = judged

@@ -50,26 +50,26 @@ from meshrl.contract.errors import (
 from meshrl.contract.ports import Publisher, Queue, WeightSource
 from meshrl.contract.rows import with_media
 from meshrl.contract.types import MEDIA, Batch, Json, TrainerPhase, Trajectory, Uid, Version
-from meshrl.trainer.batch_source import BatchSource, Command
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.async_checkpointer import AsyncCheckpointer
 from meshrl.trainer.checkpoint.checkpoint import Checkpoints, TrainerState
 from meshrl.trainer.checkpoint.export import export_policy
-from meshrl.trainer.compute import Compute
-from meshrl.trainer.damaged_rows import of_all_ranks, trainable, unreadable, without
-from meshrl.trainer.evaluation_schedule import EvaluationSchedule
-from meshrl.trainer.evaluator import Evaluator
 from meshrl.trainer.learner.experience import Schedule
 from meshrl.trainer.learner.learner import Learned, Learner
-from meshrl.trainer.metrics import MetricsLog
+from meshrl.trainer.loop.batch_source import BatchSource, Command
+from meshrl.trainer.loop.damaged_rows import of_all_ranks, trainable, unreadable, without
+from meshrl.trainer.loop.evaluation import Evaluator
+from meshrl.trainer.loop.evaluation_schedule import EvaluationSchedule
+from meshrl.trainer.loop.reward_guard import BatchQueue, RewardVersionGuard
+from meshrl.trainer.loop.settings import TrainerSettings
+from meshrl.trainer.loop.status import LiveStatus
+from meshrl.trainer.loop.time_slices import Always, Turns
+from meshrl.trainer.metrics.log import MetricsLog
+from meshrl.trainer.metrics.profiling import FOLDER, profiled
+from meshrl.trainer.metrics.utilisation import peak_memory, peak_tflops
 from meshrl.trainer.model.snapshot import take_snapshot
-from meshrl.trainer.profiling import FOLDER, profiled
-from meshrl.trainer.reward_version_guard import BatchQueue, RewardVersionGuard
-from meshrl.trainer.settings import TrainerSettings
-from meshrl.trainer.status import LiveStatus
-from meshrl.trainer.time_slices import Always, Turns
+from meshrl.trainer.ranks.compute import Compute
 from meshrl.trainer.trajectories.log import TrajectoryLog
-from meshrl.trainer.utilisation import peak_memory, peak_tflops
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ import logging
 
 from meshrl.contract.ports import Publisher
 from meshrl.contract.types import Version
-from meshrl.trainer.evaluator import Evaluator
-from meshrl.trainer.metrics import MetricsLog
-from meshrl.trainer.settings import TrainerSettings
-from meshrl.trainer.status import LiveStatus
+from meshrl.trainer.loop.evaluation import Evaluator
+from meshrl.trainer.loop.settings import TrainerSettings
+from meshrl.trainer.loop.status import LiveStatus
+from meshrl.trainer.metrics.log import MetricsLog
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""The frozen model of KL terms, and the stage that computes with it."""
