@@ -130,7 +130,8 @@ def rank(step: str, path: Path, work: Path) -> None:
 def loads(step: str, path: Path, work: Path) -> dict[str, Any]:
     """Figures of a policy that is loaded."""
     from meshrl.trainer.config import ModelConfig
-    from meshrl.trainer.model.policy import build_policy, decoder_layers, open_hf
+    from meshrl.trainer.model.policy import build_policy, open_hf
+    from meshrl.trainer.model.sharding import decoder_layers
     from meshrl.trainer.ranks.world import World
 
     world, peak = World.start("cpu"), Peak()
@@ -243,9 +244,9 @@ def refers(step: str, path: Path, work: Path) -> dict[str, Any]:
 
     import numpy as np
 
-    from meshrl.trainer.model.policy import decoder_layers
+    from meshrl.trainer.model.sharding import decoder_layers
     from meshrl.trainer.ranks.world import World
-    from meshrl.trainer.reference.stage import ReferenceModel
+    from meshrl.trainer.reference.model import ReferenceModel
 
     world, peak = World.start("cpu"), Peak()
     model = ReferenceModel(path, device="cpu", world=world)
@@ -310,7 +311,7 @@ def same(exported: Path, start: Path) -> bool:
     """Whether two checkpoints have the same tensors."""
     import torch
 
-    from meshrl.trainer.model.base_model import BaseModel
+    from meshrl.trainer.model.lora import BaseModel
 
     one, other = BaseModel(exported), BaseModel(start)
     return one.names == other.names and all(

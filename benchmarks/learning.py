@@ -50,7 +50,8 @@ from meshrl.trainer.loop.settings import TrainerSettings
 from meshrl.trainer.metrics.log import MetricsLog
 from meshrl.trainer.ranks.compute import Compute
 from meshrl.trainer.ranks.world import World
-from meshrl.trainer.reference.stage import ReferenceModel, ReferenceStage
+from meshrl.trainer.reference.model import ReferenceModel
+from meshrl.trainer.reference.stage import ReferenceStage
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 from meshrl.weights.gathering import whole

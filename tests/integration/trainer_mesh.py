@@ -54,7 +54,8 @@ from meshrl.trainer.model.policy import build_policy, open_hf, random_hf
 from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.ranks.compute import Compute
 from meshrl.trainer.ranks.world import World
-from meshrl.trainer.reference.stage import ReferenceModel, ReferenceStage
+from meshrl.trainer.reference.model import ReferenceModel
+from meshrl.trainer.reference.stage import ReferenceStage
 from meshrl.trainer.trajectories.files import FOLDER
 from meshrl.trainer.trajectories.log import TrajectoryLog
 from meshrl.weights.gathering import whole

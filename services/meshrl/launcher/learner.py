@@ -20,8 +20,7 @@ from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.learner.reward_learner import RewardLearner
-from meshrl.trainer.learner.value_learner import ValueLearner
-from meshrl.trainer.model.critic import build_critic
+from meshrl.trainer.learner.value_learner import ValueLearner, build_critic
 from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.offline.turn_ends import ended

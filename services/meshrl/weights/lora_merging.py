@@ -15,7 +15,7 @@ from meshrl.weights.messages import digest, hashes_of, wrong_tensors
 if TYPE_CHECKING:
     import torch
 
-    from meshrl.trainer.model.base_model import BaseModel
+    from meshrl.trainer.model.lora import BaseModel
 
 
 class Merger:
@@ -58,7 +58,7 @@ class Merger:
 
     def base_of(self, adapter: Adapter) -> BaseModel:
         """This process's copy of the base model. Raises UserError: it has none, or another one."""
-        from meshrl.trainer.model.base_model import (
+        from meshrl.trainer.model.lora import (
             BaseModel,  # torch, which not every fleet needs here
         )
 

@@ -25,7 +25,7 @@ from meshrl.launcher.learner import build_learner
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.micro_batcher import MicroBatcher
 from meshrl.trainer.ranks.world import World
-from meshrl.trainer.reference.stage import ReferenceModel
+from meshrl.trainer.reference.model import ReferenceModel
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "algorithms"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))

@@ -25,13 +25,13 @@ from meshrl.contract.types import Version
 from meshrl.trainer.checkpoint import checkpoint, export
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.config import ModelConfig, ParallelConfig
-from meshrl.trainer.model.critic import build_critic
+from meshrl.trainer.learner.value_learner import build_critic
 from meshrl.trainer.model.policy import build_policy, load_hf, open_hf
 from meshrl.trainer.model.snapshot import take_snapshot
 from meshrl.trainer.offline import sft
 from meshrl.trainer.offline.config import SftConfig
 from meshrl.trainer.ranks.world import World
-from meshrl.trainer.reference.stage import ReferenceModel
+from meshrl.trainer.reference.model import ReferenceModel
 from tests.doubles.equality import TRAININGS, differences
 from tests.doubles.equality import train as train_by_table
 

@@ -16,7 +16,7 @@ from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.losses._types import LossInputs
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import ActorConfig, AggregationMode
-from meshrl.trainer.learner.objective import actor_loss
+from meshrl.trainer.learner.policy_gradient import actor_loss
 
 MODES: tuple[AggregationMode, ...] = get_args(AggregationMode)
 WITHIN_MICRO_BATCH = {"clip_cov", "kl_cov", "m2po"}

@@ -21,7 +21,7 @@ from meshrl.trainer.config import DistillationConfig
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.model.policy import random_hf
 from meshrl.trainer.ranks.world import World
-from meshrl.trainer.reference.stage import ReferenceModel
+from meshrl.trainer.reference.model import ReferenceModel
 
 from . import named_algorithms, tiny
 

@@ -12,9 +12,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from meshrl.contract.errors import UserError
 from meshrl.trainer.config import ActorConfig, ModelConfig
 from meshrl.trainer.learner.learner import Learner
-from meshrl.trainer.model.expert_balance import BIAS, ExpertBalance, routers
 from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import build_policy, random_hf
+from meshrl.trainer.model.routing import BIAS, ExpertBalance, routers
 from meshrl.trainer.ranks.world import World
 
 from . import rank_work, tiny

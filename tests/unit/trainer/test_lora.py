@@ -18,7 +18,7 @@ from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model import lora
-from meshrl.trainer.model.base_model import BaseModel
+from meshrl.trainer.model.lora import BaseModel
 from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import Policy, build_policy, load_hf, open_hf, random_hf
 from meshrl.trainer.model.snapshot import take_snapshot

@@ -14,7 +14,7 @@ from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.algorithms.second_moment import second_moment_mask
 from meshrl.trainer.algorithms.value_loss import value_loss
 from meshrl.trainer.config import ActorConfig
-from meshrl.trainer.learner.objective import actor_loss, positive_nll
+from meshrl.trainer.learner.policy_gradient import actor_loss, positive_nll
 
 LOSSES = plugins.known("meshrl.trainer.algorithms.losses")
 ON_POLICY_GRADIENT = (

@@ -11,7 +11,7 @@ import pytest
 from meshrl.contract.errors import UserError
 from meshrl.trainer.data.mixture import Mixture
 from meshrl.trainer.data.prompts import Prompt
-from meshrl.trainer.learner.batch_metrics import MOST_SOURCES, source_means
+from meshrl.trainer.learner.metrics import MOST_SOURCES, source_means
 
 
 def prompts(**sizes: int) -> list[Prompt]:

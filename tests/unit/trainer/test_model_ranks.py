@@ -15,11 +15,10 @@ from meshrl.contract.errors import InfraError, UserError
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.config import ParallelConfig
 from meshrl.trainer.learner.micro_batcher import allows_whole_gradients
-from meshrl.trainer.model import expert_parallel
-from meshrl.trainer.model.expert_parallel import spread_experts
+from meshrl.trainer.model import parallel
+from meshrl.trainer.model.parallel import share_matrices, spread_experts
 from meshrl.trainer.model.policy import random_hf
 from meshrl.trainer.model.sequence_parallel import repeats
-from meshrl.trainer.model.tensor_parallel import share_matrices
 from meshrl.trainer.ranks.compute import Compute
 from meshrl.trainer.ranks.world import World
 
@@ -221,7 +220,7 @@ def test_models_that_cannot_be_shared_are_refused_in_one_line(world: World) -> N
 
 
 def test_an_older_transformers_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_parallel, "version", lambda _: "5.22.1")
+    monkeypatch.setattr(parallel, "version", lambda _: "5.22.1")
     two: Any = Mock(size=lambda: 2)
     both: Any = {"ep": two}
     hf = random_hf(tiny.config(), 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshrl.trainer.metrics.profiling import profiled
+from meshrl.trainer.metrics.utilisation import profiled
 
 CPU = torch.device("cpu")
 

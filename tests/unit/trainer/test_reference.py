@@ -39,7 +39,8 @@ from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.model.policy import build_policy, load_hf, open_hf
 from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.ranks.world import World
-from meshrl.trainer.reference.stage import ReferenceModel, ReferenceStage, Seen
+from meshrl.trainer.reference.model import ReferenceModel, Seen
+from meshrl.trainer.reference.stage import ReferenceStage
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

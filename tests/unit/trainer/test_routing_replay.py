@@ -14,7 +14,7 @@ from meshrl.contract.routed_experts import RoutedExperts
 from meshrl.contract.types import Trajectory, Uid
 from meshrl.trainer.model.packing import Pack, pack, share_out
 from meshrl.trainer.model.policy import Policy, random_hf
-from meshrl.trainer.model.routing_replay import Routing
+from meshrl.trainer.model.routing import Routing
 from meshrl.trainer.model.sequence_parallel import SequenceGroup
 
 from . import tiny

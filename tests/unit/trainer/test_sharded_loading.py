@@ -16,8 +16,8 @@ from transformers import (
 
 from meshrl.contract.errors import UserError
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.model import sharded_loading
-from meshrl.trainer.model.base_model import BaseModel
+from meshrl.trainer.model import sharding
+from meshrl.trainer.model.lora import BaseModel
 from meshrl.trainer.model.policy import build_policy, open_hf, random_hf
 from meshrl.trainer.ranks.world import World
 
@@ -105,5 +105,5 @@ def test_a_checkpoint_that_lacks_a_tensor_or_has_another_shape_is_refused(
 def test_where_transformers_reads_no_shards_the_model_is_read_whole(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharded_loading, "version", lambda _: "4.57.1")
-    assert not sharded_loading.is_empty(open_hf(tiny_path))
+    monkeypatch.setattr(sharding, "version", lambda _: "4.57.1")
+    assert not sharding.is_empty(open_hf(tiny_path))

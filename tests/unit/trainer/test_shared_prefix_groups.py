@@ -10,7 +10,7 @@ import pytest
 
 from meshrl.contract.stage_worker import StageResult
 from meshrl.contract.types import LeasedRow, RowWrite, Task, Uid
-from meshrl.trainer.reference.shared_prefix_groups import SharedPrefixGroups
+from meshrl.trainer.reference.stage import SharedPrefixGroups
 
 GROUP = 4
 

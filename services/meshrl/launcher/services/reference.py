@@ -43,7 +43,8 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     from meshrl.rpc.queue_connection import connect_mesh_queue
     from meshrl.rpc.runtime import GrpcServer
     from meshrl.trainer.ranks.world import World
-    from meshrl.trainer.reference.stage import ReferenceModel, ReferenceStage
+    from meshrl.trainer.reference.model import ReferenceModel
+    from meshrl.trainer.reference.stage import ReferenceStage
 
     config = recipe.reference
     deterministic = recipe.queue.max_staleness == 0

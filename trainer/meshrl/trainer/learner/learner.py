@@ -34,7 +34,6 @@ from meshrl.contract.types import (
 from meshrl.trainer.algorithms.losses._types import LossInputs
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import ActorConfig
-from meshrl.trainer.learner.batch_metrics import batch_mismatch, experience_metrics
 from meshrl.trainer.learner.experience import (
     Experience,
     MiniBatch,
@@ -44,7 +43,7 @@ from meshrl.trainer.learner.experience import (
     redrawn,
     schedule,
 )
-from meshrl.trainer.learner.metric_sums import MetricSums
+from meshrl.trainer.learner.metrics import MetricSums, batch_mismatch, experience_metrics
 from meshrl.trainer.learner.micro_batcher import MicroBatcher
 from meshrl.trainer.learner.optimizer import Optimizers, Trained, learning_rate, norms_of
 from meshrl.trainer.learner.policy_gradient import ForwardOutputs, MicroBatch, Objective, Targets
@@ -52,9 +51,9 @@ from meshrl.trainer.learner.reward_learner import RewardLearner
 from meshrl.trainer.learner.unfolding import Unfolded, branches, unfolded, with_answer
 from meshrl.trainer.learner.value_learner import ValueLearner
 from meshrl.trainer.metrics.utilisation import ModelWork
-from meshrl.trainer.model.expert_balance import ExpertBalance
 from meshrl.trainer.model.packing import Pack
 from meshrl.trainer.model.policy import Policy
+from meshrl.trainer.model.routing import ExpertBalance
 from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.ranks.world import World
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from meshrl.contract.types import Trajectory
 from meshrl.trainer.learner.experience import MiniBatch, Schedule, gather_tokens
 from meshrl.trainer.model.packing import Pack, pack, share_out
-from meshrl.trainer.model.routing_replay import Routing
+from meshrl.trainer.model.routing import Routing
 from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.ranks.world import World
 

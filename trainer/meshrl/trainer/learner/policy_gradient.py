@@ -1,7 +1,9 @@
 """The algorithm of a run, composed of correction, KL in the reward, advantages and loss.
 
 Experience ──correction──▶ mask, weights ──KL in reward──▶ token rewards ──estimator, teacher──▶ Targets (whole batch)
-MicroBatch ──actor_loss──▶ policy loss, entropy bonus, KL to the reference                             (micro-batch)
+MicroBatch ──actor_loss──▶ pg - c_entropy · agg(H) + c_kl · agg(KL(π_θ, π_ref)) + c_nll · NLL(correct)
+
+All terms of the loss share the aggregation, so each is the same for every split of the batch.
 """
 
 from __future__ import annotations
@@ -12,14 +14,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from meshrl.common import plugins
 from meshrl.common.plugins import load
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, outcome_rewards
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.distillation import distil, forward_kl
-from meshrl.trainer.algorithms.kl import KlController, kl_in_reward
-from meshrl.trainer.algorithms.losses._types import LossInputs
+from meshrl.trainer.algorithms.kl import KlController, kl_in_reward, kl_penalty
+from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput, need
 from meshrl.trainer.algorithms.needs import (
     ADVANTAGES,
     LOSSES,
@@ -30,11 +34,11 @@ from meshrl.trainer.algorithms.needs import (
     needs_of,
 )
 from meshrl.trainer.algorithms.overlong_penalty import overlong_penalty
+from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.algorithms.resampling import resample
 from meshrl.trainer.algorithms.rollout_correction import correct, importance_weights, interpolate
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig
 from meshrl.trainer.learner.experience import Experience
-from meshrl.trainer.learner.objective import actor_loss
 
 SHARES = ("actor/pg_loss", "actor/kl_loss", "actor/positive_nll", "distillation/loss")
 """Metrics of `actor_loss` that add up over micro-batches, as the loss does; the others are means."""
@@ -358,3 +362,69 @@ def _required(value: torch.Tensor | None, name: str) -> torch.Tensor:
     if value is None:
         raise ConfigError(f"the algorithm needs {name}, and the rows have none")
     return value
+
+
+def actor_loss(
+    inputs: LossInputs,
+    config: ActorConfig,
+    aggregate: Aggregator,
+    *,
+    entropy: Tensor | None = None,
+    correct: Tensor | None = None,
+    correct_num_tokens: int | None = None,
+) -> LossOutput:
+    """The scalar to differentiate for one micro-batch.
+
+    Args:
+        inputs: The micro-batch.
+        config: Which loss, and the coefficients.
+        aggregate: Of the mini-batch.
+        entropy: float32[N]; needed when `entropy_coeff` is not 0, reported whenever it is given.
+        correct: bool[B], rows with a right answer; needed when `positive_nll_coef` is not 0.
+        correct_num_tokens: Trained tokens of correct rows of the mini-batch over all ranks.
+
+    Raises:
+        ConfigError: an unknown loss, or one that lacks an input.
+    """
+    compute = plugins.load(LOSSES, config.policy_loss.loss_mode, "compute")
+    output: LossOutput = compute(inputs, config, aggregate)
+    ragged, loss, metrics = inputs.ragged, output.loss, dict(output.metrics)
+    metrics["actor/pg_loss"] = output.loss.detach()
+    if entropy is not None:
+        metrics["actor/entropy"] = ragged.token_mean(entropy.detach())
+    if config.entropy_coeff:
+        loss = loss - config.entropy_coeff * aggregate(
+            need(entropy, "entropy", "entropy_coeff"), ragged
+        )
+    if config.use_kl_loss:
+        reference = need(inputs.ref_logprobs, "ref_logprobs", "use_kl_loss")
+        kl = kl_penalty(inputs.logprobs, reference, config.kl_loss_type)
+        kl_loss = aggregate(kl, ragged)
+        metrics["actor/kl_loss"] = kl_loss.detach()
+        loss = loss + config.kl_loss_coef * kl_loss
+    if config.policy_loss.positive_nll_coef:
+        rows = need(correct, "correct rows", "positive_nll_coef")
+        nll = positive_nll(ragged, inputs.logprobs, rows, aggregate, correct_num_tokens)
+        metrics["actor/positive_nll"] = nll.detach()
+        loss = loss + config.policy_loss.positive_nll_coef * nll
+    return LossOutput(loss=loss, metrics=metrics)
+
+
+def positive_nll(
+    ragged: Ragged,
+    logprobs: Tensor,
+    correct: Tensor,
+    aggregate: Aggregator,
+    correct_num_tokens: int | None = None,
+) -> Tensor:
+    """-mean log π_θ over the trained tokens of correct rows bool[B] (VAPO, arXiv 2504.05118).
+
+    Without the global count `correct_num_tokens` the rows at hand are counted; 0 without correct rows.
+    """
+    chosen = ragged.with_mask(ragged.mask & correct[ragged.rows])
+    if correct_num_tokens is not None:
+        correct_num_tokens = max(1, correct_num_tokens)
+    over_tokens = dataclasses.replace(
+        aggregate, mode="token-mean", batch_num_tokens=correct_num_tokens
+    )
+    return over_tokens(-torch.where(chosen.mask, logprobs, 0.0), chosen)

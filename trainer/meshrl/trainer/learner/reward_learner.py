@@ -12,7 +12,7 @@ import torch
 from meshrl.trainer.algorithms.advantages._options.prime import PrimeConfig
 from meshrl.trainer.algorithms.implicit_reward import process_rewards, row_cross_entropy
 from meshrl.trainer.learner.experience import Experience
-from meshrl.trainer.learner.metric_sums import MetricSums
+from meshrl.trainer.learner.metrics import MetricSums
 from meshrl.trainer.learner.micro_batcher import MicroBatcher
 from meshrl.trainer.learner.optimizer import Optimizers, learning_rate, norms_of
 from meshrl.trainer.model.packing import Pack

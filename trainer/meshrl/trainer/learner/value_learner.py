@@ -1,4 +1,9 @@
-"""The critic's share of a step: values before it, squared errors during it.
+"""The critic, the policy's architecture with one output, and its share of a step.
+
+    pack ──▶ decoder (and what reads its pictures) ──▶ hidden[response positions] ──▶ linear [H, 1] ──▶ V float32[N]
+
+V_t is read where token t is predicted, before the policy has chosen it. The head starts at 0: before its first
+update the critic says 0 everywhere, so a run does not begin with noise as its baseline.
 
 steps 0 … pretrain_steps      the critic alone, on Monte Carlo returns (VAPO's value pre-training)
 … + warmup_steps              the critic alone, on the estimator's returns
@@ -8,20 +13,26 @@ afterwards                    critic and policy, on the same mini-batches
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
+from torch import nn
 
 from meshrl.trainer.algorithms.advantages.gae import gae
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.algorithms.value_loss import value_loss
-from meshrl.trainer.config import CriticConfig
+from meshrl.trainer.config import CriticConfig, ModelConfig
 from meshrl.trainer.learner.experience import Experience, MiniBatch
-from meshrl.trainer.learner.metric_sums import MetricSums
+from meshrl.trainer.learner.metrics import MetricSums
 from meshrl.trainer.learner.micro_batcher import MicroBatcher
 from meshrl.trainer.learner.optimizer import Optimizers, learning_rate, norms_of
 from meshrl.trainer.learner.policy_gradient import Targets
-from meshrl.trainer.model.critic import Critic
+from meshrl.trainer.model.packing import Pack
+from meshrl.trainer.model.packing_check import HfModel
+from meshrl.trainer.model.policy import response_hidden
+from meshrl.trainer.model.sharding import shard
+from meshrl.trainer.model.vision import tower_of
 from meshrl.trainer.ranks.world import World
 
 
@@ -150,3 +161,26 @@ def explained_variance(ragged: Ragged, values: torch.Tensor, returns: torch.Tens
     R, V = returns[ragged.mask].double(), values[ragged.mask].double()
     variance = float(R.var(unbiased=False)) if len(R) else 0.0
     return 1.0 - float((R - V).var(unbiased=False)) / variance if variance > 0 else 0.0
+
+
+class Critic(nn.Module):
+    """Values of the response tokens of a pack."""
+
+    def __init__(self, hf: HfModel) -> None:
+        super().__init__()
+        self.decoder = hf.get_decoder() if tower_of(hf) is None else hf.base_model
+        self._hidden = partial(response_hidden, hf)  # of `hf`, nothing but the decoder is read
+        self.value_head = nn.Linear(hf.get_output_embeddings().weight.shape[1], 1)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, pack: Pack) -> torch.Tensor:
+        """Returns V float32[N] for the N response tokens."""
+        values: torch.Tensor = self.value_head(self._hidden(pack))
+        # A sum over one entry, because FSDP wants no view of what the module made.
+        return pack.joined(values.sum(-1, dtype=torch.float32))
+
+
+def build_critic(hf: HfModel, world: World, config: ModelConfig) -> Critic:
+    """Shard the critic over the ranks as the policy is; `hf` is used up."""
+    return shard(Critic(hf).train(), hf, world, config)

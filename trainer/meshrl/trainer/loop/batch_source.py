@@ -1,15 +1,22 @@
-"""The next batch or command, the same on every rank: rank 0 waits for it and broadcasts it."""
+"""The next batch or command, the same on every rank: rank 0 waits for it and broadcasts it.
+
+Rows of a batch that cannot be read, or not be computed with, become dead letters, and the rest is trained: the store
+has damaged them since they were taken, or values got in that no row may have. They would end the step of the whole
+batch, of this trainer and of each one after it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from meshrl.common.plain_text import counted
 from meshrl.contract.errors import (
@@ -21,10 +28,10 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.contract.ports import Publisher, Queue
-from meshrl.contract.rows import FAILED
-from meshrl.contract.types import Batch, Json, Uid
+from meshrl.contract.row_values import row_fault
+from meshrl.contract.rows import DAMAGED, FAILED, UNTRAINABLE, trajectory
+from meshrl.contract.types import Batch, Columns, Json, Trajectory, Uid
 from meshrl.trainer.learner.experience import batch_from_json, batch_to_json
-from meshrl.trainer.loop.damaged_rows import dead_letter, unreadable
 from meshrl.trainer.loop.dynamic_sampling import DynamicSampling
 from meshrl.trainer.loop.reward_guard import BatchQueue, RewardVersionGuard
 from meshrl.trainer.loop.settings import TrainerSettings
@@ -39,6 +46,8 @@ TELL_S = 10.0
 """How long a trainer that fails tries to tell the queue of what."""
 MOST_OF_A_REASON = 300
 """Characters of an error that a dead letter keeps."""
+MALFORMED = (CorruptError, ValueError, TypeError, LookupError, RecursionError)
+"""Errors of reading columns of another form."""
 
 
 class Command(Enum):
@@ -324,3 +333,62 @@ class BatchSource:
 
     async def _broadcast(self, message: Mapping[str, Json]) -> None:
         await self._compute.run(lambda: self._world.broadcast(json.dumps(message).encode()))
+
+
+class UntrainableError(CorruptError):
+    """A row came as it was written, and no step can be computed from it."""
+
+
+def trainable(uid: Uid, columns: Columns, *, vocabulary: int) -> Trajectory:
+    """A row's columns as a Trajectory that a step can be computed from. Raises UntrainableError."""
+    if fault := row_fault(columns, vocabulary=vocabulary):
+        raise UntrainableError(f"row {uid}: {fault}")
+    try:
+        row = trajectory(uid, columns)
+    except MALFORMED as error:
+        raise UntrainableError(f"row {uid}: {error}") from error
+    if row.reward is None:
+        raise UntrainableError(f"row {uid}: it has no reward")
+    for start in {0, *(part.start for part in row.parts)}:
+        if row.loss_mask[start : start + 1].any():
+            # Nothing stands before it that it could have been sampled from.
+            raise UntrainableError(
+                f"row {uid}: column loss_mask holds 1 at {start}, where a sequence begins: want 0"
+            )
+    return row
+
+
+async def unreadable(
+    read: Callable[[list[Uid]], Awaitable[object]], uids: Iterable[Uid]
+) -> dict[Uid, str]:
+    """Those of the rows at which `read` raises CorruptError, with the reason that is kept; each is read by itself."""
+    found: dict[Uid, str] = {}
+    for uid in uids:
+        try:
+            await read([uid])
+        except CorruptError as error:
+            kind = UNTRAINABLE if isinstance(error, UntrainableError) else DAMAGED
+            found[uid] = f"{kind}: {error.message}"
+    return found
+
+
+async def of_all_ranks(
+    world: World, compute: Compute, damaged: Mapping[Uid, str], away: str
+) -> tuple[dict[Uid, str], str]:
+    """The damaged rows of all ranks, and why any rank could not read now (else empty); on every rank."""
+    own = ({str(uid): fault for uid, fault in damaged.items()}, away)
+    text = np.frombuffer(json.dumps(own).encode(), np.uint8)
+    parts = await compute.run(lambda: world.all_gather(text))
+    all_ranks = [json.loads(bytes(part)) for part in parts]
+    faults = {Uid.parse(uid): fault for rank, _ in all_ranks for uid, fault in rank.items()}
+    return faults, next((why for _, why in all_ranks if why), "")
+
+
+async def dead_letter(queue: Queue, run: str, epoch: int, damaged: Mapping[Uid, str]) -> None:
+    """Tell the queue which rows of its batches cannot be read or computed with, and why."""
+    by_reason: defaultdict[str, list[Uid]] = defaultdict(list)
+    for uid, reason in damaged.items():
+        log.error("%s", reason)
+        by_reason[reason].append(uid)
+    for reason, uids in by_reason.items():
+        await queue.filter(run, epoch=epoch, uids=uids, reason=reason)

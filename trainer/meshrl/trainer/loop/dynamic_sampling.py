@@ -24,7 +24,6 @@ from meshrl.contract.rows import column_text
 from meshrl.contract.types import Batch, BatchRow, Columns, Json, Uid
 from meshrl.trainer.config import FilterGroupsConfig
 from meshrl.trainer.learner.experience import is_baseline
-from meshrl.trainer.loop.damaged_rows import without
 from meshrl.trainer.loop.reward_guard import BatchQueue
 
 log = logging.getLogger(__name__)
@@ -223,3 +222,10 @@ class DynamicSampling:
                 f"algorithm.filter_groups.metric: row {row.uid} has no reward component {name!r} (it has: {known})"
             )
         return float(components[name])
+
+
+def without(batch: Batch, damaged: Iterable[Uid]) -> Batch:
+    """The batch without the groups of `damaged` rows."""
+    tasks = {uid.task for uid in damaged}
+    rows = [row for row in batch.rows if row.uid.task not in tasks]
+    return Batch.of_rows(rows, batch_id=batch.batch_id, run=batch.run, step=batch.step)

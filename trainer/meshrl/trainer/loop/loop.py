@@ -56,17 +56,21 @@ from meshrl.trainer.checkpoint.checkpoint import Checkpoints, TrainerState
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.learner.experience import Schedule
 from meshrl.trainer.learner.learner import Learned, Learner
-from meshrl.trainer.loop.batch_source import BatchSource, Command
-from meshrl.trainer.loop.damaged_rows import of_all_ranks, trainable, unreadable, without
-from meshrl.trainer.loop.evaluation import Evaluator
-from meshrl.trainer.loop.evaluation_schedule import EvaluationSchedule
+from meshrl.trainer.loop.batch_source import (
+    BatchSource,
+    Command,
+    of_all_ranks,
+    trainable,
+    unreadable,
+)
+from meshrl.trainer.loop.dynamic_sampling import without
+from meshrl.trainer.loop.evaluation import EvaluationSchedule, Evaluator
 from meshrl.trainer.loop.reward_guard import BatchQueue, RewardVersionGuard
 from meshrl.trainer.loop.settings import TrainerSettings
 from meshrl.trainer.loop.status import LiveStatus
 from meshrl.trainer.loop.time_slices import Always, Turns
 from meshrl.trainer.metrics.log import MetricsLog
-from meshrl.trainer.metrics.profiling import FOLDER, profiled
-from meshrl.trainer.metrics.utilisation import peak_memory, peak_tflops
+from meshrl.trainer.metrics.utilisation import FOLDER, peak_memory, peak_tflops, profiled
 from meshrl.trainer.model.snapshot import take_snapshot
 from meshrl.trainer.ranks.compute import Compute
 from meshrl.trainer.trajectories.log import TrajectoryLog

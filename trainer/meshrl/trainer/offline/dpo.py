@@ -24,7 +24,7 @@ from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.config import ActorConfig, ModelConfig
 from meshrl.trainer.data.pairs import Pair, read_pairs
-from meshrl.trainer.learner.metric_sums import MetricSums
+from meshrl.trainer.learner.metrics import MetricSums
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model.packing import plan
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf

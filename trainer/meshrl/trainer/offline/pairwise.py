@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from meshrl.trainer.learner.metric_sums import MetricSums
+from meshrl.trainer.learner.metrics import MetricSums
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model.packing import plan
 from meshrl.trainer.ranks.world import World

@@ -27,22 +27,20 @@ from meshrl.contract.types import Int32
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.data.pairs import Pair, read_pairs
 from meshrl.trainer.data.prompts import check_open
-from meshrl.trainer.learner.metric_sums import MetricSums
+from meshrl.trainer.learner.metrics import MetricSums
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model import attention
-from meshrl.trainer.model.falcon import take_falcon
+from meshrl.trainer.model.attention import take_falcon
 from meshrl.trainer.model.packing import Pack, pack
-from meshrl.trainer.model.packing_check import first_line
+from meshrl.trainer.model.packing_check import HfModel, first_line
 from meshrl.trainer.model.policy import (
-    HfModel,
     Policy,
-    decoder_layers,
     packing_fault,
     refuse,
     response_hidden,
-    shard,
     without_noise,
 )
+from meshrl.trainer.model.sharding import decoder_layers, shard
 from meshrl.trainer.offline.config import RewardModelConfig
 from meshrl.trainer.offline.conversation import NO_PAD, judged_text
 from meshrl.trainer.offline.loop import Lesson, Progress, Report, fit

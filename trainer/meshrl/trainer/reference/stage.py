@@ -1,4 +1,4 @@
-"""The frozen model of KL terms, and the stage that adds `ref_logprobs` to rows.
+"""The stage that adds `ref_logprobs` to rows.
 
 queue ─lease(tokens)─▶ SharedPrefixGroups ─whole groups─▶ ReferenceModel: packed forward ─ref_logprobs─▶ queue
 """
@@ -8,22 +8,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-import torch
-import torch.nn.functional as F
-
-from meshrl.common.device_share import chosen_device
 from meshrl.contract.errors import (
     CorruptError,
-    InfraError,
     NotFoundError,
     UserError,
 )
@@ -32,186 +23,26 @@ from meshrl.contract.rows import media_of_row, row_media
 from meshrl.contract.stage_worker import Failure, StageResult, StageStats, StageWorker
 from meshrl.contract.types import (
     REFERENCE_STAGE,
-    REFERENCE_TOP,
     ROW_MEDIA,
     Columns,
     Int32,
     LeasedRow,
-    Media,
     Outcome,
     RowWrite,
+    Uid,
 )
-from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.model.packing import cut_alike, pack
-from meshrl.trainer.model.policy import Policy, open_hf
-from meshrl.trainer.model.sharded_loading import fill, is_empty
-from meshrl.trainer.model.vision import RowImages, VisionReader, tower_of
-from meshrl.trainer.ranks.world import World, prepare_cuda
-from meshrl.trainer.reference.ranks import IDLE_S, ReferenceRanks, sharded
-from meshrl.trainer.reference.shared_prefix_groups import SharedPrefixGroups
+from meshrl.trainer.reference.model import Seen
 
+MAX_WAIT_S = 1.0
+"""Longest wait for rows of the group: another worker may have them, they may be sampled again, or never come."""
+MOST_WAITING = 512
+"""Waiting rows; beyond this number the oldest wait no longer."""
+MOST_AT_ONCE = 256
+"""Rows in one piece of work."""
+GROUPS_KNOWN = 4096
+"""Groups whose row counts are remembered; the last row of an older group waits in vain."""
 
-class ReferenceModel:
-    """Log-probabilities of given tokens under a frozen model.
-
-    `deterministic` forwards each row alone: its result then depends on nothing that is computed beside it.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        *,
-        param_dtype: str = "float32",
-        max_tokens: int = 16_384,
-        deterministic: bool = False,
-        device: Literal["auto", "cpu", "cuda"] = "auto",
-        trust_remote_code: bool = False,
-        world: World | None = None,
-    ) -> None:
-        """Load it; with a `world` of several ranks each loads its share, and the others `follow` rank 0."""
-        kind = chosen_device("trainer.device", device, torch)
-        if kind == "cuda":
-            prepare_cuda()
-        self._device = torch.device(kind)
-        hf = open_hf(path, getattr(torch, param_dtype), trust_remote_code=trust_remote_code)
-        self._vocabulary = int(hf.get_output_embeddings().weight.shape[0])
-        self._ranks: ReferenceRanks | None = None
-        if world is not None and world.size > 1:
-            if tower_of(hf) is not None:
-                raise UserError(
-                    f"reference.nproc: {path} reads pictures, which its ranks are not sent; want 1"
-                )
-            self._device, self._ranks = world.device, ReferenceRanks(world)
-            how = {"param_dtype": param_dtype, "enable_gradient_checkpointing": False}
-            self._policy = sharded(hf, world, ModelConfig.model_validate({"path": path, **how}))
-        else:
-            if is_empty(hf):
-                fill(hf, hf, ModelConfig(path=path), self._device)
-            self._policy = Policy(hf.to(self._device)).eval().requires_grad_(False)
-        self._reader = VisionReader(path, hf) if self._policy.tower is not None else None
-        self._max_tokens = max_tokens
-        self._deterministic = deterministic
-        # One thread: forwards do not overlap, and the event loop stays free to renew leases.
-        self._thread = ThreadPoolExecutor(1, "reference", self._enter)
-
-    def _enter(self) -> None:
-        if self._device.index is not None:  # the current device is a property of the thread
-            torch.cuda.set_device(self._device)
-
-    @property
-    def reads_pictures(self) -> bool:
-        """Whether it reads those of rows."""
-        return self._reader is not None
-
-    async def judged(
-        self,
-        rows: Sequence[Int32],
-        seen: Sequence[Seen] = (),
-        *,
-        temperature: float = 1.0,
-        top: int = 0,
-    ) -> Sequence[Columns]:
-        """For each int32[T] the column `ref_logprobs`, and with `top` those of REFERENCE_TOP, of so many tokens.
-
-        `seen` has the pictures of each row, where any may have some.
-
-        Raises:
-            UserError: an empty row, a token outside the vocabulary, or pictures that are not those of their row.
-        """
-        if self._reader is None and any(each.media for each in seen):
-            raise UserError("rows have pictures, and the reference reads text only")
-        for index, row in enumerate(rows):
-            if len(row) == 0:
-                raise UserError(f"row {index} has no tokens")
-            if int(row.min()) < 0 or int(row.max()) >= self._vocabulary:
-                raise UserError(
-                    f"row {index}: token ids {row.min()}..{row.max()}, vocabulary {self._vocabulary}: "
-                    "the reference's tokenizer is not the policy's"
-                )
-        loop = asyncio.get_running_loop()
-        forward = self._forward if self._ranks is None else self._together
-        return await loop.run_in_executor(self._thread, forward, rows, seen, temperature, top)
-
-    def follow(self) -> None:
-        """On another rank than the first: forward what it says, until it says that this is the end.
-
-        Raises:
-            InfraError: it is gone.
-        """
-        assert self._ranks is not None
-        while (said := self._ranks.receive()) is not None:
-            rows, temperature, top = said
-            self._forward(rows, (), temperature, top)
-
-    async def keep_ranks(self) -> None:
-        """On rank 0 of several, for as long as it serves: the others hear from it at times."""
-        assert self._ranks is not None
-        while True:
-            await asyncio.sleep(IDLE_S)
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._ranks.idle)
-
-    def close(self) -> None:
-        """End the thread, and what the other ranks wait for; idempotent."""
-        ranks, self._ranks = self._ranks, None
-        if ranks is not None:
-            with suppress(InfraError):  # they have ended already
-                self._thread.submit(ranks.end).result()
-        self._thread.shutdown()
-
-    def _together(
-        self,
-        rows: Sequence[Int32],
-        seen: Sequence[Seen],
-        temperature: float,
-        top: int,
-    ) -> list[Columns]:
-        assert self._ranks is not None
-        self._ranks.send(rows, temperature, top)
-        return self._forward(rows, seen, temperature, top)
-
-    @torch.no_grad()
-    def _forward(
-        self,
-        rows: Sequence[Int32],
-        seen: Sequence[Seen],
-        temperature: float,
-        top: int,
-    ) -> list[Columns]:
-        micros = [*cut_alike(rows, 0 if self._deterministic else self._max_tokens)]
-        every: list[tuple[torch.Tensor, ...]] = []
-        for micro in micros if self._ranks is None else self._ranks.own(micros):
-            chosen = [rows[index] for index in micro]
-            images: list[RowImages] = []
-            if reader := self._reader:
-                for index in micro:
-                    one = seen[index] if seen else Seen(np.zeros_like(rows[index]))
-                    where = f"row {index}"
-                    images.append(reader.images(rows[index], one.sampled, one.media, where))
-            packed = pack(chosen, [1] * len(chosen), images=images).to(self._device)
-            found = self._policy.top(packed, temperature, top)
-            every.append(tuple([each.cpu() for each in found]))
-        if self._ranks is not None:
-            every = self._ranks.gathered(every, len(micros))
-        results: list[Columns] = [{}] * len(rows)
-        for micro, found in zip(micros, every, strict=True):
-            sizes = [len(rows[index]) - 1 for index in micro]
-            # The first token of a row has none before it.
-            columns = [
-                [F.pad(part, (0, 0) * (part.dim() - 1) + (1, 0)).numpy() for part in parts]
-                for parts in zip(*(torch.split(each, sizes) for each in found), strict=True)
-            ]
-            for index, of_row in zip(micro, columns, strict=True):
-                results[index] = dict(zip(("ref_logprobs", *REFERENCE_TOP), of_row, strict=False))
-        return results
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Seen:
-    """The pictures of a row."""
-
-    sampled: npt.NDArray[Any]
-    """[T]: not 0 where the policy sampled the token, which is no place for a picture then."""
-    media: tuple[Media, ...] = ()
+Work: TypeAlias = Callable[[Sequence[LeasedRow]], Awaitable[Sequence[StageResult]]]
 
 
 class Judge(Protocol):
@@ -310,3 +141,93 @@ class ReferenceStage:
             Seen(columns["loss_mask"], media_of_row(row.uid, row_media(columns), row.task.media))
             for row, columns in zip(rows, found, strict=True)
         ]
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """The rows of one caller, of one group."""
+
+    rows: Sequence[LeasedRow]
+    due: asyncio.Event = field(default_factory=asyncio.Event)
+    results: list[StageResult] | None = None
+
+
+class SharedPrefixGroups:
+    """Brings the rows of a group together for `work`, so that their common prompt is computed once.
+
+    some rows of a group ──▶ wait for the others, at most MAX_WAIT_S ──▶ one piece of work at a time, on all due
+
+    consumes: rows as they were leased. waits for: their siblings, then the work before theirs. unblocked by: the last
+    sibling, MOST_WAITING, MAX_WAIT_S; the end of the work. produces: results for each caller's own rows. A group is
+    trained whole, so its rows lose nothing by waiting for each other, unless some never come. Belongs to one event
+    loop.
+    """
+
+    def __init__(
+        self, work: Work, *, max_wait_s: float = MAX_WAIT_S, most_waiting: int = MOST_WAITING
+    ) -> None:
+        self.max_wait_s = max_wait_s
+        self._most_waiting = most_waiting
+        self._work = work
+        self._parts: list[_Part] = []
+        """Not worked on yet, in order of arrival."""
+        self._received: dict[tuple[str, str], int] = {}
+        """Number of rows received of each incomplete group, by run and task."""
+        self._one_at_a_time = asyncio.Lock()
+
+    async def results(self, rows: Sequence[LeasedRow]) -> Sequence[StageResult]:
+        """The results of `work` for `rows`, all of one group.
+
+        Whoever is due first works on all that are due. It alone hears of an error; then, or when it is cancelled, the
+        next one works.
+        """
+        part = _Part(rows)
+        self._parts.append(part)
+        self._join(part)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.max_wait_s):
+                    await part.due.wait()
+            part.due.set()
+            async with self._one_at_a_time:
+                if part.results is None:
+                    await self._work_on(self._batch(part))
+        finally:
+            with suppress(ValueError):
+                self._parts.remove(part)
+        assert part.results is not None
+        return part.results
+
+    def _join(self, part: _Part) -> None:
+        """Add `part`, and end the waits that it completes."""
+        first = part.rows[0]
+        group = first.uid.run, first.uid.task
+        seen = self._received.pop(group, 0) + len(part.rows)
+        if seen >= first.task.group_size:
+            for other in self._parts:
+                if (other.rows[0].uid.run, other.rows[0].uid.task) == group:
+                    other.due.set()
+        else:
+            self._received[group] = seen
+            if len(self._received) > GROUPS_KNOWN:
+                del self._received[next(iter(self._received))]
+        waiting = [each for each in self._parts if not each.due.is_set()]
+        if sum(len(each.rows) for each in waiting) > self._most_waiting:
+            waiting[0].due.set()
+
+    def _batch(self, own: _Part) -> list[_Part]:
+        """What is due, `own` first."""
+        batch, count = [own], len(own.rows)
+        for part in self._parts:
+            if part is not own and part.due.is_set() and count + len(part.rows) <= MOST_AT_ONCE:
+                batch.append(part)
+                count += len(part.rows)
+        return batch
+
+    async def _work_on(self, batch: Sequence[_Part]) -> None:
+        results = await self._work([row for part in batch for row in part.rows])
+        result_of: dict[Uid, StageResult] = {result.uid: result for result in results}
+        for part in batch:
+            part.results = [result_of[row.uid] for row in part.rows]
+            with suppress(ValueError):  # whose caller has been cancelled meanwhile
+                self._parts.remove(part)

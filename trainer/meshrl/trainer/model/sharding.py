@@ -1,4 +1,4 @@
-"""Weights of a checkpoint, read by those who need them: each rank reads its own shards, into its device.
+"""Models shared out over the ranks by FSDP2, and their weights: each rank reads its own shards, into its device.
 
     a model on the meta device ──▶ spread, sharded ──▶ fill: safetensors' slices ──▶ shards
 
@@ -11,18 +11,29 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from meshrl.contract.errors import UserError
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.model import lora
-from meshrl.trainer.model.base_model import BaseModel
+from meshrl.trainer.model import attention, lora
+from meshrl.trainer.model.lora import BaseModel
+from meshrl.trainer.model.packing_check import HfModel
+from meshrl.trainer.model.parallel import has_experts, share_matrices, spread_experts
+from meshrl.trainer.model.vision import tower_of, units_of
+from meshrl.trainer.ranks.world import World
 
 NEEDED = (5, 23)
 """Of transformers: older ones have no reader of shards."""
@@ -30,6 +41,117 @@ NEEDED = (5, 23)
 
 _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
 """transformers' own switch."""
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm")
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def check_heads(hf: HfModel, world: World) -> None:
+    """Raise UserError unless the ranks of a sequence group can share the heads that a rank has."""
+    size = 1 if world.sequence is None else world.sequence.size
+    tensor = 1 if world.tensor is None else world.tensor.size()
+    heads = hf.config.get_text_config().num_attention_heads
+    if heads % (size * tensor):
+        beside = f" beside tensor: {tensor}" if tensor > 1 else ""
+        raise UserError(
+            f"model.ulysses_sequence_parallel_size: {size}{beside} does not divide"
+            f" the model's {heads} attention heads"
+        )
+
+
+def shard(model: Model, hf: HfModel, world: World, config: ModelConfig) -> Model:
+    """Make `model`, built around the decoder of `hf`, an FSDP2 module on the world's device."""
+    tower = tower_of(hf)
+    if config.freeze_vision_tower and tower is not None:
+        tower.requires_grad_(False)
+    if config.enable_gradient_checkpointing and not config.use_torch_compile:
+        _recompute_activations(hf, keep_matmuls=config.keep_matmuls)
+    compute = getattr(torch, config.param_dtype)
+    how: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+    }
+    if config.param_offload:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    if config.use_torch_compile:
+        attention.keep_out_of_graphs()
+    if tower is not None and (world.tensor is not None or world.experts is not None):
+        raise UserError(
+            "trainer.parallel: a model that reads pictures is not shared out by tensor or expert; want 1"
+        )
+    if world.tensor is not None:
+        if config.lora_rank:
+            raise UserError("trainer.parallel.tensor: adapters are not shared among ranks; want 1")
+        share_matrices(hf, world.tensor)
+    if world.experts is not None and (has_experts(hf) or not world.experts_follow_tensor):
+        spread_experts(hf, world.experts, world.tensor, **how)
+    for layer in decoder_layers(hf):
+        if config.use_torch_compile:
+            _compile(layer, recompute=config.enable_gradient_checkpointing)
+        fully_shard(layer, mesh=world.mesh, **how)
+    for part in units_of(tower) if tower is not None else ():
+        fully_shard(part, mesh=world.mesh, **how)
+    fully_shard(model, mesh=world.mesh, **how)
+    if is_empty(hf):
+        fill(hf, model, config, torch.device("cpu") if config.param_offload else world.device)
+    return _place_buffers(model, world) if config.param_offload else model.to(world.device)
+
+
+def _compile(layer: nn.Module, *, recompute: bool) -> None:
+    """Compile a layer for packs of any length; with `recompute`, what its graphs keep is computed again.
+
+    The checkpoint is around the graphs, not in what is compiled, as transformers' is: there dynamo gives the layer up
+    at the attention, which stays outside graphs, and compiles nothing of it.
+    """
+    if not recompute:
+        layer.compile(dynamic=True)
+        return
+    inner: Any = torch.compile(layer.forward, dynamic=True)
+
+    def forward(*inputs: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(*inputs, **named)
+        return checkpoint(inner, *inputs, use_reentrant=False, **named)
+
+    layer.forward = forward
+
+
+def _place_buffers(model: Model, world: World) -> Model:
+    """Buffers to the device; FSDP brings the offloaded parameters there, layer by layer."""
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(world.device))
+    return model
+
+
+def _recompute_activations(hf: HfModel, *, keep_matmuls: bool) -> None:
+    how: dict[str, Any] = {"use_reentrant": False}  # FSDP2's hooks need the non-reentrant kind
+    if keep_matmuls:
+        how["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+    if hasattr(hf, "activation_checkpointing_enable"):  # transformers >= 5.13
+        hf.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+    else:
+        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+
+
+def _keep_products(_: object, operation: Any, *inputs: object, **named: object) -> CheckpointPolicy:
+    """What takes time is kept: matrix products, and every kernel of attention."""
+    name = operation.__name__.partition(".")[0]
+    costly = name in _PRODUCTS or "attention" in name or "attn" in name
+    return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def decoder_layers(hf: HfModel) -> nn.ModuleList:
+    """The blocks of the decoder.
+
+    Raises:
+        UserError: the architecture keeps them under a name we do not know.
+    """
+    decoder = hf.get_decoder()
+    for name in ("layers", "h", "blocks"):
+        layers = getattr(decoder, name, None)
+        if isinstance(layers, nn.ModuleList):
+            return layers
+    raise UserError(f"{type(hf).__name__} has no list of decoder layers under a known name")
 
 
 def can_fill(path: Path) -> bool:
