@@ -24,8 +24,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from meshrl.contract.routed_experts import RoutedExperts
 from meshrl.contract.types import GenerateRequest, SamplingParams, Trajectory, Uid, Version
 from meshrl.rollout.engines.torch import build
-from meshrl.rollout.expert_recorder import ExpertRecorder
-from meshrl.rollout.streams import Response, sample
+from meshrl.rollout.streams import ExpertRecorder, Response, sample
 from meshrl.trainer.algorithms.mismatch import mismatch_metrics
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.model.packing import pack

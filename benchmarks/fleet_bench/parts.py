@@ -24,7 +24,8 @@ from meshrl.contract.types import (
     WeightManifest,
 )
 from meshrl.rollout.config import CheckpointIntervals
-from meshrl.rollout.worker import ProgramCache, RolloutWorker
+from meshrl.rollout.programs import ProgramCache
+from meshrl.rollout.worker import RolloutWorker
 from meshrl.testing.engines.echo import EchoEngine, build
 from meshrl.testing.queue import memory_queue
 from meshrl.transferqueue.queue import TransferQueue

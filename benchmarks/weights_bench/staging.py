@@ -16,8 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshrl.contract.types import TensorSpec, Uint8, Version, WeightManifest
-from meshrl.rollout.torch_engine.architecture import Architecture, read_architecture
-from meshrl.rollout.torch_engine.staging import Staging, stage
+from meshrl.rollout.engines.torch.architecture import Architecture, read_architecture
+from meshrl.rollout.engines.torch.staging import Staging, stage
 
 DTYPE, CPU = torch.bfloat16, torch.device("cpu")
 LAYER_BYTES, BUCKETS = 23 << 20, 8

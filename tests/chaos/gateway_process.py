@@ -14,8 +14,9 @@ from meshrl.http.gateway.app import build_app
 from meshrl.http.gateway.errors import refusal
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.http.server import serving_http
+from meshrl.rollout.programs import ProgramCache
 from meshrl.rollout.tokenizer import load_tokenizer
-from meshrl.rollout.worker import ProgramCache, RolloutWorker
+from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.testing.engines.echo import build
 

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from meshrl.rollout.config import CheckpointIntervals
-from meshrl.rollout.worker import ProgramCache, RolloutWorker
+from meshrl.rollout.programs import ProgramCache
+from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.queue import QueueClient
 
 from ..unit.rollout.chats import chat_tokenizer

@@ -35,9 +35,10 @@ from meshrl.http.gateway.sessions import SessionTable
 from meshrl.http.server import serving_http
 from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.engines import torch
+from meshrl.rollout.programs import ProgramCache
 from meshrl.rollout.streams import closing
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
-from meshrl.rollout.worker import ProgramCache, RolloutWorker
+from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.auth import Authorizer, TokenStore
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore

@@ -13,7 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from meshrl.contract.errors import ConfigError
-from meshrl.rollout.worker import ProgramCache
+from meshrl.rollout.programs import ProgramCache
 
 from .gateway_agents import leading
 from .gateway_mesh import Mesh, agents_mesh

@@ -27,10 +27,10 @@ from meshrl.contract.types import (
 from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.generation_checkpoint import GenerationCheckpointer
 from meshrl.rollout.ports import Generator, Rollout
-from meshrl.rollout.programs import single_turn
+from meshrl.rollout.programs import ProgramCache, single_turn
 from meshrl.rollout.streams import sample
 from meshrl.rollout.tokenizer import Tokenizer
-from meshrl.rollout.worker import ProgramCache, RolloutWorker
+from meshrl.rollout.worker import RolloutWorker
 from meshrl.testing.engines import echo
 from meshrl.testing.engines.echo import Behaviour
 from meshrl.transferqueue.queue import TransferQueue

@@ -19,10 +19,9 @@ from meshrl.contract.types import Media, Uid
 from meshrl.images.messages import taken_out
 from meshrl.launcher.ports import free_port
 from meshrl.rollout.tools import mcp_servers
-from meshrl.rollout.tools.building import ToolBuilder
 from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
 from meshrl.rollout.tools.ports import Caller, ToolCall
-from meshrl.rollout.tools.toolbox import TaskTools
+from meshrl.rollout.tools.toolbox import TaskTools, ToolBuilder
 
 from ..processes import python
 from ..unit.rollout.chats import chat_tokenizer

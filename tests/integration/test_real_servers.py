@@ -29,8 +29,8 @@ from meshrl.contract.ports import Engine
 from meshrl.contract.types import GenerateRequest, OnUpdate, Uint8, Version, WeightManifest
 from meshrl.images import ImageProcessor
 from meshrl.rollout.engines import sglang, vllm
-from meshrl.rollout.engines import torch as torch_engine
-from meshrl.rollout.server_engine import lending
+from meshrl.rollout.engines.torch import engine as torch_engine
+from meshrl.rollout.server_engine import staging as lending
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.streams import Response, sample
 from meshrl.testing import vision

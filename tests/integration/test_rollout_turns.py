@@ -14,7 +14,8 @@ import pytest
 
 from meshrl.contract.types import GenerateDelta, GenerateRequest, Outcome, Task, Trajectory, Version
 from meshrl.rollout.config import CheckpointIntervals
-from meshrl.rollout.worker import ProgramCache, RolloutWorker
+from meshrl.rollout.programs import ProgramCache
+from meshrl.rollout.worker import RolloutWorker
 from meshrl.testing.engines import echo
 from meshrl.trainer.algorithms.agent_steps import anchors_of
 from meshrl.transferqueue.queue import TransferQueue

@@ -37,9 +37,9 @@ from meshrl.rollout.circuit_breaker import CircuitState
 from meshrl.rollout.config import CircuitBreakerConfig
 from meshrl.rollout.engines import torch
 from meshrl.rollout.ports import Generator, Rollout
-from meshrl.rollout.programs import single_turn
+from meshrl.rollout.programs import ProgramCache, single_turn
 from meshrl.rollout.tokenizer import Tokenizer
-from meshrl.rollout.worker import ProgramCache, RolloutWorker
+from meshrl.rollout.worker import RolloutWorker
 from meshrl.testing.engines import echo
 from meshrl.testing.engines.echo import Behaviour
 from meshrl.transferqueue.queue import TransferQueue

@@ -19,7 +19,7 @@ from meshrl.common.chunk_digest import digest
 from meshrl.contract.errors import CapacityError, EngineGoneError, InfraError
 from meshrl.contract.types import OnUpdate, Version, WeightManifest
 from meshrl.rollout.engines.sglang import build
-from meshrl.rollout.server_engine import lending
+from meshrl.rollout.server_engine import staging as lending
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.streams import sample
 from meshrl.testing.contract.engine_suite import SLOTS, ask

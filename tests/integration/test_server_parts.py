@@ -19,9 +19,8 @@ from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import Version
 from meshrl.rollout.engines import sglang
 from meshrl.rollout.server_engine.checkpoint import check_version, read_checkpoint, write_version
-from meshrl.rollout.server_engine.managed_server import ManagedServer
+from meshrl.rollout.server_engine.managed_server import ManagedServer, ServerProcess, last_error
 from meshrl.rollout.server_engine.response import Chunk, ResponseReader
-from meshrl.rollout.server_engine.server_process import ServerProcess, last_error
 from meshrl.rollout.server_engine.staging import PREFIX, Staging
 
 from ..unit.rollout.checkpoints import VOCAB, make_model, pack

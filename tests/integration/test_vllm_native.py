@@ -24,8 +24,8 @@ from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.engines.vllm import build
 from meshrl.rollout.native_updates.vllm import pack as pack_pieces
 from meshrl.rollout.native_updates.vllm import update_info
+from meshrl.rollout.server_engine.checkpoint import ITEM_BYTES, TensorRange
 from meshrl.rollout.server_engine.engine import ServerEngine
-from meshrl.rollout.server_engine.tensor_ranges import ITEM_BYTES, TensorRange
 from meshrl.testing.libraries.stub import VARIABLE
 
 from ..unit.rollout.checkpoints import make_model, pack

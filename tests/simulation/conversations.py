@@ -19,7 +19,8 @@ import numpy as np
 from typing_extensions import override
 
 from meshrl.contract.types import Json, Trajectory
-from meshrl.rollout import chat, tokenizer
+from meshrl.rollout import tokenizer
+from meshrl.rollout.conversation import ChatMessage, appended
 from meshrl.rollout.tools.ports import ToolCall
 from tests.simulation.engine import STEP_BITS, TURN_TOKENS
 
@@ -157,7 +158,7 @@ class CheckedConversations:
     def _after(self, turn: str) -> str:
         """What stands between `turn` and the next one."""
         if self._program is Program.OPENAI:
-            message: chat.ChatMessage = {"role": "user", "content": replied(turn)}
+            message: ChatMessage = {"role": "user", "content": replied(turn)}
         else:
             message = {"role": "tool", "content": f"{_number(turn):x}"}
-        return self._text(np.array(chat.appended(self._tokenizer, [message], last=None)))
+        return self._text(np.array(appended(self._tokenizer, [message], last=None)))

@@ -25,9 +25,8 @@ from meshrl.contract.types import (
     WeightManifest,
 )
 from meshrl.http.gateway.sessions import SessionTable
+from meshrl.rollout.agents.session import Address, Session
 from meshrl.rollout.ports import UNSERVED
-from meshrl.rollout.sessions.gateway import Address
-from meshrl.rollout.sessions.session import Session
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.trainer.checkpoint.checkpoint import Keep, Tensors, TrainerState

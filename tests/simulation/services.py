@@ -28,7 +28,8 @@ from meshrl.contract.types import SamplingParams, Task, Version
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.rollout.config import CheckpointIntervals
-from meshrl.rollout.worker import ProgramCache, RolloutWorker
+from meshrl.rollout.programs import ProgramCache
+from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.patience import Patience
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.servicers.queue import QueueServicer

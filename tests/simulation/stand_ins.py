@@ -30,7 +30,7 @@ from meshrl.contract.types import (
     Uid,
     Version,
 )
-from meshrl.rewardd.posted_rewards import score_unposted
+from meshrl.rewardd.judge import score_unposted
 from meshrl.trainer.learner.experience import Schedule, schedule
 from tests.simulation.engine import STEP_BITS, token_of
 from tests.simulation.loop import Blocked, SimulatedLoop

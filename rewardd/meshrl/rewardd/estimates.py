@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshrl.rewardd.rewards._latex import last_boxed
+from meshrl.rewardd.rewards._answers import last_boxed
 
 DRAWS = 2000
 MOST_VOTES = 256

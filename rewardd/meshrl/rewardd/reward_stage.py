@@ -32,7 +32,7 @@ from meshrl.contract.types import (
     Outcome,
     Sample,
 )
-from meshrl.rewardd.posted_rewards import POSTED
+from meshrl.rewardd.judge import POSTED
 
 TokenEnds = Callable[[Int32], Sequence[int]]
 """From response tokens, int32[R], to R counts: characters of the response up to the end of each token."""

@@ -1,6 +1,6 @@
 """Runs code of people and policies that the mesh does not trust: sandboxes, their limits, and what runs in them.
 
-    sandbox ── bubblewrap, user, cgroup (cgroup, limits) ─▶ a process that first confines itself
+    sandbox ── bubblewrap, user, cgroup (limits) ─────────▶ a process that first confines itself
                (confinement: namespaces, landlock, seccomp) and then runs one of
                    program         one program that a policy wrote, against one test
                    interpreters    the tool `python`: one interpreter per row

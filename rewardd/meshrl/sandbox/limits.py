@@ -1,9 +1,23 @@
-"""Limits of one scoring process. A submitted function may ask for lower ones."""
+"""Limits of a sandbox: of each process in it, and by a cgroup of all its processes together.
+
+    <delegated to this service>/meshrl-<pid>-<start>/<number>     pids.max, memory.max, no swap
+
+Cgroups are of version 2 (https://docs.kernel.org/admin-guide/cgroup-v2.html), and only where this process may make
+them; elsewhere the limits of each process hold without. Groups that a kill -9 of the service leaves are removed by
+the next service. A submitted function may ask for lower limits.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import difflib
-from collections.abc import Mapping
+import itertools
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 
 import pydantic
 from pydantic import PositiveFloat, PositiveInt
@@ -65,3 +79,178 @@ class Limits(ScoringLimits):
                     f"limit {name} = {value} exceeds what the operator allows ({bound})"
                 )
         return limits
+
+
+log = logging.getLogger(__name__)
+
+CONTROLLERS = ("memory", "pids")
+PREFIX = "meshrl-"
+SHARES = 2
+"""A sandbox may use so many times `memory_bytes`: for the scoring process and a program that it runs."""
+HELPERS = 4
+"""Processes beside those of the function: bubblewrap and the sandbox's first process, while they start."""
+ENTER = 'echo 0 > "$0/cgroup.procs" && exec "$@"'
+
+
+class NoCgroupError(Exception):
+    """Why this process cannot make cgroups, in one line."""
+
+
+class Cgroup:
+    """Of one sandbox."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def entered(self, argv: Sequence[str]) -> list[str]:
+        """The command that runs `argv` in it, from its first instruction on."""
+        return ["/bin/sh", "-c", ENTER, str(self.path), *argv]
+
+    def remove(self) -> bool:
+        """Kill what is in it, and remove it; False while something there is still ending."""
+        with contextlib.suppress(OSError):
+            _write(self.path / "cgroup.kill", "1")
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                self.path.rmdir()
+            except OSError:
+                return False
+        return True
+
+
+class Cgroups:
+    """Those of this process's sandboxes, in one folder below `parent`."""
+
+    def __init__(self, parent: Path, controllers: Sequence[str] = CONTROLLERS) -> None:
+        """Raises OSError."""
+        _sweep(parent)
+        self.folder = parent / f"{PREFIX}{os.getpid()}-{_started(os.getpid())}"
+        self._numbers = itertools.count()
+        self._ending: list[Cgroup] = []
+        self._enable(parent, controllers)
+        self.folder.mkdir(exist_ok=True)
+        self._enable(self.folder, controllers)
+        atexit.register(_remove_tree, self.folder)
+
+    @staticmethod
+    def _enable(folder: Path, controllers: Sequence[str]) -> None:
+        for controller in controllers:
+            _write(folder / "cgroup.subtree_control", f"+{controller}")
+
+    def make(self, limits: Limits, shares: int = SHARES) -> Cgroup:
+        """One more. Raises OSError."""
+        self._ending = [each for each in self._ending if not each.remove()]
+        path = self.folder / str(next(self._numbers))
+        path.mkdir(exist_ok=True)
+        for name, value in settings(limits, shares).items():
+            _write(path / name, value)
+        with contextlib.suppress(OSError):  # kernels without swap accounting have no such file
+            _write(path / "memory.swap.max", "0")
+        return Cgroup(path)
+
+    def remove(self, cgroup: Cgroup) -> None:
+        """Its sandbox has ended; what is still ending there is removed later."""
+        if not cgroup.remove():
+            self._ending.append(cgroup)
+
+
+def settings(limits: Limits, shares: int = SHARES) -> dict[str, str]:
+    """What is written to the files of a sandbox's cgroup."""
+    found = {}
+    if limits.processes is not None:
+        found["pids.max"] = str(limits.processes + HELPERS)
+    if limits.memory_bytes is not None:
+        found["memory.max"] = str(shares * limits.memory_bytes + (limits.tmp_bytes or 0))
+        found["memory.oom.group"] = "1"
+    return found
+
+
+@lru_cache(maxsize=1)
+def cgroups() -> Cgroups | None:
+    """Of this process; None where it cannot make any: one line of the log says why."""
+    try:
+        return Cgroups(delegated())
+    except (NoCgroupError, OSError) as error:
+        log.info(
+            "sandboxes have limits for each process and none for all of a sandbox together: %s",
+            error,
+        )
+        return None
+
+
+def delegated(proc: Path = Path("/proc/self")) -> Path:
+    """The cgroup below which this process may make others.
+
+    Raises NoCgroupError.
+    """
+    try:
+        lines = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
+        own = (proc / "cgroup").read_text()
+    except OSError as error:
+        raise NoCgroupError(f"this machine has no cgroups ({error})") from error
+    mounts = [line for line in lines if line[line.index("-") + 1] == "cgroup2"]
+    paths = [line[3:] for line in own.splitlines() if line.startswith("0::")]
+    if not mounts or not paths:
+        raise NoCgroupError("no file system of type cgroup2 is mounted")
+    mounted, point = Path(mounts[0][3]), Path(mounts[0][4])
+    if not (path := Path(paths[0])).is_relative_to(mounted):
+        raise NoCgroupError(f"the cgroup of this process, {path}, is not to be seen in {point}")
+    here = point / path.relative_to(mounted)
+    try:
+        there = (here / "cgroup.controllers").read_text().split()
+    except OSError as error:
+        raise NoCgroupError(f"{here} cannot be read ({error})") from error
+    if missing := [each for each in CONTROLLERS if each not in there]:
+        raise NoCgroupError(
+            f"cgroup v2 lacks the controllers {' and '.join(missing)} at {here}"
+            " (they are mounted as version 1, or not delegated)"
+        )
+    # Only the root may have processes and limit those below it (the rule "no internal processes").
+    parent = here if not (here / "cgroup.type").exists() else here.parent
+    if parent is not here and (here == point or not _given(parent)):
+        raise NoCgroupError(
+            f"{here} has processes and nobody gave this service the cgroup above it"
+            " (systemd: Delegate=memory pids, DelegateSubgroup=service)"
+        )
+    if not os.access(parent, os.W_OK) or not os.access(parent / "cgroup.subtree_control", os.W_OK):
+        raise NoCgroupError(f"{parent} cannot be written")
+    return parent
+
+
+def _given(folder: Path) -> bool:
+    """Whether systemd, or whoever manages cgroups here, has delegated it to this process's user."""
+    with contextlib.suppress(OSError):
+        return os.getxattr(folder, "user.delegate") == b"1"
+    return os.geteuid() != 0 and folder.stat().st_uid == os.geteuid()
+
+
+def _write(file: Path, text: str) -> None:
+    descriptor = os.open(file, os.O_WRONLY | os.O_TRUNC)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
+
+
+def _started(pid: int) -> str:
+    """When a process started, in ticks since boot; empty when there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what services left that are no more."""
+    for folder in parent.glob(f"{PREFIX}*-*"):
+        pid, _, started = folder.name.removeprefix(PREFIX).partition("-")
+        if pid.isdigit() and started and _started(int(pid)) != started:
+            _remove_tree(folder)
+
+
+def _remove_tree(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir():
+                Cgroup(path).remove()
+        folder.rmdir()

@@ -28,8 +28,7 @@ from typing import Protocol
 import meshrl
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Json
-from meshrl.sandbox import cgroup
-from meshrl.sandbox.limits import Limits
+from meshrl.sandbox.limits import SHARES, Limits, cgroups
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ class Launch:
 
     def in_cgroup(self, limits: Limits, shares: int) -> Launch:
         """This launch in a cgroup of its own, where this process can make one."""
-        if (own := cgroup.cgroups()) is None:
+        if (own := cgroups()) is None:
             return self
         try:
             made = own.make(limits, shares)
@@ -85,7 +84,7 @@ class Sandbox(Protocol):
     prepare: Callable[[], None] | None
     """Called once, in a thread, before the first process starts: installs the folders of `search`."""
 
-    def launch(self, program: Sequence[str], *, shares: int = cgroup.SHARES) -> Launch:
+    def launch(self, program: Sequence[str], *, shares: int = SHARES) -> Launch:
         """The command for one more process: this interpreter with the arguments `program`, then its parent's pid.
 
         The pid is 0 where the sandbox ends the process with this one. In a cgroup all its processes together may use
@@ -112,7 +111,7 @@ class OpenSandbox:
     prepare: Callable[[], None] | None = None
     level: Isolation = Isolation.OFF
 
-    def launch(self, program: Sequence[str], *, shares: int = cgroup.SHARES) -> Launch:
+    def launch(self, program: Sequence[str], *, shares: int = SHARES) -> Launch:
         """This interpreter, this environment."""
         return Launch(
             argv=[sys.executable, *program, str(os.getpid())],
@@ -139,7 +138,7 @@ class WeakSandbox:
     prepare: Callable[[], None] | None = None
     level: Isolation = Isolation.WEAK
 
-    def launch(self, program: Sequence[str], *, shares: int = cgroup.SHARES) -> Launch:
+    def launch(self, program: Sequence[str], *, shares: int = SHARES) -> Launch:
         """This interpreter, an empty environment, a folder of its own."""
         folder = Path(tempfile.mkdtemp(prefix="meshrl-sandbox-"))
         seen = (*python_paths(), *self.readable, *self.search)
@@ -178,7 +177,7 @@ class StrictSandbox:
     level: Isolation = Isolation.STRICT
     _arguments: list[str] = field(default_factory=list)
 
-    def launch(self, program: Sequence[str], *, shares: int = cgroup.SHARES) -> Launch:
+    def launch(self, program: Sequence[str], *, shares: int = SHARES) -> Launch:
         """Bubblewrap, which runs this interpreter."""
         if not self._arguments:
             self._arguments = bubblewrap(

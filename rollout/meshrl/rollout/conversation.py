@@ -20,8 +20,9 @@ or, where other code calls the engine, `request`, then `append` with the respons
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -40,7 +41,6 @@ from meshrl.contract.types import (
     VersionSpan,
 )
 from meshrl.images.messages import MOST_OF_ROW, has_pictures, marked, taken_out, too_many
-from meshrl.rollout import chat
 from meshrl.rollout.ports import Generator, Replaying, Rollout
 from meshrl.rollout.streams import Response, sample
 from meshrl.rollout.tokenizer import (
@@ -88,7 +88,7 @@ class Conversation:
     """Tokens of one row in order of time; existing tokens never change.
 
     Sampled tokens keep the log-probs and versions that the engine gave them (loss mask 1). Observed ones (loss mask
-    0, log-prob 0, no version) come from the chat template, which renders new messages only (`chat.py`). Two
+    0, log-prob 0, no version) come from the chat template, which renders new messages only. Two
     turns with nothing observed between them count as one step for step-level estimators (GiGPO).
     """
 
@@ -108,7 +108,7 @@ class Conversation:
         self._starts: tuple[int, ...] = ()
         """Where those begin that are not the prompt's."""
         self.turns: list[Turn] = []
-        self.messages: list[chat.ChatMessage] = []
+        self.messages: list[ChatMessage] = []
         """What follows the prompt: the policy's turns, and the messages that it observed."""
         self._tokenizer = tokenizer
         self._budget = budget
@@ -178,7 +178,7 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": self.turns[-1].text})
         return self.turns[-1]
 
-    def rendered(self, messages: Sequence[chat.ChatMessage]) -> list[int]:
+    def rendered(self, messages: Sequence[ChatMessage]) -> list[int]:
         """The tokens that `messages`, of text, add: from the end of the last turn to the start of the next.
 
         Raises:
@@ -187,14 +187,14 @@ class Conversation:
         """
         sampled = bool(self._mask[-1].any())
         last = int(self._tokens[-1][-1]) if sampled else None
-        return chat.appended(self._chat_tokenizer, messages, last=last)
+        return appended(self._chat_tokenizer, messages, last=last)
 
-    async def look_at(self, messages: Sequence[chat.ChatMessage]) -> None:
+    async def look_at(self, messages: Sequence[ChatMessage]) -> None:
         """Have pictures of messages read beside the event loop, before `observe`. Raises as that does."""
         if has_pictures(messages):
             await look_at(self._tokenizer, taken_out(messages)[1])
 
-    def observe(self, messages: Sequence[chat.ChatMessage]) -> bool:
+    def observe(self, messages: Sequence[ChatMessage]) -> bool:
         """Append messages of the environment, which may have pictures (`meshrl.images.messages`).
 
         See `observe_tokens` for False and `rendered` for errors.
@@ -298,3 +298,64 @@ class Conversation:
         self._logprobs.append(np.asarray(logprobs, dtype=np.float32))
         self._mask.append(np.full(len(tokens), sampled, dtype=np.uint8))
         self.left -= len(tokens)
+
+
+ChatMessage: TypeAlias = Mapping[str, Json]
+"""`role`, `content` and other keys that the template reads."""
+
+MARK = "THEASSISTANTSTURNENDSHERE"
+"""Stands for the policy's last turn: one word, which no template trims or splits."""
+BEGINNING: tuple[ChatMessage, ...] = (
+    {"role": "user", "content": "."},
+    {"role": "assistant", "content": MARK},
+)
+
+
+def prompt_of(
+    tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], *, tools: Sequence[Json] = ()
+) -> list[int]:
+    """The tokens of a prompt: `messages`, and `tools` (JSON schemas) if the template shows them to the model.
+
+    Raises:
+        UserError: there is no chat template, or it refuses the messages.
+    """
+    return tokenizer.encode(tokenizer.render(messages, tools=tools, generation=True))
+
+
+def appended(
+    tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], *, last: int | None
+) -> list[int]:
+    """The tokens between the policy's last turn and its next one: end of turn, `messages`, start of the next turn.
+
+    Rendering the whole conversation again would change the past: text that is decoded and encoded again may become
+    other tokens than were sampled, and some templates drop the thoughts of earlier turns. So the template renders
+    the new messages after a made-up beginning, and only the text after that beginning is used.
+
+    `last` is the last sampled token. If it is the end of the turn, or the policy ended its turn with another special
+    token (Llama's `<|eom_id|>`), the template's own end of turn is left out: a turn ends once.
+
+    Raises:
+        UserError: there is no chat template, or it refuses the messages.
+    """
+    ids = tokenizer.encode(_after_turn(tokenizer, messages, generation=True))
+    end = tokenizer.encode(_after_turn(tokenizer, (), generation=False))[:1]
+    ended = last is not None and bool(ids) and _ends_turn(tokenizer, last, ids[0], end)
+    return ids[1:] if ended else ids
+
+
+def _ends_turn(tokenizer: ChatTokenizer, last: int, first: int, end: Sequence[int]) -> bool:
+    """Whether `first`, the template's token after a turn that ended with `last`, would end the turn again."""
+    return last == first or (
+        list(end) == [first] and tokenizer.is_special(first) and tokenizer.is_special(last)
+    )
+
+
+def _after_turn(
+    tokenizer: ChatTokenizer, messages: Sequence[ChatMessage], *, generation: bool
+) -> str:
+    """The template's text after the policy's turn."""
+    whole = tokenizer.render([*BEGINNING, *messages], generation=generation)
+    _, mark, tail = whole.partition(MARK)
+    if not mark:
+        raise UserError("the chat template leaves out the assistant's text")
+    return tail

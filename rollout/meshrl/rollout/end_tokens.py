@@ -1,4 +1,4 @@
-"""The tokens that end a response, by everything that a checkpoint says of them; vLLM and SGLang end at the same.
+"""The tokens and strings that end a response; by the files of a checkpoint, as vLLM and SGLang read them.
 
 `eos_token_id` of generation_config.json and of config.json, each one id or a list, and the tokenizer's `eos_token`.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +78,46 @@ def _object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} is not a JSON object")
     return content
+
+
+BROKEN = "�"
+"""A tokenizer decodes a part of a character to this."""
+SLACK_TOKENS = 8
+"""Tokens that may decode to nothing (special ones) inside a stop string's window."""
+
+
+class StopStrings:
+    """Finds the stop strings of one request, also across token boundaries.
+
+    A token can only complete a stop string if its text has the string's last character; most tokens are dismissed by
+    that, one dictionary look-up each. The rest decode a window of the last tokens.
+    """
+
+    def __init__(
+        self,
+        stops: Sequence[str],
+        tokenizer: Tokenizer,
+        texts: MutableMapping[int, str],
+    ) -> None:
+        """`texts` caches the text of single tokens and may be shared by all requests."""
+        self._stops = tuple(stops)
+        self._tokenizer = tokenizer
+        self._texts = texts
+        self._lasts = {stop[-1] for stop in self._stops}
+        # A character is one to four tokens of a byte-level vocabulary.
+        self._window = 4 * max(len(stop) for stop in self._stops) + SLACK_TOKENS
+
+    def completed_by(self, tokens: Sequence[int]) -> bool:
+        """True when the last of the response's `tokens` completes a stop string."""
+        if not self._may_complete(tokens[-1]):
+            return False
+        text = self._tokenizer.decode(tokens[-self._window :])
+        return any(stop in text for stop in self._stops)
+
+    def _may_complete(self, token: int) -> bool:
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self._tokenizer.decode([token])
+        # Decoded alone, a token may lose a leading blank or be a part of a character: then the text is not certain.
+        unsure = BROKEN in text or any(last.isspace() for last in self._lasts)
+        return unsure or any(last in text for last in self._lasts)

@@ -18,14 +18,13 @@ run together in a sync batch; otherwise each runs by itself.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, NoReturn
 
-from meshrl.common import plugins, tracing
+from meshrl.common import tracing
 from meshrl.contract.errors import ConfigError, EngineGoneError, InfraError
 from meshrl.contract.ports import Engine, Queue
 from meshrl.contract.rows import (
@@ -43,24 +42,25 @@ from meshrl.contract.types import (
     ROLLOUT_TIMES,
     ROW_MEDIA,
     Columns,
+    GenerateDelta,
+    GenerateRequest,
     LeasedRow,
     Outcome,
+    Version,
 )
 from meshrl.rollout.circuit_breaker import CircuitBreaker, WatchedGenerator
 from meshrl.rollout.config import CheckpointIntervals, CircuitBreakerConfig
-from meshrl.rollout.expert_recorder import ExpertRecorder
 from meshrl.rollout.generation_checkpoint import GenerationCheckpointer, ResumableGenerator
 from meshrl.rollout.ports import (
     NO_BREAKER,
     UNSERVED,
     Generator,
     GiveBackError,
-    Program,
     TogetherEngine,
     WorkerReport,
 )
-from meshrl.rollout.sessions.gateway import Gateway
-from meshrl.rollout.sync_batch import SyncBatch
+from meshrl.rollout.programs import ProgramCache
+from meshrl.rollout.streams import ExpertRecorder, closing
 from meshrl.rollout.time_slices import SleepingEngine
 from meshrl.rollout.tokenizer import Tokenizer
 
@@ -70,86 +70,6 @@ FIRST_VERSION_CHECK_S = 0.05
 """Between two checks of the engine's version before the first commit: the port has no event for it."""
 FIRST_VERSION_REPORT_S = 30.0
 """How often the wait for the first version is logged."""
-PROGRAMS = "meshrl.rollout.programs"
-
-
-class ProgramBuilder(Protocol):
-    """The `build` of a module in `meshrl.rollout.programs`, for programs with options or a gateway."""
-
-    def __call__(self, options: Mapping[str, object], *, gateway: Gateway | None) -> Program:
-        """A program; its `start` and `aclose` are awaited if it has them. Raises ConfigError for wrong options."""
-        ...
-
-
-class ProgramCache:
-    """The programs of a worker by name: loaded with the first row that names one, built once, closed with the worker.
-
-    A module with `build` is built with the recipe's options; of any other its `run` is used.
-    """
-
-    def __init__(
-        self,
-        name: str = "single_turn",
-        options: Mapping[str, object] | None = None,
-        *,
-        gateway: Gateway | None = None,
-    ) -> None:
-        """`options` are for the program `name`; other programs are built without options."""
-        self._name = name
-        self._options = options or {}
-        self._gateway = gateway
-        self._built: dict[str, Program] = {}
-
-    def get(self, name: str) -> Program:
-        """The program `name`.
-
-        Raises:
-            ConfigError: no such program, or wrong options; or it is neither known nor the recipe's own.
-        """
-        if name not in self._built:
-            self._built[name] = self._build(name)
-        return self._built[name]
-
-    async def start(self) -> Program:
-        """Start the recipe's own program, so that its errors appear before the first row.
-
-        Raises:
-            ConfigError: as `get`.
-        """
-        program = self.get(self._name)
-        start = getattr(program, "start", None)
-        if start is not None:
-            await start()
-        return program
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close all programs that have `aclose`; idempotent."""
-        built, self._built = self._built, {}
-        for program in built.values():
-            close = getattr(program, "aclose", None)
-            if close is not None:
-                await close()
-
-    def _build(self, name: str) -> Program:
-        plugins.check_admitted(PROGRAMS, name, [self._name], "rollout.program")
-        module = importlib.import_module(plugins.load(PROGRAMS, name, "__name__"))
-        options = self._options if name == self._name else {}
-        if hasattr(module, "build"):
-            build: ProgramBuilder = module.build
-            return build(options, gateway=self._gateway)
-        if options:
-            raise ConfigError(
-                f"rollout.program_options: the program {name!r} takes none",
-                key="rollout.program_options",
-            )
-        run: Program = plugins.load(PROGRAMS, name, "run")
-        return run
 
 
 class RolloutWorker:
@@ -434,3 +354,75 @@ class RolloutWorker:
         """Every request fails: a new process may work."""
         self._gone_reason = f"fails every request, the last one with: {fault}"
         self._engine_gone.set()
+
+
+class SyncBatch:
+    """The programs of one batch, which start together, so that their bits do not depend on when each row arrived.
+
+    Each sends any number of requests; the next one waits until the last has begun.
+
+    waits for: a request of every program that has not left. unblocked by: the last request, or the last program that
+    leaves. produces: streams that begin at the same decode step, in order, on an otherwise idle engine.
+    """
+
+    def __init__(self, engine: TogetherEngine, size: int) -> None:
+        self._engine = engine
+        self._present = set(range(size))
+        self._pending: dict[
+            int, tuple[GenerateRequest, asyncio.Future[AsyncIterator[GenerateDelta]]]
+        ] = {}
+
+    def generator(self, index: int) -> BatchGenerator:
+        """The `Generator` for program `index`."""
+        return BatchGenerator(self, index)
+
+    @property
+    def version(self) -> Version:
+        """The engine's."""
+        return self._engine.version
+
+    def leave(self, index: int) -> None:
+        """Program `index` will send no more requests; idempotent."""
+        self._present.discard(index)
+        self._pending.pop(index, None)
+        self._start_if_complete()
+
+    async def begin(self, index: int, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+        """Wait until every program that is present has a request, then start all of them."""
+        started: asyncio.Future[AsyncIterator[GenerateDelta]] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self._pending[index] = (request, started)
+        self._start_if_complete()
+        return await started
+
+    def _start_if_complete(self) -> None:
+        if not self._pending or self._pending.keys() != self._present:
+            return
+        pending, self._pending = sorted(self._pending.items()), {}
+        streams = self._engine.generate_together([request for _, (request, _) in pending])
+        for (_, (_, started)), stream in zip(pending, streams, strict=True):
+            if not started.done():
+                started.set_result(stream)
+
+
+class BatchGenerator:
+    """A `Generator` for one program of a sync batch."""
+
+    def __init__(self, batch: SyncBatch, index: int) -> None:
+        self._batch = batch
+        self._index = index
+        self._one_request = asyncio.Lock()
+
+    @property
+    def version(self) -> Version:
+        """The version that samples the next token."""
+        return self._batch.version
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateDelta]:
+        """Sample one response, begun together with those of the batch's other programs."""
+        async with self._one_request:
+            begun = await self._batch.begin(self._index, request)
+        async with closing(begun) as stream:
+            async for delta in stream:
+                yield delta

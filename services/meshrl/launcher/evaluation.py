@@ -38,12 +38,11 @@ from meshrl.rewardd.estimates import (
     mean_score,
     pass_at,
 )
-from meshrl.rewardd.judge import build_judge
-from meshrl.rewardd.posted_rewards import POSTED, score_unposted
+from meshrl.rewardd.judge import POSTED, build_judge, score_unposted
 from meshrl.rollout.engines import build_engine
 from meshrl.rollout.ports import Rollout
+from meshrl.rollout.programs import ProgramCache
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
-from meshrl.rollout.worker import ProgramCache
 from meshrl.rpc.runtime import ServerSettings
 
 VERSION = Version(0, 1)

@@ -17,7 +17,7 @@ from meshrl.contract.errors import ConfigError, WaitTimeoutError
 from meshrl.contract.types import ROLLOUT_STAGE, OnUpdate, Version
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.planning.loop import START_S
-from meshrl.rollout.sessions.session import Session
+from meshrl.rollout.agents.session import Session
 from meshrl.rpc.interceptors import Context
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue.model.waiting import CLAIM_S

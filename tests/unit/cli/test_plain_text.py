@@ -277,7 +277,7 @@ PLACES = {
     "rewardd/meshrl/sandbox/commands.py": {"print"},
     "rewardd/meshrl/sandbox/program.py": {"print"},
     "trainer/meshrl/trainer/data/reasoning_gym.py": {"write"},
-    "rollout/meshrl/rollout/sessions/verifiers_server.py": {"print"},
+    "rollout/meshrl/rollout/agents/verifiers_server.py": {"print"},
     "common/meshrl/common/process_guard.py": {"print"},
     # The one place where a service's log begins.
     "services/meshrl/cli/commands/serve.py": {"basicConfig", "StreamHandler"},

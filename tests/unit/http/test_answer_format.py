@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshrl.http.gateway.answers import AnswerFormat
-from meshrl.rollout.sessions.requests import Answer
+from meshrl.rollout.agents.requests import Answer
 
 
 class Measured(str):

@@ -11,7 +11,7 @@ import pytest
 from meshrl.contract.errors import WaitTimeoutError
 from meshrl.contract.types import Task, Uid
 from meshrl.http.gateway.sessions import SessionTable, address
-from meshrl.rollout.sessions.session import Session
+from meshrl.rollout.agents.session import Session
 
 from ..rollout.chats import chat_tokenizer
 from ..rollout.scripted import Scripted

@@ -10,7 +10,7 @@ import pytest
 
 from meshrl.contract.types import SamplingParams, Task, Uid
 from meshrl.http.gateway.models import ChatBody, CompletionBody
-from meshrl.rollout.sessions.session import Session
+from meshrl.rollout.agents.session import Session
 
 from ...chat_model import Scripted, chat_tokenizer
 

@@ -10,7 +10,7 @@ import numpy as np
 from meshrl.contract.types import SamplingParams, Task, Uid
 from meshrl.http.gateway.app import build_app
 from meshrl.http.gateway.sessions import SessionTable
-from meshrl.rollout.sessions.session import Session, SessionRules
+from meshrl.rollout.agents.session import Session, SessionRules
 
 from ...chat_model import Scripted, chat_tokenizer
 

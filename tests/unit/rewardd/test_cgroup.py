@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.sandbox import cgroup
-from meshrl.sandbox.cgroup import Cgroup, Cgroups, NoCgroupError, delegated, settings
-from meshrl.sandbox.limits import Limits
+from meshrl.sandbox import limits
+from meshrl.sandbox import sandbox as sandbox_module
+from meshrl.sandbox.limits import Cgroup, Cgroups, Limits, NoCgroupError, delegated, settings
 from meshrl.sandbox.sandbox import WeakSandbox
 
 
 def gone(folder: Path) -> None:
     """Wait for processes that were killed to leave, and for the folder to be removable."""
     while folder.exists():
-        cgroup._remove_tree(folder)
+        limits._remove_tree(folder)
         time.sleep(0.01)
 
 
@@ -95,7 +95,7 @@ def test_the_limits_of_a_sandbox_are_those_of_its_processes_together() -> None:
 
 def test_a_sandbox_is_limited_before_it_starts(tmp_path: Path) -> None:
     (tmp_path / "cgroup.subtree_control").write_text("")
-    made = Path(f"{cgroup.PREFIX}{os.getpid()}-{cgroup._started(os.getpid())}")
+    made = Path(f"{limits.PREFIX}{os.getpid()}-{limits._started(os.getpid())}")
     files = ("pids.max", "memory.max", "memory.oom.group", "memory.swap.max", "cgroup.procs")
     (tmp_path / made / "0").mkdir(parents=True)
     (tmp_path / made / "cgroup.subtree_control").write_text("")
@@ -119,14 +119,14 @@ def root() -> Iterator[Path]:
     if not points or not os.access(points[0], os.W_OK) or (points[0] / "cgroup.type").exists():
         pytest.skip("no cgroup2 file system whose root is writable")
     yield points[0]
-    assert not list(points[0].glob(f"{cgroup.PREFIX}{os.getpid()}-*/*"))
+    assert not list(points[0].glob(f"{limits.PREFIX}{os.getpid()}-*/*"))
 
 
 def test_what_a_sandbox_leaves_ends_with_its_cgroup(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Cgroups(root, controllers=())
-    monkeypatch.setattr(cgroup, "cgroups", lambda: made)
+    monkeypatch.setattr(sandbox_module, "cgroups", lambda: made)
     launch = WeakSandbox(limits=UNLIMITED).launch(("-c", ""))
     program = ["sh", "-c", "cat /proc/self/cgroup; echo started; setsid sleep 60 & wait"]
     sandbox = subprocess.Popen([*launch.argv[:4], *program], stdout=subprocess.PIPE, text=True)
@@ -144,7 +144,7 @@ def test_what_a_sandbox_leaves_ends_with_its_cgroup(
 HOST = """
 import subprocess, sys, time
 from pathlib import Path
-from meshrl.sandbox.cgroup import Cgroups
+from meshrl.sandbox.limits import Cgroups
 from meshrl.sandbox.limits import Limits
 made = Cgroups(Path(sys.argv[1]), controllers=())
 one = made.make(Limits(processes=None, memory_bytes=None))
@@ -159,7 +159,7 @@ def test_the_next_service_removes_what_a_killed_one_has_left(root: Path) -> None
     )
     assert host.stdout is not None
     sleeper = int(host.stdout.readline())
-    [left] = root.glob(f"{cgroup.PREFIX}{host.pid}-*")
+    [left] = root.glob(f"{limits.PREFIX}{host.pid}-*")
     host.send_signal(signal.SIGKILL)
     host.wait()
     end = os.pidfd_open(sleeper)
@@ -247,7 +247,7 @@ def test_no_sandbox_starts_more_processes_than_it_may(limited: Cgroups) -> None:
     argv = one.entered([sys.executable, "-c", FORKS])
     sandbox = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     assert sandbox.stdout is not None
-    assert sandbox.stdout.readline() == f"{8 + cgroup.HELPERS - 1}\n"
+    assert sandbox.stdout.readline() == f"{8 + limits.HELPERS - 1}\n"
     limited.remove(one)
     sandbox.wait()
     sandbox.stdout.close()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from meshrl.rewardd.rewards import geo3k, prime_math, search_qa, tool_use
-from meshrl.rewardd.rewards._blocks import blocks
+from meshrl.rewardd.rewards._answers import blocks
 
 from ..rollout.test_linear_parsers import LENGTH, PER_CHARACTER, Counted
 

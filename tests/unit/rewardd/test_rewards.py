@@ -13,7 +13,6 @@ from meshrl.contract.types import Json, Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.rewards import (
-    _algebra,
     _equality,
     exact_match,
     format,
@@ -187,13 +186,13 @@ def test_under_verls_conventions_prime_math_grades_by_algebra(
     ],
 )
 def test_algebra_refuses_what_could_act_or_explode(text: str) -> None:
-    assert _algebra.parse(text) is None
+    assert prime_math.parse(text) is None
 
 
 def test_a_name_that_python_knows_is_a_symbol_for_algebra() -> None:
-    assert str(_algebra.parse("exit")) == "e*i*t*x"
-    assert _algebra.arithmetic("2*3.14 + 1") == pytest.approx(7.28)
-    assert _algebra.arithmetic("open('x')") is None
+    assert str(prime_math.parse("exit")) == "e*i*t*x"
+    assert prime_math.arithmetic("2*3.14 + 1") == pytest.approx(7.28)
+    assert prime_math.arithmetic("open('x')") is None
 
 
 @pytest.mark.parametrize(

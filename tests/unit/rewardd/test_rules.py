@@ -104,12 +104,12 @@ def test_the_hash_depends_on_source_name_kwargs_and_weight_but_not_on_the_path(
 
 def test_the_hash_of_a_built_in_covers_the_helpers_that_it_imports() -> None:
     from meshrl.rewardd.pool import rule
-    from meshrl.rewardd.rewards import _latex, math_dapo, verl
+    from meshrl.rewardd.rewards import _answers, math_dapo, verl
 
     def digests(module: Any) -> list[str]:
         return list(rule._module_sources(str(module.__file__), set()))
 
-    helper = Path(str(_latex.__file__)).read_text()
+    helper = Path(str(_answers.__file__)).read_text()
     assert helper in digests(math_dapo)
     assert helper in digests(verl)
     assert any(text.startswith("sympy==") for text in digests(verl))

@@ -12,7 +12,7 @@ import pytest
 
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Outcome, Sample, Score, Uid
-from meshrl.rewardd.judges._composite import CompositeJudge, Part
+from meshrl.rewardd.judge import CompositeJudge, Part
 from meshrl.rewardd.pool.functions import Scorer, combine
 from meshrl.rewardd.pool.messages import MAX_TEXT, MAX_TEXTS
 from meshrl.rewardd.pool.pool import _Item, _score

@@ -85,7 +85,7 @@ def task(
     **changes: object,
 ) -> Task:
     from meshrl.contract.types import Message
-    from meshrl.rollout.chat import prompt_of
+    from meshrl.rollout.conversation import prompt_of
 
     prompt = prompt_of(tokenizer, [{"role": "user", "content": question}])
     return Task(

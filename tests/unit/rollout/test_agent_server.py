@@ -12,11 +12,11 @@ import pytest
 
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import PostedReward
+from meshrl.rollout.agents import agent as agents
+from meshrl.rollout.agents.agent import AgentError, Led
+from meshrl.rollout.agents.agent_server import AgentServer
+from meshrl.rollout.agents.session import Address
 from meshrl.rollout.programs import verifiers
-from meshrl.rollout.sessions import agents
-from meshrl.rollout.sessions.agent_server import AgentServer
-from meshrl.rollout.sessions.agents import AgentError, Led
-from meshrl.rollout.sessions.gateway import Address
 
 from . import some_tools
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from meshrl.contract.types import GenerateDelta, GenerateRequest, OnUpdate, Version
+from meshrl.rollout.end_tokens import StopStrings
 from meshrl.rollout.generation_checkpoint import continuation
 from meshrl.rollout.server_engine.checkpoint import Checkpoint as CheckpointFacts
 from meshrl.rollout.server_engine.config import ServerConfig
 from meshrl.rollout.server_engine.request import ServerRequest, ended_before, read_request
 from meshrl.rollout.server_engine.response import Chunk, ResponseReader
 from meshrl.rollout.streams import closing, response_of, sample
-from meshrl.rollout.torch_engine.stopping import StopStrings
 
 from .checkpoints import FIRST, Checkpoint, forced_logprobs, make_model, pack, request
 from .conftest import EngineMaker

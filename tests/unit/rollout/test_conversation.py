@@ -7,8 +7,7 @@ import pytest
 
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Outcome, SamplingParams, Task, Uid, Version, VersionSpan
-from meshrl.rollout.chat import prompt_of
-from meshrl.rollout.conversation import Budget, Conversation
+from meshrl.rollout.conversation import Budget, Conversation, prompt_of
 from meshrl.rollout.streams import Response
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer
 

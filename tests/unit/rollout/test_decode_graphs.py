@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.rollout.torch_engine.architecture import read_architecture
-from meshrl.rollout.torch_engine.batch import Batch, Row
-from meshrl.rollout.torch_engine.cache import KvCache
-from meshrl.rollout.torch_engine.forward import Decoder
-from meshrl.rollout.torch_engine.graphs import (
+from meshrl.rollout.engines.torch.architecture import read_architecture
+from meshrl.rollout.engines.torch.batch import Batch, Row
+from meshrl.rollout.engines.torch.cache import KvCache
+from meshrl.rollout.engines.torch.forward import Decoder
+from meshrl.rollout.engines.torch.graphs import (
     MOST_FAILURES,
     CudaGraphs,
     Recorder,
     StaticSteps,
     Work,
 )
-from meshrl.rollout.torch_engine.operations import attend, attend_up_to, row_ends
-from meshrl.rollout.torch_engine.staging import Built
-from meshrl.rollout.torch_engine.weights import Weights, from_checkpoint
+from meshrl.rollout.engines.torch.operations import attend, attend_up_to, row_ends
+from meshrl.rollout.engines.torch.staging import Built
+from meshrl.rollout.engines.torch.weights import Weights, from_checkpoint
 
 from .checkpoints import Checkpoint, make_model, prompts, request
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshrl.rollout.torch_engine.cache import KvCache
-from meshrl.rollout.torch_engine.operations import RmsNorm, attend
+from meshrl.rollout.engines.torch.cache import KvCache
+from meshrl.rollout.engines.torch.operations import RmsNorm, attend
 
 HEADS, SIZE = 2, 4
 BYTES_PER_TOKEN = 2 * HEADS * SIZE * 4

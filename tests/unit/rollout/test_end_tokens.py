@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from meshrl.contract.errors import UserError
 from meshrl.rollout.end_tokens import eos_token_ids, with_end_of
+from meshrl.rollout.engines.torch.architecture import read_architecture
 from meshrl.rollout.server_engine.checkpoint import read_checkpoint
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer
-from meshrl.rollout.torch_engine.architecture import read_architecture
 
 from .checkpoints import make_model
 

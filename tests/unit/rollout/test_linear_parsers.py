@@ -14,10 +14,11 @@ from typing import Any, SupportsIndex
 import pytest
 
 from meshrl.common import plugins
-from meshrl.rollout.sessions import tool_calls
-from meshrl.rollout.sessions.tool_calls import parse_calls
-from meshrl.rollout.sessions.visible_text import VisibleText
-from meshrl.rollout.tools import formats, parsing
+from meshrl.rollout.agents import requests as tool_calls
+from meshrl.rollout.agents.answer_stream import VisibleText
+from meshrl.rollout.agents.requests import parse_calls
+from meshrl.rollout.tools import formats
+from meshrl.rollout.tools import formats as parsing
 from meshrl.rollout.tools.formats import hermes, llama3_json, python_fence, search_r1
 
 LENGTH = 64 << 10

@@ -7,7 +7,7 @@ import sys
 
 HELD = """
 import asyncio, logging, time
-from meshrl.rollout.loop_watchdog import LoopWatchdog
+from meshrl.rollout.user_functions import LoopWatchdog
 logging.basicConfig(format="%(message)s")
 
 async def step():
@@ -33,7 +33,7 @@ def test_a_loop_that_is_held_ends_its_process_with_the_place() -> None:
 
 BUSY = """
 import asyncio, time
-from meshrl.rollout.loop_watchdog import LoopWatchdog
+from meshrl.rollout.user_functions import LoopWatchdog
 
 async def main():
     with LoopWatchdog(2.0):

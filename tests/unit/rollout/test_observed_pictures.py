@@ -34,14 +34,14 @@ from meshrl.contract.types import (
 from meshrl.http.gateway.models import ChatBody
 from meshrl.images import MOST_BYTES, MOST_PIXELS, ImageProcessor, read_image
 from meshrl.images.messages import MARK, MOST_OF_ROW, as_openai, content_with, taken_out
+from meshrl.rollout.agents import session as agents
+from meshrl.rollout.agents.requests import SessionRequest
 from meshrl.rollout.conversation import Budget, Conversation
 from meshrl.rollout.generation_checkpoint import ResumableGenerator
 from meshrl.rollout.ports import Rollout
 from meshrl.rollout.programs import tools
 from meshrl.rollout.programs.user import Config, Session, SessionProgram
 from meshrl.rollout.server_engine.request import _places
-from meshrl.rollout.sessions import session as agents
-from meshrl.rollout.sessions.requests import SessionRequest
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer
 
 from ...pictures import PLACEHOLDER, make_tokenizer, picture

@@ -15,10 +15,9 @@ from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Outcome, Uid
 from meshrl.rollout.programs import tools as program
 from meshrl.rollout.tools import python_sandbox
-from meshrl.rollout.tools.building import ToolBuilder
 from meshrl.rollout.tools.config import ToolsConfig
 from meshrl.rollout.tools.ports import Caller, ToolCall
-from meshrl.rollout.tools.toolbox import TaskTools
+from meshrl.rollout.tools.toolbox import TaskTools, ToolBuilder
 from meshrl.sandbox.interpreters import MAX_OUTPUT, BoundedOutput
 from meshrl.sandbox.sandbox import no_bubblewrap
 from tests.adversarial import python_tool

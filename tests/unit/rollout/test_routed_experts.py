@@ -15,9 +15,8 @@ import torch
 from meshrl.contract.errors import CorruptError, InfraError, UserError
 from meshrl.contract.routed_experts import Experts, RoutedExperts
 from meshrl.contract.types import GenerateDelta, GenerateRequest, Int32, Version
-from meshrl.rollout.expert_recorder import ExpertRecorder
 from meshrl.rollout.generation_checkpoint import continuation
-from meshrl.rollout.streams import sample
+from meshrl.rollout.streams import ExpertRecorder, sample
 
 from .checkpoints import FIRST, Checkpoint, make_model, prompts, request
 from .conftest import EngineMaker

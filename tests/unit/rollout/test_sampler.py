@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.rollout.torch_engine.sampler import (
+from meshrl.rollout.engines.torch.sampler import (
     OFF,
     SamplingRows,
     find,

@@ -12,12 +12,11 @@ import pytest
 from meshrl.contract.errors import InfraError
 from meshrl.contract.rows import column_posted
 from meshrl.contract.types import POSTED_REWARD, Outcome, PostedReward, SamplingParams, Task, Uid
+from meshrl.rollout.agents.agent import AgentError, Led
+from meshrl.rollout.agents.requests import ContextLengthError, SessionRequest
+from meshrl.rollout.agents.session import Address, Session
 from meshrl.rollout.ports import Rollout
 from meshrl.rollout.programs.openai import Config, OpenAIProgram
-from meshrl.rollout.sessions.agents import AgentError, Led
-from meshrl.rollout.sessions.gateway import Address
-from meshrl.rollout.sessions.requests import ContextLengthError, SessionRequest
-from meshrl.rollout.sessions.session import Session
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer
 
 from ...chat_model import Scripted, chat_tokenizer

@@ -15,11 +15,11 @@ from meshrl.common.config import read_options
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Json, Uid
 from meshrl.rollout.programs import tools as program
-from meshrl.rollout.tools.building import ToolBuilder
 from meshrl.rollout.tools.config import SearchConfig, ToolsConfig
 from meshrl.rollout.tools.formats import search_r1
 from meshrl.rollout.tools.ports import Caller, ToolCall
 from meshrl.rollout.tools.search import passages, search_function
+from meshrl.rollout.tools.toolbox import ToolBuilder
 
 from .chats import chat_tokenizer
 from .scripted import END, Scripted, task
@@ -226,7 +226,7 @@ async def test_the_connections_of_a_retriever_end_with_the_tools() -> None:
 
 
 async def test_an_answer_without_end_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshrl.rollout.tools.retriever.MAX_BYTES", 100)
+    monkeypatch.setattr("meshrl.rollout.tools.search.MAX_BYTES", 100)
     long = [[{"document": {"contents": "t\n" + "x" * 200}}]]
     async with retriever(200, {"result": long}, []) as url:
         with pytest.raises(InfraError, match="failed: HTTP 200"):

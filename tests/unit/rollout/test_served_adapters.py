@@ -7,8 +7,8 @@ import pytest
 
 from meshrl.contract.errors import InfraError
 from meshrl.contract.types import Version
-from meshrl.rollout.server_engine.adapters import ServedAdapters
 from meshrl.rollout.server_engine.checkpoint import ADAPTER_FILE
+from meshrl.rollout.server_engine.kind import ServedAdapters
 from meshrl.rollout.server_engine.response import Chunk
 
 

@@ -30,15 +30,15 @@ from meshrl.contract.types import (
     Uid,
     Version,
 )
-from meshrl.rollout.sessions.requests import (
+from meshrl.rollout.agents.answer_stream import VisibleText
+from meshrl.rollout.agents.requests import (
     Answer,
     ContextLengthError,
     SessionEndedError,
     SessionRequest,
     ToolCall,
 )
-from meshrl.rollout.sessions.session import Branch, Session, SessionRules
-from meshrl.rollout.sessions.visible_text import VisibleText
+from meshrl.rollout.agents.session import Branch, Session, SessionRules
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer
 
 from ...chat_model import FIRST, SECOND, Scripted, chat_tokenizer

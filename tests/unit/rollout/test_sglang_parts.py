@@ -26,6 +26,7 @@ from meshrl.contract.types import GenerateRequest, SamplingParams
 from meshrl.rollout.engines.sglang import PLUGIN_DIR, Config
 from meshrl.rollout.engines.vllm import Config as VllmConfig
 from meshrl.rollout.native_updates.sglang import plan_buckets, update_body
+from meshrl.rollout.server_engine.checkpoint import read_tensor_ranges
 from meshrl.rollout.server_engine.request import ServerRequest
 from meshrl.rollout.server_engine.sglang_messages import (
     EventReader,
@@ -33,7 +34,6 @@ from meshrl.rollout.server_engine.sglang_messages import (
     named_empty_tensor,
     request_body,
 )
-from meshrl.rollout.server_engine.tensor_ranges import read_tensor_ranges
 from meshrl.rollout.streams import check_request
 
 FACTS = ServerFacts(

@@ -9,7 +9,7 @@ import pytest
 
 from meshrl.contract.types import OnUpdate, Version, WeightManifest
 from meshrl.rollout.streams import Response, sample
-from meshrl.rollout.sync_batch import BatchGenerator, SyncBatch
+from meshrl.rollout.worker import BatchGenerator, SyncBatch
 from meshrl.testing.engines import echo
 
 from .checkpoints import request

@@ -11,12 +11,11 @@ import pytest
 from meshrl.common.config import read_options
 from meshrl.contract.errors import ConfigError, InfraError, UserError
 from meshrl.contract.types import Uid
-from meshrl.rollout.tools.building import ToolBuilder
 from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
 from meshrl.rollout.tools.formats import hermes, llama3_json, python_fence
 from meshrl.rollout.tools.functions import FunctionTool, as_text
 from meshrl.rollout.tools.ports import Caller, ToolCall, ToolError
-from meshrl.rollout.tools.toolbox import GAP, Cut, TaskTools
+from meshrl.rollout.tools.toolbox import GAP, Cut, TaskTools, ToolBuilder
 
 from . import some_tools
 from .chats import chat_tokenizer

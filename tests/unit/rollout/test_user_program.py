@@ -12,7 +12,7 @@ from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.rows import column_posted
 from meshrl.contract.types import POSTED_REWARD, Outcome, PostedReward, Uid
 from meshrl.rollout.ports import Rollout
-from meshrl.rollout.worker import ProgramCache
+from meshrl.rollout.programs import ProgramCache
 
 from . import some_agents
 from .chats import chat_tokenizer

@@ -15,12 +15,12 @@ from meshrl.common.chunk_digest import digest
 from meshrl.contract.errors import CapacityError, EngineGoneError, NotFoundError, UserError
 from meshrl.contract.ports import LentBucket
 from meshrl.contract.types import OnUpdate, TensorSpec, Uint8, Version, WeightManifest
-from meshrl.rollout.engines import torch as torch_engine
+from meshrl.rollout.engines.torch import engine as torch_engine
+from meshrl.rollout.engines.torch import staging
+from meshrl.rollout.engines.torch.architecture import read_architecture
+from meshrl.rollout.engines.torch.staging import HEADROOM, choose, free_of, needed_bytes, stage
+from meshrl.rollout.engines.torch.weights import Weights
 from meshrl.rollout.streams import sample
-from meshrl.rollout.torch_engine import staging
-from meshrl.rollout.torch_engine.architecture import read_architecture
-from meshrl.rollout.torch_engine.staging import HEADROOM, choose, free_of, needed_bytes, stage
-from meshrl.rollout.torch_engine.weights import Weights
 from meshrl.testing.devices.stub import GPU, opened
 
 from .checkpoints import Checkpoint, greedy, make_model, pack, request

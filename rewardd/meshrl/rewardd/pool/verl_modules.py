@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from meshrl.rewardd.rewards import (
-    _latex,
+    _answers,
     code,
     geo3k,
     gsm8k,
@@ -28,7 +28,7 @@ from meshrl.rewardd.rewards import (
     search_qa,
     verl,
 )
-from meshrl.rewardd.rewards._blocks import blocks
+from meshrl.rewardd.rewards._answers import blocks
 
 SCORES = "verl.utils.reward_score"
 INVALID = "[INVALID]"
@@ -76,7 +76,7 @@ class MathReward:
             return "\\boxed " + string.rpartition("\\boxed ")[2].partition("$")[0]
         start = max(string.rfind("\\boxed"), -1)
         start = start if start >= 0 else string.rfind("\\fbox")
-        end = _latex.closing(string, start) if start >= 0 else -1
+        end = _answers.closing(string, start) if start >= 0 else -1
         return string[start : end + 1] if end >= 0 else None
 
     @staticmethod
@@ -130,7 +130,7 @@ class MathDapo:
     @staticmethod
     def last_boxed_only_string(string: str) -> str | None:
         r"""The last `\boxed{…}` with its command; None if there is none or it does not close."""
-        found = _latex.last_boxed(string, (BOX,))
+        found = _answers.last_boxed(string, (BOX,))
         return None if found is None else f"{BOX}{found}}}"
 
     @staticmethod
@@ -143,7 +143,7 @@ class MathDapo:
         """Whether the last answer line is right, and what it says."""
         found = re.findall(answer_pattern, solution_str)
         prediction = math_dapo.normal(found[-1] if found else INVALID)
-        truth = _latex.last_boxed(gt, (BOX,)) or "" if gt_need_extract else gt
+        truth = _answers.last_boxed(gt, (BOX,)) or "" if gt_need_extract else gt
         return prediction == math_dapo.normal(truth), prediction
 
     @staticmethod
@@ -152,7 +152,7 @@ class MathDapo:
     ) -> tuple[int, str | None]:
         """1 or -1, and the content of the last box."""
         start = -100 if pause_tokens_index is None else pause_tokens_index[-1] - 100
-        found = _latex.last_boxed(pred[start:], (BOX,))
+        found = _answers.last_boxed(pred[start:], (BOX,))
         return (1 if found == gt else -1), found
 
     @staticmethod
@@ -254,7 +254,7 @@ class Geo3k:
     @staticmethod
     def acc_reward(predict_str: str, ground_truth: str, use_boxed: bool = True) -> float:
         """1 for the right answer."""
-        answer = _latex.last_boxed(predict_str) if use_boxed else predict_str
+        answer = _answers.last_boxed(predict_str) if use_boxed else predict_str
         return float(answer is not None and prime_math.simple_equal(answer, ground_truth))
 
     @staticmethod

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from meshrl.contract.ports import Judge
 from meshrl.contract.types import Sample, Score
-from meshrl.rewardd.posted_rewards import score_unposted
+from meshrl.rewardd.judge import score_unposted
 from meshrl.rewardd.registry.judge_cache import JudgeCache
 
 log = logging.getLogger(__name__)

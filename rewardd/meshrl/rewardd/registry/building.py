@@ -10,8 +10,7 @@ from pathlib import Path
 
 from meshrl.contract.types import Json
 from meshrl.rewardd.config import RewardConfig
-from meshrl.rewardd.judge import judge_of
-from meshrl.rewardd.judges._composite import StartableJudge
+from meshrl.rewardd.judge import StartableJudge, judge_of
 from meshrl.rewardd.pool.pool import PoolJudge
 from meshrl.rewardd.pool.rule import FunctionSpec, Rule, read_rule
 from meshrl.rewardd.registry.active_reward import ActiveRewardJudge

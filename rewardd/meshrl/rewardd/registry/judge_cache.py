@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from meshrl.rewardd.judges._composite import StartableJudge
+from meshrl.rewardd.judge import StartableJudge
 
 
 @dataclass(slots=True, eq=False)

@@ -38,7 +38,7 @@ from pydantic import PositiveFloat, PositiveInt
 from meshrl.common import config
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json, Outcome
-from meshrl.rewardd.rewards._truth import said, same
+from meshrl.rewardd.rewards._answers import said, same
 from meshrl.sandbox import confinement
 
 SHARE_OF_DEADLINE = 0.8

@@ -11,7 +11,7 @@ import unicodedata
 from meshrl.common import config
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
-from meshrl.rewardd.rewards._truth import wanted
+from meshrl.rewardd.rewards._answers import wanted
 
 
 class Config(config.Config):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from meshrl.common import config
 from meshrl.contract.types import Json
-from meshrl.rewardd.rewards import _equality, _stated, prime_math
-from meshrl.rewardd.rewards._latex import last_boxed
-from meshrl.rewardd.rewards._truth import Conventions, said, wanted
+from meshrl.rewardd.rewards import _answers, _equality, prime_math
+from meshrl.rewardd.rewards._answers import Conventions, last_boxed, said, wanted
 
 REQUIRES = ("sympy", "mpmath")
 FORM = ("</think>", "\\boxed{", "}")
@@ -42,8 +41,8 @@ def compute_score(
         boxed = last_boxed(solution_str)
         right = boxed is not None and prime_math.simple_equal(boxed, truth)
     else:
-        boxed = _stated.boxed(said(solution_str))
-        right = boxed is not None and _equality.equal(boxed, _stated.boxed(truth) or truth)
+        boxed = _answers.boxed(said(solution_str))
+        right = boxed is not None and _equality.equal(boxed, _answers.boxed(truth) or truth)
     formed = is_formed(solution_str)
     return (1 - config.format_score) * right + config.format_score * formed
 

@@ -14,8 +14,8 @@ from typing import Literal
 from meshrl.common import config
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
-from meshrl.rewardd.rewards import _stated
-from meshrl.rewardd.rewards._truth import Conventions, said, wanted
+from meshrl.rewardd.rewards import _answers
+from meshrl.rewardd.rewards._answers import Conventions, said, wanted
 
 TAIL = 300
 """Only this many characters from the end are searched: an answer before them is not the final one."""
@@ -91,7 +91,7 @@ def compute_score(
     found = [number(place) for place in HASHES.split(response)[1:]]
     answers = [answer for answer in found if answer is not None]
     if not answers and config.method == "flexible":
-        box = _stated.boxed(response)
+        box = _answers.boxed(response)
         last = PLAIN.findall(EXPONENT.sub("^", _tidy(response)))
         answers = [a for a in (number(box or ""), number(last[-1] if last else "")) if a][:1]
     if not answers:

@@ -13,9 +13,8 @@ from types import ModuleType
 from meshrl.common import config
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json
-from meshrl.rewardd.rewards import _equality, _stated
-from meshrl.rewardd.rewards._latex import last_boxed
-from meshrl.rewardd.rewards._truth import Conventions, said, wanted
+from meshrl.rewardd.rewards import _answers, _equality
+from meshrl.rewardd.rewards._answers import Conventions, last_boxed, said, wanted
 
 REQUIRES = ("math-verify", "latex2sympy2_extended", "sympy", "mpmath")
 """Packages whose version is part of the reward hash."""
@@ -65,15 +64,15 @@ def compute_score(
     truth = wanted(ground_truth, "math")
     if config.conventions == "verl":
         return _verified(solution_str, truth, config.boxed_only)
-    answer = _stated.boxed(response := said(solution_str))
+    answer = _answers.boxed(response := said(solution_str))
     if answer is None and not config.boxed_only and "\\boxed" not in response:
-        answer = _stated.announced(response)
+        answer = _answers.announced(response)
     return float(answer is not None and _equality.equal(answer, unboxed(truth)))
 
 
 def unboxed(truth: str) -> str:
     """The content of the truth's box, or the whole of it."""
-    return _stated.boxed(truth) or truth
+    return _answers.boxed(truth) or truth
 
 
 def _verified(solution_str: str, truth: str, boxed_only: bool) -> float:
@@ -89,8 +88,8 @@ def _verified(solution_str: str, truth: str, boxed_only: bool) -> float:
             return 0.0
         solution_str = f"\\boxed{{{boxed}}}"
     response = said(solution_str)
-    formulas = [*solution_str.split("$")[1::2][-MOST_FORMULAS:], _stated.announced(response)]
-    if any(_equality.is_tall(text) for text in (_stated.boxed(response), *formulas) if text):
+    formulas = [*solution_str.split("$")[1::2][-MOST_FORMULAS:], _answers.announced(response)]
+    if any(_equality.is_tall(text) for text in (_answers.boxed(response), *formulas) if text):
         return 0.0
     answer = package.parse(solution_str, parsing_timeout=None)
     return float(package.verify(gold, answer, timeout_seconds=None))

@@ -11,9 +11,8 @@ import re
 
 from meshrl.common import config
 from meshrl.contract.types import Json
-from meshrl.rewardd.rewards import _equality, _stated
-from meshrl.rewardd.rewards._latex import closing, last_boxed
-from meshrl.rewardd.rewards._truth import Conventions, said, wanted
+from meshrl.rewardd.rewards import _answers, _equality
+from meshrl.rewardd.rewards._answers import Conventions, closing, last_boxed, said, wanted
 
 TAIL = 300
 BOX_TAIL = 100
@@ -77,7 +76,7 @@ def compute_score(
     truth = wanted(ground_truth, "math_dapo")
     if config.conventions == "meshrl":
         found = stated(said(solution_str))
-        right = found is not None and _equality.equal(found, _stated.boxed(truth) or truth)
+        right = found is not None and _equality.equal(found, _answers.boxed(truth) or truth)
         return {"score": 1.0 if right else -1.0, "acc": right, "pred": found or INVALID}
     tail = solution_str[-TAIL:]
     answers = ANSWER.findall(tail)
@@ -95,8 +94,8 @@ def stated(response: str) -> str | None:
     at = max((match.end() for match in LINE.finditer(response)), default=-1)
     box = response.rfind("\\boxed")
     if at < 0 or box >= at or (box >= 0 and closing(response, box) >= at):  # or the line is in it
-        return _stated.boxed(response)
-    return _stated.sentence(response[at:]) or None
+        return _answers.boxed(response)
+    return _answers.sentence(response[at:]) or None
 
 
 def normal(answer: str) -> str:

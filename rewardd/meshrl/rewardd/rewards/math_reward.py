@@ -11,9 +11,8 @@ from collections.abc import Callable
 
 from meshrl.common import config
 from meshrl.contract.types import Json
-from meshrl.rewardd.rewards import _equality, _stated
-from meshrl.rewardd.rewards._latex import closing
-from meshrl.rewardd.rewards._truth import Conventions, said, wanted
+from meshrl.rewardd.rewards import _answers, _equality
+from meshrl.rewardd.rewards._answers import Conventions, closing, said, wanted
 
 
 class Config(config.Config):
@@ -60,8 +59,8 @@ def compute_score(
     if config.conventions == "verl":
         answer = boxed_answer(solution_str)
         return float(answer is not None and equal(answer, truth))
-    answer = _stated.boxed(said(solution_str))
-    return float(answer is not None and _equality.equal(answer, _stated.boxed(truth) or truth))
+    answer = _answers.boxed(said(solution_str))
+    return float(answer is not None and _equality.equal(answer, _answers.boxed(truth) or truth))
 
 
 def boxed_answer(text: str) -> str | None:

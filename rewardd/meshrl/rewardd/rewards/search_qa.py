@@ -15,8 +15,7 @@ import unicodedata
 from meshrl.common import config
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
-from meshrl.rewardd.rewards._blocks import blocks
-from meshrl.rewardd.rewards._truth import Conventions, said, wanted
+from meshrl.rewardd.rewards._answers import Conventions, blocks, said, wanted
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)

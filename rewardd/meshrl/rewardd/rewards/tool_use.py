@@ -18,9 +18,8 @@ from pydantic import PositiveFloat
 from meshrl.common import config
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json
-from meshrl.rewardd.rewards._blocks import blocks
-from meshrl.rewardd.rewards._truth import same
-from meshrl.rewardd.rewards._truth import wanted as wanted_text
+from meshrl.rewardd.rewards._answers import blocks, same
+from meshrl.rewardd.rewards._answers import wanted as wanted_text
 
 BLOCKS = ("think", "tool_call", "response")
 MAX_CALLS = 64

@@ -16,7 +16,7 @@ from meshrl.rewardd.rewards import (
     prime_math,
     search_qa,
 )
-from meshrl.rewardd.rewards._truth import Conventions
+from meshrl.rewardd.rewards._answers import Conventions
 
 REQUIRES = ("sympy", "mpmath")
 

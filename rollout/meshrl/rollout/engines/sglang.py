@@ -22,13 +22,14 @@ from meshrl.common.device_share import DeviceShare
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.images import PROCESSORS, ImageProcessor, processor_class
-from meshrl.rollout.server_engine.adapters import AdapterClient, ServedAdapters
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.config import ServerConfig, quantization_arguments
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.server_engine.http import HttpClient
 from meshrl.rollout.server_engine.kind import (
     PROBE,
+    AdapterClient,
+    ServedAdapters,
     ServerKind,
     check_max_length,
     check_same_model,

@@ -27,13 +27,14 @@ from meshrl.common.device_share import DeviceShare
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.native_updates.vllm import NativeSender, RootBuilder
-from meshrl.rollout.server_engine.adapters import AdapterClient, ServedAdapters
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.config import ServerConfig, quantization_arguments
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.server_engine.http import HttpClient, error_message
 from meshrl.rollout.server_engine.kind import (
     PROBE,
+    AdapterClient,
+    ServedAdapters,
     ServerKind,
     check_max_length,
     check_same_model,

@@ -30,13 +30,13 @@ import torch.distributed
 from meshrl.common.sockets import listen_fd
 from meshrl.contract.errors import ConfigError, InfraError, MeshError
 from meshrl.contract.types import Version
-from meshrl.rollout.server_engine.http import HttpClient
-from meshrl.rollout.server_engine.tensor_ranges import (
+from meshrl.rollout.server_engine.checkpoint import (
     TORCH_DTYPE,
     TensorRange,
     aligned,
     read_tensor_ranges,
 )
+from meshrl.rollout.server_engine.http import HttpClient
 
 c10d: Any = torch.distributed
 """torch's stubs leave out the stores and the options of process groups."""

@@ -20,13 +20,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from meshrl.contract.types import Uint8
-from meshrl.rollout.server_engine.http import HttpClient
-from meshrl.rollout.server_engine.tensor_ranges import (
+from meshrl.rollout.server_engine.checkpoint import (
     TORCH_DTYPE,
     TensorRange,
     aligned,
     read_tensor_ranges,
 )
+from meshrl.rollout.server_engine.http import HttpClient
 
 
 def pack(tensors: Sequence[TensorRange], buffer_bytes: int) -> list[tuple[TensorRange, ...]]:

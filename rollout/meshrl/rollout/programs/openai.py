@@ -22,9 +22,7 @@ from meshrl.common.config import Config as BaseConfig
 from meshrl.common.config import read_options
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Outcome, PostedReward, Task, Uid
-from meshrl.rollout.ports import Generator, GiveBackError, Program, Rollout
-from meshrl.rollout.sessions.agent_server import AgentServer
-from meshrl.rollout.sessions.agents import (
+from meshrl.rollout.agents.agent import (
     FUNCTION,
     Agent,
     AgentError,
@@ -32,8 +30,9 @@ from meshrl.rollout.sessions.agents import (
     FunctionAgent,
     task_json,
 )
-from meshrl.rollout.sessions.gateway import Address, Gateway
-from meshrl.rollout.sessions.session import Branch, Session, SessionRules
+from meshrl.rollout.agents.agent_server import AgentServer
+from meshrl.rollout.agents.session import Address, Branch, Gateway, Session, SessionRules
+from meshrl.rollout.ports import Generator, GiveBackError, Program, Rollout
 from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer
 from meshrl.rollout.user_functions import check_function
 

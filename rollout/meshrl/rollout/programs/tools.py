@@ -19,16 +19,14 @@ from meshrl.common.config import read_options
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Int32, Json, Task, Uid
 from meshrl.images.messages import has_pictures, with_parts
-from meshrl.rollout import chat
-from meshrl.rollout.conversation import Budget, Conversation
+from meshrl.rollout.agents.session import Gateway
+from meshrl.rollout.conversation import Budget, ChatMessage, Conversation, prompt_of
 from meshrl.rollout.ports import Generator, Program, Rollout
-from meshrl.rollout.sessions.gateway import Gateway
 from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer, look_at, picture_tokenizer
-from meshrl.rollout.tools.building import ToolBuilder, named_tools
 from meshrl.rollout.tools.config import ToolsConfig as Config
 from meshrl.rollout.tools.ports import Caller, ToolCall
 from meshrl.rollout.tools.search import check_folder
-from meshrl.rollout.tools.toolbox import TaskTools
+from meshrl.rollout.tools.toolbox import TaskTools, ToolBuilder, named_tools
 from meshrl.rollout.user_functions import check_function
 
 log = logging.getLogger(__name__)
@@ -113,9 +111,7 @@ class ToolProgram(Program):
             if not await self._observe(conversation, results):
                 return conversation.rollout("length")
 
-    async def _observe(
-        self, conversation: Conversation, results: Sequence[chat.ChatMessage]
-    ) -> bool:
+    async def _observe(self, conversation: Conversation, results: Sequence[ChatMessage]) -> bool:
         """Append the results: messages, or text where the format has its own; False: they do not fit."""
         if not self._observation:
             await conversation.look_at(results)
@@ -132,7 +128,7 @@ class ToolProgram(Program):
         if not task.messages or self._observation:
             return task.prompt_ids
         messages = with_parts(task.messages) if task.media else list(map(asdict, task.messages))
-        ids = chat.prompt_of(tokenizer, messages, tools=tools.schemas())
+        ids = prompt_of(tokenizer, messages, tools=tools.schemas())
         if task.media:
             ids = picture_tokenizer(tokenizer).with_places(ids, task.media)[0].tolist()
         if not self._warned and np.array_equal(ids, task.prompt_ids):
@@ -146,7 +142,7 @@ class ToolProgram(Program):
         tools: TaskTools,
         caller: Caller,
         tokenizer: ChatTokenizer,
-    ) -> list[chat.ChatMessage]:
+    ) -> list[ChatMessage]:
         """A message for each call. Calls of stateful tools run in order, others at the same time."""
         most = self._config.max_calls
         over = ToolCall(name="", problem=f"more than {most} calls in one turn")

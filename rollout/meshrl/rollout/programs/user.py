@@ -28,11 +28,10 @@ from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.rows import posted_column
 from meshrl.contract.types import POSTED_REWARD, Outcome, SamplingParams, Task, Uid
 from meshrl.images.messages import content_with
-from meshrl.rollout.chat import ChatMessage
-from meshrl.rollout.conversation import Budget, Conversation
+from meshrl.rollout.agents.agent import posted
+from meshrl.rollout.agents.session import Gateway
+from meshrl.rollout.conversation import Budget, ChatMessage, Conversation
 from meshrl.rollout.ports import Generator, Program, Rollout
-from meshrl.rollout.sessions.agents import posted
-from meshrl.rollout.sessions.gateway import Gateway
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.user_functions import check_function, load_function
 

@@ -19,11 +19,11 @@ from pydantic import Field, PositiveFloat
 from meshrl.common.config import Config as BaseConfig
 from meshrl.common.config import read_options
 from meshrl.contract.errors import ConfigError
+from meshrl.rollout.agents.agent_server import AgentServer
+from meshrl.rollout.agents.session import Gateway
 from meshrl.rollout.ports import Program
 from meshrl.rollout.programs import openai
 from meshrl.rollout.programs.openai import OpenAIProgram
-from meshrl.rollout.sessions.agent_server import AgentServer
-from meshrl.rollout.sessions.gateway import Gateway
 
 USES_GATEWAY = True
 SERVER = Path(__file__).parents[1] / "sessions" / "verifiers_server.py"

@@ -1,7 +1,7 @@
 """The engine that drives a stock server over its own HTTP routes, token in and token out.
 
     generate ─▶ concurrency limit ─▶ the server's stream ─▶ ResponseReader ─▶ TokenStream
-    stage_weights ─▶ a safetensors file that the server can read; or they arrive in its device's memory (lending.py)
+    stage_weights ─▶ a safetensors file that the server can read; or they arrive in its device's memory (staging.py)
     commit_weights ─▶ the client pauses the server, makes it load the file, labels the version, resumes
     watchdog task ─▶ restarts a server that dies, with the served version; with none after a half-finished update
 
@@ -42,7 +42,7 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
-from meshrl.rollout.end_tokens import with_end_of
+from meshrl.rollout.end_tokens import StopStrings, with_end_of
 from meshrl.rollout.ports import UNSERVED
 from meshrl.rollout.server_engine.capacity import (
     CacheCapacity,
@@ -60,14 +60,12 @@ from meshrl.rollout.server_engine.checkpoint import (
 )
 from meshrl.rollout.server_engine.config import ServerConfig
 from meshrl.rollout.server_engine.kind import AnyServerKind, SleepingClient
-from meshrl.rollout.server_engine.lending import ServerLending
 from meshrl.rollout.server_engine.managed_server import ManagedServer
 from meshrl.rollout.server_engine.request import ServerRequest, ended_before, read_request
 from meshrl.rollout.server_engine.response import ResponseReader, end_delta
-from meshrl.rollout.server_engine.staging import Staging, VersionFiles
+from meshrl.rollout.server_engine.staging import ServerLending, Staging, VersionFiles
 from meshrl.rollout.streams import TokenStream, response_before
 from meshrl.rollout.tokenizer import Tokenizer
-from meshrl.rollout.torch_engine.stopping import StopStrings
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import GenerateRequest, Media
 from meshrl.images import ImageFeatures, ImageProcessor
+from meshrl.rollout.end_tokens import StopStrings
 from meshrl.rollout.server_engine.checkpoint import Checkpoint
 from meshrl.rollout.server_engine.config import ServerConfig
 from meshrl.rollout.streams import check_request, response_before
-from meshrl.rollout.torch_engine.stopping import StopStrings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from meshrl.contract.errors import InfraError
 from meshrl.contract.routed_experts import Experts, narrow
 from meshrl.contract.types import GenerateDelta, Version
-from meshrl.rollout.torch_engine.stopping import StopStrings
+from meshrl.rollout.end_tokens import StopStrings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

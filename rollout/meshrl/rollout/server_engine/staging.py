@@ -1,16 +1,170 @@
-"""The directory of staged versions, on a file system that the server can read; removes unused ones."""
+"""Where versions are staged for a server: a directory that it can read, or memory of its device that it lends.
+
+    the first version    is a file; ASKED beside it says how much memory is wanted. The loader in the server loads
+                         the file, allocates, and writes ANSWER there: handles, or why not
+    the next ones        arrive in that memory; ARRIVED in their directory says what lies where, with digests, and
+                         the loader verifies the memory before it loads from it
+
+The server survives its receivers. Its own end takes the memory away, and what it served from there is on no host.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import itertools
+import json
+import logging
+import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Final, Literal
 
-from meshrl.contract.errors import UserError
+from meshrl.contract.errors import CapacityError, UnavailableError, UserError
+from meshrl.contract.ports import DeviceReceiver, LentBucket
+from meshrl.contract.types import Version, WeightManifest
+from meshrl.rollout.server_engine.checkpoint import HEAD
+
+log = logging.getLogger(__name__)
+
+ASKED: Final = "lend.json"
+ANSWER: Final = "lent.json"
+ARRIVED: Final = "arrived.json"
+HEADROOM = 1 << 30
+"""Bytes of a device that stay free for activations beside a second version."""
+_ANSWER_BYTES = 1 << 20
+_HANDLE = re.compile(r"[0-9a-f]{2,256}")
+
+
+class ServerLending:
+    """What one server lends, from its start to its end."""
+
+    def __init__(self, asked: Literal["auto", "device", "host"]) -> None:
+        """`asked` is `rollout.engine.weight_staging`."""
+        self.staging = "host"
+        """Where the last version was that was loaded."""
+        self._asked = asked
+        self._wanted: tuple[str, WeightManifest] | None = None
+        """Of the receiver that asked last: whose handles it opens, and for what."""
+        self._gpu = ""
+        self._lent: tuple[LentBucket, ...] = ()
+        self._given: tuple[LentBucket, ...] = ()
+        self._refused = ""
+        """Why the server lends nothing, when it was asked last."""
+        self._unreachable = ""
+        """Why what it lent was of no use: it is not asked again."""
+        self._said = ""
+
+    @property
+    def lends(self) -> bool:
+        """The server still has the memory that `lend` gave last."""
+        return bool(self._lent) and self._given == self._lent
+
+    async def lend(
+        self, manifest: WeightManifest, receiver: DeviceReceiver
+    ) -> Sequence[LentBucket]:
+        """The memory that the server lends; none: the version is to arrive on the host. Raises CapacityError."""
+        self._wanted = None
+        if self._asked == "host":
+            return self._host(manifest.version, "rollout.engine.weight_staging says so")
+        if self._unreachable:
+            return self._host(manifest.version, self._unreachable)
+        self._wanted = receiver.memory, manifest
+        sizes = tuple(bucket.nbytes for bucket in self._lent)
+        if self._lent and sizes == manifest.bucket_bytes:
+            try:
+                if self._gpu != receiver.gpu:
+                    raise UnavailableError(
+                        f"the receiver is on GPU {receiver.gpu}, the server on {self._gpu}"
+                        " (weights.nccl.env: CUDA_VISIBLE_DEVICES)"
+                    )
+                await receiver.reach(self._lent[0])
+            except UnavailableError as error:
+                self._wanted, self._unreachable = None, str(error)
+                return self._host(manifest.version, str(error))
+            self._say(manifest.version, "device", f"the server lends memory of GPU {self._gpu}")
+            self._given = self._lent
+            return self._lent
+        if self._refused:
+            return self._host(manifest.version, self._refused)
+        return ()  # the file of this version asks
+
+    def ask(self, directory: Path) -> None:
+        """Beside the file of a version: the loader is to have memory for the next one, or none."""
+        if self._wanted is None and not self._lent:
+            return
+        memory, sizes, needs = "", [], 0
+        if self._wanted is not None:
+            memory, manifest = self._wanted
+            sizes = [*manifest.bucket_bytes]
+            needs = manifest.total_bytes + 2 * max(sizes, default=0) + HEADROOM
+        asked = {"memory": memory, "sizes": sizes, "needs": needs}
+        (directory / ASKED).write_text(json.dumps(asked))
+
+    def arrived(
+        self, directory: Path, manifest: WeightManifest, digests: Sequence[str], *, tied: bool
+    ) -> None:
+        """A version lies in the memory that was lent for it; a tied projection is left out."""
+        tensors = [
+            (spec.name, spec.dtype, spec.shape, spec.bucket, spec.offset, spec.nbytes)
+            for spec in manifest.tensors
+            if not (tied and spec.name == HEAD)
+        ]
+        directory.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"digests": [*digests], "tensors": tensors})
+        (directory / ARRIVED).write_text(text)
+
+    def loaded(self, directory: Path) -> None:
+        """The server has loaded a version, and has answered if it was asked."""
+        self.staging = "device" if (directory / ARRIVED).is_file() else "host"
+        if not (directory / ASKED).is_file():
+            return
+        self._lent, self._gpu = (), ""
+        sizes = json.loads((directory / ASKED).read_text())["sizes"]
+        try:
+            with (directory / ANSWER).open("rb") as file:
+                answer = json.loads(file.read(_ANSWER_BYTES))
+            self._refused = str(answer.get("error", ""))
+            handles = [str(each) for each in answer.get("handles", ())]
+            if not self._refused and (
+                len(handles) != len(sizes) or not all(map(_HANDLE.fullmatch, handles))
+            ):
+                raise ValueError("it lent something else")
+            self._lent = tuple(map(LentBucket, handles, sizes))
+            self._gpu = str(answer.get("gpu", ""))
+        except (OSError, ValueError, AttributeError) as error:
+            self._refused = (
+                f"the server's loader gave no answer ({error}): it needs rollout.engine.update=staged and a"
+                " rollout.engine.staging that it can write"
+            )
+
+    def forget(self) -> None:
+        """The server is another one."""
+        self._lent, self._gpu, self._refused, self._unreachable = (), "", "", ""
+
+    def check_host(self, version: Version, *, first: bool) -> None:
+        """A version that comes by the host. Raises CapacityError where only the first may."""
+        if self._asked == "device" and not first and self._wanted is None:
+            raise CapacityError(
+                f"weights {version}: rollout.engine.weight_staging is device, and they come by the host: want"
+                " weights.carrier=nccl and a device that is the engine's alone, or auto or host"
+            )
+
+    def _host(self, version: Version, why: str) -> Sequence[LentBucket]:
+        if self._asked == "device":
+            raise CapacityError(
+                f"weights {version}: rollout.engine.weight_staging is device, and {why}; want auto or host"
+            )
+        self._say(version, "host", why)
+        return ()
+
+    def _say(self, version: Version, where: str, why: str) -> None:
+        if where != self._said:
+            log.info("from weights %s on: staged on the %s, as %s", version, where, why)
+        self._said = where
+
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "meshrl-staging-"

@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Float32, Int32
 from meshrl.http.gateway.errors import error_body
-from meshrl.rollout.sessions.answer_stream import AnswerStream
-from meshrl.rollout.sessions.requests import Answer, ToolCall
+from meshrl.rollout.agents.answer_stream import AnswerStream
+from meshrl.rollout.agents.requests import Answer, ToolCall
 from meshrl.rollout.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"

@@ -24,10 +24,10 @@ from meshrl.http.gateway.errors import install, refusal, refused
 from meshrl.http.gateway.sessions import SessionTable, address
 from meshrl.http.responses import AsciiJSON
 from meshrl.http.server import address_of, certificate_names
-from meshrl.rollout.sessions.agents import task_json
-from meshrl.rollout.sessions.answer_stream import AnswerStream
-from meshrl.rollout.sessions.requests import SessionEndedError
-from meshrl.rollout.sessions.session import Session
+from meshrl.rollout.agents.agent import task_json
+from meshrl.rollout.agents.answer_stream import AnswerStream
+from meshrl.rollout.agents.requests import SessionEndedError
+from meshrl.rollout.agents.session import Session
 from meshrl.rollout.tokenizer import ChatTokenizer
 from meshrl.rpc.auth import Authorizer, Role
 

@@ -22,7 +22,7 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.http.responses import MAX_DETAIL, AsciiJSON, first_mistake, headers_of
-from meshrl.rollout.sessions.requests import ContextLengthError, SessionEndedError
+from meshrl.rollout.agents.requests import ContextLengthError, SessionEndedError
 from meshrl.rpc.errors import by_class
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
 
 from meshrl.contract.types import Json
 from meshrl.http.gateway.errors import ParameterError
-from meshrl.rollout.sessions.requests import SessionRequest
-from meshrl.rollout.sessions.tool_calls import read_arguments
+from meshrl.rollout.agents.requests import SessionRequest, read_arguments
 
 MAX_STOPS = 16
 MAX_TOKENS = 1 << 31

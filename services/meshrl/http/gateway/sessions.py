@@ -17,9 +17,8 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.contract.types import PostedReward
-from meshrl.rollout.sessions.gateway import Address
-from meshrl.rollout.sessions.requests import SessionEndedError
-from meshrl.rollout.sessions.session import Session
+from meshrl.rollout.agents.requests import SessionEndedError
+from meshrl.rollout.agents.session import Address, Session
 
 REMEMBERED = 4096
 """Ended sessions that are remembered, so that their clients get 'ended' instead of 'unknown key'."""

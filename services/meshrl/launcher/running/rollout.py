@@ -25,10 +25,11 @@ from meshrl.launcher.stage_service import (
     work_until_stopped,
 )
 from meshrl.rollout.engines import build_engine
-from meshrl.rollout.loop_watchdog import LoopWatchdog
+from meshrl.rollout.programs import ProgramCache
 from meshrl.rollout.time_slices import SleepingEngine, TimeSlicedEngine
 from meshrl.rollout.tokenizer import load_tokenizer
-from meshrl.rollout.worker import ProgramCache, RolloutWorker
+from meshrl.rollout.user_functions import LoopWatchdog
+from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc import tls
 from meshrl.rpc.queue_connection import connect_mesh_queue
 from meshrl.rpc.runtime import GrpcServer, NoProgressError

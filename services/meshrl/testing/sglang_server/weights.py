@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from meshrl.rollout.engines.vllm import PLUGIN_DIR
-from meshrl.rollout.server_engine.lending import ARRIVED, ASKED
+from meshrl.rollout.server_engine.staging import ARRIVED, ASKED
 
 WIDTH = {"F32": 4, "BF16": 2, "F16": 2}
 MARKS = 256

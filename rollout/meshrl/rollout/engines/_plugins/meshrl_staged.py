@@ -26,7 +26,7 @@ CHUNK_WORDS = 32768
 SLAB_WORDS = {"cpu": 2 * CHUNK_WORDS}
 """Worked on at once: what fits into a processor's cache, and 64 MiB elsewhere."""
 ASKED, ANSWER, ARRIVED = "lend.json", "lent.json", "arrived.json"
-"""See `meshrl.rollout.server_engine.lending`."""
+"""See `meshrl.rollout.server_engine.staging`."""
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 KEY = "meshrl.digests"
 """Of the file's metadata: JSON, from a tensor's name to its digest."""

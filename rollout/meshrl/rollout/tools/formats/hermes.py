@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshrl.rollout.tools.parsing import call_of, from_json
+from meshrl.rollout.tools.formats import call_of, from_json
 from meshrl.rollout.tools.ports import ToolCall
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 
-from meshrl.rollout.tools.parsing import call_of, is_wrapped, skip
+from meshrl.rollout.tools.formats import call_of, is_wrapped, skip
 from meshrl.rollout.tools.ports import ToolCall
 
 

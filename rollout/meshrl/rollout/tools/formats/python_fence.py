@@ -7,7 +7,7 @@ print(6 * 7)
 
 from __future__ import annotations
 
-from meshrl.rollout.tools.parsing import skip
+from meshrl.rollout.tools.formats import skip
 from meshrl.rollout.tools.ports import ToolCall
 
 FENCE = "```"

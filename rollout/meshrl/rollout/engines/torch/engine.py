@@ -43,19 +43,22 @@ from meshrl.contract.types import (
     WeightManifest,
 )
 from meshrl.rollout.config import TorchEngineConfig as Config
-from meshrl.rollout.end_tokens import with_end_of
+from meshrl.rollout.end_tokens import StopStrings, with_end_of
 from meshrl.rollout.engines._plugins.meshrl_lent import Lent
-from meshrl.rollout.ports import UNSERVED
-from meshrl.rollout.streams import TokenStream, check_request, response_before
-from meshrl.rollout.time_slices import SleepingEngine
-from meshrl.rollout.tokenizer import Tokenizer
-from meshrl.rollout.torch_engine.architecture import Architecture, read_architecture
-from meshrl.rollout.torch_engine.batch import Batch, Row
-from meshrl.rollout.torch_engine.cache import KvCache
-from meshrl.rollout.torch_engine.decode_thread import Abort, DecodeThread, Sleep, Stop, Submit, Swap
-from meshrl.rollout.torch_engine.forward import Decoder
-from meshrl.rollout.torch_engine.graphs import CudaGraphs, StaticSteps
-from meshrl.rollout.torch_engine.staging import (
+from meshrl.rollout.engines.torch.architecture import Architecture, read_architecture
+from meshrl.rollout.engines.torch.batch import Batch, Row
+from meshrl.rollout.engines.torch.cache import KvCache
+from meshrl.rollout.engines.torch.decode_thread import (
+    Abort,
+    DecodeThread,
+    Sleep,
+    Stop,
+    Submit,
+    Swap,
+)
+from meshrl.rollout.engines.torch.forward import Decoder
+from meshrl.rollout.engines.torch.graphs import CudaGraphs, StaticSteps
+from meshrl.rollout.engines.torch.staging import (
     Built,
     StagedVersion,
     Staging,
@@ -63,8 +66,11 @@ from meshrl.rollout.torch_engine.staging import (
     free_bytes,
     stage,
 )
-from meshrl.rollout.torch_engine.stopping import StopStrings
-from meshrl.rollout.torch_engine.weights import DTYPES, check_checkpoint, from_checkpoint
+from meshrl.rollout.engines.torch.weights import DTYPES, check_checkpoint, from_checkpoint
+from meshrl.rollout.ports import UNSERVED
+from meshrl.rollout.streams import TokenStream, check_request, response_before
+from meshrl.rollout.time_slices import SleepingEngine
+from meshrl.rollout.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Plays episodes of a `verifiers` environment for a rollout worker, in verifiers' own Python environment.
 
-    python -P verifiers_server.py serve ENV [SEAT]    for `meshrl.rollout.sessions.agent_server`: protocol there
+    python -P verifiers_server.py serve ENV [SEAT]    for `meshrl.rollout.agents.agent_server`: protocol there
     python -P verifiers_server.py rows ENV START COUNT    prints tasks START … START + COUNT as rows for training
 
 SEAT is the one that is trained. ENV is the `env` section of a verifiers configuration as JSON: `{"taskset": {"id":

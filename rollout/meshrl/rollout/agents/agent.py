@@ -25,7 +25,7 @@ from meshrl.common.sockets import reach_directly
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, PostedReward, Task, Uid
 from meshrl.images.messages import as_openai
-from meshrl.rollout.sessions.gateway import Address
+from meshrl.rollout.agents.session import Address
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.rollout.user_functions import load_function
 

@@ -31,7 +31,7 @@ from meshrl.common import process_guard
 from meshrl.common.sockets import reach_directly
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json
-from meshrl.rollout.sessions.agents import (
+from meshrl.rollout.agents.agent import (
     MAX_LINE_BYTES,
     PRIVATE,
     Agent,
@@ -39,7 +39,7 @@ from meshrl.rollout.sessions.agents import (
     Led,
     posted,
 )
-from meshrl.rollout.sessions.gateway import Address
+from meshrl.rollout.agents.session import Address
 
 log = logging.getLogger(__name__)
 

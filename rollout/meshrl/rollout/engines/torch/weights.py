@@ -14,9 +14,8 @@ import torch
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import TensorSpec, Uint8, WeightManifest
-from meshrl.rollout.torch_engine.architecture import Architecture, Mixture
-from meshrl.rollout.torch_engine.mlp import DenseMlp, SparseMlp
-from meshrl.rollout.torch_engine.operations import RmsNorm
+from meshrl.rollout.engines.torch.architecture import Architecture, Mixture
+from meshrl.rollout.engines.torch.operations import DenseMlp, RmsNorm, SparseMlp
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,

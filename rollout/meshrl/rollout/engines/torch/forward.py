@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from meshrl.contract.routed_experts import BYTE_EXPERTS
-from meshrl.rollout.torch_engine.architecture import Architecture
-from meshrl.rollout.torch_engine.cache import KvCache, rounded
-from meshrl.rollout.torch_engine.operations import attend, attend_up_to, row_ends
-from meshrl.rollout.torch_engine.weights import LayerWeights, Weights
+from meshrl.rollout.engines.torch.architecture import Architecture
+from meshrl.rollout.engines.torch.cache import KvCache, rounded
+from meshrl.rollout.engines.torch.operations import attend, attend_up_to, row_ends
+from meshrl.rollout.engines.torch.weights import LayerWeights, Weights
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Queries [n, H, D], keys and values [n, K, L, D] to [n, H D]."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from meshrl.contract.errors import ConflictError, UserError
 from meshrl.contract.types import Float32, Int32, Json
-from meshrl.rollout.chat import ChatMessage
+from meshrl.rollout.conversation import ChatMessage
+from meshrl.rollout.tools.formats import call_of, from_json
+from meshrl.rollout.tools.formats.hermes import CLOSING, OPENING
 
 
 class SessionEndedError(ConflictError):
@@ -78,3 +84,53 @@ class Answer:
     """int32[R]: as sampled, including tokens that the client does not see."""
     logprobs: Float32
     """float32[R]"""
+
+
+def parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """The text before the first call, and the calls.
+
+    If a call cannot be read, or other text follows, there are no calls and everything is text: a client must not run
+    half of the calls.
+    """
+    first = at = text.find(OPENING)
+    calls: list[ToolCall] = []
+    while 0 <= at < len(text):
+        end = text.find(CLOSING, at)
+        if not text.startswith(OPENING, at) or end < 0:
+            return text, ()
+        call = _read(text[at + len(OPENING) : end].strip())
+        if call is None:
+            return text, ()
+        calls.append(call)
+        at = end + len(CLOSING)
+        while at < len(text) and text[at].isspace():
+            at += 1
+    return (text[:first] if calls else text), tuple(calls)
+
+
+def _read(text: str) -> ToolCall | None:
+    found = call_of(from_json(text))
+    if found.problem or not found.name:
+        return None
+    written = json.dumps(found.arguments, ensure_ascii=False)
+    return ToolCall(id=f"call_{secrets.token_hex(12)}", name=found.name, arguments=written)
+
+
+def read_arguments(text: str) -> Any:
+    """Arguments as an object, as templates want them; text that is no JSON stays text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def same_call(ours: ToolCall, theirs: Mapping[str, Any]) -> bool:
+    """Whether a client's tool call is the one that it received; the JSON may be formatted differently."""
+    function = theirs.get("function") or {}
+    sent = function.get("arguments")
+    arguments = read_arguments(sent) if isinstance(sent, str) else sent
+    return (theirs.get("id"), function.get("name"), arguments) == (
+        ours.id,
+        ours.name,
+        read_arguments(ours.arguments),
+    )

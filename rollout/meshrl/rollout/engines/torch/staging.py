@@ -22,8 +22,8 @@ import torch
 from meshrl.common.device_share import DeviceShare
 from meshrl.contract.errors import CapacityError
 from meshrl.contract.types import Uint8, WeightManifest
-from meshrl.rollout.torch_engine.architecture import Architecture
-from meshrl.rollout.torch_engine.weights import (
+from meshrl.rollout.engines.torch.architecture import Architecture
+from meshrl.rollout.engines.torch.weights import (
     Reader,
     Weights,
     bucket_reader,

@@ -15,10 +15,11 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
@@ -38,19 +39,16 @@ from meshrl.contract.types import (
     Uid,
 )
 from meshrl.images.messages import has_pictures, marked, taken_out
-from meshrl.rollout import chat
-from meshrl.rollout.conversation import Budget, Conversation
-from meshrl.rollout.ports import Generator, Rollout
-from meshrl.rollout.sessions.answer_stream import AnswerStream
-from meshrl.rollout.sessions.history import Completion, History, Place, ShownMessage, Turn
-from meshrl.rollout.sessions.parts import joined
-from meshrl.rollout.sessions.requests import (
+from meshrl.rollout.agents.answer_stream import AnswerStream, VisibleText
+from meshrl.rollout.agents.history import Completion, History, Place, ShownMessage, Turn, joined
+from meshrl.rollout.agents.requests import (
     Answer,
     ContextLengthError,
     SessionEndedError,
     SessionRequest,
 )
-from meshrl.rollout.sessions.visible_text import VisibleText
+from meshrl.rollout.conversation import Budget, ChatMessage, Conversation, prompt_of
+from meshrl.rollout.ports import Generator, Rollout
 from meshrl.rollout.streams import Response
 from meshrl.rollout.tokenizer import ChatTokenizer, look_at, picture_tokenizer, reads_pictures
 
@@ -99,11 +97,11 @@ class Observed:
     tokens: Sequence[int]
     """With one placeholder for each picture."""
     media: tuple[Media, ...] = ()
-    messages: tuple[chat.ChatMessage, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
     """For people who read the row; none of a completion of text."""
 
 
-def _said(answer: Answer) -> chat.ChatMessage:
+def _said(answer: Answer) -> ChatMessage:
     calls: list[Json] = [
         {"name": call.name, "arguments": call.arguments} for call in answer.tool_calls
     ]
@@ -282,7 +280,7 @@ class Session:
         if media and self._rules.branch is Branch.EACH:
             raise UserError("pictures: rollout.program_options.branch: each trains text only")
         if place.turn is None:
-            observed = chat.prompt_of(self._tokenizer, messages, tools=request.tools)
+            observed = prompt_of(self._tokenizer, messages, tools=request.tools)
             self._check_tools_shown(messages, request.tools, observed)
         else:
             observed = self._conversation(place.turn).rendered(messages)
@@ -296,12 +294,12 @@ class Session:
         return self._begin(request, place, Observed(observed, media, said), visible, ended)
 
     def _check_tools_shown(
-        self, messages: Sequence[chat.ChatMessage], tools: Sequence[Json], prompt: Sequence[int]
+        self, messages: Sequence[ChatMessage], tools: Sequence[Json], prompt: Sequence[int]
     ) -> None:
         """Raises UserError if the prompt does not show the policy its tools."""
         if not tools or self._rules.tools_unseen:
             return
-        if prompt == chat.prompt_of(self._tokenizer, messages):
+        if prompt == prompt_of(self._tokenizer, messages):
             raise UserError(
                 "tools: the chat template of this model does not show it tools "
                 "(rollout.program_options.tools_unseen accepts them nevertheless)"
@@ -436,3 +434,33 @@ class Session:
             conversation.observe_tokens(each.observed, each.media)
             conversation.append(each.response)
         return conversation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """What a client of the `openai` package needs to reach a session."""
+
+    base_url: str
+    api_key: str
+
+
+class Gateway(Protocol):
+    """Implemented by `meshrl.http.gateway`."""
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """The longest prompt that a row of the run may have; None: any that fits the engine."""
+        ...
+
+    def opened(self, session: Session) -> AbstractContextManager[Address]:
+        """Accept requests for `session` during the context."""
+        ...
+
+    def hand_over(self, session: Session, address: Address) -> bool:
+        """Give an open session to the external agent that has waited longest; False when none waits."""
+        ...
+
+    @property
+    def demand(self) -> int:
+        """How many external agents wait for a session."""
+        ...

@@ -18,12 +18,12 @@ import torch
 from meshrl.contract.errors import InfraError, MeshError
 from meshrl.contract.routed_experts import Experts
 from meshrl.contract.types import GenerateDelta, GenerateRequest, Int32, Version
-from meshrl.rollout.torch_engine.cache import KvCache
-from meshrl.rollout.torch_engine.forward import Decoder
-from meshrl.rollout.torch_engine.graphs import StaticSteps
-from meshrl.rollout.torch_engine.sampler import OFF, SamplingRows, row_key
-from meshrl.rollout.torch_engine.stopping import StopStrings
-from meshrl.rollout.torch_engine.weights import Weights
+from meshrl.rollout.end_tokens import StopStrings
+from meshrl.rollout.engines.torch.cache import KvCache
+from meshrl.rollout.engines.torch.forward import Decoder
+from meshrl.rollout.engines.torch.graphs import StaticSteps
+from meshrl.rollout.engines.torch.sampler import OFF, SamplingRows, row_key
+from meshrl.rollout.engines.torch.weights import Weights
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from meshrl.rollout.torch_engine.cache import KvCache
-from meshrl.rollout.torch_engine.forward import Decoder
-from meshrl.rollout.torch_engine.sampler import CUT, GREEDY, SamplingRows, greedy, plain, uniforms
-from meshrl.rollout.torch_engine.weights import Weights
+from meshrl.rollout.engines.torch.cache import KvCache
+from meshrl.rollout.engines.torch.forward import Decoder
+from meshrl.rollout.engines.torch.sampler import CUT, GREEDY, SamplingRows, greedy, plain, uniforms
+from meshrl.rollout.engines.torch.weights import Weights
 
 log = logging.getLogger(__name__)
 

@@ -25,10 +25,10 @@ import torch
 
 from meshrl.contract.errors import EngineGoneError, FencedError, InfraError, MeshError
 from meshrl.contract.types import GenerateDelta, OnUpdate, Version
+from meshrl.rollout.engines.torch.batch import Batch, Row
+from meshrl.rollout.engines.torch.staging import StagedVersion
+from meshrl.rollout.engines.torch.weights import Weights
 from meshrl.rollout.ports import UNSERVED
-from meshrl.rollout.torch_engine.batch import Batch, Row
-from meshrl.rollout.torch_engine.staging import StagedVersion
-from meshrl.rollout.torch_engine.weights import Weights
 
 log = logging.getLogger(__name__)
 

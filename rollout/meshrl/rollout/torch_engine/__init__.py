@@ -1,1 +1,0 @@
-"""The plain-torch decoder behind the `torch` engine: weights, cache, forward pass, sampling, batch."""
