@@ -35,7 +35,16 @@ from meshrl.contract.types import (
 )
 from meshrl.images import reads_images
 from meshrl.testing import vision
-from meshrl.testing.architectures import (
+from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, ParallelConfig
+from meshrl.trainer.distributed import World
+from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.learner.optimizer import Optimizers
+from meshrl.trainer.learner.optimizer_config import OptimConfig
+from meshrl.trainer.learner.policy_gradient import PolicyGradient
+from meshrl.trainer.model.policy import build_policy, open_hf
+from meshrl.trainer.model.vision import VisionReader
+from meshrl.trainer.ranks.world import World
+from tests.doubles.architectures import (
     KINDS,
     PROMPT,
     VOCABULARY,
@@ -45,14 +54,6 @@ from meshrl.testing.architectures import (
     random_checkpoint,
     replace_section,
 )
-from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, ParallelConfig
-from meshrl.trainer.learner.learner import Learner
-from meshrl.trainer.learner.optimizer import Optimizers
-from meshrl.trainer.learner.optimizer_config import OptimConfig
-from meshrl.trainer.learner.policy_gradient import PolicyGradient
-from meshrl.trainer.model.policy import build_policy, open_hf
-from meshrl.trainer.model.vision import VisionReader
-from meshrl.trainer.ranks.world import World
 
 STEPS, GROUPS, GROUP_SIZE, BUDGET = 3, 4, 2, 48
 

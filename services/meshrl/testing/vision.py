@@ -1,26 +1,17 @@
-"""Tiny random models that read pictures, rows with pictures, and what came out of each model.
-
-python -m meshrl.testing.vision [NAME ...] [--write docs/reference/models.md]
-
-random weights ─▶ checkpoint ─▶ log-probs and gradients of a pack, beside transformers' own of each row
-"""
+"""Tiny random models that read pictures, and rows with pictures."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import json
-import os
 import random
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
@@ -36,12 +27,9 @@ from meshrl.contract.types import (
 )
 from meshrl.images import ImageProcessor
 from meshrl.rollout.streams import sample
-from meshrl.testing.architectures import figure, gradients_apart, parser_of, replace_section
-from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.model.packing import Pack, cut, pack
-from meshrl.trainer.model.policy import Policy, build_policy, open_hf
+from meshrl.trainer.model.policy import Policy
 from meshrl.trainer.model.vision import VisionReader
-from meshrl.trainer.ranks.world import World
 
 SPECIAL = (
     "<pad>",
@@ -351,82 +339,3 @@ def apart(policy: Policy, reader: VisionReader, rows: Sequence[Trajectory]) -> t
         theirs += [torch.from_numpy(row.rollout_logprobs[row.prompt_length :]) for row in part]
     policy.reshard()  # type: ignore[operator]  # its forward left the root's weights gathered
     return (torch.cat(ours) - torch.cat(theirs)).abs()
-
-
-HEADING = "## Models that read pictures"
-SECTION = (
-    HEADING
-    + """
-
-Random models of two layers whose vision towers are trained, too, and a pack of six rows with up to two pictures, of
-which some are alike; float32 on a CPU. This section is what
-
-```
-python -m meshrl.testing.vision --write docs/reference/models.md
-```
-
-found with transformers {transformers} and torch {torch}.
-
-- **log-probs**: greatest difference of a log-prob in the pack from transformers' own of each row alone.
-- **gradients**: greatest difference of a parameter's gradient, the tower's among them, from the sum over the rows by
-  transformers, as a share of its norm.
-- **separate rows**: the same, from the sum over the rows each in a pack of its own.
-
-| model | log-probs | gradients | separate rows |
-|---|---|---|---|
-{table}
-
-[Several ranks with them](#several-ranks-and-one). What becomes of their pictures: [pictures](../how-to/pictures.md).
-"""
-)
-
-
-def attempt(name: str, directory: Path, world: World) -> tuple[str, str, str]:
-    """Log-probs, gradients and separate rows: see the page."""
-    random_checkpoint(name, directory)
-    config = ModelConfig(path=directory, freeze_vision_tower=False)
-    policy = build_policy(open_hf(directory), world, config)
-    factory: Any = AutoModelForImageTextToText
-    own = factory.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-    reader, given = VisionReader(directory, policy.hf), rows(directory)
-    wanted = torch.cat([logprobs_alone(own, each, reader) for each in given])
-    torch.autograd.backward(-wanted.sum())
-    for each in given:
-        alone, _ = policy(packed(reader, [each], share=False), 1.0)
-        torch.autograd.backward(-alone.sum())
-    separate = {
-        name: None if parameter.grad is None else parameter.grad.full_tensor().clone()  # type: ignore[attr-defined]
-        for name, parameter in policy.named_tensors()
-    }
-    policy.zero_grad()
-    together, _ = policy(packed(reader, given), 1.0)
-    torch.autograd.backward(-together.sum())
-    return (
-        figure((together.detach() - wanted.detach()).abs().max()),
-        gradients_apart(policy, {n: p.grad for n, p in own.named_parameters()}),
-        gradients_apart(policy, separate),
-    )
-
-
-def main() -> int:
-    """The exit code."""
-    options = parser_of(__doc__, KINDS).parse_args()
-    world, lines = World.start("cpu"), []
-    for name in options.names or KINDS:
-        with tempfile.TemporaryDirectory() as directory:
-            lines.append(f"| {name} | {' | '.join(attempt(name, Path(directory), world))} |")
-        print(lines[-1], flush=True)
-    world.close()
-    if options.write:
-        versions = {
-            "transformers": transformers.__version__,
-            "torch": torch.__version__.split("+")[0],
-        }
-        text = SECTION.format(table="\n".join(lines), **versions)
-        replace_section(options.write, HEADING, text)
-    return 0
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.exit(main())

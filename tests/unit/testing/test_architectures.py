@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.testing.architectures import KINDS, Tried, attempt
 from meshrl.trainer.ranks.world import World
+from tests.doubles.architectures import KINDS, Tried, attempt
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
 

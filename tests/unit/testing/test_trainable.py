@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshrl.testing.trainable import tried
+from tests.doubles.trainable import tried
 
 KINDS = (
     "bart",
@@ -17,7 +17,7 @@ KINDS = (
     "qwen3_5_text",
     "stablelm",
 )
-"""Of each way to come out some; all types are tried by `python -m meshrl.testing.trainable`, which takes minutes."""
+"""Of each way to come out some; all types are tried by `python -m tests.doubles.trainable`, which takes minutes."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

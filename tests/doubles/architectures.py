@@ -1,6 +1,6 @@
 """Tries architectures of transformers, each as a tiny random model, and writes down what came out.
 
-python -m meshrl.testing.architectures [NAME ...] [--write docs/reference/models.md]
+python -m tests.doubles.architectures [NAME ...] [--write docs/reference/models.md]
 
 random weights ─▶ checkpoint ─▶ packed log-probs and gradients, beside transformers' own of each row ─▶ one step of
 AdamW ─▶ published weights ─▶ the embedded engine's log-probs, beside the policy's
@@ -313,7 +313,7 @@ PAGE = """# Models
 What loads, trains and is served of transformers' causal language models. This page is what
 
 ```
-python -m meshrl.testing.architectures --write docs/reference/models.md
+python -m tests.doubles.architectures --write docs/reference/models.md
 ```
 
 found with transformers {transformers} and torch {torch}, in float32 on a CPU: each as a random model of two layers.

@@ -1,6 +1,6 @@
 """Tries every causal language model of transformers in packs, and holds `trainer.model.untrainable` against it.
 
-python -m meshrl.testing.trainable [TYPE ...] [--write docs/reference/models.md]
+python -m tests.doubles.trainable [TYPE ...] [--write docs/reference/models.md]
 
 Ends with 1 where a type that `meshrl config check` lets pass is refused by the trainer, or the other way round.
 """
@@ -17,10 +17,10 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from meshrl.testing.architectures import parser_of, replace_section
 from meshrl.trainer.model.packing_check import first_line
 from meshrl.trainer.model.policy import empty_hf, packing_fault, what_to_try
 from meshrl.trainer.model.untrainable import refusal
+from tests.doubles.architectures import parser_of, replace_section
 
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 MORE: Mapping[str, Mapping[str, Any]] = {
@@ -64,7 +64,7 @@ trainer tries a model that it loads: the log-probs of three rows in a pack besid
 small random copy. This section is what
 
 ```
-python -m meshrl.testing.trainable --write docs/reference/models.md
+python -m tests.doubles.trainable --write docs/reference/models.md
 ```
 
 found. Layers of a model are part of its `config.json`: where a type is trained, a checkpoint of it that lists other
