@@ -27,8 +27,8 @@ ROOT = HERE.parent
 # Without this folder, whose queue.py is not the standard library's.
 sys.path[0] = str(HERE / "trainer_bench")
 
+from meshrl.cli.demo.prepare import programs  # noqa: E402
 from meshrl.cli.demo.tiny_model import write_tiny_model  # noqa: E402
-from meshrl.cli.demo.trace import programs  # noqa: E402
 from meshrl.config import Recipe, load_recipe  # noqa: E402
 
 RECIPE = ROOT / "recipes" / "demo" / "recipe.yaml"

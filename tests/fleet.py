@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.cli.commands.fleet import membership_json
-from meshrl.cli.membership import MeshAddress, read_membership
+from meshrl.cli.find_mesh import MeshAddress, read_membership
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook
 from meshrl.rpc import credentials
 

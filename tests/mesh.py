@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
+from meshrl.cli.demo.prepare import programs
 from meshrl.cli.demo.tiny_model import write_tiny_model
-from meshrl.cli.demo.trace import programs
 from meshrl.common.process_guard import PARENT_VARIABLE
 from meshrl.contract.types import Ledger
 from meshrl.transferqueue import stores

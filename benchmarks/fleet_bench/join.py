@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from meshrl.cli.demo.tiny_model import write_tiny_model
-from meshrl.cli.membership import Member, MeshAddress, read_membership
+from meshrl.cli.find_mesh import Member, MeshAddress, read_membership
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook
 from meshrl.launcher.control import ask_up
 

@@ -36,7 +36,6 @@ from meshrl.contract.types import (
 from meshrl.images import reads_images
 from meshrl.testing import vision
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, ParallelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig

@@ -19,9 +19,9 @@ from transformers import AutoModelForImageTextToText
 
 from meshrl.testing.vision import KINDS, logprobs_alone, packed, random_checkpoint, rows
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.distributed import World
 from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.model.vision import VisionReader
+from meshrl.trainer.ranks.world import World
 from tests.doubles.architectures import figure, gradients_apart, parser_of, replace_section
 
 HEADING = "## Models that read pictures"

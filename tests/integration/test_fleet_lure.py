@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from meshrl.cli.commands import fleet as command
-from meshrl.cli.membership import MeshAddress, read_membership
+from meshrl.cli.find_mesh import MeshAddress, read_membership
 from meshrl.contract.errors import ForbiddenError, NotFoundError
 from meshrl.contract.stage_worker import StageStats
 from meshrl.contract.types import EngineStats, Version

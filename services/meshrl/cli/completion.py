@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
-from meshrl.cli.recipe_files import templates
+from meshrl.cli.commands.init import templates
 from meshrl.common.plain_text import say
 from meshrl.config.explain import Key, config_of, walk
 from meshrl.config.plugin_checks import names_at

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from meshrl.cli.commands.fleet import COLUMNS, fleet, membership_json
-from meshrl.cli.membership import Membership, from_coordinator, with_supervisor_state
+from meshrl.cli.find_mesh import Membership, from_coordinator, with_supervisor_state
 from meshrl.cli.root import main
 from meshrl.contract.types import Version
 from meshrl.weights.fleet import FleetView, ReplicaState, ReplicaView

@@ -13,10 +13,9 @@ from types import ModuleType
 import pytest
 from click.testing import CliRunner
 
-from meshrl.cli.demo.command import _report, _start_afresh, demo
-from meshrl.cli.demo.report import History, draw_curves, summary
-from meshrl.cli.demo.trace import programs
-from meshrl.cli.recipe_files import DEMO, recipes
+from meshrl.cli.commands.init import DEMO, recipes
+from meshrl.cli.demo.command import History, _report, _start_afresh, demo, draw_curves, summary
+from meshrl.cli.demo.prepare import programs
 from meshrl.config import load_recipe
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Ledger

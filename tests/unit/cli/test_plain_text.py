@@ -20,7 +20,7 @@ from rich.text import Text
 
 import meshrl.cli
 from meshrl.cli import data
-from meshrl.cli.commands import dead_letters, ledger, reward, rows, trace, why_waiting
+from meshrl.cli.commands import queue, reward, rows
 from meshrl.cli.commands.queue import tell_audit
 from meshrl.cli.find_mesh import say_which
 from meshrl.cli.options import Finite
@@ -187,15 +187,15 @@ PRINTERS: dict[str, Printer] = {
     "the end of a command": lambda text, _: report(UserError(text)),
     "the end of a service": lambda text, _: runtime._report(UserError(text)),
     "dead-letters": lambda text, _: text_console(width=200).print(
-        dead_letters._table([letter(text)])
+        queue._letters_table([letter(text)])
     ),
     "why-waiting": lambda text, _: text_console(width=200).print(
-        why_waiting._table(
+        queue._waits_table(
             [Waiting(who=text, what=text, since_s=1.0, owners=(text,), uids=(Uid(text, text, 0),))]
         )
     ),
-    "ledger": lambda text, _: text_console(width=200).print(ledger._table(a_ledger(text))),
-    "trace": lambda text, _: text_console(width=200).print(trace._table([span(text)])),
+    "ledger": lambda text, _: text_console(width=200).print(queue._ledger_table(a_ledger(text))),
+    "trace": lambda text, _: text_console(width=200).print(rows._spans_table([span(text)])),
     "rows": lambda text, _: rows._print_list(text_console(width=200), [a_row(text)], ranked=False),
     "rows, ranked": lambda text, _: rows._print_list(
         text_console(width=200), [a_row(text)], ranked=True

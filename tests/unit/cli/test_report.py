@@ -12,7 +12,7 @@ import pytest
 from rich.cells import cell_len
 
 from meshrl.cli import main
-from meshrl.cli.commands.ledger import ledger_rows
+from meshrl.cli.commands.queue import ledger_rows
 from meshrl.cli.report.charts import Chart, Curve, braille, svg
 from meshrl.contract.types import Ledger
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from meshrl.cli.commands.trace import _table
+from meshrl.cli.commands.rows import _spans_table
 
 
 def test_figures_are_whole_however_much_a_span_has_to_say() -> None:
@@ -16,7 +16,7 @@ def test_figures_are_whole_however_much_a_span_has_to_say() -> None:
     ]
     console = Console(width=80)
     with console.capture() as said:
-        console.print(_table(spans))
+        console.print(_spans_table(spans))
     lines = said.get().splitlines()
     assert lines[0].split()[:4] == ["from", "s", "took", "s"]
     assert lines[1].split()[:3] == ["0.000", "0.500", "rollout-0"]

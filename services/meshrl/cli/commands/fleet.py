@@ -17,8 +17,14 @@ import click
 from rich.live import Live
 from rich.table import Table
 
-from meshrl.cli.find_mesh import find_mesh
-from meshrl.cli.membership import ANSWER_S, Member, Membership, MeshAddress, read_membership
+from meshrl.cli.find_mesh import (
+    ANSWER_S,
+    Member,
+    Membership,
+    MeshAddress,
+    find_mesh,
+    read_membership,
+)
 from meshrl.cli.options import RUN, OptionsAnywhere, json_option
 from meshrl.common.plain_text import say, say_json
 from meshrl.contract.errors import UserError

@@ -1,27 +1,41 @@
-"""`meshrl queue`: copies of what a queue stores, and whether it is what it should be."""
+"""`meshrl ledger`, `why-waiting`, `dead-letters` and `queue`: where rows are, what they wait for, and copies."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from pathlib import Path
+from typing import Final
 
 import click
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
 
-from meshrl.cli.find_mesh import find_mesh
+from meshrl.cli.find_mesh import Mesh, find_mesh
 from meshrl.cli.operator import Operator, ask_operator, ask_store, audit_of
 from meshrl.cli.options import PATH, json_option, mesh_options, overrides_argument
-from meshrl.common.plain_text import counted, say, say_json
+from meshrl.common.plain_text import counted, one_line, say, say_json
 from meshrl.config.loading import load_recipe
-from meshrl.contract.errors import ConflictError
+from meshrl.config.recipe import EVAL_SUFFIX
+from meshrl.contract.errors import ConflictError, NotFoundError, UserError
+from meshrl.contract.ports import Queue
+from meshrl.contract.types import DeadLetter, Ledger, Uid, Waiting
 from meshrl.launcher.address_book import run_lock
+from meshrl.launcher.fleet_waits import fleet_waits
+from meshrl.launcher.text_console import text_console
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.queue_connection import build_store
 from meshrl.transferqueue.operations.audit import Audit
 from meshrl.transferqueue.operations.backup import Copied, back_up, opened, restore_backup
+
+WATCH_EVERY_S: Final = 1.0
+SHOWN_UIDS = 4
 
 
 @click.group()
@@ -114,3 +128,210 @@ def _tell_copied(what: str, copied: Copied, as_json: bool) -> None:
             f"{what}: {counted(copied.records, 'record')}, {counted(copied.values, 'payload value')},"
             f" {counted(copied.nbytes, 'byte')}"
         )
+
+
+@click.command()
+@mesh_options
+@json_option
+@click.option(
+    "--audit",
+    "audited",
+    is_flag=True,
+    help="Derive it anew from every stored row and value, and compare.",
+)
+@click.option("--watch", is_flag=True, help="Show it again each second, until Ctrl-C.")
+def ledger(
+    run_dir: Path | None,
+    queue: str | None,
+    run: str | None,
+    as_json: bool,
+    audited: bool,
+    watch: bool,
+) -> None:
+    """Account for every row of the run and of its evaluation, also when it has ended; exit code 1 if it is off."""
+    if audited and watch:
+        raise UserError("--audit reads everything that is stored: not with --watch")
+    mesh = find_mesh(run_dir, queue, run, stopped=True)
+    if watch:
+        _watch(mesh, as_json)
+    if audited:
+        found = ask_operator(mesh, audit_of)
+        ledgers = [found.ledgers[name] for name in mesh.runs if name in found.ledgers]
+    else:
+        found = None
+        ledgers = _ledgers(mesh)
+    _show(ledgers, as_json, found)
+    off = found.problems if found else not all(one.balanced for one in ledgers)
+    sys.exit(Exit.FAILED if off else Exit.DONE)
+
+
+def _ledgers(mesh: Mesh) -> list[Ledger]:
+    """Of the run, and of its evaluation if there was one."""
+
+    async def ask(asked: Queue) -> list[Ledger]:
+        found = [await asked.ledger(mesh.run)]
+        try:
+            found.append(await asked.ledger(mesh.runs[1]))
+        except NotFoundError:
+            # Nothing was evaluated yet.
+            return found
+        return found
+
+    return mesh.ask_queue(ask)
+
+
+def _show(ledgers: Sequence[Ledger], as_json: bool, audited: Audit | None) -> None:
+    if as_json:
+        shown: dict[str, object] = {
+            one.run: asdict(one) | {"balanced": one.balanced} for one in ledgers
+        }
+        if audited is not None:
+            shown = {"ledgers": shown, "problems": audited.problems}
+        say_json(json.dumps(shown, indent=2))
+        return
+    for one in ledgers:
+        text_console().print(_ledger_table(one))
+    if audited is not None:
+        tell_audit(audited)
+
+
+def _watch(mesh: Mesh, as_json: bool) -> None:
+    """Until Ctrl-C: one table in place, or one line of JSON a second."""
+    if as_json:
+        while True:
+            say_json(json.dumps({one.run: asdict(one) for one in _ledgers(mesh)}))
+            time.sleep(WATCH_EVERY_S)
+    with Live(console=text_console(), auto_refresh=False) as live:
+        while True:
+            live.update(Group(*map(_ledger_table, _ledgers(mesh))), refresh=True)
+            time.sleep(WATCH_EVERY_S)
+
+
+def _ledger_table(one: Ledger) -> Table:
+    title = f"{one.run}: {'balanced' if one.balanced else 'NOT BALANCED'}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("rows")
+    table.add_column("why")
+    table.add_column("count", justify="right")
+    for at, (label, why, count) in enumerate(ledger_rows(one)):
+        table.add_row(label, why, f"{count:,}", end_section=at == 0)
+    return table
+
+
+def ledger_rows(one: Ledger) -> list[tuple[str, str, int]]:
+    """Where rows are, why, how many; those admitted first. What is held out is scored, not trained on."""
+    done = "scored" if one.run.endswith(EVAL_SUFFIX) else "trained"
+    rows = [("admitted", "", one.admitted), (done, "", one.trained)]
+    for label, counts in (
+        ("filtered", one.filtered),
+        ("stale", one.stale),
+        ("dead-lettered", one.dead_lettered),
+        ("resident", one.resident),
+    ):
+        rows += [(label, why, count) for why, count in sorted(counts.items())]
+    return rows
+
+
+@click.command("why-waiting")
+@mesh_options
+@json_option
+def why_waiting(run_dir: Path | None, queue: str | None, run: str | None, as_json: bool) -> None:
+    """List everything that waits in the queue, the longest wait first, and the workers that cannot sample."""
+    mesh = find_mesh(run_dir, queue, run)
+
+    async def ask(asked: Queue) -> list[Waiting]:
+        found = list(await asked.why_waiting(mesh.run))
+        found += await fleet_waits(mesh.trainer, mesh.fleet)
+        try:
+            found += await asked.why_waiting(mesh.runs[1])
+        except NotFoundError:
+            # Nothing was evaluated yet.
+            return found
+        return sorted(found, key=lambda wait: -wait.since_s)
+
+    waits = mesh.ask_queue(ask)
+    if as_json:
+        shown = [asdict(wait) | {"uids": [str(uid) for uid in wait.uids]} for wait in waits]
+        say_json(json.dumps(shown, indent=2))
+    elif not waits:
+        say("nothing waits")
+    else:
+        text_console().print(_waits_table(waits))
+
+
+def _waits_table(waits: list[Waiting]) -> Table:
+    table = Table()
+    for column in ("who", "waits for", "since", "ask", "rows"):
+        table.add_column(column)
+    for wait in waits:
+        rows = ", ".join(str(uid) for uid in wait.uids[:SHOWN_UIDS])
+        if len(wait.uids) > SHOWN_UIDS:
+            rows += f", ... ({len(wait.uids)} in all)"
+        table.add_row(wait.who, wait.what, f"{wait.since_s:.1f} s", ", ".join(wait.owners), rows)
+    return table
+
+
+@click.group("dead-letters", invoke_without_command=True)
+@mesh_options
+@json_option
+@click.pass_context
+def dead_letters(
+    context: click.Context, run_dir: Path | None, queue: str | None, run: str | None, as_json: bool
+) -> None:
+    """List the rows that were given up, or `replay` them."""
+    mesh = find_mesh(run_dir, queue, run, stopped=True)
+    context.obj = mesh
+    if context.invoked_subcommand is not None:
+        return
+    letters = _letters(mesh)
+    if as_json:
+        shown = [asdict(letter) | {"uid": str(letter.uid)} for letter in letters]
+        say_json(json.dumps(shown, indent=2))
+    elif not letters:
+        say("no row was given up")
+    else:
+        text_console().print(_letters_table(letters))
+
+
+@dead_letters.command()
+@click.argument("uids", nargs=-1, metavar="[UID]...")
+@click.option("--all", "everything", is_flag=True, help="Every dead letter of the run.")
+@click.pass_obj
+def replay(mesh: Mesh, uids: tuple[str, ...], everything: bool) -> None:
+    """Admit dead-lettered rows again, as further attempts."""
+    if bool(uids) == everything:
+        raise UserError("name the rows to replay (run/task/index.attempt), or give --all")
+    try:
+        chosen = [Uid.parse(uid) for uid in uids]
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if everything:
+        chosen = [letter.uid for letter in _letters(mesh)]
+
+    async def ask(asked: Queue) -> int:
+        return await asked.replay(mesh.run, chosen)
+
+    say(f"{counted(mesh.ask_queue(ask), 'row')} admitted again")
+
+
+def _letters(mesh: Mesh) -> Sequence[DeadLetter]:
+    async def ask(asked: Queue) -> Sequence[DeadLetter]:
+        return await asked.dead_letters(mesh.run)
+
+    return mesh.ask_queue(ask)
+
+
+def _letters_table(letters: Sequence[DeadLetter]) -> Table:
+    table = Table()
+    for column in ("row", "stage", "outcome", "tries", "reason", "prompt"):
+        table.add_column(column)
+    for letter in letters:
+        table.add_row(
+            str(letter.uid),
+            letter.stage,
+            letter.outcome,
+            str(letter.attempts),
+            letter.reason,
+            one_line(letter.prompt),
+        )
+    return table

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from meshrl.api.rows import Row, find_rows
 from meshrl.cli.find_mesh import say_which
-from meshrl.cli.options import RUN
+from meshrl.cli.options import RUN, Finite, json_option
 from meshrl.common.plain_text import counted, harmless, one_line, say, say_json
-from meshrl.contract.errors import UserError
+from meshrl.config.loading import load_run
+from meshrl.config.recipe import Recipe
+from meshrl.contract.errors import NotFoundError, UserError
+from meshrl.contract.types import Uid
+from meshrl.http.view.spans import SpanFiles
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, newest_run_dir
 from meshrl.launcher.text_console import text_console
+from meshrl.rpc.exit_codes import Exit
 from meshrl.trainer.trajectories.files import FOLDER
 from meshrl.trainer.trajectories.pictures import described
 
@@ -27,6 +37,10 @@ PLACES = re.compile(r"(<\|[a-z_]+\|>)(?: ?\1){3,}")
 """A picture has a token for each of its patches."""
 LISTED, WHOLE = 20, 8
 """Rows that are shown where `--limit` is not given: as a list, and whole."""
+
+TOLERANCE = 1e-6
+WAIT_S = 0.05
+"""Shorter gaps between the services are not worth a line."""
 
 
 @click.command()
@@ -194,3 +208,148 @@ def _number(value: float | None, digits: int) -> str:
 def _short(task: str) -> str:
     """The end of a long task id, which tells it from others."""
     return task if len(task) <= 12 else f"…{task[-11:]}"
+
+
+@click.command()
+@click.argument("run", type=RUN, required=False, envvar="MESHRL_RUN_DIR")
+@click.option("--step", type=click.IntRange(min=0), required=True, help="As in metrics.jsonl.")
+@click.option(
+    "--tolerance",
+    type=Finite(min=0),
+    default=TOLERANCE,
+    show_default=True,
+    help="The largest relative difference that counts as the same.",
+)
+@json_option
+def replay(run: Path | None, step: int, tolerance: float, as_json: bool) -> None:
+    """Compute a step of RUN again, a run's directory (the newest one here if not given), and compare.
+
+    From the newest checkpoint before it, through the logged rows: log-probs, advantages, loss, gradient norm.
+    The first row that differs is named, and the exit code is 1.
+    """
+    directory = run if run is not None else newest_run_dir()
+    address_book = AddressBook.load(directory / ADDRESS_BOOK_NAME)
+    say_which(directory, address_book.run)
+    recipe = load_run(address_book.recipe)
+    _refuse_replay(recipe)
+    # Imported here: with it comes torch.
+    import torch
+
+    from meshrl.launcher.learner import build_learner, training_steps
+    from meshrl.trainer.checkpoint import checkpoint
+    from meshrl.trainer.ranks.world import World
+    from meshrl.trainer.trajectories.replay import replay, starting_point
+
+    # As many as the services get: another number adds in another order.
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    world = World.start("cpu")
+    try:
+        learner = build_learner(recipe, training_steps(recipe), world)
+        start, first = starting_point(recipe.checkpoint_dir, step), 0
+        if start is not None:
+            state = checkpoint.load(
+                start, learner.policy, learner.optimizers, beside=learner.beside
+            )
+            learner.kl_coef, first = state.kl_coef, state.step
+        say(f"from {start or recipe.model.path}, step {first}", err=True)
+        same = True
+        for made in replay(
+            learner,
+            directory / FOLDER,
+            directory / recipe.metrics_path.name,
+            range(first, step + 1),
+            tolerance=tolerance,
+        ):
+            same = made.first is None
+            if as_json:
+                say_json(json.dumps(asdict(made)))
+                continue
+            figures = ", ".join(f"{name} {value:.6g}" for name, value in made.figures.items())
+            worst = max(made.largest.items(), key=lambda one: one[1])
+            say(
+                f"step {made.step}: {counted(made.rows, 'row')}, {figures}; largest relative difference"
+                f" {worst[1]:.1e} ({worst[0]})"
+            )
+            if made.first is not None:
+                say(f"step {made.step} differs: {made.first}")
+    finally:
+        world.close()
+    if not same:
+        sys.exit(Exit.FAILED)
+
+
+def _refuse_replay(recipe: Recipe) -> None:
+    """Raises UserError: what the estimator started from cannot be told from what is logged."""
+    algorithm = recipe.algorithm
+    if recipe.reward.token_rewards and (
+        algorithm.use_kl_in_reward or algorithm.overlong_buffer.enable
+    ):
+        raise UserError(
+            "reward.token_rewards together with a penalty in the reward: rows are logged with the sum alone, and no"
+            " step can be replayed"
+        )
+
+
+@click.command()
+@click.argument("uid")
+@click.option(
+    "--run-dir", type=RUN, envvar="MESHRL_RUN_DIR", help="The newest run here if not given."
+)
+@json_option
+def trace(uid: str, run_dir: Path | None, as_json: bool) -> None:
+    """Show what happened to the row UID (run/task/index.attempt; the run may be left out), and how long it took.
+
+    Rows are traced with run.trace=SHARE, by group: all attempts of a row together.
+    """
+    directory = run_dir if run_dir is not None else newest_run_dir()
+    run = AddressBook.load(directory / ADDRESS_BOOK_NAME).run
+    say_which(directory, run)
+    row = _parsed_uid(uid, run)
+    files = SpanFiles(directory)
+    spans = files.row(row)
+    if not spans:
+        raise NotFoundError(files.problem or f"row {row} was not traced (run.trace)")
+    if as_json:
+        for span in spans:
+            say_json(json.dumps(span))
+        return
+    text_console().print(_spans_table(spans))
+
+
+def _parsed_uid(uid: str, run: str) -> Uid:
+    for text in (uid, f"{run}/{uid}"):
+        try:
+            found = Uid.parse(text)
+        except ValueError:
+            continue
+        if found.run == run:
+            return found
+    raise UserError(f"{uid!r} is no row of run {run}: want {run}/task/index.attempt")
+
+
+def _spans_table(spans: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column, right in (("from s", True), ("took s", True), ("where", False), ("what", False)):
+        # Only what was done may wrap: figures that are cut say nothing.
+        table.add_column(
+            column, justify="right" if right else "left", no_wrap=column != "what", overflow="fold"
+        )
+    parents = {span["span"]: span["parent"] for span in spans}
+    start, until = spans[0]["start_ns"], spans[0]["start_ns"]
+    for span in spans:
+        depth, above = 0, span["parent"]
+        while above in parents and depth < 9:
+            depth, above = depth + 1, parents[above]
+        if (waited := (span["start_ns"] - until) / 1e9) >= WAIT_S:
+            at = (until - start) / 1e9
+            table.add_row(f"{at:.3f}", f"{waited:.3f}", "", "waits", style="dim")
+        until = max(until, span["end_ns"])
+        facts = ", ".join(f"{k} {v}" for k, v in span["attributes"].items() if k != "uid")
+        table.add_row(
+            f"{(span['start_ns'] - start) / 1e9:.3f}",
+            f"{(span['end_ns'] - span['start_ns']) / 1e9:.3f}",
+            span["service"],
+            Text(f"{'  ' * max(0, depth - 1)}{span['name']}  ").append(facts, style="dim"),
+        )
+    return table

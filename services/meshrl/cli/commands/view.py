@@ -14,8 +14,7 @@ from typing import Any
 import click
 
 from meshrl.cli.commands.fleet import membership_json
-from meshrl.cli.find_mesh import Mesh, mesh_of
-from meshrl.cli.membership import MeshAddress, read_membership
+from meshrl.cli.find_mesh import Mesh, MeshAddress, mesh_of, read_membership
 from meshrl.common.certificates import Certificates
 from meshrl.common.plain_text import say
 from meshrl.common.process_guard import die_with_supervisor

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shutil
 import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.table import Table
 
+from meshrl.cli.commands.init import DEMO, recipes
 from meshrl.cli.options import overrides_argument, preload_option
-from meshrl.cli.recipe_files import DEMO, recipes
-from meshrl.common.plain_text import say
+from meshrl.common.plain_text import counted, say
 from meshrl.config import load_recipe
 from meshrl.config.loading import load_run
 from meshrl.contract.errors import MeshError, UserError
+from meshrl.contract.types import Json, Ledger
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, LOCK_NAME, AddressBook, run_lock
 from meshrl.launcher.preloading import preloading
 from meshrl.launcher.text_console import text_console
 
 if TYPE_CHECKING:
     from meshrl.config.recipe import Recipe
-    from meshrl.contract.types import Ledger
     from meshrl.trainer.offline.sft import SftProgress
 
 
@@ -103,7 +109,7 @@ def _show_warm_start(phase: str, progress: SftProgress) -> None:
 
 
 def _report(recipe: Recipe) -> None:
-    from meshrl.cli.demo.report import History, draw_curves, summary, table
+    from meshrl.cli.demo.command import History, draw_curves, summary, table
 
     directory = recipe.run.path
     try:
@@ -125,3 +131,135 @@ async def _stored_ledger(recipe: Recipe) -> Ledger:
 
     async with open_stored_queue(recipe) as queue:
         return await queue.ledger(recipe.run.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """metrics.jsonl, read back."""
+
+    steps: tuple[Mapping[str, Any], ...]
+    """One object per training step."""
+    evaluations: tuple[Mapping[str, Any], ...]
+    """One object per evaluation, the first one before training."""
+
+    @classmethod
+    def read(cls, path: Path) -> History:
+        """Raises UserError when the run is too short to compare before with after."""
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        steps = tuple(line for line in lines if "reward/mean" in line)
+        evaluations = tuple(line for line in lines if "val/score/mean" in line)
+        if not steps or len(evaluations) < 2:
+            raise UserError(
+                f"{path} has {counted(len(steps), 'step')} and {counted(len(evaluations), 'evaluation')}: no curves"
+                " without a step between two evaluations (trainer.val_before_train, trainer.test_freq)"
+            )
+        return cls(steps=steps, evaluations=evaluations)
+
+    @property
+    def began(self) -> float:
+        """Unix time at which the first step's wait for a batch began."""
+        first = self.steps[0]
+        return float(first["time/unix_s"] - first["time/step_s"])
+
+    @property
+    def rl_seconds(self) -> float:
+        """Wall-clock seconds from the first wait for a batch to the last optimizer step."""
+        return float(self.steps[-1]["time/unix_s"] - self.began)
+
+    @property
+    def staleness(self) -> Counter[int]:
+        """Trained rows by staleness."""
+        rows: Counter[int] = Counter()
+        for step in self.steps:
+            for staleness, count in step["staleness/histogram"].items():
+                rows[int(staleness)] += count
+        return rows
+
+
+def summary(history: History, ledger: Ledger, export: Path) -> dict[str, Json]:
+    """What `runs/demo/summary.json` holds."""
+    first, last = history.evaluations[0], history.evaluations[-1]
+    return {
+        "accuracy_before": first["val/score/mean"],
+        "accuracy_after": last["val/score/mean"],
+        "rl_seconds": round(history.rl_seconds, 2),
+        "steps": len(history.steps),
+        "samples": sum(int(step["batch/rows"]) for step in history.steps),
+        "tokens": sum(int(step["batch/tokens"]) for step in history.steps),
+        "staleness": _spread(history.staleness),
+        "ledger": asdict(ledger) | {"balanced": ledger.balanced},
+        "versions": {
+            "first": first["val/version"],
+            "last": last["val/version"],
+            "published": len(history.steps) + 1,
+        },
+        "thinking_before": first["val/component/thinks"],
+        "thinking_after": last["val/component/thinks"],
+        "export": str(export),
+    }
+
+
+def _spread(rows: Counter[int]) -> dict[str, float]:
+    ordered = sorted(rows.elements())
+    return {
+        "mean": round(sum(ordered) / len(ordered), 4),
+        "p95": ordered[math.ceil(0.95 * len(ordered)) - 1],
+        "max": ordered[-1],
+    }
+
+
+def table(shown: Mapping[str, Any], history: History) -> Table:
+    """The summary for a person."""
+    first, last = history.evaluations[0], history.evaluations[-1]
+    made = Table(title="What the model learned", title_justify="left")
+    made.add_column("held-out programs, greedy")
+    made.add_column("before", justify="right")
+    made.add_column("after", justify="right")
+    for label, key, form in (
+        ("accuracy", "val/score/mean", "{:.3f}"),
+        ("share of answers that think first", "val/component/thinks", "{:.3f}"),
+        ("mean response, tokens", "val/response_length", "{:.1f}"),
+        ("a sample", "val/sample", "{}"),
+    ):
+        made.add_row(label, form.format(first[key]), form.format(last[key]))
+    stale = shown["staleness"]
+    made.caption = (
+        f"{shown['steps']} steps, {shown['samples']} samples, {shown['tokens']} tokens in"
+        f" {shown['rl_seconds']:.1f} s of RL; staleness mean {stale['mean']:.2f}, p95 {stale['p95']},"
+        f" max {stale['max']}; ledger {'balanced' if shown['ledger']['balanced'] else 'NOT BALANCED'}"
+    )
+    return made
+
+
+def draw_curves(history: History, path: Path) -> str:
+    """Accuracy, share of thinking and response length over seconds of RL: the PNG's name, or why there is none."""
+    if find_spec("matplotlib") is None:
+        return f"no {path}: matplotlib is not installed (meshrl's extra `torch` brings it)"
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    trained = _over_time(history, history.steps)
+    held_out = _over_time(history, history.evaluations)
+    curves: Iterable[tuple[str, str, str]] = (
+        ("accuracy", "reward/mean", "val/score/mean"),
+        ("share of thinking", "reward_component/thinks", "val/component/thinks"),
+        ("response length, tokens", "response/length_mean", "val/response_length"),
+    )
+    for panel, (title, sampled, greedy) in zip(panels, curves, strict=True):
+        panel.plot(trained, [step[sampled] for step in history.steps], label="sampled, in training")
+        values = [evaluation[greedy] for evaluation in history.evaluations]
+        panel.plot(held_out, values, "o-", label="greedy, held out")
+        panel.set(title=title, xlabel="seconds of RL")
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    panels[0].legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return str(path)
+
+
+def _over_time(history: History, lines: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [max(0.0, line["time/unix_s"] - history.began) for line in lines]

@@ -7,15 +7,64 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshrl.cli.demo.trace import Program, programs
 from meshrl.cli.demo.warm_start import Stage, warm_start, write_rows
 
 if TYPE_CHECKING:
     from meshrl.trainer.offline.sft import SftProgress
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+HELD_OUT_SHARE = 8
+"""One program in so many is held out, chosen by its text: it is never trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program and both ways to answer it."""
+
+    prompt: str
+    thought: str
+    """The worked solution, answer included."""
+    answer: str
+    """The last variable's value, one digit."""
+
+    @property
+    def held_out(self) -> bool:
+        """True when the program belongs to the held-out set."""
+        return zlib.crc32(self.prompt.encode()) % HELD_OUT_SHARE == 0
+
+
+def programs(seed: int, *, held_out: bool, longest: int = 8) -> Iterator[Program]:
+    """Distinct programs of two to `longest` statements, without end, all held out or none."""
+    draw = random.Random(seed)
+    seen: set[str] = set()
+    while True:
+        program = _program(draw, draw.randint(2, longest))
+        if program.held_out is held_out and program.prompt not in seen:
+            seen.add(program.prompt)
+            yield program
+
+
+def _program(draw: random.Random, statements: int) -> Program:
+    first = draw.randrange(len(LETTERS))
+    value = draw.randint(1, 9)
+    asked = thought = f"{LETTERS[first]}={value}"
+    for place in range(1, statements):
+        before = LETTERS[(first + place - 1) % len(LETTERS)]
+        letter = LETTERS[(first + place) % len(LETTERS)]
+        sign, operand = draw.choice("+-"), draw.randint(1, 9)
+        result = (value + operand if sign == "+" else value - operand) % 10
+        asked += f";{letter}={before}{sign}{operand}"
+        thought += f";{letter}={value}{sign}{operand}={result}"
+        value = result
+    return Program(prompt=f"{asked}?", thought=f"{thought}#{value}", answer=str(value))
+
 
 HELD_OUT = 256
 SFT_ROWS = 12_800

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshrl.api.history import HELD_OUT, STEP, RunHistory
 from meshrl.api.rows import Row
-from meshrl.cli.commands.ledger import ledger_rows
+from meshrl.cli.commands.queue import ledger_rows
 from meshrl.cli.report.charts import Chart, Curve, svg
 from meshrl.common.plain_text import counted
 from meshrl.contract.types import Ledger
