@@ -22,9 +22,8 @@ from meshrl.contract.types import EngineStats, Ledger, TrainerPhase, TrainerStat
 from meshrl.http.rewards.errors import problem
 from meshrl.http.server import serving_http
 from meshrl.http.view.app import Admission, build_app, viewed_runs
-from meshrl.launcher.status import MeshStatus
 from meshrl.launcher.supervisor import State
-from meshrl.launcher.view import live_view
+from meshrl.launcher.view import MeshStatus, live_view
 
 from .browser import Browser, browser
 from .view_runs import SaidServices, two_runs

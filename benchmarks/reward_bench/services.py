@@ -36,9 +36,8 @@ from meshrl.contract.types import (
     Version,
     VersionSpan,
 )
-from meshrl.launcher.address_book import Entry
-from meshrl.launcher.health import is_serving
-from meshrl.launcher.ports import free_port
+from meshrl.launcher.address_book import Entry, free_port
+from meshrl.launcher.service import is_serving
 from meshrl.rpc import credentials
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.clients.reward_registry import RewardRegistryClient

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.launcher.ports import free_port
+from meshrl.launcher.address_book import free_port
 from tests.mesh import PATIENCE_S, Mesh, make_mesh
 
 from . import slurm_cluster

@@ -13,9 +13,8 @@ from typing import Any
 
 import yaml
 
-from meshrl.launcher.address_book import Entry
-from meshrl.launcher.health import is_serving
-from meshrl.launcher.ports import free_port
+from meshrl.launcher.address_book import Entry, free_port
+from meshrl.launcher.service import is_serving
 from meshrl.rpc import credentials
 
 

@@ -15,7 +15,7 @@ from meshrl.cli.find_mesh import MeshAddress, read_membership
 from meshrl.contract.errors import ForbiddenError, NotFoundError
 from meshrl.contract.stage_worker import StageStats
 from meshrl.contract.types import EngineStats, Version
-from meshrl.launcher.fleet_waits import fleet_waits
+from meshrl.launcher.observer import fleet_waits
 from meshrl.rollout.ports import WorkerReport
 from meshrl.rpc import credentials, tls
 from meshrl.rpc.credentials import Credential, MeshRole, ensure_credentials, file_of_role

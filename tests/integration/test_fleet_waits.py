@@ -9,7 +9,7 @@ import pytest
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.types import ROLLOUT_STAGE, RunSpec, Version
-from meshrl.launcher.fleet_waits import fleet_waits
+from meshrl.launcher.observer import fleet_waits
 from meshrl.rollout.config import CircuitBreakerConfig
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.testing.engines import echo

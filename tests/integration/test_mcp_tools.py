@@ -17,7 +17,7 @@ import pytest
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Media, Uid
 from meshrl.images.messages import taken_out
-from meshrl.launcher.ports import free_port
+from meshrl.launcher.address_book import free_port
 from meshrl.rollout.tools import mcp_servers
 from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
 from meshrl.rollout.tools.ports import Caller, ToolCall

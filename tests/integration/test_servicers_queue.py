@@ -28,7 +28,7 @@ from meshrl.contract.types import (
     VersionSpan,
 )
 from meshrl.contract.types import Trajectory as Row
-from meshrl.launcher.ports import free_port
+from meshrl.launcher.address_book import free_port
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.queue import QueueServicer

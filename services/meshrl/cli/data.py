@@ -15,8 +15,7 @@ from meshrl.cli.options import json_option, recipe_argument
 from meshrl.common.plain_text import counted, say, say_json
 from meshrl.config import Recipe, load_recipe
 from meshrl.contract.errors import UserError
-from meshrl.launcher.prompt_tokenizer import load_prompt_tokenizer
-from meshrl.launcher.prompts import image_processor
+from meshrl.launcher.prompts import image_processor, load_prompt_tokenizer
 from meshrl.rpc.exit_codes import Exit
 from meshrl.trainer.data.files import FileRow, file_rows, rows_of
 from meshrl.trainer.data.mixture import quotas

@@ -1,17 +1,20 @@
-"""The address book of a running mesh, `runs/<name>/mesh.json`, and the lock that says whether it runs."""
+"""The address book of a running mesh, `runs/<name>/mesh.json`, the lock that says whether it runs, and free ports."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+import random
+import socket
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from meshrl.common.files import replace_file
-from meshrl.contract.errors import NotFoundError, UserError
+from meshrl.contract.errors import CapacityError, NotFoundError, UserError
 
 ADDRESS_BOOK_NAME = "mesh.json"
 LOCK_NAME = "up.lock"
@@ -142,3 +145,49 @@ def newest_run_dir(runs: Path = Path("runs")) -> Path:
             f"no mesh was ever started here: no {runs}/*/{ADDRESS_BOOK_NAME}; see --run-dir"
         )
     return books[-1].parent
+
+
+LOWEST, HIGHEST = 20_000, 32_000
+"""Linux takes ephemeral ports from 32768 upwards, so a service that restarts finds its port unused."""
+TRIES = 200
+
+
+def free_port(host: str, taken: Collection[int] = ()) -> int:
+    """A port of `host` on which no program listens now, and which is not in `taken`.
+
+    Raises:
+        CapacityError: none was found.
+    """
+    draw = random.SystemRandom()
+    for _ in range(TRIES):
+        port = draw.randint(LOWEST, HIGHEST)
+        if port not in taken and is_free(host, port):
+            return port
+    raise CapacityError(f"no free port found on {host} between {LOWEST} and {HIGHEST}")
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether no program listens on `port` of `host` now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def is_taken(host: str, port: int) -> bool:
+    """Whether another program listens on the port; with any other failure to bind, another port would not help.
+
+    Unlike for `is_free`, a connection that ended there a moment ago does no harm: servers bind in spite of it.
+    """
+    if port == 0:
+        return False
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False

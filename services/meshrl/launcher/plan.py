@@ -16,8 +16,7 @@ from meshrl.config.recipe import Recipe
 from meshrl.config.stages import MeshService, mesh_services, service_kind
 from meshrl.contract.errors import UserError
 from meshrl.deploy.machines import PROGRAM, Machines
-from meshrl.launcher.address_book import AddressBook, Entry
-from meshrl.launcher.ports import free_port
+from meshrl.launcher.address_book import AddressBook, Entry, free_port
 from meshrl.launcher.service import Probe, Service
 from meshrl.rpc import credentials
 

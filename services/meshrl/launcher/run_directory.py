@@ -8,12 +8,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshrl.common.files import replace_file
 from meshrl.config.loading import anchored, save_recipe
 from meshrl.config.recipe import RECIPE_NAME, RUNNING_NAME, Recipe, uses_gateway
-from meshrl.launcher.ports import is_taken
-from meshrl.launcher.status import MeshStatus
+from meshrl.launcher.address_book import is_taken
+
+if TYPE_CHECKING:
+    from meshrl.launcher.view import MeshStatus
 
 FINISHED_NAME = "finished.json"
 EXPORT_NAME = "export"

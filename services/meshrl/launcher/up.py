@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,9 @@ from meshrl.contract.types import TrainerStatus
 from meshrl.deploy.machines import Machines
 from meshrl.http.view.metrics import MetricsFile
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, run_lock
-from meshrl.launcher.control import control_socket
-from meshrl.launcher.fleet import FleetOperations
-from meshrl.launcher.health import health_probe
-from meshrl.launcher.logs import MergedLog
+from meshrl.launcher.control import Answer, Operation, control_socket
 from meshrl.launcher.observer import Observer
-from meshrl.launcher.plan import LaunchPlan
+from meshrl.launcher.plan import LaunchPlan, ProbeOf
 from meshrl.launcher.preloader import PYTHON
 from meshrl.launcher.preloading import Preloading
 from meshrl.launcher.processes import LineSink, ServiceProcess
@@ -39,14 +36,71 @@ from meshrl.launcher.run_directory import (
     note_finished,
     recipe_on_trial,
 )
-from meshrl.launcher.service import Service
-from meshrl.launcher.status import MeshStatus
+from meshrl.launcher.service import Service, health_probe
 from meshrl.launcher.supervisor import Supervisor, Verdict
-from meshrl.launcher.text_console import text_console
-from meshrl.launcher.view import final_table, live_view, step_line, waiting_lines
+from meshrl.launcher.text_console import MergedLog, text_console
+from meshrl.launcher.view import MeshStatus, final_table, live_view, step_line, waiting_lines
 from meshrl.rpc import credentials, tls
 from meshrl.rpc.exit_codes import Exit
 from meshrl.trainer.metrics.learning_signs import warnings_of
+
+MOST_AT_ONCE = 64
+"""Workers that one `add` may ask for: more is a slip of the finger on one machine."""
+
+
+class FleetOperations:
+    """Operations of the control socket on rollout workers."""
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        supervisor: Supervisor,
+        probe_of: ProbeOf,
+        log: Callable[[str], None],
+    ) -> None:
+        self._plan = plan
+        self._supervisor = supervisor
+        self._probe_of = probe_of
+        self._log = log
+
+    @property
+    def operations(self) -> Mapping[str, Operation]:
+        """By name."""
+        return {"add": self.add, "drain": self.drain, "members": self.members}
+
+    async def add(self, request: Mapping[str, object]) -> Answer:
+        """Start `count` more rollout workers; answers with their names as soon as they are started."""
+        count = request.get("count", 1)
+        if not isinstance(count, int) or not 1 <= count <= MOST_AT_ONCE:
+            raise UserError(f"count is {count!r}, want 1 to {MOST_AT_ONCE}")
+        self._supervisor.check_running()
+        names = []
+        for _ in range(count):
+            service = self._plan.add_rollout(self._probe_of)
+            self._supervisor.add(service)
+            names.append(service.name)
+        self._log(f"fleet: added {', '.join(names)}")
+        return {"added": names}
+
+    async def drain(self, request: Mapping[str, object]) -> Answer:
+        """End the worker `name` for good; answers when it has gone."""
+        name = str(request.get("name"))
+        if name in self._supervisor.states:
+            self._log(f"fleet: draining {name}")
+        in_time = await self._supervisor.drain(name)
+        self._plan.remove(name)
+        left = len(self._plan.address_book.of_kind("rollout"))
+        self._log(f"fleet: {name} has {'left' if in_time else 'been killed'}, {left} remain")
+        return {"drained": name, "in_time": in_time, "left": left}
+
+    async def members(self, request: Mapping[str, object]) -> Answer:
+        """The state of every rollout worker that this `up` ever had."""
+        return {
+            name: {"phase": state.phase, "pid": state.pid, "restarts": state.restarts}
+            for name, state in self._supervisor.states.items()
+            if name.startswith("rollout-")
+        }
+
 
 REDRAW_S = 0.25
 STEP_LINE_S = 3.0

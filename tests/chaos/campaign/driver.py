@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from meshrl.launcher.ports import free_port
+from meshrl.launcher.address_book import free_port
 
 from .events import lines
 from .faults import Cut, Fault, Fill, Kill, Network, Pause, SmallDisk, Victim, refusals

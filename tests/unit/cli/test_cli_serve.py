@@ -18,9 +18,8 @@ from meshrl.cli.commands.serve import _node_rank
 from meshrl.config import load_recipe, train_spec
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import ROLLOUT_STAGE, Outcome, Task, Version, reward_stage
-from meshrl.launcher.address_book import Entry
-from meshrl.launcher.health import is_serving
-from meshrl.launcher.ports import free_port
+from meshrl.launcher.address_book import Entry, free_port
+from meshrl.launcher.service import is_serving
 from meshrl.rpc import credentials
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.credentials import MeshRole

@@ -36,8 +36,7 @@ from meshrl.common.plain_text import (
 )
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import DeadLetter, Ledger, Outcome, Uid, Waiting
-from meshrl.launcher.logs import MergedLog
-from meshrl.launcher.text_console import text_console
+from meshrl.launcher.text_console import MergedLog, text_console
 from meshrl.rpc import runtime
 
 

@@ -17,7 +17,7 @@ from meshrl.config.recipe import Recipe
 from meshrl.contract.types import Ledger, TrainerPhase, TrainerStatus, Version
 from meshrl.launcher.address_book import AddressBook
 from meshrl.launcher.run_directory import busy_port, finished_line, note_finished, recipe_on_trial
-from meshrl.launcher.status import MeshStatus
+from meshrl.launcher.view import MeshStatus
 
 TEXT = """
 run: {name: my}

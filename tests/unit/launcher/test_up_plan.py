@@ -16,9 +16,15 @@ from meshrl.config.machine import AssumedMachine, Assumptions
 from meshrl.config.placement import place
 from meshrl.contract.errors import CapacityError, ConfigError, NotFoundError, UserError
 from meshrl.deploy.machines import Machines
-from meshrl.launcher.address_book import AddressBook, Entry, is_up, newest_run_dir, run_lock
+from meshrl.launcher.address_book import (
+    AddressBook,
+    Entry,
+    free_port,
+    is_up,
+    newest_run_dir,
+    run_lock,
+)
 from meshrl.launcher.plan import LaunchPlan
-from meshrl.launcher.ports import free_port
 from meshrl.launcher.preloader import PYTHON
 from meshrl.launcher.service import Probe, Service, always_ready
 

@@ -18,10 +18,11 @@ from meshrl.contract.types import (
     Version,
     Waiting,
 )
-from meshrl.launcher.logs import MergedLog
-from meshrl.launcher.status import STUCK_S, MeshStatus
 from meshrl.launcher.supervisor import State
+from meshrl.launcher.text_console import MergedLog
 from meshrl.launcher.view import (
+    STUCK_S,
+    MeshStatus,
     final_table,
     ledger_line,
     live_view,

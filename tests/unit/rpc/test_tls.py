@@ -16,7 +16,7 @@ from meshrl.client import Queue
 from meshrl.common.sockets import stays_here
 from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import AddressBook, Entry
-from meshrl.launcher.health import is_serving
+from meshrl.launcher.service import is_serving
 from meshrl.rpc import credentials, tls
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.credentials import Credential

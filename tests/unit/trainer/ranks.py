@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from meshrl.launcher.ports import free_port
+from meshrl.launcher.address_book import free_port
 
 
 class Ranks:

@@ -17,7 +17,7 @@ from typing import cast
 import torch
 
 from meshrl.contract.ports import Queue
-from meshrl.launcher.ports import free_port
+from meshrl.launcher.address_book import free_port
 from meshrl.trainer.checkpoint.async_checkpointer import AsyncCheckpointer
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, TrainerConfig

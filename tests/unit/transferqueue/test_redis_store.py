@@ -14,7 +14,7 @@ import trustme
 from redis.asyncio import Redis
 
 from meshrl.contract.errors import CapacityError, CorruptError, InfraError, MeshError, UserError
-from meshrl.launcher.ports import free_port
+from meshrl.launcher.address_book import free_port
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue

@@ -19,7 +19,7 @@ def health(address: str) -> None:
     host, port = _parse(address)
     # Imported here: with it comes gRPC, which `--help` can do without.
     from meshrl.launcher.address_book import Entry
-    from meshrl.launcher.health import is_serving
+    from meshrl.launcher.service import is_serving
 
     entry = Entry(kind="", host=host, port=port, metrics_port=0)
     serving = asyncio.run(is_serving(entry))

@@ -27,7 +27,7 @@ from meshrl.contract.errors import ConflictError, NotFoundError, UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import DeadLetter, Ledger, Uid, Waiting
 from meshrl.launcher.address_book import run_lock
-from meshrl.launcher.fleet_waits import fleet_waits
+from meshrl.launcher.observer import fleet_waits
 from meshrl.launcher.text_console import text_console
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.queue_connection import build_store

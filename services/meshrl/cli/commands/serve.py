@@ -27,8 +27,7 @@ from meshrl.config.recipe import RUNNING_NAME
 from meshrl.config.run_record import begin, refuse_several_queues
 from meshrl.config.stages import SERVICES, module_of, service_kind
 from meshrl.contract.errors import ConfigError, UserError
-from meshrl.launcher.address_book import AddressBook
-from meshrl.launcher.ports import is_taken
+from meshrl.launcher.address_book import AddressBook, is_taken
 from meshrl.rpc.exit_codes import Exit
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import DeadLetter
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, is_up, newest_run_dir
-from meshrl.launcher.fleet_waits import fleet_waits
+from meshrl.launcher.observer import fleet_waits
 from meshrl.rpc.credentials import MeshRole, new_token
 from meshrl.rpc.runtime import ServerSettings, permit_insecure, run_service
 

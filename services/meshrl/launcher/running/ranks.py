@@ -27,7 +27,7 @@ from meshrl.common.sockets import is_loopback
 from meshrl.config.recipe import Recipe
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import UserError
-from meshrl.launcher.ports import free_port
+from meshrl.launcher.address_book import free_port
 from meshrl.rpc import credentials
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
