@@ -13,7 +13,7 @@ import subprocess
 
 import torch
 
-from meshrl.config.inventory import this_machines_gpus
+from meshrl.config.machine import this_machines_gpus
 
 
 def _version(*packages: str) -> str | None:

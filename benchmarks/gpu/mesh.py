@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from meshrl.config.inventory import this_machines_gpus
+from meshrl.config.machine import this_machines_gpus
 
 STUBS = {
     "shm": (),

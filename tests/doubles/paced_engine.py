@@ -1,6 +1,6 @@
 """An engine without a model that takes a GPU's time: `meshrl plan` is checked against meshes that run it.
 
-`rollout.name: tests.doubles.paced_engine`. Its requests share its speed as in the simulated fleet (paced.py), and
+`rollout.name: tests.doubles.paced_engine`. Its requests share its speed as in the simulated fleet (setting.py), and
 the lengths of its responses are drawn from the same distribution; everything else is the echo engine's.
 """
 
@@ -18,8 +18,7 @@ from meshrl.common.config import Config as BaseConfig
 from meshrl.common.config import read_options
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import GenerateRequest, OnUpdate, Version
-from meshrl.planning.paced import PacedGpu
-from meshrl.planning.setting import P99, Lengths
+from meshrl.planning.setting import P99, Lengths, PacedGpu
 from meshrl.rollout.tokenizer import Tokenizer
 from meshrl.testing.engines import echo
 

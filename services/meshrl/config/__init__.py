@@ -1,7 +1,7 @@
 """Recipes: one YAML file, every key overridable, every mistake one line.
 
-Reading order: `recipe` (what a recipe is), `load` (file and overrides to a Recipe), `problems` (pydantic's
-errors as sentences), `checks` (what only the whole recipe can tell), `fields` (what a key means).
+Reading order: `recipe` (what a recipe is), `loading` (file and overrides to a Recipe), `checks` (what only the whole
+recipe can tell), `explain` (what a key means, and errors as sentences).
 """
 
 from meshrl.config.loading import load_recipe

@@ -20,10 +20,9 @@ from meshrl.common.plain_text import counted, say
 from meshrl.config.checks import cross_checks, warnings
 from meshrl.config.device_defaults import with_device_defaults
 from meshrl.config.dropped_keys import DROPPED_KEYS, REPLACED_VALUES
-from meshrl.config.explain import Loc
+from meshrl.config.explain import Loc, booleans_as_numbers, in_order, origin_of, problems
 from meshrl.config.hub import with_local_paths
 from meshrl.config.machine import ThisMachine
-from meshrl.config.problems import booleans_as_numbers, in_order, origin_of, problems
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms import recipe_defaults

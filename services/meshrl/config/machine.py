@@ -1,16 +1,19 @@
-"""What the check of a recipe asks of a machine, and the machine that `config check --assume FILE` describes.
+"""The GPUs, files and packages of a machine, as the check of a recipe asks; or those of `config check --assume FILE`.
 
 Nothing here loads torch, runs a file of the user's or starts a program.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import itertools
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +22,126 @@ from typing_extensions import override
 
 from meshrl.common import plugins
 from meshrl.common.config import Config, Machine
-from meshrl.config.inventory import GIB, NO_GPU, Gpu, on_the_bus, this_machines_gpus
 from meshrl.contract.errors import UserError
 from meshrl.rollout.server_engine.checkpoint import read_header
 from meshrl.sandbox.sandbox import no_bubblewrap
 from meshrl.trainer.data.files import FileRow, file_rows
 from meshrl.trainer.data.gym_config import ReasoningGymConfig
 from meshrl.trainer.data.reasoning_gym import PACKAGE, check
+
+LIBRARY = "libnvidia-ml.so.1"
+NAME_BYTES = 96
+GIB = 1 << 30
+NO_GPU = "no GPU"
+_NVIDIA, _DISPLAYS = "0x10de", ("0x0300", "0x0302")
+"""As PCI numbers the maker, and the classes of its GPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One device."""
+
+    id: str
+    """As CUDA_VISIBLE_DEVICES names it."""
+    name: str = ""
+    memory: int = 0
+    """In bytes; 0: not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """One machine."""
+
+    name: str
+    gpus: tuple[Gpu, ...]
+    bus_order: bool = True
+    """The ids count by place on the bus; False: they are those of the user's CUDA_VISIBLE_DEVICES."""
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
+
+
+def gpus_of(environment: Mapping[str, str], library: Any | None) -> tuple[Gpu, ...]:
+    """The GPUs that CUDA would see with this environment.
+
+    Args:
+        environment: Its CUDA_VISIBLE_DEVICES is obeyed: numbers, or beginnings of UUIDs. As CUDA does, what stands
+            behind an unknown one does not count.
+        library: NVIDIA's management library (NVML), loaded; None where there is none.
+    """
+    present = _present(library)
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return tuple(gpu for gpu, _ in present)
+    found: list[Gpu] = []
+    for word in filter(None, map(str.strip, visible.split(","))):
+        if word.isdigit():
+            match = next((gpu for gpu, _ in present if gpu.id == word), None)
+        else:
+            # A slice of a GPU (MIG) has a UUID of its own, whose memory is not asked for.
+            slice_of_one = Gpu(id=word) if word.startswith("MIG-") and present else None
+            match = next((g for g, uuid in present if uuid.startswith(word)), slice_of_one)
+        if match is None:
+            break
+        found.append(Gpu(id=word, name=match.name, memory=match.memory))
+    return tuple(found)
+
+
+def _present(library: Any | None) -> list[tuple[Gpu, str]]:
+    """Every GPU of the machine with its UUID, by place on the bus."""
+    if library is not None and library.nvmlInit_v2() == 0:
+        try:
+            count = ctypes.c_uint()
+            library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+            return [_asked(library, index) for index in range(count.value)]
+        finally:
+            library.nvmlShutdown()
+    nodes = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
+    return [(Gpu(id=str(index)), "") for index in range(len(nodes))]
+
+
+def _asked(library: Any, index: int) -> tuple[Gpu, str]:
+    device, memory = ctypes.c_void_p(), _Memory()
+    name, uuid = (ctypes.create_string_buffer(NAME_BYTES) for _ in range(2))
+    if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) == 0:
+        library.nvmlDeviceGetName(device, name, NAME_BYTES)
+        library.nvmlDeviceGetUUID(device, uuid, NAME_BYTES)
+        library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
+    shown = name.value.decode(errors="replace")
+    return Gpu(id=str(index), name=shown, memory=memory.total), uuid.value.decode()
+
+
+def on_the_bus(devices: Path = Path("/sys/bus/pci/devices")) -> int:
+    """How many GPUs of NVIDIA the kernel has found, with a driver or without one."""
+    found = 0
+    for device in devices.glob("*"):
+        try:
+            maker, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+        except OSError:
+            continue
+        found += maker == _NVIDIA and kind.startswith(_DISPLAYS)
+    return found
+
+
+def this_machines_gpus() -> tuple[Gpu, ...]:
+    """The GPUs that CUDA would see in this process."""
+    return _gpus_with(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+@functools.cache
+def _gpus_with(visible: str | None) -> tuple[Gpu, ...]:
+    try:
+        library = ctypes.CDLL(LIBRARY)
+    except OSError:
+        library = None
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    return gpus_of(environment, library)
+
 
 FIRST_ROWS = 8
 """Rows that are read of each data file: a wrong column or schema shows in the first one."""

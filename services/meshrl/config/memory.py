@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshrl.common.device_share import LOGIT_BYTES, logits_at_once
-from meshrl.config.inventory import GIB
+from meshrl.config.machine import GIB
 from meshrl.config.recipe import Recipe, algorithm_needs
 
 OVERHEAD = 3 * GIB // 2

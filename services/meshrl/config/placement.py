@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 from meshrl.common.device_share import DeviceShare
 from meshrl.config import memory
-from meshrl.config.inventory import GIB, NO_GPU, Gpu, Host
-from meshrl.config.machine import ThisMachine
+from meshrl.config.machine import GIB, NO_GPU, Gpu, Host, ThisMachine
 from meshrl.config.memory import Architecture, Need
 from meshrl.config.recipe import Recipe, names, needs_reference
 from meshrl.contract.errors import CapacityError, ConfigError

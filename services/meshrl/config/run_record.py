@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.common.files import json_object, replace_file
-from meshrl.config.changes import Change, Effect, changes
+from meshrl.config.changes import Change, Content, Effect, Mark, changes, content_of, shapes_of
 from meshrl.config.loading import anchored, in_yaml, read_yaml, recorded
 from meshrl.config.recipe import METRICS_NAME, RECIPE_NAME, Recipe, algorithm_needs
-from meshrl.config.run_files import Content, Mark, content_of, shapes_of
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.transferqueue.several_processes import refusal
 

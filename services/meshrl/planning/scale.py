@@ -37,8 +37,7 @@ from meshrl.contract.types import (
     Version,
 )
 from meshrl.planning.loop import START_S, VirtualLoop, quiet
-from meshrl.planning.paced import PacedGpu, Processor
-from meshrl.planning.setting import Setting
+from meshrl.planning.setting import PacedGpu, Processor, Setting
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

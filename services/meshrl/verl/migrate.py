@@ -13,11 +13,10 @@ from typing import Any
 from meshrl.common import bounded_yaml
 from meshrl.common.config import Config
 from meshrl.config.checks import cross_checks
-from meshrl.config.explain import Key, Loc, value_text, walk
+from meshrl.config.explain import Key, Loc, origin_of, value_text, walk
 from meshrl.config.hub import MODELS, repository_of
 from meshrl.config.loading import Written, read_yaml
 from meshrl.config.machine import ThisMachine
-from meshrl.config.problems import origin_of
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms.recipe_defaults import defaults, merged, places

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from meshrl.config import load_recipe
-from meshrl.config.inventory import GIB
 from meshrl.config.loading import Written
-from meshrl.config.machine import AssumedMachine, Assumptions
+from meshrl.config.machine import GIB, AssumedMachine, Assumptions
 from meshrl.config.placement import place
 
 RECIPES = Path(__file__).parents[3] / "recipes"

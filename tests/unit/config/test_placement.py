@@ -17,8 +17,7 @@ import pytest
 from meshrl.cli.commands.serve import take_share
 from meshrl.common.device_share import DeviceShare, chosen_device
 from meshrl.config import Recipe, load_recipe
-from meshrl.config.inventory import GIB, gpus_of, on_the_bus
-from meshrl.config.machine import AssumedMachine, Assumptions, ThisMachine
+from meshrl.config.machine import GIB, AssumedMachine, Assumptions, ThisMachine, gpus_of, on_the_bus
 from meshrl.config.memory import Architecture
 from meshrl.config.placement import Placement, place
 from meshrl.contract.errors import CapacityError, ConfigError, UserError
