@@ -18,7 +18,7 @@ from rich.text import Text
 from meshrl.common.plain_text import counted
 from meshrl.contract.types import EngineStats, Ledger, TrainerPhase, TrainerStatus, Waiting
 from meshrl.launcher.supervisor import State
-from meshrl.trainer.learning_signs import LearningWarning
+from meshrl.trainer.metrics.learning_signs import LearningWarning
 
 STUCK_S = 10.0
 """A trainer that waits for longer counts as stuck: the view then asks why."""

@@ -109,8 +109,6 @@ def _show_warm_start(phase: str, progress: SftProgress) -> None:
 
 
 def _report(recipe: Recipe) -> None:
-    from meshrl.cli.demo.command import History, draw_curves, summary, table
-
     directory = recipe.run.path
     try:
         history = History.read(recipe.metrics_path)
