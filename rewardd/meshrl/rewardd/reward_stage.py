@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -31,8 +33,13 @@ from meshrl.contract.types import (
     LeasedRow,
     Outcome,
     Sample,
+    Score,
 )
 from meshrl.rewardd.judge import POSTED
+
+MOST_COMPONENT_NAMES = 256
+"""Different names of components that this process writes for one run: each is a curve in every metric and view."""
+log = logging.getLogger(__name__)
 
 TokenEnds = Callable[[Int32], Sequence[int]]
 """From response tokens, int32[R], to R counts: characters of the response up to the end of each token."""
@@ -71,6 +78,10 @@ class RewardStage:
         self._keep_inputs = keep_inputs
         self._token_rewards = token_rewards
         self._token_ends = token_ends
+        self._component_names: dict[str, set[str]] = defaultdict(set)
+        """By run."""
+        self._told: set[str] = set()
+        """Runs whose further names are dropped."""
         self._loop = StageWorker(
             queue,
             runs,
@@ -112,7 +123,7 @@ class RewardStage:
                 continue
             mask = row.columns.get("loss_mask") if row.uid.run in self._token_rewards else None
             try:
-                written = reward_write(score, loss_mask=mask)
+                written = reward_write(self._with_known_components(score), loss_mask=mask)
             except UserError as error:
                 reason = error.message
                 results.append(Failure(uid=row.uid, outcome=Outcome.INFRA_FAULT, reason=reason))
@@ -124,6 +135,25 @@ class RewardStage:
                 columns[REWARD_INPUTS] = reward_inputs(sample)
             results.append(replace(written, columns=columns))
         return results
+
+    def _with_known_components(self, score: Score) -> Score:
+        """`score` without components whose names would be too many for its run; the first is told."""
+        names = self._component_names[score.uid.run]
+        kept = {}
+        for name, value in score.components.items():
+            if len(names) < MOST_COMPONENT_NAMES:
+                names.add(name)
+            if name in names:
+                kept[name] = value
+            elif score.uid.run not in self._told:
+                self._told.add(score.uid.run)
+                log.warning(
+                    "run %s: its rewards have components of more than %d names; %r and further ones are dropped",
+                    score.uid.run,
+                    MOST_COMPONENT_NAMES,
+                    name,
+                )
+        return replace(score, components=kept)
 
 
 def sample_of(row: LeasedRow, token_ends: TokenEnds | None = None) -> Sample:

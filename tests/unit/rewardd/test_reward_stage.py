@@ -32,7 +32,7 @@ from meshrl.contract.types import (
 from meshrl.rewardd.config import CustomRewardFunctionConfig, RewardConfig
 from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.pool.pool import PoolJudge
-from meshrl.rewardd.reward_stage import RewardStage, sample_of
+from meshrl.rewardd.reward_stage import MOST_COMPONENT_NAMES, RewardStage, sample_of
 from meshrl.transferqueue.queue import TransferQueue
 
 from ...waiting import runs, until
@@ -136,6 +136,41 @@ async def test_a_fault_is_retried_then_dead_lettered_and_never_a_reward(
     assert letter.outcome is Outcome.INFRA_FAULT
     assert "RuntimeError: cannot judge this at " in letter.reason
     assert (await queue.ledger("run")).balanced
+
+
+class Inventive:
+    """A judge that has two new component names for each row, beside one that it always gives."""
+
+    reward_hash = "inventive"
+
+    async def start(self) -> None: ...
+
+    async def score(self, samples: Sequence[Sample]) -> list[Score]:
+        return [
+            Score(
+                uid=each.uid,
+                outcome=Outcome.OK,
+                components={"format": 1.0, f"a{each.uid.task}": 1.0, f"b{each.uid.task}": 0.0},
+            )
+            for each in samples
+        ]
+
+
+async def test_component_names_of_a_run_are_bounded_and_the_first_too_many_is_told(
+    queue: TransferQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    count = MOST_COMPONENT_NAMES
+    await admit(queue, "run", ["x"] * count)
+    stage = RewardStage(queue, ["run"], Inventive(), worker="judge")
+    async with running(stage):
+        await until(lambda: stage.stats.written == count)
+    rows = await queue.fetch(
+        "run", [Uid("run", str(n), 0) for n in range(count)], ["reward_components"]
+    )
+    kept = [json.loads(column_text(row["reward_components"])) for row in rows]
+    assert all("format" in components for components in kept)
+    assert len({name for components in kept for name in components}) == MOST_COMPONENT_NAMES
+    assert caplog.text.count("more than 256 names") == 1
 
 
 async def test_a_cancelled_stage_gives_its_rows_back_at_once(
