@@ -15,7 +15,7 @@ from typing import Final, TypeVar, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from meshrl.contract.codec.types import printable
+from meshrl.contract.codec import printable
 from meshrl.contract.errors import (
     BusyError,
     CapacityError,

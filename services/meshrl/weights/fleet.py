@@ -110,7 +110,7 @@ def encode_report(report: ReplicaReport) -> pb.ReplicaReport:
     """The protobuf form."""
     worker = report.worker
     return pb.ReplicaReport(
-        engine=codec.encode_engine_stats(report.engine),
+        engine=codec.ENGINE_STATS.encode(report.engine),
         held=worker.held,
         slots=worker.slots,
         leased=worker.rows.leased,
@@ -147,7 +147,7 @@ def decode_report(message: pb.ReplicaReport) -> ReplicaReport:
         continued=message.continued,
         draining=message.draining,
     )
-    return ReplicaReport(engine=codec.decode_engine_stats(message.engine), worker=worker)
+    return ReplicaReport(engine=codec.ENGINE_STATS.decode(message.engine), worker=worker)
 
 
 def encode_fleet(fleet: FleetView) -> pb.FleetResponse:

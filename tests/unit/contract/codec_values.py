@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from meshrl.contract import codec
-from meshrl.contract.codec.types import DTYPES
+from meshrl.contract.codec.control import DTYPES
 from meshrl.contract.types import (
     BatchGroup,
     GroupPolicy,
@@ -159,5 +159,6 @@ def over_the_network(message: Any) -> Any:
 
 
 def round_trip(name: str, value: Any) -> None:
-    message = getattr(codec, f"encode_{name}")(value)
-    assert same(value, getattr(codec, f"decode_{name}")(over_the_network(message)))
+    """By `codec.TASK` for task."""
+    both: codec.Codec[Any, Any] = getattr(codec, name.upper())
+    assert same(value, both.decode(over_the_network(both.encode(value))))

@@ -48,7 +48,7 @@ def test_a_malformed_array_is_refused_in_words(fields: dict[str, Any], said: str
 )
 def test_a_bad_uid_is_refused(uid: trajectory_pb2.Uid) -> None:
     with pytest.raises(UserError, match="malformed uid"):
-        codec.decode_uid(uid)
+        codec.UID.decode(uid)
 
 
 @pytest.mark.parametrize(
@@ -88,15 +88,15 @@ def test_an_unknown_enum_number_and_a_missing_part_are_refused() -> None:
     with pytest.raises(UserError, match="oldest is missing"):
         codec.decode_write([codec.Bulk(write, [b""])])
     with pytest.raises(UserError, match="malformed task"):
-        codec.decode_task(trajectory_pb2.Task(run="r", task_id="t", group_size=1))
+        codec.TASK.decode(trajectory_pb2.Task(run="r", task_id="t", group_size=1))
 
 
 def test_bad_json_is_refused() -> None:
-    task = codec.encode_task(Task(run="r", task_id="t", prompt_ids=np.zeros(1, np.int32)))
+    task = codec.TASK.encode(Task(run="r", task_id="t", prompt_ids=np.zeros(1, np.int32)))
     for text in ("{", "[1]", "[" * 100_000):
         task.extra_info_json = text
         with pytest.raises(UserError, match="malformed task"):
-            codec.decode_task(task)
+            codec.TASK.decode(task)
 
 
 @pytest.mark.parametrize(
@@ -111,16 +111,16 @@ def test_bad_json_is_refused() -> None:
 )
 def test_a_task_that_cannot_travel_says_so(task: Task) -> None:
     with pytest.raises(UserError, match=r"this (task|array) cannot be sent"):
-        codec.encode_task(task)
+        codec.TASK.encode(task)
 
 
 @given(st.binary(max_size=200))
 @settings(max_examples=200)
 def test_no_bytes_raise_anything_but_a_user_error(data: bytes) -> None:
     for message, decode in (
-        (trajectory_pb2.Task, codec.decode_task),
+        (trajectory_pb2.Task, codec.TASK.decode),
         (trajectory_pb2.Array, codec.decode_array),
-        (queue_pb2.RunState, codec.decode_run_state),
+        (queue_pb2.RunState, codec.RUN_STATE.decode),
         (queue_pb2.Batch, codec.decode_batch),
     ):
         try:

@@ -39,7 +39,7 @@ def test_a_picture_of_a_task_brings_its_data_along() -> None:
     named = replace(Media.of(b"elsewhere"), data=b"")
     task = Task(run="r", task_id="t", prompt_ids=np.zeros(2, dtype=np.int32), media=(named,))
     with pytest.raises(CorruptError, match="comes without its data"):
-        codec.unpack_task(codec.encode_task(task).SerializeToString())
+        codec.unpack_task(codec.TASK.encode(task).SerializeToString())
     assert codec.unpack_media(codec.pack_media((named,)), names=True) == (named,)
 
 

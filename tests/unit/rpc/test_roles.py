@@ -147,10 +147,10 @@ def filled(message: Descriptor, stage: str, held: tuple[Uid, int], depth: int = 
         elif field.type == FieldDescriptor.TYPE_ENUM and not repeated:
             setattr(made, field.name, field.enum_type.values[-1].number)
     if message.name == "RunSpec":
-        made.CopyFrom(codec.encode_run_spec(spec("run", stages=STAGES)))
+        made.CopyFrom(codec.RUN_SPEC.encode(spec("run", stages=STAGES)))
     if message.name == "AdmitRequest":
         made.header.num_tasks = 1
-        made.tasks.append(codec.encode_task(tasks(1, start=7)[0]))
+        made.tasks.append(codec.TASK.encode(tasks(1, start=7)[0]))
     if message.name == "WriteRequest":
         made.Clear()
         made.header.run, made.header.stage = "run", stage

@@ -7,7 +7,8 @@ from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple, TypeVar
 
-from meshrl.contract.codec.types import OUTCOMES, decoder, encoder, malformed, require
+from meshrl.contract.codec.control import decoder, encoder, malformed, require
+from meshrl.contract.codec.types import OUTCOMES
 from meshrl.contract.types import Batch, BatchGroup, GroupRows, Part, RowFacts, Version
 from meshrl.v1 import queue_pb2 as pb
 

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 from meshrl.contract.codec.bulk import Bulk, pages
+from meshrl.contract.codec.control import decoder, encoder, malformed
 from meshrl.contract.codec.rows import (
     decode_facts,
     decode_parts,
@@ -21,14 +22,7 @@ from meshrl.contract.codec.rows import (
     named_rows,
     per_group,
 )
-from meshrl.contract.codec.types import (
-    decode_task,
-    decoder,
-    encode_task,
-    encoder,
-    malformed,
-    unpack_task,
-)
+from meshrl.contract.codec.types import TASK, unpack_task
 from meshrl.contract.types import (
     GroupRows,
     Lease,
@@ -67,7 +61,7 @@ class WriteCall:
 @encoder
 def encode_admit(call: AdmitCall) -> list[pb.AdmitRequest]:
     """Raises UserError for a task whose ground truth or extra info is not JSON."""
-    tasks = map(encode_task, call.tasks)
+    tasks = map(TASK.encode, call.tasks)
     messages = [pb.AdmitRequest(tasks=page) for page in pages(trajectory_pb2.Task.ByteSize, tasks)]
     header = pb.AdmitHeader(
         run=call.run, cursor=call.cursor, wait_s=call.wait_s, num_tasks=len(call.tasks)
@@ -82,7 +76,7 @@ def decode_admit(messages: Sequence[pb.AdmitRequest]) -> AdmitCall:
     header = _header(messages)
     tasks = tuple(
         [
-            decode_task(task).came_as(task.SerializeToString())
+            TASK.decode(task).came_as(task.SerializeToString())
             for message in messages
             for task in message.tasks
         ]

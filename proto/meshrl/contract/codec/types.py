@@ -1,313 +1,49 @@
-"""Single values to messages and back: versions, uids, tasks, arrays, enums, JSON; a mistake becomes a UserError.
-
-Arrays travel as little-endian bytes with a dtype and a shape; decoding copies nothing.
-"""
+"""The shared nouns and the control messages as pairs of a type and its message; pictures, packed tasks."""
 
 from __future__ import annotations
 
-import functools
-import json
-import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from enum import StrEnum
-from typing import Any, Final, Generic, Never, ParamSpec, Protocol, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 from google.protobuf import message as protobuf
 
-from meshrl.contract.errors import CorruptError, MeshError, UserError
+from meshrl.contract.codec.control import (
+    Codec,
+    EnumCodec,
+    Field,
+    decode_array,
+    decoder,
+    encode_array,
+    encoder,
+    malformed,
+)
+from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.types import (
-    Json,
+    DeadLetter,
+    EngineStats,
+    Ledger,
     Media,
-    Message,
     Outcome,
     PackedTask,
+    RunSpec,
+    RunState,
+    Sample,
     SamplingParams,
+    Score,
     Task,
+    TrainerStatus,
     Uid,
     Uint8,
     Version,
+    Waiting,
 )
+from meshrl.v1 import queue_pb2, reward_pb2, rollout_pb2, trainer_pb2
 from meshrl.v1 import trajectory_pb2 as pb
 
-P = ParamSpec("P")
-R = TypeVar("R")
-TypeEnum = TypeVar("TypeEnum", bound=StrEnum)
-ProtoNumber = TypeVar("ProtoNumber", bound=int)
-K = TypeVar("K")
-V = TypeVar("V")
-ProtoEnumOut = TypeVar("ProtoEnumOut", bound=int, covariant=True)
-
-MISTAKES = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
-"""What Python, numpy, json and protobuf raise for a value that does not fit."""
-
-
-def encoder(function: Callable[P, R]) -> Callable[P, R]:
-    """`encode_<type>`: a value that does not fit into the message raises UserError naming the type."""
-    name = function.__name__.removeprefix("encode_").replace("_", " ")
-    return _checked(function, f"this {name} cannot be sent")
-
-
-def decoder(function: Callable[P, R]) -> Callable[P, R]:
-    """`decode_<type>`: a message that makes no sense raises UserError naming the type."""
-    name = function.__name__.removeprefix("decode_").replace("_", " ")
-    return _checked(function, f"malformed {name}")
-
-
-def _checked(function: Callable[P, R], problem: str) -> Callable[P, R]:
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except MeshError:
-            raise
-        except MISTAKES as error:
-            raise UserError(f"{problem}: {error}") from error
-
-    return checked
-
-
-def malformed(why: str) -> Never:
-    """Called inside a decoder, which adds the type's name."""
-    raise ValueError(why)
-
-
-def require(message: protobuf.Message, *fields: str) -> None:
-    """Raises ValueError naming the first of the sub-messages `fields` that is absent."""
-    for field in fields:
-        if not message.HasField(field):
-            malformed(f"{field} is missing")
-
-
-def lossless_json(value: Json) -> str:
-    """JSON text; null is the empty text. NaN and infinities are written as Python's json does."""
-    return "" if value is None else json.dumps(value)
-
-
-def from_json(text: str) -> Json:
-    """The inverse of `lossless_json`."""
-    return json.loads(text) if text else None
-
-
-def json_object(text: str) -> Mapping[str, Json]:
-    """A JSON object; the empty text is {}."""
-    value = from_json(text)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        malformed(f"want a JSON object, not {type(value).__name__}")
-    return value
-
-
-def printable(text: str) -> str:
-    """Free text, with what UTF-8 cannot encode replaced, so that no report is lost because of its reason."""
-    return text.encode("utf-8", "replace").decode()
-
-
-class _ProtoEnum(Protocol[ProtoEnumOut]):
-    """What the generated code offers of an enum."""
-
-    def Value(self, name: str, /) -> ProtoEnumOut: ...
-
-
-class _Table(dict[K, V]):
-    """Raises ValueError for a key that it lacks; looking up the others costs no call."""
-
-    def __init__(self, kind: str, entries: Mapping[K, V]) -> None:
-        super().__init__(entries)
-        self._kind = kind
-
-    def __missing__(self, key: object) -> Never:
-        malformed(f"{key!r} is no {self._kind}")
-
-
-class EnumCodec(Generic[TypeEnum, ProtoNumber]):
-    """One enum of the contract and its protobuf enum, whose names begin with `prefix`."""
-
-    number_of: Mapping[TypeEnum, ProtoNumber]
-    """Raises ValueError for a value that is no member."""
-    member_of: Mapping[int, TypeEnum]
-    """Raises ValueError for an unknown number, UNSPECIFIED included."""
-
-    def __init__(self, kind: type[TypeEnum], enum: _ProtoEnum[ProtoNumber], prefix: str) -> None:
-        numbers = {member: enum.Value(f"{prefix}_{member.name}") for member in kind}
-        self.number_of = _Table(kind.__name__, numbers)
-        self.member_of = _Table(kind.__name__, {int(n): member for member, n in numbers.items()})
-
-
-DTYPES: Final = {
-    name: np.dtype(name).newbyteorder("<")
-    for name in (
-        "bool",
-        "int8",
-        "uint8",
-        "int16",
-        "uint16",
-        "int32",
-        "uint32",
-        "int64",
-        "uint64",
-        "float16",
-        "float32",
-        "float64",
-    )
-}
-"""The dtypes that can be sent, by numpy's names."""
-_NAMES: Final = {
-    given: name for name, dtype in DTYPES.items() for given in (dtype, dtype.newbyteorder(">"))
-}
-MAX_AXES: Final = 8
-
-
-@encoder
-def encode_array(array: npt.NDArray[Any]) -> pb.Array:
-    """Any array of a known dtype."""
-    name = _NAMES.get(array.dtype)  # not `dtype.name`, which numpy makes anew each time
-    if name is None:
-        malformed(f"dtype {array.dtype.name} is none of {', '.join(DTYPES)}")
-    data = np.asarray(array, DTYPES[name]).tobytes()
-    return pb.Array(dtype=name, shape=array.shape, data=data)
-
-
-@decoder
-def decode_array(
-    message: pb.Array, dtype: str = "", axes: int | None = None, name: str = ""
-) -> npt.NDArray[Any]:
-    """A read-only view of the message's bytes; the caller accepts `dtype` and `axes`; `name` is for errors.
-
-    Raises:
-        UserError: unknown or other dtype, impossible shape, wrong byte count.
-    """
-    what = f"{name}: " if name else ""
-    given, shape, data = message.dtype, message.shape[:], message.data
-    if given not in DTYPES:
-        malformed(f"unknown dtype {given!r} (known: {', '.join(DTYPES)})")
-    if len(shape) > MAX_AXES or min(shape, default=0) < 0:
-        malformed(f"no array has the shape {shape}")
-    wanted = math.prod(shape) * DTYPES[given].itemsize
-    if len(data) != wanted:
-        malformed(f"{what}{given}{shape} takes {wanted} bytes, {len(data)} were sent")
-    if dtype and given != dtype:
-        malformed(f"{what}want {dtype}, got {given}")
-    if axes is not None and len(shape) != axes:
-        malformed(f"{what}want {axes} axes, got shape {shape}")
-    found = np.frombuffer(data, DTYPES[given])
-    return found if len(shape) == 1 else found.reshape(shape)
-
-
-OUTCOMES = EnumCodec(Outcome, pb.Outcome, "OUTCOME")
-
-
-@encoder
-def encode_version(version: Version) -> pb.Version:
-    """Both parts from 0 on."""
-    return pb.Version(epoch=version.epoch, step=version.step)
-
-
-@decoder
-def decode_version(message: pb.Version) -> Version:
-    """Raises UserError for a negative part."""
-    if message.epoch < 0 or message.step < 0:
-        malformed(f"{message.epoch}.{message.step} is negative")
-    return Version(message.epoch, message.step)
-
-
-@encoder
-def encode_uid(uid: Uid) -> pb.Uid:
-    """Any uid."""
-    return pb.Uid(run=uid.run, task=uid.task, index=uid.index, attempt=uid.attempt)
-
-
-@decoder
-def decode_uid(message: pb.Uid) -> Uid:
-    """Raises UserError for a uid whose text would not be read back as the same uid."""
-    uid = Uid(message.run, message.task, message.index, message.attempt)
-    if not uid.run or "/" in uid.run or not uid.task or uid.index < 0 or uid.attempt < 0:
-        malformed(f"{str(uid)!r} (want run/task/index.attempt)")
-    return uid
-
-
-def encode_uids(uids: Iterable[Uid]) -> list[pb.Uid]:
-    """In order."""
-    return [encode_uid(uid) for uid in uids]
-
-
-def decode_uids(messages: Iterable[pb.Uid]) -> list[Uid]:
-    """In order. Raises UserError."""
-    return [decode_uid(message) for message in messages]
-
-
-@encoder
-def encode_outcome(outcome: Outcome) -> pb.Outcome.ValueType:
-    """Every member has a number."""
-    return OUTCOMES.number_of[outcome]
-
-
-@decoder
-def decode_outcome(number: int) -> Outcome:
-    """Raises UserError for an unknown number, UNSPECIFIED included."""
-    return OUTCOMES.member_of[number]
-
-
-@encoder
-def encode_sampling(sampling: SamplingParams) -> pb.SamplingParams:
-    """Any sampling parameters."""
-    return pb.SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids,
-        seed=sampling.seed,
-        greedy_siblings=sampling.greedy_siblings,
-        joint_cut=sampling.joint_cut,
-    )
-
-
-@decoder
-def decode_sampling(message: pb.SamplingParams) -> SamplingParams:
-    """Raises UserError for parameters under which nothing can be sampled."""
-    if not message.temperature >= 0 or not 0 < message.top_p <= 1 or message.max_tokens < 1:
-        malformed(
-            f"temperature {message.temperature} (want >= 0), top_p {message.top_p} (want 0 < p <= 1), "
-            f"max_tokens {message.max_tokens} (want >= 1)"
-        )
-    return SamplingParams(
-        temperature=message.temperature,
-        top_p=message.top_p,
-        top_k=message.top_k,
-        max_tokens=message.max_tokens,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        seed=message.seed,
-        greedy_siblings=message.greedy_siblings,
-        joint_cut=message.joint_cut,
-    )
-
-
-@encoder
-def encode_task(task: Task) -> pb.Task:
-    """Raises UserError when `ground_truth` or `extra_info` is not JSON."""
-    return pb.Task(
-        run=task.run,
-        task_id=task.task_id,
-        prompt_ids=encode_array(task.prompt_ids),
-        messages=[pb.Message(role=m.role, content=m.content) for m in task.messages],
-        prompt_text=task.prompt_text,
-        data_source=task.data_source,
-        ground_truth_json=lossless_json(task.ground_truth),
-        extra_info_json=lossless_json(dict(task.extra_info) or None),
-        program=task.program,
-        sampling=encode_sampling(task.sampling),
-        group_size=task.group_size,
-        deadline_s=task.deadline_s,
-        priority=task.priority,
-        media=map(encode_picture, task.media),
-    )
+OUTCOMES: Final = EnumCodec(Outcome, pb.Outcome.DESCRIPTOR)
 
 
 @encoder
@@ -381,28 +117,96 @@ def unpack_media(column: Uint8, *, names: bool = False) -> tuple[Media, ...]:
         raise CorruptError(f"malformed pictures: {error}") from error
 
 
+def _check_version(version: Version) -> None:
+    if version.epoch < 0 or version.step < 0:
+        malformed(f"{version} is negative")
+
+
+def _check_uid(uid: Uid) -> None:
+    """Refuse a uid whose text would not be read back as the same uid."""
+    if not uid.run or "/" in uid.run or not uid.task or uid.index < 0 or uid.attempt < 0:
+        malformed(f"{str(uid)!r} (want run/task/index.attempt)")
+
+
+def _check_sampling(sampling: SamplingParams) -> None:
+    """Refuse parameters under which nothing can be sampled."""
+    if not sampling.temperature >= 0 or not 0 < sampling.top_p <= 1 or sampling.max_tokens < 1:
+        malformed(
+            f"temperature {sampling.temperature} (want >= 0), top_p {sampling.top_p} (want 0 < p <= 1), "
+            f"max_tokens {sampling.max_tokens} (want >= 1)"
+        )
+
+
+def _check_task(task: Task) -> None:
+    if not task.run or "/" in task.run or not task.task_id:
+        malformed(f"run {task.run!r}, task_id {task.task_id!r}")
+
+
+def _decode_token_rewards(message: pb.Array) -> tuple[float, ...]:
+    return tuple(decode_array(message, "float64", axes=1, name="token_rewards").tolist())
+
+
+VERSION: Final = Codec(Version, pb.Version, check=_check_version)
+UID: Final = Codec(Uid, pb.Uid, check=_check_uid)
+SAMPLING: Final = Codec(SamplingParams, pb.SamplingParams, check=_check_sampling)
+TASK: Final = Codec(
+    Task,
+    pb.Task,
+    check=_check_task,
+    given={"media": Field(lambda media: map(encode_picture, media), decode_media)},
+)
+RUN_SPEC: Final = Codec(RunSpec, queue_pb2.RunSpec)
+RUN_STATE: Final = Codec(RunState, queue_pb2.RunState)
+LEDGER: Final = Codec(Ledger, queue_pb2.Ledger)
+DEAD_LETTER: Final = Codec(DeadLetter, queue_pb2.DeadLetter, text=("reason", "prompt"))
+WAITING: Final = Codec(Waiting, queue_pb2.Waiting, text=("who", "what", "owners"))
+ENGINE_STATS: Final = Codec(EngineStats, rollout_pb2.EngineStats)
+SAMPLE: Final = Codec(Sample, reward_pb2.Sample, text=("solution",))
+SCORE: Final = Codec(
+    Score,
+    reward_pb2.Score,
+    text=("reason", "texts"),
+    given={
+        "token_rewards": Field(
+            lambda rewards: encode_array(np.array(rewards, np.float64)), _decode_token_rewards
+        )
+    },
+)
+TRAINER_STATUS: Final = Codec(TrainerStatus, trainer_pb2.TrainerStatus, text=("waiting_for",))
+
+
+def encode_uids(uids: Iterable[Uid]) -> list[pb.Uid]:
+    """In order."""
+    return [UID.encode(uid) for uid in uids]
+
+
+def decode_uids(messages: Iterable[pb.Uid]) -> list[Uid]:
+    """In order. Raises UserError."""
+    return [UID.decode(message) for message in messages]
+
+
+@encoder
+def encode_outcome(outcome: Outcome) -> Any:
+    """Every member has a number."""
+    return OUTCOMES.number_of[outcome]
+
+
 @decoder
-def decode_task(message: pb.Task) -> Task:
+def decode_outcome(number: int) -> Outcome:
+    """Raises UserError for an unknown number, UNSPECIFIED included."""
+    return OUTCOMES.member_of[number]
+
+
+@encoder
+def encode_held_rows(token_of: Mapping[Uid, int]) -> list[queue_pb2.HeldRow]:
+    """Rows with their fencing tokens."""
+    return [queue_pb2.HeldRow(uid=UID.encode(uid), token=token) for uid, token in token_of.items()]
+
+
+@decoder
+def decode_held_rows(messages: Iterable[queue_pb2.HeldRow]) -> dict[Uid, int]:
     """Raises UserError."""
-    require(message, "prompt_ids", "sampling")
-    if not message.run or "/" in message.run or not message.task_id:
-        malformed(f"run {message.run!r}, task_id {message.task_id!r}")
-    return Task(
-        run=message.run,
-        task_id=message.task_id,
-        prompt_ids=decode_array(message.prompt_ids, "int32", axes=1, name="prompt_ids"),
-        messages=tuple([Message(role=m.role, content=m.content) for m in message.messages]),
-        prompt_text=message.prompt_text,
-        data_source=message.data_source,
-        ground_truth=from_json(message.ground_truth_json),
-        extra_info=json_object(message.extra_info_json),
-        program=message.program,
-        sampling=decode_sampling(message.sampling),
-        group_size=message.group_size,
-        deadline_s=message.deadline_s,
-        priority=message.priority,
-        media=decode_media(message.media) if message.media else (),
-    )
+    return {UID.decode(message.uid): message.token for message in messages}
 
 
 def pack_task(task: Task) -> PackedTask:
@@ -410,12 +214,12 @@ def pack_task(task: Task) -> PackedTask:
 
     Raises UserError when `ground_truth` or `extra_info` is not JSON.
     """
-    return PackedTask(task.packed or encode_task(task).SerializeToString(), unpack_task)
+    return PackedTask(task.packed or TASK.encode(task).SerializeToString(), unpack_task)
 
 
 def unpack_task(data: bytes) -> Task:
     """The task of packed bytes. Raises CorruptError."""
     try:
-        return decode_task(pb.Task.FromString(data))
+        return TASK.decode(pb.Task.FromString(data))
     except (protobuf.DecodeError, UserError) as error:
         raise CorruptError(f"{len(data)} bytes are no task: {error}") from error

@@ -247,7 +247,7 @@ class LeaseRenewer:
             ]
         for owner, rows, answer in renewals:
             try:
-                lost = codec.decode_uids(answer.result().lost)
+                lost = [codec.UID.decode(uid) for uid in answer.result().lost]
             except grpc.RpcError as failure:
                 self._failed(owner, failure)
             else:
@@ -273,7 +273,7 @@ def renewal(held_leases: HeldLeases, run: str, rows: Held) -> tuple[pb.RenewRequ
         run=run,
         stage=held_leases.stage,
         worker=held_leases.worker,
-        uids=codec.encode_uids(list(rows)),
+        uids=map(codec.UID.encode, rows),
     )
     return request, max(MIN_DEADLINE_S, held_leases.period_s)
 

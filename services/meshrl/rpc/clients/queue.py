@@ -117,19 +117,19 @@ class QueueClient(GrpcClient, RowMethods, Queue):
 
     @override
     async def open_run(self, spec: RunSpec) -> RunState:
-        request = pb.OpenRunRequest(spec=codec.encode_run_spec(spec))
-        return await self._connection.call(self._stub.OpenRun, request, codec.decode_run_state)
+        request = pb.OpenRunRequest(spec=codec.RUN_SPEC.encode(spec))
+        return await self._connection.call(self._stub.OpenRun, request, codec.RUN_STATE.decode)
 
     @override
     async def run_state(self, run: str) -> RunState:
         request = pb.RunRequest(run=run)
-        return await self._connection.call(self._stub.GetRunState, request, codec.decode_run_state)
+        return await self._connection.call(self._stub.GetRunState, request, codec.RUN_STATE.decode)
 
     @override
     async def acquire(self, run: str, owner: str) -> RunState:
         """Repeated after a lost answer, it makes one more epoch, which fences no other trainer."""
         request = pb.AcquireRequest(run=run, owner=owner)
-        return await self._connection.call(self._stub.Acquire, request, codec.decode_run_state)
+        return await self._connection.call(self._stub.Acquire, request, codec.RUN_STATE.decode)
 
     @override
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
@@ -165,7 +165,7 @@ class QueueClient(GrpcClient, RowMethods, Queue):
             worker=worker,
             limit=limit,
             at_least=at_least,
-            version=codec.encode_version(version) if version else None,
+            version=codec.VERSION.encode(version) if version else None,
         )
         attempt = partial(
             self._connection.call_for_stream, self._lease, request, codec.decode_lease
@@ -262,7 +262,7 @@ class QueueClient(GrpcClient, RowMethods, Queue):
 
     @override
     async def publish(self, run: str, version: Version) -> None:
-        request = pb.PublishVersionRequest(run=run, version=codec.encode_version(version))
+        request = pb.PublishVersionRequest(run=run, version=codec.VERSION.encode(version))
         await self._connection.call(self._stub.Publish, request, discard)
 
     @override
@@ -279,14 +279,14 @@ class QueueClient(GrpcClient, RowMethods, Queue):
     @override
     async def ledger(self, run: str) -> Ledger:
         request = pb.RunRequest(run=run)
-        return await self._connection.call(self._stub.GetLedger, request, codec.decode_ledger)
+        return await self._connection.call(self._stub.GetLedger, request, codec.LEDGER.decode)
 
     @override
     async def dead_letters(self, run: str) -> Sequence[DeadLetter]:
         return await self._connection.call(
             self._stub.ListDeadLetters,
             pb.RunRequest(run=run),
-            lambda answer: [codec.decode_dead_letter(letter) for letter in answer.letters],
+            lambda answer: [codec.DEAD_LETTER.decode(letter) for letter in answer.letters],
         )
 
     @override
@@ -302,5 +302,5 @@ class QueueClient(GrpcClient, RowMethods, Queue):
         return await self._connection.call(
             self._stub.WhyWaiting,
             pb.RunRequest(run=run),
-            lambda answer: [codec.decode_waiting(wait) for wait in answer.waits],
+            lambda answer: [codec.WAITING.decode(wait) for wait in answer.waits],
         )

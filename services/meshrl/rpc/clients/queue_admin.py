@@ -62,7 +62,7 @@ class QueueAdminClient(GrpcClient):
         """Audit the store, and compare it with the queue's ledgers."""
 
         def decode(answer: pb.VerifyResponse) -> Audit:
-            ledgers = [codec.decode_ledger(ledger) for ledger in answer.ledgers]
+            ledgers = [codec.LEDGER.decode(ledger) for ledger in answer.ledgers]
             return Audit(
                 ledgers={ledger.run: ledger for ledger in ledgers},
                 records=answer.records,
@@ -93,7 +93,7 @@ class QueueAdminClient(GrpcClient):
 
 def _decode_run(message: pb.StoredRun) -> StoredRun:
     return StoredRun(
-        ledger=codec.decode_ledger(message.ledger),
+        ledger=codec.LEDGER.decode(message.ledger),
         opened_by=message.opened_by,
         epoch=message.epoch,
         committed_step=message.committed_step,

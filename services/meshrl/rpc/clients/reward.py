@@ -55,7 +55,7 @@ class JudgeClient(GrpcClient):
             answer = await self._connection.call(
                 self._stub.Score,
                 request,
-                lambda answer: [codec.decode_score(score) for score in answer.scores],
+                lambda answer: [codec.SCORE.decode(score) for score in answer.scores],
                 wait_s=self._deadline_s,
             )
             scores += answer
@@ -66,6 +66,6 @@ class JudgeClient(GrpcClient):
 
 
 def _requests(samples: Sequence[Sample], reward_hash: str) -> Iterator[pb.ScoreRequest]:
-    for headers in codec.pages(pb.Sample.ByteSize, map(codec.encode_sample, samples)):
+    for headers in codec.pages(pb.Sample.ByteSize, map(codec.SAMPLE.encode, samples)):
         if headers:
             yield pb.ScoreRequest(samples=headers, reward_hash=reward_hash)

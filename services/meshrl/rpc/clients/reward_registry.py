@@ -9,7 +9,7 @@ from meshrl.contract import codec
 from meshrl.contract.types import Sample, Score
 from meshrl.rewardd.registry.types import Name, Submission
 from meshrl.rpc.clients.base import INTERACTIVE_RETRY_S, GrpcClient
-from meshrl.rpc.reward_registry_codec import decode_name, encode_submission
+from meshrl.rpc.reward_registry_codec import NAME, SUBMISSION
 from meshrl.v1 import reward_registry_pb2 as pb
 from meshrl.v1 import reward_registry_pb2_grpc as rpc
 
@@ -28,7 +28,7 @@ class RewardRegistryClient(GrpcClient):
 
     async def submit(self, submission: Submission) -> pb.SubmitRewardResponse:
         """Raises UserError with what is wrong, ConflictError, CapacityError."""
-        request = encode_submission(submission)
+        request = SUBMISSION.encode(submission)
         return await self._connection.call(self._stub.SubmitReward, request, _same, wait_s=SUBMIT_S)
 
     async def names(self) -> pb.RewardNames:
@@ -52,31 +52,31 @@ class RewardRegistryClient(GrpcClient):
         request = pb.RewardRef(name=name, version=version)
         # Not repeatable: without a version, twice goes back two.
         return await self._connection.call(
-            self._stub.RollBackReward, request, decode_name, wait_s=SUBMIT_S, repeatable=False
+            self._stub.RollBackReward, request, NAME.decode, wait_s=SUBMIT_S, repeatable=False
         )
 
     async def retire(self, name: str, version: str) -> Name:
         """Raises NotFoundError, ConflictError."""
         request = pb.RewardRef(name=name, version=version)
-        return await self._connection.call(self._stub.RetireReward, request, decode_name)
+        return await self._connection.call(self._stub.RetireReward, request, NAME.decode)
 
     async def score(self, name: str, version: str, samples: Sequence[Sample]) -> list[Score]:
         """One Score per sample, in order. Raises NotFoundError."""
         scores: list[Score] = []
         for part in _parts(samples):
-            messages = [codec.encode_sample(sample) for sample in part]
+            messages = [codec.SAMPLE.encode(sample) for sample in part]
             request = pb.TryRewardRequest(name=name, version=version, samples=messages)
             answer = await self._connection.call(
                 self._stub.TryReward, request, _same, wait_s=SUBMIT_S
             )
-            scores += [codec.decode_score(score) for score in answer.scores]
+            scores += [codec.SCORE.decode(score) for score in answer.scores]
         return scores
 
     async def compare(
         self, name: str, a: str, b: str, samples: Sequence[Sample] = ()
     ) -> pb.RewardDifferences:
         """Raises NotFoundError."""
-        messages = [codec.encode_sample(sample) for sample in samples]
+        messages = [codec.SAMPLE.encode(sample) for sample in samples]
         request = pb.CompareRewardsRequest(name=name, a=a, b=b, samples=messages)
         return await self._connection.call(
             self._stub.CompareRewards, request, _same, wait_s=SUBMIT_S

@@ -19,5 +19,5 @@ class RolloutClient(GrpcClient):
     async def stats(self) -> EngineStats:
         """The engine's present statistics."""
         return await self._connection.call(
-            self._stub.GetStats, pb.GetStatsRequest(), codec.decode_engine_stats
+            self._stub.GetStats, pb.GetStatsRequest(), codec.ENGINE_STATS.decode
         )

@@ -27,7 +27,7 @@ class TrainerClient(GrpcClient):
         """How training does now."""
         request = pb.GetTrainerStatusRequest()
         return await self._connection.call(
-            self._stub.GetStatus, request, codec.decode_trainer_status
+            self._stub.GetStatus, request, codec.TRAINER_STATUS.decode
         )
 
     async def watch(self, *, every_s: float = 10.0) -> AsyncIterator[TrainerStatus]:
@@ -58,7 +58,7 @@ class TrainerClient(GrpcClient):
             while True:
                 async with asyncio.timeout(every_s + MARGIN_S):
                     message = await anext(statuses)
-                yield self._connection.decode(message, codec.decode_trainer_status)
+                yield self._connection.decode(message, codec.TRAINER_STATUS.decode)
         except grpc.aio.AioRpcError as failure:
             raise from_rpc(failure, self._connection.name) from failure
         except (TimeoutError, StopAsyncIteration) as error:

@@ -39,14 +39,14 @@ class QueueServicer(rpc.QueueServicer):
         rpc.add_QueueServicer_to_server(self, server)
 
     async def OpenRun(self, request: pb.OpenRunRequest, context: Context) -> pb.RunState:
-        spec = codec.decode_run_spec(request.spec)
-        return codec.encode_run_state(await self._queue.open_run(spec, caller=caller_of_quota()))
+        spec = codec.RUN_SPEC.decode(request.spec)
+        return codec.RUN_STATE.encode(await self._queue.open_run(spec, caller=caller_of_quota()))
 
     async def GetRunState(self, request: pb.RunRequest, context: Context) -> pb.RunState:
-        return codec.encode_run_state(await self._queue.run_state(request.run))
+        return codec.RUN_STATE.encode(await self._queue.run_state(request.run))
 
     async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.RunState:
-        return codec.encode_run_state(await self._queue.acquire(request.run, request.owner))
+        return codec.RUN_STATE.encode(await self._queue.acquire(request.run, request.owner))
 
     async def Admit(
         self, request_iterator: AsyncIterator[pb.AdmitRequest], context: Context
@@ -71,7 +71,7 @@ class QueueServicer(rpc.QueueServicer):
             worker=request.worker,
             limit=request.limit,
             at_least=request.at_least,
-            version=codec.decode_version(request.version) if request.HasField("version") else None,
+            version=codec.VERSION.decode(request.version) if request.HasField("version") else None,
             wait_s=bounded(request.wait_s),
         )
         for message in self._bulk(codec.encode_lease(lease), context):
@@ -155,7 +155,7 @@ class QueueServicer(rpc.QueueServicer):
         return Ack()
 
     async def Publish(self, request: pb.PublishVersionRequest, context: Context) -> Ack:
-        await self._queue.publish(request.run, codec.decode_version(request.version))
+        await self._queue.publish(request.run, codec.VERSION.decode(request.version))
         return Ack()
 
     async def Commit(self, request: pb.CommitStepRequest, context: Context) -> Ack:
@@ -167,11 +167,11 @@ class QueueServicer(rpc.QueueServicer):
         return pb.RewindResponse(rows=rows)
 
     async def GetLedger(self, request: pb.RunRequest, context: Context) -> pb.Ledger:
-        return codec.encode_ledger(await self._queue.ledger(request.run))
+        return codec.LEDGER.encode(await self._queue.ledger(request.run))
 
     async def ListDeadLetters(self, request: pb.RunRequest, context: Context) -> pb.DeadLetters:
         letters = await self._queue.dead_letters(request.run)
-        return pb.DeadLetters(letters=map(codec.encode_dead_letter, letters))
+        return pb.DeadLetters(letters=map(codec.DEAD_LETTER.encode, letters))
 
     async def Replay(self, request: pb.ReplayRequest, context: Context) -> pb.ReplayResponse:
         uids = codec.decode_uids(request.uids)
@@ -179,7 +179,7 @@ class QueueServicer(rpc.QueueServicer):
 
     async def WhyWaiting(self, request: pb.RunRequest, context: Context) -> pb.WaitingList:
         waits = await self._queue.why_waiting(request.run)
-        return pb.WaitingList(waits=map(codec.encode_waiting, waits))
+        return pb.WaitingList(waits=map(codec.WAITING.encode, waits))
 
     @staticmethod
     def _bulk(messages: Iterable[codec.Bulk[M]], context: Context) -> Iterator[codec.Bulk[M]]:

@@ -44,7 +44,7 @@ class QueueAdminServicer(rpc.QueueAdminServicer):
     async def Verify(self, request: pb.VerifyRequest, context: Context) -> pb.VerifyResponse:
         audit = await self._admin.verify()
         return pb.VerifyResponse(
-            ledgers=map(codec.encode_ledger, audit.ledgers.values()),
+            ledgers=map(codec.LEDGER.encode, audit.ledgers.values()),
             records=audit.records,
             values=audit.values,
             nbytes=audit.nbytes,
@@ -60,7 +60,7 @@ class QueueAdminServicer(rpc.QueueAdminServicer):
 
 def _encode_run(run: StoredRun) -> pb.StoredRun:
     return pb.StoredRun(
-        ledger=codec.encode_ledger(run.ledger),
+        ledger=codec.LEDGER.encode(run.ledger),
         opened_by=run.opened_by,
         epoch=run.epoch,
         committed_step=run.committed_step,

@@ -31,9 +31,9 @@ class RewardServicer(rpc.RewardServicer):
         rpc.add_RewardServicer_to_server(self, server)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
-        samples = [codec.decode_sample(sample) for sample in request.samples]
+        samples = [codec.SAMPLE.decode(sample) for sample in request.samples]
         scores = await self._score(request.reward_hash, samples)
-        return pb.ScoreResponse(scores=map(codec.encode_score, scores))
+        return pb.ScoreResponse(scores=map(codec.SCORE.encode, scores))
 
     async def GetInfo(self, request: pb.GetRewardInfoRequest, context: Context) -> pb.RewardInfo:
         return pb.RewardInfo(reward_hash=self._judge.reward_hash)

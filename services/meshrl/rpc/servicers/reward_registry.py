@@ -47,20 +47,20 @@ class RewardRegistryServicer(rpc.RewardRegistryServicer):
     async def SubmitReward(
         self, request: pb.SubmitRewardRequest, context: Context
     ) -> pb.SubmitRewardResponse:
-        submission = registry_codec.decode_submission(request)
+        submission = registry_codec.SUBMISSION.decode(request)
         caller = caller_of(context)
         accepted = await self._registry.change(caller, Registry.submit, submission)
         return pb.SubmitRewardResponse(
             hash=accepted.manifest.hash,
             created=accepted.created,
             cases=accepted.cases,
-            name=registry_codec.encode_name(accepted.name),
+            name=registry_codec.NAME.encode(accepted.name),
         )
 
     async def ListRewards(self, request: pb.ListRewardsRequest, context: Context) -> pb.RewardNames:
         listing = self._registry.read(caller_of(context), Registry.listing)
         return pb.RewardNames(
-            names=map(registry_codec.encode_name, listing.names),
+            names=map(registry_codec.NAME.encode, listing.names),
             followed=listing.followed,
             scoring=listing.scoring,
             base=listing.base,
@@ -76,12 +76,12 @@ class RewardRegistryServicer(rpc.RewardRegistryServicer):
             name=request.name,
             hash=manifest.hash,
             entry_point=manifest.entry_point,
-            kind=registry_codec.encode_kind(manifest.kind),
+            kind=registry_codec.KINDS.number_of[manifest.kind],
             deps=manifest.deps,
             content=content,
             is_wheel=manifest.is_wheel,
             limits=manifest.limits,
-            cases=map(registry_codec.encode_case, cases),
+            cases=map(registry_codec.CASE.encode, cases),
         )
 
     async def DiffRewards(self, request: pb.RewardPair, context: Context) -> pb.RewardDiff:
@@ -94,28 +94,28 @@ class RewardRegistryServicer(rpc.RewardRegistryServicer):
         name = await self._registry.change(
             caller_of(context), Registry.roll_back, request.name, request.version
         )
-        return registry_codec.encode_name(name)
+        return registry_codec.NAME.encode(name)
 
     async def RetireReward(self, request: pb.RewardRef, context: Context) -> pb.RewardName:
         name = await self._registry.change(
             caller_of(context), Registry.retire, request.name, request.version
         )
-        return registry_codec.encode_name(name)
+        return registry_codec.NAME.encode(name)
 
     async def TryReward(
         self, request: pb.TryRewardRequest, context: Context
     ) -> reward_pb2.ScoreResponse:
-        samples = registry_codec.decode_samples(request.samples)
+        samples = [codec.SAMPLE.decode(sample) for sample in request.samples]
         caller = caller_of(context)
         scores = await self._registry.read(
             caller, Registry.score, request.name, request.version, samples
         )
-        return reward_pb2.ScoreResponse(scores=map(codec.encode_score, scores))
+        return reward_pb2.ScoreResponse(scores=map(codec.SCORE.encode, scores))
 
     async def CompareRewards(
         self, request: pb.CompareRewardsRequest, context: Context
     ) -> pb.RewardDifferences:
-        samples = registry_codec.decode_samples(request.samples)
+        samples = [codec.SAMPLE.decode(sample) for sample in request.samples]
         caller = caller_of(context)
         differences = await self._registry.read(
             caller, Registry.compare, request.name, request.a, request.b, samples

@@ -37,7 +37,7 @@ class RolloutServicer(rpc.RolloutServicer):
         rpc.add_RolloutServicer_to_server(self, server)
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.EngineStats:
-        return codec.encode_engine_stats(self._engine.stats())
+        return codec.ENGINE_STATS.encode(self._engine.stats())
 
 
 class EngineCollector(Collector):

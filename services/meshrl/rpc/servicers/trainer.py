@@ -38,7 +38,7 @@ class TrainerServicer(rpc.TrainerServicer):
     async def GetStatus(
         self, request: pb.GetTrainerStatusRequest, context: Context
     ) -> pb.TrainerStatus:
-        return codec.encode_trainer_status(self._trainer.status())
+        return codec.TRAINER_STATUS.encode(self._trainer.status())
 
     async def Watch(
         self, request: pb.WatchTrainerRequest, context: Context
@@ -46,4 +46,4 @@ class TrainerServicer(rpc.TrainerServicer):
         every_s = max(1.0, bounded(request.every_s))
         async with closing(self._trainer.watch(every_s)) as statuses:
             async for status in statuses:
-                yield codec.encode_trainer_status(status)
+                yield codec.TRAINER_STATUS.encode(status)

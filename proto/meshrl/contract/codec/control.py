@@ -1,0 +1,461 @@
+"""Control messages by reflection: a frozen dataclass (or NamedTuple) and a message whose fields have equal names.
+
+    value ──▶ plan: a converter for each field ──▶ message        and back
+
+The plan of a pair is made once, from the type hints and the descriptor. Its converters follow from
+both: enums, messages within messages, tuples, maps, arrays, JSON (`extra_info` in a field `extra_info_json`); an
+absent field is None or the default. The rest is said in a `Codec`'s arguments.
+
+Whatever is wrong with a value or a message ends in a UserError that names the type. Arrays travel as little-endian
+bytes with a dtype and a shape; decoding copies nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping
+from enum import Enum, StrEnum
+from types import MappingProxyType
+from typing import Any, Final, Generic, NamedTuple, Never, ParamSpec, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from meshrl.contract.errors import MeshError, UserError
+from meshrl.contract.types import Json
+from meshrl.v1 import trajectory_pb2 as pb
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+Member = TypeVar("Member", bound=Enum)
+K = TypeVar("K")
+V = TypeVar("V")
+
+MISTAKES = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+"""What Python, numpy, json and protobuf raise for a value that does not fit."""
+
+
+def encoder(function: Callable[P, R]) -> Callable[P, R]:
+    """`encode_<type>`: a value that does not fit into the message raises UserError naming the type."""
+    name = function.__name__.removeprefix("encode_").replace("_", " ")
+    return _checked(function, f"this {name} cannot be sent")
+
+
+def decoder(function: Callable[P, R]) -> Callable[P, R]:
+    """`decode_<type>`: a message that makes no sense raises UserError naming the type."""
+    name = function.__name__.removeprefix("decode_").replace("_", " ")
+    return _checked(function, f"malformed {name}")
+
+
+def _checked(function: Callable[P, R], problem: str) -> Callable[P, R]:
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except MeshError:
+            raise
+        except MISTAKES as error:
+            raise UserError(f"{problem}: {error}") from error
+
+    return checked
+
+
+def malformed(why: str) -> Never:
+    """Called inside a decoder, which adds the type's name."""
+    raise ValueError(why)
+
+
+def require(message: Message, *fields: str) -> None:
+    """Raises ValueError naming the first of the sub-messages `fields` that is absent."""
+    for field in fields:
+        if not message.HasField(field):
+            malformed(f"{field} is missing")
+
+
+def lossless_json(value: Json) -> str:
+    """JSON text; null is the empty text. NaN and infinities are written as Python's json does."""
+    return "" if value is None else json.dumps(value)
+
+
+def from_json(text: str) -> Json:
+    """The inverse of `lossless_json`."""
+    return json.loads(text) if text else None
+
+
+def json_object(text: str) -> Mapping[str, Json]:
+    """A JSON object; the empty text is {}."""
+    value = from_json(text)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        malformed(f"want a JSON object, not {type(value).__name__}")
+    return value
+
+
+def printable(text: str) -> str:
+    """Free text, with what UTF-8 cannot encode replaced, so that no report is lost because of its reason."""
+    return text.encode("utf-8", "replace").decode()
+
+
+DTYPES: Final = {
+    name: np.dtype(name).newbyteorder("<")
+    for name in (
+        "bool",
+        "int8",
+        "uint8",
+        "int16",
+        "uint16",
+        "int32",
+        "uint32",
+        "int64",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+    )
+}
+"""The dtypes that can be sent, by numpy's names."""
+_NAMES: Final = {
+    given: name for name, dtype in DTYPES.items() for given in (dtype, dtype.newbyteorder(">"))
+}
+MAX_AXES: Final = 8
+
+
+@encoder
+def encode_array(array: npt.NDArray[Any]) -> pb.Array:
+    """Any array of a known dtype."""
+    name = _NAMES.get(array.dtype)  # not `dtype.name`, which numpy makes anew each time
+    if name is None:
+        malformed(f"dtype {array.dtype.name} is none of {', '.join(DTYPES)}")
+    data = np.asarray(array, DTYPES[name]).tobytes()
+    return pb.Array(dtype=name, shape=array.shape, data=data)
+
+
+@decoder
+def decode_array(
+    message: pb.Array, dtype: str = "", axes: int | None = None, name: str = ""
+) -> npt.NDArray[Any]:
+    """A read-only view of the message's bytes; the caller accepts `dtype` and `axes`; `name` is for errors.
+
+    Raises:
+        UserError: unknown or other dtype, impossible shape, wrong byte count.
+    """
+    what = f"{name}: " if name else ""
+    given, shape, data = message.dtype, message.shape[:], message.data
+    if given not in DTYPES:
+        malformed(f"unknown dtype {given!r} (known: {', '.join(DTYPES)})")
+    if len(shape) > MAX_AXES or min(shape, default=0) < 0:
+        malformed(f"no array has the shape {shape}")
+    wanted = math.prod(shape) * DTYPES[given].itemsize
+    if len(data) != wanted:
+        malformed(f"{what}{given}{shape} takes {wanted} bytes, {len(data)} were sent")
+    if dtype and given != dtype:
+        malformed(f"{what}want {dtype}, got {given}")
+    if axes is not None and len(shape) != axes:
+        malformed(f"{what}want {axes} axes, got shape {shape}")
+    found = np.frombuffer(data, DTYPES[given])
+    return found if len(shape) == 1 else found.reshape(shape)
+
+
+class _Table(dict[K, V]):
+    """Raises ValueError for a key that it lacks; looking up the others costs no call."""
+
+    def __init__(self, kind: str, entries: Mapping[K, V]) -> None:
+        super().__init__(entries)
+        self._kind = kind
+
+    def __missing__(self, key: object) -> Never:
+        malformed(f"{key!r} is no {self._kind}")
+
+
+class EnumCodec(Generic[Member]):
+    """One enum of Python and its protobuf enum, whose names begin with what its UNSPECIFIED begins with."""
+
+    number_of: Mapping[Member, Any]
+    """Raises ValueError for a value that is no member."""
+    member_of: Mapping[int, Member]
+    """Raises ValueError for an unknown number; for UNSPECIFIED unless that has a meaning."""
+
+    def __init__(
+        self, kind: type[Member], enum: EnumDescriptor, unspecified: Member | None = None
+    ) -> None:
+        prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
+        numbers = {member: enum.values_by_name[prefix + member.name].number for member in kind}
+        members = {number: member for member, number in numbers.items()}
+        if unspecified is not None:
+            members[0] = unspecified
+        self.number_of = _Table(kind.__name__, numbers)
+        self.member_of = _Table(kind.__name__, members)
+
+    @property
+    def field(self) -> Field:
+        """A field that holds a member."""
+        return Field(self.number_of.__getitem__, self.member_of.__getitem__)
+
+
+Convert = Callable[[Any], Any]
+
+
+class Field(NamedTuple):
+    """How one value travels; None: as it is."""
+
+    encode: Convert | None = None
+    decode: Convert | None = None
+    name: str = ""
+    """Of the message's field, where it is another than the value's."""
+    spread: bool = False
+    """`encode` gives several fields of the message by name, and `decode` takes the message."""
+
+
+_PLAIN: Final = {
+    FieldDescriptor.CPPTYPE_INT32: int,
+    FieldDescriptor.CPPTYPE_INT64: int,
+    FieldDescriptor.CPPTYPE_UINT32: int,
+    FieldDescriptor.CPPTYPE_UINT64: int,
+    FieldDescriptor.CPPTYPE_DOUBLE: float,
+    FieldDescriptor.CPPTYPE_FLOAT: float,
+    FieldDescriptor.CPPTYPE_BOOL: bool,
+}
+
+
+class Plan:
+    """The two conversions between values by name and one message, as the code that one would write by hand.
+
+    It is made from type hints and descriptor as `dataclasses` makes `__init__`, because every step of an interpreter
+    of plans would cost as much again as the conversion of a field.
+    """
+
+    def __init__(
+        self,
+        kind: Callable[..., Any],
+        message: type[Message],
+        hints: Mapping[str, Any],
+        *,
+        value: str = "value.@",
+        positional: bool = False,
+        given: Mapping[str, Field] = MappingProxyType({}),
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+        text: Collection[str] = (),
+        told: Iterable[str] = (),
+    ) -> None:
+        """`value` is the code that reads the value called @. The rest is as in Codec.
+
+        `defaults` stand for what is absent. `positional`: `kind` takes the values in order, not by name.
+
+        Raises:
+            TypeError: a value and a field that do not fit, or one without the other.
+        """
+        self._known: dict[str, Any] = {"kind": kind, "made": message, "malformed": malformed}
+        """What the code refers to."""
+        fields: Mapping[str, Any] = message.DESCRIPTOR.fields_by_name
+        sent: list[str] = []
+        read: list[str] = []
+        missing: list[str] = []
+        left = {*fields}
+        for name, hint in hints.items():
+            own, at_hand = given.get(name), value.replace("@", name)
+            by_name = "" if positional else f"{name}="
+            if own is not None and own.spread:
+                sent.append(f"**{self._name(own.encode)}({at_hand})")
+                read.append(f"{by_name}{self._name(own.decode)}(message)")
+                left.clear()
+                continue
+            at = own.name if own is not None and own.name else name
+            if at not in fields and f"{name}_json" in fields:
+                at, own = f"{name}_json", own or _json_field(hint)
+            if at not in fields:
+                raise TypeError(f"{message.DESCRIPTOR.full_name} has no field for {name}")
+            left.discard(at)
+            bare, optional = _optional(hint)
+            free = name in text
+            encode, decode = self._own(own) if own else self._field(bare, fields[at], free=free)
+            encoded, found = encode.replace("@", at_hand), decode.replace("@", f"message.{at}")
+            if optional and encode != "@":
+                encoded = f"None if {at_hand} is None else {encoded}"
+            if optional or (name in defaults and fields[at].message_type is None):
+                if fields[at].has_presence:
+                    default = None if optional else defaults[name]
+                    found = f"{found} if message.HasField({at!r}) else {self._name(default)}"
+            elif fields[at].has_presence:
+                missing.append(
+                    f"    if not message.HasField({at!r}): malformed('{at} is missing')\n"
+                )
+            sent.append(f"{at}={encoded}")
+            read.append(by_name + found)
+        for name in told:
+            left.discard(name)
+            encode, _ = self._own(given.get(name, Field()))
+            sent.append(f"{name}={encode.replace('@', value.replace('@', name))}")
+        if left:
+            raise TypeError(f"nothing fills {', '.join(sorted(left))} of {message.__name__}")
+        code = (
+            f"def encode(value):\n    return made({', '.join(sent)})\n"
+            f"def decode(message):\n{''.join(missing)}    return kind({', '.join(read)})\n"
+        )
+        exec(compile(code, f"<plan of {message.__name__}>", "exec"), self._known)
+        self.encode: Callable[[Any], Any] = self._known["encode"]
+        self.decode: Callable[[Any], Any] = self._known["decode"]
+
+    def _name(self, constant: Any) -> str:
+        name = f"_{len(self._known)}"
+        self._known[name] = constant
+        return name
+
+    def _own(self, field: Field) -> tuple[str, str]:
+        """The code of both converters, with @ for what they convert."""
+        return (
+            "@" if field.encode is None else f"{self._name(field.encode)}(@)",
+            "@" if field.decode is None else f"{self._name(field.decode)}(@)",
+        )
+
+    def _field(self, hint: Any, field: FieldDescriptor, *, free: bool) -> tuple[str, str]:
+        """The same of what follows from a type and a field. `free`: its text is free (`printable`)."""
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            texts = f"{{key: {self._name(printable)}(text) for key, text in @.items()}}"
+            return texts if free else "@", "dict(@)"
+        if not field.is_repeated:
+            return self._single(hint, field, free=free)
+        if not (arguments := typing.get_args(hint)):
+            raise TypeError(f"{field.full_name} is repeated, {hint} is not")
+        encode, decode = self._single(arguments[0], field, free=free)
+        return (
+            "@" if encode == "@" else f"[{encode.replace('@', 'each')} for each in @]",
+            "tuple(@)"
+            if decode == "@"
+            else f"tuple([{decode.replace('@', 'each')} for each in @])",
+        )
+
+    def _single(self, hint: Any, field: FieldDescriptor, *, free: bool) -> tuple[str, str]:
+        if field.enum_type is not None:
+            members = EnumCodec(hint, field.enum_type)
+            return f"{self._name(members.number_of)}[@]", f"{self._name(members.member_of)}[@]"
+        if field.message_type is None:
+            wanted = _PLAIN.get(field.cpp_type) or (
+                bytes if field.type == FieldDescriptor.TYPE_BYTES else str
+            )
+            if wanted is str and isinstance(hint, type) and issubclass(hint, StrEnum):
+                return self._own(Field(None, hint))
+            if hint is not wanted:
+                raise TypeError(f"{field.full_name} holds {wanted.__name__}, not {hint}")
+            return self._own(Field(printable if free else None))
+        if typing.get_origin(hint) is np.ndarray:
+            [scalar] = typing.get_args(typing.get_args(hint)[1])
+            dtype = np.dtype(scalar).name
+            vector = functools.partial(decode_array, dtype=dtype, axes=1, name=field.name)
+            return self._own(Field(encode_array, vector))
+        nested = codec_of(hint, GetMessageClass(field.message_type))
+        return self._own(Field(nested.encode, nested.decode))
+
+
+def _optional(hint: Any) -> tuple[Any, bool]:
+    """A hint without its None, and whether it had one."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        [bare] = [each for each in typing.get_args(hint) if each is not type(None)]
+        return bare, True
+    return hint, False
+
+
+def _json_field(hint: Any) -> Field:
+    if hint is Any:
+        return Field(lossless_json, from_json)
+    return Field(lambda value: lossless_json(dict(value) or None), json_object)
+
+
+_CODECS: dict[tuple[type, str], Codec[Any, Any]] = {}
+"""By type and full name of its message."""
+
+
+class Codec(Generic[T, M]):
+    """Between one type and its message."""
+
+    def __init__(
+        self,
+        kind: type[T],
+        message: type[M],
+        *,
+        check: Callable[[T], None] | None = None,
+        text: Collection[str] = (),
+        told: Collection[str] = (),
+        given: Mapping[str, Field] = MappingProxyType({}),
+    ) -> None:
+        """Nothing is looked up before it is used.
+
+        Args:
+            kind: A dataclass or a NamedTuple.
+            message: Its message.
+            check: Raises ValueError for a decoded value that makes no sense.
+            text: Fields of free text, in which what UTF-8 cannot encode is replaced.
+            told: Properties that are sent, and follow from the rest for the receiver.
+            given: The converters that do not follow from the types.
+        """
+        self._kind = kind
+        self._message = message
+        self._check = check
+        self._text = text
+        self._told = told
+        self._given = given
+        self._name = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", kind.__name__).lower()
+        _CODECS[kind, message.DESCRIPTOR.full_name] = self
+
+    @functools.cached_property
+    def _plan(self) -> Plan:
+        hints = typing.get_type_hints(self._kind)
+        defaults, positional = {}, True
+        if dataclasses.is_dataclass(self._kind):
+            own = [each for each in dataclasses.fields(self._kind) if each.init]
+            hints = {each.name: hints[each.name] for each in own}
+            defaults = {
+                each.name: each.default for each in own if each.default is not dataclasses.MISSING
+            }
+            positional = not any(each.kw_only for each in own)
+        return Plan(
+            self._kind,
+            self._message,
+            hints,
+            positional=positional,
+            given=self._given,
+            defaults=defaults,
+            text=self._text,
+            told=self._told,
+        )
+
+    def encode(self, value: T) -> M:
+        """Raises UserError for a value that does not fit."""
+        plan = self._plan  # outside: what fails in there is no mistake of a value
+        try:
+            message: M = plan.encode(value)
+            return message
+        except MeshError:
+            raise
+        except MISTAKES as error:
+            raise UserError(f"this {self._name} cannot be sent: {error}") from error
+
+    def decode(self, message: M) -> T:
+        """Raises UserError for a message that makes no sense."""
+        plan = self._plan
+        try:
+            value: T = plan.decode(message)
+            if self._check is not None:
+                self._check(value)
+            return value
+        except MeshError:
+            raise
+        except MISTAKES as error:
+            raise UserError(f"malformed {self._name}: {error}") from error
+
+
+def codec_of(kind: type[T], message: type[M]) -> Codec[T, M]:
+    """The one codec between a type and its message, made when it is first asked for."""
+    known = _CODECS.get((kind, message.DESCRIPTOR.full_name))
+    return known if known is not None else Codec(kind, message)
