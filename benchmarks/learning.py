@@ -45,8 +45,8 @@ from meshrl.rollout.worker import RolloutWorker
 from meshrl.trainer.checkpoint.resume import resume
 from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.data.prompts import task_maker
+from meshrl.trainer.loop.context import RunContext, TrainerSettings
 from meshrl.trainer.loop.loop import Trainer
-from meshrl.trainer.loop.settings import TrainerSettings
 from meshrl.trainer.metrics.log import MetricsLog
 from meshrl.trainer.ranks.compute import Compute
 from meshrl.trainer.ranks.world import World
@@ -182,10 +182,9 @@ async def _train(
     )
     compute = Compute(world.device)
     learner = build_learner(recipe, settings.total_steps, world)
-    state = await resume(settings, queue, learner, compute)
-    trainer = Trainer(
-        settings, state, learner, compute, queue, Direct(recipe, queue, engine), metrics=log
-    )
+    context = RunContext(settings=settings, queue=queue, learner=learner, compute=compute)
+    state = await resume(context)
+    trainer = Trainer(context, state, Direct(recipe, queue, engine), metrics=log)
     working = [asyncio.create_task(work) for work in (*stages, feeder.run())]
     try:
         await trainer.run()

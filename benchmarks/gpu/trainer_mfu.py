@@ -30,7 +30,7 @@ from transformers import Qwen3Config
 
 from meshrl.contract.types import Batch, BatchRow, Outcome, Trajectory, Uid, Version, VersionSpan
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig
-from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.learner.learner import Learner, StepSettings
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
@@ -79,10 +79,7 @@ def learner_of(config: Qwen3Config, world: World, given: argparse.Namespace, pac
         Optimizers(policy, actor.optim),
         PolicyGradient(AlgorithmConfig(), actor, max_response_length=pack),
         world,
-        actor,
-        temperature=1.0,
-        seed=0,
-        total_steps=None,
+        StepSettings(actor=actor),
     )
 
 

@@ -15,7 +15,7 @@ from work import CLIP_HIGH, CLIP_LOW, DUAL_CLIP, GROUP, LEARNING_RATE, Work
 
 from meshrl.contract.types import Batch, BatchRow, Outcome, Trajectory, Uid, Version, VersionSpan
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig
-from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.learner.learner import Learner, StepSettings
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
@@ -42,10 +42,7 @@ def learner_of(model: Path, work: Work, world: World) -> Learner:
         Optimizers(policy, actor.optim),
         PolicyGradient(AlgorithmConfig(), actor, max_response_length=work.response),
         world,
-        actor,
-        temperature=1.0,
-        seed=0,
-        total_steps=None,
+        StepSettings(actor=actor),
     )
 
 

@@ -36,7 +36,7 @@ from meshrl.contract.types import (
 from meshrl.images import reads_images
 from meshrl.testing import vision
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, ParallelConfig
-from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.learner.learner import Learner, RowContents, StepSettings
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
@@ -197,11 +197,8 @@ def train(checkpoint: Path, world: World, how: Training) -> Found:
         optimizers,
         objective,
         world,
-        actor,
-        temperature=1.0,
-        seed=0,
-        total_steps=None,
-        reader=VisionReader(checkpoint, policy.hf) if sees else None,
+        StepSettings(actor=actor),
+        RowContents(reader=VisionReader(checkpoint, policy.hf) if sees else None),
     )
     manifest = tuple(
         BatchRow(

@@ -43,12 +43,12 @@ from meshrl.trainer.config import (
     OptimConfig,
     TrainerConfig,
 )
-from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.learner.learner import Learner, RowContents, StepSettings
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
+from meshrl.trainer.loop.context import RunContext, TrainerSettings
 from meshrl.trainer.loop.evaluation import Evaluator
 from meshrl.trainer.loop.loop import Trainer
-from meshrl.trainer.loop.settings import TrainerSettings
 from meshrl.trainer.metrics.log import MetricsLog
 from meshrl.trainer.model.policy import build_policy, open_hf, random_hf
 from meshrl.trainer.model.vision import VisionReader
@@ -221,11 +221,8 @@ class Mesh:
             Optimizers(policy, self.actor.optim),
             PolicyGradient(self.algorithm, self.actor, max_response_length=6),
             self.world,
-            self.actor,
-            temperature=1.0,
-            seed=0,
-            total_steps=None,
-            reader=self.reader,
+            StepSettings(actor=self.actor),
+            RowContents(reader=self.reader),
         )
         # The place of a picture is a token, too, which this model does not have.
         learner.vocabulary += self.reader is not None
@@ -260,7 +257,10 @@ class Mesh:
         compute = Compute(self.world.device)
         learner = self.learner()
         try:
-            state = await resume(settings, self.queue, learner, compute)
+            context = RunContext(
+                settings=settings, queue=self.queue, learner=learner, compute=compute
+            )
+            state = await resume(context)
             evaluator = None
             kept = TrajectoryLog(self.directory / FOLDER)
             if held_out:
@@ -273,10 +273,13 @@ class Mesh:
                     trajectories=kept,
                 )
             yield Trainer(
-                settings, state, learner, compute, self.queue, self.sampler,
-                evaluator=evaluator, metrics=MetricsLog(self.directory / "metrics.jsonl"),
+                context,
+                state,
+                self.sampler,
+                evaluator=evaluator,
+                metrics=MetricsLog(self.directory / "metrics.jsonl"),
                 trajectories=kept,
-            )  # fmt: skip
+            )
         finally:
             compute.close()
 

@@ -38,8 +38,8 @@ from meshrl.trainer.config import FilterGroupsConfig, TrainerConfig
 from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.data.prompts import Prompt, PromptSet
 from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.loop.context import RunContext, TrainerSettings
 from meshrl.trainer.loop.loop import Trainer
-from meshrl.trainer.loop.settings import TrainerSettings
 from meshrl.trainer.ranks.compute import Compute
 from meshrl.trainer.reference.stage import ReferenceStage
 from meshrl.transferqueue.queue import TransferQueue
@@ -353,30 +353,27 @@ class Services:
             check=self._conversations,
         )
         checkpoints = self._parts.checkpoints(self._checkpoints, self._takes(shape.checkpoint_s))
-        real = cast(Learner, learner)
-        compute = Compute(torch.device("cpu"))
         patience = Patience()
         async with AsyncExitStack() as stack:
             queue = await stack.enter_async_context(self._client(patience))
             await queue.open_run(shape.spec)
-            state = await resume(settings, queue, real, compute, checkpoints=checkpoints)
+            context = RunContext(
+                settings=settings,
+                queue=queue,
+                learner=cast(Learner, learner),
+                compute=Compute(torch.device("cpu")),
+                checkpoints=checkpoints,
+                snapshot=_snapshot,
+                export=lambda *_, **__: None,
+            )
+            state = await resume(context)
             self._note(f"{incarnation.process.name} begins at {state.epoch}:{state.step}")
             coordinator = self._coordinator(queue, state.epoch)
             if world.is_main:
                 endpoint = self.network.listen(TRAINER, [WeightsServicer(coordinator)])
                 stack.push_async_callback(self.network.stop, endpoint)
                 await stack.enter_async_context(coordinator)
-            trainer = self._parts.trainer(
-                settings,
-                state,
-                real,
-                compute,
-                queue,
-                coordinator,
-                checkpoints=checkpoints,
-                snapshot=_snapshot,
-                export=lambda *_, **__: None,
-            )
+            trainer = self._parts.trainer(context, state, coordinator)
             drained = False
 
             def drain() -> None:

@@ -16,7 +16,7 @@ from meshrl.trainer.algorithms.advantages._options.prime import Options as Prime
 from meshrl.trainer.algorithms.needs import rollout_is_old
 from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.data.prompts import own_answer
-from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.learner.learner import Learner, RowContents, StepSettings
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.learner.reward_learner import RewardLearner
@@ -45,17 +45,21 @@ def build_learner(recipe: Recipe, total_steps: int | None, world: World) -> Lear
             recipe.algorithm, actor, max_response_length=recipe.data.max_response_length
         ),
         world,
-        actor,
-        temperature=_temperature(recipe),
-        seed=recipe.run.seed,
-        total_steps=total_steps,
+        StepSettings(
+            actor=actor,
+            temperature=_temperature(recipe),
+            seed=recipe.run.seed,
+            total_steps=total_steps,
+        ),
+        RowContents(
+            token_rewards=recipe.reward.token_rewards,
+            answers=_answers(recipe) if needs.data_answers else None,
+            parts=trains_each_branch(recipe),
+            routed_experts=recipe.rollout.routing_replay,
+            reader=VisionReader(recipe.model.path, policy.hf) if policy.tower is not None else None,
+        ),
         critic=_critic(recipe, total_steps, world) if needs.critic else None,
         rewarder=_rewarder(recipe, total_steps, world) if needs.implicit_reward else None,
-        token_rewards=recipe.reward.token_rewards,
-        parts=trains_each_branch(recipe),
-        routed_experts=recipe.rollout.routing_replay,
-        answers=_answers(recipe) if needs.data_answers else None,
-        reader=VisionReader(recipe.model.path, policy.hf) if policy.tower is not None else None,
     )
 
 

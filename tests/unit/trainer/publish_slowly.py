@@ -17,8 +17,8 @@ from meshrl.contract.rows import reward_write, rollout_write
 from meshrl.contract.types import Batch, Columns, Outcome, Score, Uid, Version
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.config import TrainerConfig
+from meshrl.trainer.loop.context import RunContext, TrainerSettings
 from meshrl.trainer.loop.loop import Trainer
-from meshrl.trainer.loop.settings import TrainerSettings
 from meshrl.trainer.ranks import world as ranks
 from meshrl.trainer.ranks.compute import Compute
 from meshrl.trainer.ranks.world import World
@@ -80,10 +80,11 @@ async def train(model: Path, directory: Path) -> None:
     )  # fmt: skip
     state = TrainerState(run="r", step=0, epoch=1, seed=0, world_size=world.size, kl_coef=0.0)
     compute, queue = Compute(world.device), SameBatch()
-    loop = Trainer(
-        settings, state, rank_work.make(model, world), compute, cast(Queue, queue), SlowFleet()
-    )
-    await loop.run()
+    context = RunContext(
+        settings=settings, queue=cast(Queue, queue), learner=rank_work.make(model, world),
+        compute=compute,
+    )  # fmt: skip
+    await Trainer(context, state, SlowFleet()).run()
     compute.close()
     if world.is_main:
         print(*queue.committed)

@@ -22,7 +22,7 @@ from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig
-from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.learner.learner import Learner, RowContents, StepSettings
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf
@@ -89,8 +89,8 @@ def make_of(
         PolicyGradient(
             AlgorithmConfig.model_validate(algorithm or {}), config, max_response_length=40
         ),
-        world, config, temperature=1.0, seed=0, total_steps=None,
-        routed_experts=routed_experts, reader=reader,
+        world, StepSettings(actor=config),
+        RowContents(routed_experts=routed_experts, reader=reader),
     )  # fmt: skip
 
 

@@ -21,10 +21,10 @@ from meshrl.launcher.address_book import free_port
 from meshrl.trainer.checkpoint.async_checkpointer import AsyncCheckpointer
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig, TrainerConfig
-from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.learner.learner import Learner, StepSettings
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
-from meshrl.trainer.loop.settings import TrainerSettings
+from meshrl.trainer.loop.context import RunContext, TrainerSettings
 from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.ranks.compute import Compute
 from meshrl.trainer.ranks.world import World
@@ -48,17 +48,17 @@ async def save_for_ever(model: Path, root: Path, pipe: int) -> None:
     actor = ActorConfig()
     objective = PolicyGradient(AlgorithmConfig(), actor, max_response_length=8)
     learner = Learner(
-        policy, Optimizers(policy, actor.optim), objective, world, actor,
-        temperature=1.0, seed=0, total_steps=None,
-    )  # fmt: skip
+        policy, Optimizers(policy, actor.optim), objective, world, StepSettings(actor=actor)
+    )
     settings = TrainerSettings(
         run="r", directory=root, owner="test", seed=0, trainer=TrainerConfig(),
         tokenizer=model, batch_groups=1, group_size=1, total_steps=None,
     )  # fmt: skip
-    compute = Compute(world.device)
-    checkpointer = AsyncCheckpointer(
-        settings, learner, compute, cast(Queue, Committed(pipe)), step=0
-    )
+    context = RunContext(
+        settings=settings, queue=cast(Queue, Committed(pipe)), learner=learner,
+        compute=Compute(world.device),
+    )  # fmt: skip
+    checkpointer = AsyncCheckpointer(context, step=0)
     await checkpointer.open()
     for step in range(1, 10_000):
         fill(policy, step)

@@ -64,7 +64,7 @@ def trainer(fleet: Fleet, snapshot: Callable[..., WeightSource], turns: object) 
         "_publisher": fleet,
         "_turns": turns,
         "_source": SimpleNamespace(keep_ranks_waiting=keep_ranks_waiting, giving_up=nullcontext),
-        "_snapshot": snapshot,
+        "_context": SimpleNamespace(snapshot=snapshot),
     }
     for name, part in parts.items():
         setattr(made, name, part)

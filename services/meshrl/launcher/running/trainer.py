@@ -40,12 +40,11 @@ from meshrl.rpc.servicers.trainer import TrainerServicer
 from meshrl.rpc.trainer_metrics import TrainerCollector
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.resume import require_shared, resume
-from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.loggers._types import LoggedRun, flat
+from meshrl.trainer.loop.context import RunContext, TrainerSettings
 from meshrl.trainer.loop.evaluation import Evaluator
 from meshrl.trainer.loop.loop import Trainer
 from meshrl.trainer.loop.reward_guard import RewardVersionGuard
-from meshrl.trainer.loop.settings import TrainerSettings
 from meshrl.trainer.loop.time_slices import TimeSlices
 from meshrl.trainer.metrics.log import MetricsLog, open_loggers
 from meshrl.trainer.ranks.compute import Compute
@@ -89,27 +88,18 @@ async def _train(recipe: Recipe, context: ServiceContext, lease: DeviceLease | N
             setting = await asyncio.to_thread(_setting, recipe, context)
             await compute.run(partial(require_shared, world, setting.checkpoints))
             learner = await compute.run(partial(build_learner, recipe, setting.total_steps, world))
-            state = await resume(setting, queue, learner, compute)
+            parts = RunContext(settings=setting, queue=queue, learner=learner, compute=compute)
+            state = await resume(parts)
             if world.is_main:
                 turns = None
                 if lease is not None:
                     turns = TimeSlices(lease, learner, compute, wait_s=TURN_WAIT_S)
-                trainer = await _lead(
-                    recipe,
-                    context,
-                    setting,
-                    state,
-                    learner,
-                    compute,
-                    queue,
-                    patience,
-                    turns=turns,
-                )
+                trainer = await _lead(recipe, context, parts, state, patience, turns=turns)
                 if world.peers is not None:
                     await asyncio.to_thread(world.peers.finish)
             else:
                 rewards = _rewards(recipe, queue, None)
-                trainer = Trainer(setting, state, learner, compute, queue, _Mute(), rewards=rewards)
+                trainer = Trainer(parts, state, _Mute(), rewards=rewards)
                 await _follow(trainer, patience)
                 if world.peers is not None:
                     await asyncio.to_thread(world.peers.until_finished)
@@ -123,16 +113,14 @@ async def _train(recipe: Recipe, context: ServiceContext, lease: DeviceLease | N
 async def _lead(
     recipe: Recipe,
     context: ServiceContext,
-    setting: TrainerSettings,
+    parts: RunContext,
     state: TrainerState,
-    learner: Learner,
-    compute: Compute,
-    queue: Queue,
     patience: Patience,
     *,
     turns: TimeSlices | None,
 ) -> Trainer:
     """Rank 0: train, and answer calls meanwhile."""
+    setting, queue = parts.settings, parts.queue
     plane = WeightCoordinator(
         recipe.weights,
         run=setting.run,
@@ -162,11 +150,8 @@ async def _lead(
         on_rows=metrics.rows,
     )
     trainer = Trainer(
-        setting,
+        parts,
         state,
-        learner,
-        compute,
-        queue,
         plane,
         evaluator=await _evaluator(recipe, setting, queue, trajectories),
         metrics=metrics,

@@ -18,11 +18,8 @@ from typing import Any, TypeVar
 import torch
 
 from meshrl.contract.errors import AWAY
-from meshrl.contract.ports import Queue
-from meshrl.trainer.checkpoint import checkpoint
-from meshrl.trainer.checkpoint.checkpoint import Checkpoints, Keep, Tensors, TrainerState
-from meshrl.trainer.learner.learner import Learner
-from meshrl.trainer.loop.settings import TrainerSettings
+from meshrl.trainer.checkpoint.checkpoint import Keep, Tensors, TrainerState
+from meshrl.trainer.loop.context import RunContext
 from meshrl.trainer.ranks.compute import Compute
 from meshrl.trainer.ranks.world import World
 
@@ -33,31 +30,16 @@ Result = TypeVar("Result")
 class AsyncCheckpointer:
     """Writes one checkpoint at a time. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        settings: TrainerSettings,
-        learner: Learner,
-        compute: Compute,
-        queue: Queue,
-        *,
-        step: int,
-        checkpoints: Checkpoints = checkpoint,
-    ) -> None:
-        """Prepare.
+    def __init__(self, context: RunContext, *, step: int) -> None:
+        """`step`: of the checkpoint that this run resumed from; 0 for none.
 
-        Args:
-            settings: Where checkpoints go, and how many stay.
-            learner: What is saved.
-            compute: The thread that computes: copies are made on it.
-            queue: Hears of a durable checkpoint, from rank 0.
-            step: Of the checkpoint that this run resumed from; 0 for none.
-            checkpoints: How they are made and written.
+        Copies are made on the thread that computes. The queue hears of a durable checkpoint, from rank 0.
         """
-        self._settings = settings
-        self._learner = learner
-        self._compute = compute
-        self._queue = queue
-        self._checkpoints = checkpoints
+        self._settings = context.settings
+        self._learner = context.learner
+        self._compute = context.compute
+        self._queue = context.queue
+        self._checkpoints = context.checkpoints
         self._last_step = step or -1
         self._writer = Compute(torch.device("cpu"))
         self._world: World | None = None

@@ -21,11 +21,8 @@ from meshrl.common.files import replace_file
 from meshrl.contract.errors import FencedError, NotFoundError, UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Json
-from meshrl.trainer.checkpoint import checkpoint
-from meshrl.trainer.checkpoint.checkpoint import Checkpoints, TrainerState
-from meshrl.trainer.learner.learner import Learner
-from meshrl.trainer.loop.settings import TrainerSettings
-from meshrl.trainer.ranks.compute import Compute
+from meshrl.trainer.checkpoint.checkpoint import TrainerState
+from meshrl.trainer.loop.context import RunContext
 from meshrl.trainer.ranks.peers import Seat
 from meshrl.trainer.ranks.world import World
 
@@ -36,30 +33,22 @@ SHARED_S = 10.0
 LOOK_AGAIN_S = 0.5
 
 
-async def resume(
-    settings: TrainerSettings,
-    queue: Queue,
-    learner: Learner,
-    compute: Compute,
-    *,
-    checkpoints: Checkpoints = checkpoint,
-) -> TrainerState:
+async def resume(context: RunContext) -> TrainerState:
     """Every rank calls this; afterwards all stand at the same step, and older trainers are fenced.
 
     Raises:
         UserError: the checkpoints do not go with the queue's history.
     """
-    world = learner.world
-    found = await _newest(settings, learner, compute, checkpoints)
-    opening = await _acquire(settings, queue, found, checkpoints) if world.is_main else {}
+    settings, queue, learner = context.settings, context.queue, context.learner
+    compute, world = context.compute, learner.world
+    found = await _newest(context)
+    opening = await _acquire(context, found) if world.is_main else {}
     opening = json.loads(await compute.run(lambda: world.broadcast(json.dumps(opening).encode())))
     epoch: int = opening["epoch"]
     if opening["look_again"]:
-        found = await _newest(settings, learner, compute, checkpoints)
-    while found is not None and not await _is_settled(
-        queue, found, epoch, compute, world, checkpoints
-    ):
-        found = await _newest(settings, learner, compute, checkpoints)
+        found = await _newest(context)
+    while found is not None and not await _is_settled(context, found, epoch):
+        found = await _newest(context)
     state = TrainerState(
         run=settings.run,
         step=0,
@@ -71,7 +60,7 @@ async def resume(
     if found is not None:
         path = found[0]
         state = await compute.run(
-            lambda: checkpoints.load(
+            lambda: context.checkpoints.load(
                 path, learner.policy, learner.optimizers, beside=learner.beside
             )
         )
@@ -89,26 +78,25 @@ async def resume(
     return state
 
 
-async def _newest(
-    settings: TrainerSettings, learner: Learner, compute: Compute, checkpoints: Checkpoints
-) -> tuple[Path, TrainerState] | None:
+async def _newest(context: RunContext) -> tuple[Path, TrainerState] | None:
     """The checkpoint to start from, the same on every rank; each reads its share of the files."""
+    settings, world = context.settings, context.learner.world
     if settings.trainer.resume_mode != "auto":
         return None
-    return await compute.run(lambda: checkpoints.newest(settings.checkpoints, learner.world))
+    return await context.compute.run(
+        lambda: context.checkpoints.newest(settings.checkpoints, world)
+    )
 
 
 async def _acquire(
-    settings: TrainerSettings,
-    queue: Queue,
-    newest: tuple[Path, TrainerState] | None,
-    checkpoints: Checkpoints,
+    context: RunContext, newest: tuple[Path, TrainerState] | None
 ) -> dict[str, Json]:
     """A new epoch, and whether there is a newer checkpoint than `newest` by now.
 
     Raises:
         UserError: the queue has released rows that the newest checkpoint was not trained on.
     """
+    settings, queue, checkpoints = context.settings, context.queue, context.checkpoints
     run = settings.run
     run_state = await queue.run_state(run)
     root = settings.checkpoints
@@ -146,30 +134,24 @@ async def _settle(queue: Queue, state: TrainerState, epoch: int) -> None:
         await queue.settle(state.run, epoch=epoch, step=state.step - 1, batch_id=batch_id)
 
 
-async def _is_settled(
-    queue: Queue,
-    found: tuple[Path, TrainerState],
-    epoch: int,
-    compute: Compute,
-    world: World,
-    checkpoints: Checkpoints,
-) -> bool:
+async def _is_settled(context: RunContext, found: tuple[Path, TrainerState], epoch: int) -> bool:
     """Whether the queue knows of every row that a checkpoint was trained on; the same on every rank.
 
     False: it is removed. It was put in place between our look and `acquire`, which gave its last batch back.
     """
+    world = context.learner.world
     path, state = found
     if not state.unsettled:
         return True
     gone = b""
     if world.is_main:
         try:
-            await _settle(queue, state, epoch)
+            await _settle(context.queue, state, epoch)
         except NotFoundError as error:
             log.warning("%s is removed, its last batch is trained again: %s", path, error)
-            checkpoints.remove(path)
+            context.checkpoints.remove(path)
             gone = b"gone"
-    return not await compute.run(lambda: world.broadcast(gone))
+    return not await context.compute.run(lambda: world.broadcast(gone))
 
 
 def require_shared(world: World, folder: Path) -> None:

@@ -72,6 +72,46 @@ COLUMNS = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """How a batch becomes updates."""
+
+    actor: ActorConfig
+    """Mini-batches, epochs, token budget, learning rate."""
+    temperature: float = 1.0
+    """What the rollout's logits were divided by, and so the policy's are."""
+    seed: int = 0
+    """Of all draws."""
+    total_steps: int | None = None
+    """Where a falling learning rate ends; None keeps it from falling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowContents:
+    """What a run's rows hold beyond tokens and a score."""
+
+    token_rewards: bool = False
+    """A reward for each token, which counts instead of the score."""
+    answers: Mapping[int, Int32] | None = None
+    """The data's own answers in tokens, by the number of their prompt; None: the objective needs none."""
+    parts: bool = False
+    """All branches of a conversation, each trained by itself."""
+    routed_experts: bool = False
+    """The experts that tokens went to, which the policy then uses too."""
+    reader: VisionReader | None = None
+    """Reads the pictures of rows; None: rows have none."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Their columns in the queue."""
+        return (
+            *((TOKEN_REWARDS,) if self.token_rewards else ()),
+            *((PARTS,) if self.parts else ()),
+            *((ROUTED_EXPERTS,) if self.routed_experts else ()),
+            *((MEDIA, ROW_MEDIA) if self.reader is not None else ()),
+        )
+
+
 class Learner:
     """Policy, optimizer and objective of one rank, and the models that the objective asks for."""
 
@@ -81,18 +121,11 @@ class Learner:
         optimizers: Optimizers,
         objective: Objective,
         world: World,
-        actor: ActorConfig,
+        settings: StepSettings,
+        rows: RowContents | None = None,
         *,
-        temperature: float,
-        seed: int,
-        total_steps: int | None,
         critic: ValueLearner | None = None,
         rewarder: RewardLearner | None = None,
-        token_rewards: bool = False,
-        answers: Mapping[int, Int32] | None = None,
-        parts: bool = False,
-        routed_experts: bool = False,
-        reader: VisionReader | None = None,
     ) -> None:
         """Keep the parts.
 
@@ -101,48 +134,33 @@ class Learner:
             optimizers: Its optimizer.
             objective: The algorithm.
             world: The ranks.
-            actor: Mini-batches, epochs, token budget, learning rate.
-            temperature: What the rollout's logits were divided by, and so the policy's are.
-            seed: Of whatever an algorithm draws.
-            total_steps: Where a falling learning rate ends; None keeps it from falling.
+            settings: How a batch becomes updates.
+            rows: What they hold beyond tokens and a score; None: nothing.
             critic: Where the objective needs values.
             rewarder: Where it needs process rewards.
-            token_rewards: Whether rows have a reward for each token, which then count instead of the score.
-            answers: The data's answers in tokens, by the number of their prompt, where the objective needs them.
-            parts: Whether a row has all branches of its conversation, which are trained each by itself.
-            routed_experts: Whether rows have the experts that their tokens went to, which the policy then uses too.
-            reader: Of the pictures of rows, where the policy reads them.
 
         Raises:
             UserError: the policy has no experts that it could be told.
         """
+        rows = rows or RowContents()
         self.policy = policy
         self.optimizers = optimizers
         self.world = world
         self.needs = objective.needs
-        self.trains_parts = parts
+        self.trains_parts = rows.parts
         self.vocabulary: int = policy.hf.config.get_text_config().vocab_size
-        self._routing = policy.replay_routing() if routed_experts else None
-        columns = list(COLUMNS)
-        if token_rewards:
-            columns.append(TOKEN_REWARDS)
-        if parts:
-            columns.append(PARTS)
-        if routed_experts:
-            columns.append(ROUTED_EXPERTS)
-        if reader is not None:
-            columns += [MEDIA, ROW_MEDIA]
-        self.columns = (*columns, *objective.needs.columns)
+        self._routing = policy.replay_routing() if rows.routed_experts else None
+        self.columns = (*COLUMNS, *rows.columns, *objective.needs.columns)
         self._objective = objective
-        self._actor = actor
-        self._temperature = temperature
-        self._seed = seed
-        self._total_steps = total_steps
+        self._actor = settings.actor
+        self._temperature = settings.temperature
+        self._seed = settings.seed
+        self._total_steps = settings.total_steps
         self._critic = critic
         self._rewarder = rewarder
-        self._answers = answers
-        self._balance = ExpertBalance.of(policy.hf, actor, world)
-        self._reader = reader
+        self._answers = rows.answers
+        self._balance = ExpertBalance.of(policy.hf, settings.actor, world)
+        self._reader = rows.reader
         self._work = ModelWork.of(
             policy.hf.config.get_text_config(), frozen=policy.adapter is not None
         )

@@ -32,9 +32,9 @@ from meshrl.contract.row_values import row_fault
 from meshrl.contract.rows import DAMAGED, FAILED, UNTRAINABLE, trajectory
 from meshrl.contract.types import Batch, Columns, Json, Trajectory, Uid
 from meshrl.trainer.learner.experience import batch_from_json, batch_to_json
+from meshrl.trainer.loop.context import RunContext
 from meshrl.trainer.loop.dynamic_sampling import DynamicSampling
 from meshrl.trainer.loop.reward_guard import BatchQueue, RewardVersionGuard
-from meshrl.trainer.loop.settings import TrainerSettings
 from meshrl.trainer.loop.status import LiveStatus
 from meshrl.trainer.ranks.compute import Compute
 from meshrl.trainer.ranks.world import World
@@ -71,21 +71,19 @@ class BatchSource:
 
     def __init__(
         self,
-        settings: TrainerSettings,
-        queue: Queue,
-        world: World,
-        compute: Compute,
+        context: RunContext,
         status: LiveStatus,
         publisher: Publisher,
         rewards: RewardVersionGuard | None = None,
     ) -> None:
+        settings, queue = context.settings, context.queue
         self._settings = settings
         self._publisher = publisher
         self._queue = queue
         self._batches: BatchQueue = rewards or queue
         self._rewards = rewards
-        self._world = world
-        self._compute = compute
+        self._world = context.learner.world
+        self._compute = context.compute
         self._status = status
         self._leaving = False
         """No batch is wanted any more."""

@@ -31,7 +31,7 @@ from meshrl.contract.types import (
 from meshrl.trainer.data.gym_config import ReasoningGymConfig
 from meshrl.trainer.data.levels import LevelHistory, level_scores
 from meshrl.trainer.learner.metrics import component_means, source_means
-from meshrl.trainer.loop.settings import TrainerSettings
+from meshrl.trainer.loop.context import TrainerSettings
 from meshrl.trainer.loop.status import LiveStatus
 from meshrl.trainer.metrics.log import MetricsLog
 from meshrl.trainer.trajectories.log import TrajectoryLog

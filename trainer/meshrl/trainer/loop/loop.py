@@ -47,15 +47,13 @@ from meshrl.contract.errors import (
     UnavailableError,
     UserError,
 )
-from meshrl.contract.ports import Publisher, Queue, WeightSource
+from meshrl.contract.ports import Publisher, WeightSource
 from meshrl.contract.rows import with_media
 from meshrl.contract.types import MEDIA, Batch, Json, TrainerPhase, Trajectory, Uid, Version
-from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.async_checkpointer import AsyncCheckpointer
-from meshrl.trainer.checkpoint.checkpoint import Checkpoints, TrainerState
-from meshrl.trainer.checkpoint.export import export_policy
+from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.learner.experience import Schedule
-from meshrl.trainer.learner.learner import Learned, Learner
+from meshrl.trainer.learner.learner import Learned
 from meshrl.trainer.loop.batch_source import (
     BatchSource,
     Command,
@@ -63,16 +61,14 @@ from meshrl.trainer.loop.batch_source import (
     trainable,
     unreadable,
 )
+from meshrl.trainer.loop.context import RunContext
 from meshrl.trainer.loop.dynamic_sampling import without
 from meshrl.trainer.loop.evaluation import EvaluationSchedule, Evaluator
 from meshrl.trainer.loop.reward_guard import BatchQueue, RewardVersionGuard
-from meshrl.trainer.loop.settings import TrainerSettings
 from meshrl.trainer.loop.status import LiveStatus
-from meshrl.trainer.loop.time_slices import Always, Turns
+from meshrl.trainer.loop.time_slices import Always, DeviceTurns
 from meshrl.trainer.metrics.log import MetricsLog
 from meshrl.trainer.metrics.utilisation import FOLDER, peak_memory, peak_tflops, profiled
-from meshrl.trainer.model.snapshot import take_snapshot
-from meshrl.trainer.ranks.compute import Compute
 from meshrl.trainer.trajectories.log import TrajectoryLog
 
 log = logging.getLogger(__name__)
@@ -97,56 +93,42 @@ class Trainer:
 
     def __init__(
         self,
-        settings: TrainerSettings,
+        context: RunContext,
         state: TrainerState,
-        learner: Learner,
-        compute: Compute,
-        queue: Queue,
         publisher: Publisher,
         *,
         rewards: RewardVersionGuard | None = None,
         evaluator: Evaluator | None = None,
         metrics: MetricsLog | None = None,
         trajectories: TrajectoryLog | None = None,
-        checkpoints: Checkpoints = checkpoint,
-        snapshot: Callable[..., WeightSource | None] = take_snapshot,
-        export: Callable[..., object] = export_policy,
-        turns: Turns | None = None,
+        turns: DeviceTurns | None = None,
     ) -> None:
         """Prepare; nothing is touched before `run`.
 
         Args:
-            settings: What to train and where.
+            context: What to train and where, with the learner as `resume` left it.
             state: The result of `resume`: the epoch that holds the run, its step and counts.
-            learner: Policy, optimizer and algorithm, as `resume` left them.
-            compute: The thread that computes; the caller closes it.
-            queue: Source of batches.
             publisher: Takes versions, on rank 0. It tells the queue what the fleet has committed.
             rewards: Makes each batch one of a single reward version; None takes rows as they were scored.
             evaluator: Held-out tasks, on rank 0 only; None evaluates nothing.
             metrics: Where metrics are written, on rank 0 only.
             trajectories: Where rows are kept, on rank 0 only.
-            checkpoints: How checkpoints are made and written.
-            snapshot: Freezes a version, as `take_snapshot` does.
-            export: Writes the last version, as `export_policy` does.
             turns: When the device is the trainer's, which has it now; None: always.
         """
+        settings = context.settings
+        self._context = context
         self._settings = settings
         self._state = state
-        self._learner = learner
-        self._world = learner.world
-        self._compute = compute
+        self._learner = context.learner
+        self._world = context.learner.world
+        self._compute = context.compute
         self._rewards = rewards
-        self._batches: BatchQueue = rewards or queue
+        self._batches: BatchQueue = rewards or context.queue
         self._publisher = publisher
         self._metrics = metrics
         self._trajectories = trajectories
         self._profiled_step = PROFILED_AFTER
-        self._checkpointer = AsyncCheckpointer(
-            settings, learner, compute, queue, step=state.step, checkpoints=checkpoints
-        )
-        self._snapshot = snapshot
-        self._export = export
+        self._checkpointer = AsyncCheckpointer(context, step=state.step)
         self._turns = turns or Always()
         self.status = LiveStatus(
             settings.total_steps,
@@ -155,9 +137,7 @@ class Trainer:
             peak_tflops=peak_tflops(self._world.device),
         )
         """How training does, for whoever asks or watches."""
-        self._source = BatchSource(
-            settings, queue, self._world, compute, self.status, publisher, rewards
-        )
+        self._source = BatchSource(context, self.status, publisher, rewards)
         self._evaluation = (
             EvaluationSchedule(evaluator, publisher, settings, metrics, self.status)
             if evaluator
@@ -388,7 +368,7 @@ class Trainer:
         with self.status.phase(TrainerPhase.PUBLISHING):
             try:
                 snapshot = await self._compute.run(
-                    lambda: self._snapshot(
+                    lambda: self._context.snapshot(
                         policy,
                         self._world,
                         run=settings.run,
@@ -436,7 +416,7 @@ class Trainer:
         with self.status.phase(TrainerPhase.CHECKPOINTING):
             target = settings.directory / "export"
             await self._compute.run(
-                lambda: self._export(
+                lambda: self._context.export(
                     learner.policy, self._world, target, tokenizer=settings.tokenizer
                 )
             )

@@ -20,7 +20,7 @@ from meshrl.trainer.learner.optimizer import Optimizers, move_state
 from meshrl.trainer.ranks.compute import Compute
 
 
-class Turns(Protocol):
+class DeviceTurns(Protocol):
     """When the trainer has its device."""
 
     metrics: Mapping[str, Json]
@@ -35,7 +35,7 @@ class Turns(Protocol):
         ...
 
 
-class Always(Turns):
+class Always(DeviceTurns):
     """The device is the trainer's own."""
 
     metrics: Mapping[str, Json] = {}
@@ -47,8 +47,8 @@ class Always(Turns):
         """Nobody else wants it."""
 
 
-class TimeSlices(Turns):
-    """Turns by a lease, which this process holds when this is made."""
+class TimeSlices(DeviceTurns):
+    """DeviceTurns by a lease, which this process holds when this is made."""
 
     def __init__(
         self, lease: DeviceLease, learner: Learner, compute: Compute, *, wait_s: float

@@ -1,11 +1,19 @@
-"""Settings of one run's trainer: the parts of a recipe that its loop reads."""
+"""The settings of one run's trainer, and the parts that its loop, its checkpoints and its resumption share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from meshrl.contract.ports import Queue, WeightSource
+from meshrl.trainer.checkpoint import checkpoint
+from meshrl.trainer.checkpoint.checkpoint import Checkpoints
+from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.config import FilterGroupsConfig, TrainerConfig
+from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.model.snapshot import take_snapshot
+from meshrl.trainer.ranks.compute import Compute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,3 +56,22 @@ class TrainerSettings:
     def checkpoints(self) -> Path:
         """Directory of the run's checkpoints."""
         return self.trainer.default_local_dir or self.directory / "checkpoints"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunContext:
+    """One rank's share of a run: its settings, its queue, and how it computes and keeps weights."""
+
+    settings: TrainerSettings
+    queue: Queue
+    """Source of batches."""
+    learner: Learner
+    """Policy, optimizer and algorithm."""
+    compute: Compute
+    """The thread that computes; its owner closes it."""
+    checkpoints: Checkpoints = checkpoint
+    """Makes, writes and reads checkpoints."""
+    snapshot: Callable[..., WeightSource | None] = take_snapshot
+    """Freezes a version."""
+    export: Callable[..., object] = export_policy
+    """Writes the last version as a Hugging Face checkpoint."""
