@@ -59,7 +59,6 @@ HELD_BY_CHECKPOINTS = (
     "model.freeze_vision_tower",
     "actor.optim.name",
     "critic.optim.name",
-    "algorithm.prime.optim.name",
 )
 """Beside the adapter, and the models that the algorithm trains with the policy."""
 ELSEWHERE = ("run.dir", "placement.machines", "weights.host")

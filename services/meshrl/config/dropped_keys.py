@@ -42,6 +42,20 @@ DROPPED_KEYS: Final[Mapping[Loc, Dropped]] = {
         "set algorithm.rollout_correction",
     ),
     ("algorithm", "distillation", "discount"): Dropped(0.0, "each token answers for itself"),
+    ("algorithm", "otb_handle_zero_tail"): Dropped(
+        True, "the second longest row of a group is the last that has a baseline"
+    ),
+    ("algorithm", "prime", "optim", "betas"): Dropped([0.9, 0.999], "0.9 and 0.999"),
+    ("algorithm", "prime", "optim", "eps"): Dropped(1e-8, "1e-8"),
+    ("algorithm", "prime", "optim", "lr_decay_steps"): Dropped(None, "the rate is constant"),
+    ("algorithm", "prime", "optim", "lr_scheduler_type"): Dropped(
+        "constant", "the rate is constant"
+    ),
+    ("algorithm", "prime", "optim", "lr_warmup_init_ratio"): Dropped(0.0, "there is no warm-up"),
+    ("algorithm", "prime", "optim", "lr_warmup_steps"): Dropped(0, "there is no warm-up"),
+    ("algorithm", "prime", "optim", "min_lr_ratio"): Dropped(0.0, "the rate is constant"),
+    ("algorithm", "prime", "optim", "name"): Dropped("adamw", "AdamW"),
+    ("algorithm", "prime", "optim", "offload"): Dropped(False, "its state stays on the device"),
     ("algorithm", "vapo", "lam_critic"): Dropped(
         1.0, "the critic learns returns with a lambda of 1"
     ),

@@ -22,6 +22,8 @@ from meshrl.contract.types import (
     VersionSpan,
 )
 from meshrl.launcher.learner import build_learner
+from meshrl.trainer.algorithms.advantages._options.prime import Options as PrimeOptions
+from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.micro_batcher import MicroBatcher
 from meshrl.trainer.ranks.world import World
@@ -30,10 +32,12 @@ from meshrl.trainer.reference.model import ReferenceModel
 RECIPES = Path(__file__).parents[3] / "recipes" / "algorithms"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 PROMPT, VOCABULARY, ROWS = 3, 37, 16
-PLAIN = "{lr: 1000.0, eps: 1000.0, weight_decay: 0.0, clip_grad: 1.0e+9}"
+EPS = 1000.0
+PLAIN = "lr: 1000.0, weight_decay: 0.0, clip_grad: 1.0e+9"
 """With this eps AdamW's first update is lr · g: weights show the gradient itself."""
 GRADIENTS = (
-    *(f"{at}={PLAIN}" for at in ("actor.optim", "critic.optim", "algorithm.prime.optim")),
+    *(f"{at}={{eps: {EPS}, {PLAIN}}}" for at in ("actor.optim", "critic.optim")),
+    f"algorithm.prime.optim={{{PLAIN}}}",  # `recipe_of` sets its eps, which no recipe can
     "critic.pretrain_steps=0",
     "critic.warmup_steps=0",
     "actor.ppo_mini_batch_size=null",
@@ -42,11 +46,19 @@ GRADIENTS = (
 
 
 def recipe_of(name: str, model: Path, *overrides: str) -> Recipe:
-    return load_recipe(
+    recipe = load_recipe(
         RECIPES / f"{name}.yaml",
         [f"model.path={model}", "data.max_response_length=40", *overrides],
         check=False,
     )
+    if not set(GRADIENTS) <= set(overrides):
+        return recipe
+    prime = options(recipe.algorithm, PrimeOptions).prime
+    optim = prime.optim.model_copy(update={"eps": EPS})
+    algorithm = recipe.algorithm.model_copy(
+        update={"prime": prime.model_copy(update={"optim": optim})}
+    )
+    return recipe.model_copy(update={"algorithm": algorithm})
 
 
 def learner_of(recipe: Recipe, world: World) -> Learner:
