@@ -17,7 +17,7 @@ import numpy as np
 
 from meshrl.contract.codec.compression import FrameCompressor
 from meshrl.contract.frames import pack
-from meshrl.contract.precision import Precision, rounded
+from meshrl.contract.types import Precision, rounded
 
 ROOT = Path(__file__).parents[1]
 GROUP, PROMPT, MEAN, LONGEST = 8, 256, 512, 4096

@@ -206,10 +206,10 @@ class Timed:
         self._seen.note("lease", self._worker, began)
         return lease
 
-    async def write(self, *words: Any, **named: Any) -> Any:
+    async def write_rows(self, *words: Any, **named: Any) -> Any:
         """As the client's."""
         began = time.monotonic()
-        await self._queue.write(*words, **named)
+        await self._queue.write_rows(*words, **named)
         self._seen.note("write", self._worker, began)
 
 

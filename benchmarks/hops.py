@@ -133,7 +133,7 @@ async def _pass_row(queue: QueueClient, *, step: int, enter: Callable[[str], Non
     batch_id = f"b{step}"
     batch = await queue.take(RUN, epoch=1, step=step, groups=1, batch_id=batch_id, wait_s=60)
     enter("train")
-    await queue.fetch(RUN, [row.uid for row in batch.rows], COLUMNS)
+    await queue.fetch_rows(RUN, [row.uid for row in batch.rows], COLUMNS)
     await queue.settle(RUN, epoch=1, step=step, batch_id=batch_id)
     await queue.commit(RUN, epoch=1, step=step + 1)
     enter("")

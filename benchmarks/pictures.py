@@ -191,11 +191,11 @@ async def carried(
         for row in leased:
             assert row.task.media == media[int(row.uid.task[1:])]
         passed("lease")
-        await client.write(
+        await client.write_rows(
             "r", "rollout", {row.uid: row.token for row in leased}, map(answer, leased)
         )
         counts[0] = 0
-        await client.fetch("r", sorted(row.uid for row in leased), ("tokens", MEDIA))
+        await client.fetch_rows("r", sorted(row.uid for row in leased), ("tokens", MEDIA))
         passed("fetch")
     await queue.close()
     return found

@@ -95,7 +95,7 @@ async def fill(queue: TransferQueue, rows: Sequence[Trajectory]) -> None:
             [run], stage.name, worker="w", limit=len(rows), at_least=len(rows), wait_s=1.0
         )
         written = [_write(stage.name, by_uid[row.uid]) for row in lease.rows]
-        await queue.write(run, stage.name, lease.token_of(), written)
+        await queue.write_rows(run, stage.name, lease.token_of(), written)
 
 
 def _write(stage: str, row: Trajectory) -> RowWrite:
@@ -163,7 +163,7 @@ async def step(
     begin, loop = [clock() for clock in clocks], time.thread_time()
     made = learner.schedule(replace(batch_of(rows), step=number))
     uids = made.uids(0)
-    columns = await queue.fetch(made.batch.run, uids, learner.columns)
+    columns = await queue.fetch_rows(made.batch.run, uids, learner.columns)
     own = [trajectory(*pair) for pair in zip(uids, columns, strict=True)]
     async with log.step(made, 1, queue) as observe:
         await compute.run(partial(learner.learn, made, own, number, None, observe))

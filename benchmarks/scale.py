@@ -152,7 +152,9 @@ async def work(address: str, at_once: int, rows: int) -> None:
                 )
                 for row in found
             ]
-            await queue.write("bench", "rollout", {row.uid: row.token for row in found}, writes)
+            await queue.write_rows(
+                "bench", "rollout", {row.uid: row.token for row in found}, writes
+            )
 
 
 async def fill(address: str, start: int) -> None:

@@ -85,7 +85,7 @@ async def _batches(queue: Queue, state: RunState, version: Version, groups: int)
         except WaitTimeoutError:
             return found
         uids = [row.uid for row in batch.rows]
-        rows = await queue.fetch(run, uids, columns)
+        rows = await queue.fetch_rows(run, uids, columns)
         found.append({str(uid): digest(row) for uid, row in zip(uids, rows, strict=True)})
         step += 1
 

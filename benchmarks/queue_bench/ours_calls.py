@@ -10,7 +10,6 @@ from work import SAMPLED, Array, Group, annotate
 
 from meshrl.contract.frames import FRAME_BYTES, Flat, pack, pack_flat
 from meshrl.contract.ports import Queue
-from meshrl.contract.rows import RowMethods
 from meshrl.contract.types import (
     GroupRows,
     Lease,
@@ -53,7 +52,7 @@ def task(run: str, number: int, given: Group) -> Task:
 
 
 async def write_rollouts(
-    queue: RowMethods, run: str, lease: Lease, groups: Sequence[Group], version: Version
+    queue: Queue, run: str, lease: Lease, groups: Sequence[Group], version: Version
 ) -> None:
     """Task n is answered with group n, modulo the groups there are."""
     packed = []
@@ -77,7 +76,7 @@ async def write_rollouts(
             )
             frame = pack(rows[start:end])
             packed.append(packed_group(leased, frame, facts, start))
-    await queue.write_packed(run, ROLLOUT.name, packed)
+    await queue.write(run, ROLLOUT.name, packed)
 
 
 def frames(rows: Sequence[Mapping[str, Array]]) -> list[tuple[int, int]]:
@@ -107,7 +106,7 @@ def packed_group(
     )
 
 
-async def write_annotations(queue: RowMethods, run: str, lease: Lease) -> None:
+async def write_annotations(queue: Queue, run: str, lease: Lease) -> None:
     """Reward and reference log-probs of every row, computed at once."""
     tokens = gathered(lease.groups, ("tokens",))["tokens"]
     assert tokens.lengths is not None
@@ -123,12 +122,12 @@ async def write_annotations(queue: RowMethods, run: str, lease: Lease) -> None:
         }
         packed.append(packed_group(leased, pack_flat(len(leased), columns)))
         row, token = to_row, to_token
-    await queue.write_packed(run, ANNOTATE.name, packed)
+    await queue.write(run, ANNOTATE.name, packed)
 
 
 async def fetch(queue: Queue, run: str, groups: Sequence[GroupRows]) -> dict[str, Flat]:
     """All columns of the rows, each as one new array with its lengths: what a trainer packs from."""
-    fetched = await queue.fetch_packed(run, groups, COLUMNS)
+    fetched = await queue.fetch(run, groups, COLUMNS)
     return gathered(fetched, COLUMNS)
 
 

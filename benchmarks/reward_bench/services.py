@@ -180,7 +180,7 @@ async def fill(found: Mesh, groups: int) -> None:
             )
             tokens = {row.uid: row.token for row in lease.rows}
             writes = [_answered(uid, version) for uid in tokens]
-            await found.queue.write(RUN, ROLLOUT_STAGE.name, tokens, writes)
+            await found.queue.write_rows(RUN, ROLLOUT_STAGE.name, tokens, writes)
             left -= len(writes)
     await _ready(found, groups * GROUP)
 

@@ -65,7 +65,7 @@ async def answer_all(queue: Queue, run: str, groups: int, answer: Answer) -> Non
             for row in lease.rows
         ]
         tokens = {row.uid: row.token for row in lease.rows}
-        await queue.write(run, ROLLOUT_STAGE.name, tokens, writes)
+        await queue.write_rows(run, ROLLOUT_STAGE.name, tokens, writes)
         left -= len(writes)
 
 
@@ -94,5 +94,5 @@ async def scored(queue: Queue, run: str, groups: int) -> Mapping[Uid, Trajectory
         "reward_components",
         "reward_hash",
     )
-    columns = await queue.fetch(run, uids, names)
+    columns = await queue.fetch_rows(run, uids, names)
     return {uid: trajectory(uid, each) for uid, each in zip(uids, columns, strict=True)}

@@ -337,7 +337,7 @@ class Labels:
                 wait_s=600.0,
             )
             uids = [row.uid for row in batch.rows]
-            columns = await self.queue.fetch(RUN, uids, ROLLOUT_COLUMNS)
+            columns = await self.queue.fetch_rows(RUN, uids, ROLLOUT_COLUMNS)
             for uid, found in zip(uids, columns, strict=True):
                 self._compare(rows.trajectory(uid, found))
             await self.queue.settle(RUN, epoch=self.epoch, step=step, batch_id=str(step))

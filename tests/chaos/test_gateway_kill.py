@@ -106,7 +106,9 @@ async def test_agents_end_with_their_worker_and_their_rows_start_again(tmp_path:
         hang.unlink()
         second = await stack.enter_async_context(gateway_process(server.address, tmp_path, "w1"))
         batch = await queue.take(RUN, epoch=1, step=0, groups=1, batch_id="b", wait_s=120)
-        rows = await queue.fetch(RUN, [row.uid for row in batch.rows], (POSTED_REWARD, "loss_mask"))
+        rows = await queue.fetch_rows(
+            RUN, [row.uid for row in batch.rows], (POSTED_REWARD, "loss_mask")
+        )
         rewards = [column_posted(row[POSTED_REWARD]) for row in rows]
         assert [reward.score for reward in rewards if reward] == [7.0, 7.0]
         assert [int(row["loss_mask"].sum()) for row in rows] == [1, 1]

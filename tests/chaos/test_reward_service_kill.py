@@ -59,7 +59,7 @@ async def rewards(queue: Queue) -> list[tuple[str, float, float]]:
     """(version, reward, answer) of every row, once all are scored."""
     batch = await queue.take("train", epoch=1, step=0, groups=GROUPS, batch_id="b", wait_s=120)
     uids = [row.uid for row in batch.rows]
-    rows = await queue.fetch("train", uids, ("reward_hash", "reward", "response_text"))
+    rows = await queue.fetch_rows("train", uids, ("reward_hash", "reward", "response_text"))
     return [
         (
             column_text(row["reward_hash"]),

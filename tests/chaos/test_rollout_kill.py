@@ -115,7 +115,7 @@ def number_of(uid: Uid) -> int:
 async def everything(queue: TransferQueue) -> list[Trajectory]:
     batch = await queue.take(RUN, epoch=1, step=0, groups=GROUPS, batch_id="b", wait_s=120)
     uids = [row.uid for row in batch.rows]
-    columns = await queue.fetch(RUN, uids, ROLLOUT_COLUMNS)
+    columns = await queue.fetch_rows(RUN, uids, ROLLOUT_COLUMNS)
     return [rows.trajectory(uid, each) for uid, each in zip(uids, columns, strict=True)]
 
 

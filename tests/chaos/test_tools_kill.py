@@ -45,7 +45,7 @@ class Mesh:
     async def row(self) -> Trajectory:
         batch = await self.queue.take(RUN, epoch=1, step=0, groups=1, batch_id="b", wait_s=60)
         (found,) = batch.rows
-        (columns,) = await self.queue.fetch(RUN, [found.uid], ROLLOUT_COLUMNS)
+        (columns,) = await self.queue.fetch_rows(RUN, [found.uid], ROLLOUT_COLUMNS)
         return rows.trajectory(found.uid, columns)
 
     async def ended(self) -> None:

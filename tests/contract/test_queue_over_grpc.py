@@ -37,7 +37,7 @@ async def queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     ):
         with suppress(NotFoundError):
             # The first call connects; some tests measure milliseconds.
-            await client.fetch("none", [], [])
+            await client.fetch_rows("none", [], [])
         yield client
     await opened.close()
 

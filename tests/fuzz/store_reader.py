@@ -89,7 +89,7 @@ async def contents(folder: Path) -> Mapping[str, str]:
     await tell("state", queue.run_state("run"))
     batch = await tell("take again", actors.take(1, groups=1))
     for row in batch.rows if batch else ():
-        await tell(f"fetch {row.uid}", queue.fetch("run", [row.uid], COLUMNS))
+        await tell(f"fetch {row.uid}", queue.fetch_rows("run", [row.uid], COLUMNS))
     for stage in ("rollout", "reward"):
         with suppress(WaitTimeoutError):  # every row that waited is damaged
             for row in (await actors.lease(stage)).rows:

@@ -106,7 +106,7 @@ async def recorded(address: str) -> dict[str, list[Request]]:
             await until(lambda: "/meshrl.v1.Queue/Attend" in recorder.requests)
             keeping.cancel()
         async with QueueClient(f"127.0.0.1:{port}", compression="zstd") as client:
-            await client.fetch("run", [], ["tokens"])
+            await client.fetch_rows("run", [], ["tokens"])
     finally:
         await proxy.stop(None)
         await recorder.close()
@@ -128,7 +128,7 @@ async def use_every_method(client: QueueClient) -> None:
     await actors.train(0)
     await actors.commit(1)
     batch = await actors.take(1, groups=1)
-    await client.fetch("run", [row.uid for row in batch.rows], ["tokens", "reward"])
+    await client.fetch_rows("run", [row.uid for row in batch.rows], ["tokens", "reward"])
     await client.filter("run", epoch=1, uids=[row.uid for row in batch.rows], reason="easy")
     await actors.take(2, groups=1)
     await client.redo("run", "reference", [lease.rows[-1].uid])

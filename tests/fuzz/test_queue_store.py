@@ -91,7 +91,7 @@ async def test_payload_that_the_store_has_lost_is_named(tmp_path: Path) -> None:
     await rewrite(tmp_path, "payload", b"", None)
     actors.queue = await TransferQueue.open(DiskStore(tmp_path))
     with pytest.raises(CorruptError, match="payload of task t0"):
-        await actors.queue.fetch("run", [batch.rows[0].uid], ["tokens"])
+        await actors.queue.fetch_rows("run", [batch.rows[0].uid], ["tokens"])
     with pytest.raises(CorruptError, match="manifest of batch b0"):
         await actors.take(0, groups=1)
     for stage in ("reward", "rollout"):

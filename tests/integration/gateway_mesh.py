@@ -105,7 +105,7 @@ class Mesh:
         uids = [row.uid for row in batch.rows]
         has_parts = PARTS in (await self.queue.run_state(RUN)).spec.stages[0].writes
         columns = (*ROLLOUT_COLUMNS, POSTED_REWARD, *(PARTS,) * has_parts)
-        found = await self.queue.fetch(RUN, uids, columns)
+        found = await self.queue.fetch_rows(RUN, uids, columns)
         self.taken = dict(zip(uids, found, strict=True))
         return {uid: rows.trajectory(uid, columns) for uid, columns in self.taken.items()}
 

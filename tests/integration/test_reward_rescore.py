@@ -67,6 +67,6 @@ async def test_resident_rows_are_scored_again_with_the_current_version(tmp_path:
                 "train", epoch=1, step=0, groups=GROUPS, batch_id="b", wait_s=60
             )
             uids = [row.uid for row in batch.rows]
-            rows = await queue.fetch("train", uids, ("reward_hash", "reward"))
+            rows = await queue.fetch_rows("train", uids, ("reward_hash", "reward"))
             seen = {(column_text(row["reward_hash"]), float(row["reward"][0])) for row in rows}
             assert seen == {(version, 2.0)}

@@ -128,7 +128,7 @@ async def until_dead(queue: TransferQueue) -> Sequence[DeadLetter]:
 async def trajectories(queue: TransferQueue, run: str, groups: int) -> list[Trajectory]:
     batch = await queue.take(run, epoch=1, step=0, groups=groups, batch_id="b", wait_s=60)
     uids = [row.uid for row in batch.rows]
-    columns = await queue.fetch(run, uids, ROLLOUT_COLUMNS)
+    columns = await queue.fetch_rows(run, uids, ROLLOUT_COLUMNS)
     return [rows.trajectory(uid, each) for uid, each in zip(uids, columns, strict=True)]
 
 

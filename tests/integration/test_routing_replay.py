@@ -61,7 +61,7 @@ async def sampled(model: Path, *, deterministic: bool) -> list[Trajectory]:
     worker.drain()
     await working
     uids = [row.uid for row in taken.rows]
-    found = await queue.fetch(RUN, uids, stage.writes)
+    found = await queue.fetch_rows(RUN, uids, stage.writes)
     await engine.close()
     await queue.close()
     return [rows.trajectory(uid, columns) for uid, columns in zip(uids, found, strict=True)]

@@ -85,8 +85,8 @@ async def test_payload_goes_by_the_one_socket_of_grpc() -> None:
         await queue.publish("run", NOW)
         await queue.admit("run", [task("a")], cursor="1", wait_s=5)
         lease = await queue.lease(["run"], "rollout", worker="w", limit=2, version=NOW, wait_s=5)
-        await queue.write("run", "rollout", tokens_of(lease), answers(lease, tokens=1 << 16))
-        found = await queue.fetch("run", list(tokens_of(lease)), ["tokens"])
+        await queue.write_rows("run", "rollout", tokens_of(lease), answers(lease, tokens=1 << 16))
+        found = await queue.fetch_rows("run", list(tokens_of(lease)), ["tokens"])
         assert [len(columns["tokens"]) for columns in found] == [1 << 16] * 2
         assert unix_sockets() == before[0]
         assert len(sockets() - before[1]) == 1
@@ -126,10 +126,10 @@ async def train_one_batch(client: QueueClient, tokens: int) -> Sequence[np.ndarr
     assert await client.admit("run", [task("a")], cursor="1", wait_s=5) == 1
     lease = await leased(client)
     assert [row.task.ground_truth for row in lease.rows] == [{"answer": 4}] * 2
-    await client.write("run", "rollout", tokens_of(lease), answers(lease, tokens))
+    await client.write_rows("run", "rollout", tokens_of(lease), answers(lease, tokens))
     batch = await client.take("run", epoch=epoch, step=0, groups=1, batch_id="b0", wait_s=5)
     uids = [row.uid for row in batch.rows]
-    rows = await client.fetch("run", uids, ["tokens", "rollout_logprobs"])
+    rows = await client.fetch_rows("run", uids, ["tokens", "rollout_logprobs"])
     await client.settle("run", epoch=epoch, step=0, batch_id="b0")
     await client.publish("run", Version(epoch, 1))
     await client.commit("run", epoch=epoch, step=1)
@@ -169,7 +169,7 @@ async def test_the_other_methods_of_the_port_work_too() -> None:
         assert {letter.reason for letter in letters} == {"bad ? disk"}
         assert await client.replay("run", [letter.uid for letter in letters]) == len(letters)
         lease = await leased(client)
-        await client.write("run", "rollout", tokens_of(lease), answers(lease))
+        await client.write_rows("run", "rollout", tokens_of(lease), answers(lease))
         batch = await client.take("run", epoch=epoch, step=0, groups=1, batch_id="b", wait_s=5)
         again = await client.take("run", epoch=epoch, step=0, groups=1, batch_id="b", wait_s=5)
         assert batch == again
@@ -205,7 +205,7 @@ async def test_the_queues_errors_arrive_with_their_values() -> None:
         lease = await leased(client)
         stale = {uid: token - 1 for uid, token in tokens_of(lease).items()}
         with pytest.raises(errors.FencedError) as raised:
-            await client.write("run", "rollout", stale, answers(lease))
+            await client.write_rows("run", "rollout", stale, answers(lease))
         assert Uid.parse(raised.value.details["uid"]) in stale
         wrong = RowWrite(
             uid=lease.rows[0].uid,
@@ -213,7 +213,7 @@ async def test_the_queues_errors_arrive_with_their_values() -> None:
             facts=RowFacts(outcome=Outcome.OK, num_tokens=1, oldest=NOW, newest=NOW),
         )
         with pytest.raises(errors.UserError):
-            await client.write("run", "rollout", tokens_of(lease), [wrong])
+            await client.write_rows("run", "rollout", tokens_of(lease), [wrong])
 
 
 async def test_a_lease_waits_for_a_task_that_comes_later() -> None:
@@ -275,11 +275,11 @@ async def test_calls_survive_a_queue_that_ends_during_a_long_poll_and_restarts(
         try:
             assert await admitting == 1
             lease = await waiting
-            await client.write("run", "rollout", tokens_of(lease), answers(lease))
+            await client.write_rows("run", "rollout", tokens_of(lease), answers(lease))
             process.kill()
             await process.wait()
             writing = asyncio.create_task(
-                client.write("run", "rollout", tokens_of(lease), answers(lease))
+                client.write_rows("run", "rollout", tokens_of(lease), answers(lease))
             )
             process = await start(tmp_path, port)
             await writing

@@ -88,7 +88,7 @@ async def test_the_trainer_fetches_the_column_of_a_stage_from_outside(mesh: Mesh
             await actors.work()
             batch = await actors.take(0, groups=1, wait_s=60.0)
     uids = [row.uid for row in batch.rows]
-    columns = await queue.fetch(recipe.run.name, uids, ["repeats", "response_text"])
+    columns = await queue.fetch_rows(recipe.run.name, uids, ["repeats", "response_text"])
     ledger = await actors.ledger()
     await queue.close()
     assert len(uids) == 4 and ledger.resident["taken"] == 4

@@ -137,7 +137,15 @@ class LeavingQueue:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._queue, name)
-        if name not in {"take", "fetch", "filter", "settle", "commit", "ledger", "why_waiting"}:
+        if name not in {
+            "take",
+            "fetch_rows",
+            "filter",
+            "settle",
+            "commit",
+            "ledger",
+            "why_waiting",
+        }:
             return method
 
         async def call(*args: Any, **options: Any) -> Any:
@@ -154,7 +162,7 @@ class LeavingQueue:
 
 @pytest.mark.parametrize(
     ("method", "drains"),
-    [("take", False), ("fetch", True), ("settle", True), ("settle", False), ("commit", True)],
+    [("take", False), ("fetch_rows", True), ("settle", True), ("settle", False), ("commit", True)],
 )
 async def test_a_trainer_saves_without_the_queue_and_nothing_is_trained_again(
     queue: TransferQueue, model: Path, tmp_path: Path, world: World, method: str, drains: bool
@@ -236,10 +244,10 @@ class Mangles(TransferQueue):
     mangled: Uid | None = None
     place: int | None = None
 
-    async def fetch(
+    async def fetch_rows(
         self, run: str, uids: Sequence[Uid], columns: Sequence[str]
     ) -> Sequence[Columns]:
-        found = [dict(row) for row in await super().fetch(run, uids, columns)]
+        found = [dict(row) for row in await super().fetch_rows(run, uids, columns)]
         if "loss_mask" in columns and uids[0].run == "run":
             self.mangled = self.mangled or uids[-1]
             for uid, row in zip(uids, found, strict=True):

@@ -44,10 +44,10 @@ class Changes:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
 
-    async def fetch(
+    async def fetch_rows(
         self, run: str, uids: Sequence[Uid], columns: Sequence[str]
     ) -> Sequence[Columns]:
-        found: list[Mapping[str, Any]] = list(await self._queue.fetch(run, uids, columns))
+        found: list[Mapping[str, Any]] = list(await self._queue.fetch_rows(run, uids, columns))
         for at, uid in enumerate(uids):
             if (
                 uid.task == "000001"

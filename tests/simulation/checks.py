@@ -165,9 +165,9 @@ class WatchedQueue(TransferQueue):
         return lease
 
     @override
-    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+    async def write(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         rows = self.history.holders(run, stage, groups)
-        await super().write_packed(run, stage, groups)
+        await super().write(run, stage, groups)
         self.history.written(stage, rows)
 
     @override

@@ -112,8 +112,8 @@ class _TakesAnew(TransferQueue):
 
 
 class _WritesUnderAnyToken(TransferQueue):
-    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
-        await super().write_packed(run, stage, [self._held(run, stage, g) for g in groups])
+    async def write(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+        await super().write(run, stage, [self._held(run, stage, g) for g in groups])
 
     def _held(self, run: str, stage: str, write: PackedGroup) -> PackedGroup:
         state = self._run(run)

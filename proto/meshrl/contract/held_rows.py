@@ -124,7 +124,7 @@ class _PendingWrite:
 class Writes(Protocol):
     """The method of the Queue port that `WriteBack` needs."""
 
-    async def write(
+    async def write_rows(
         self, run: str, stage: str, token_of: Mapping[Uid, int], rows: Sequence[RowWrite]
     ) -> None:
         """Add columns to leased rows, all or none, durable on return."""
@@ -252,4 +252,4 @@ class WriteBack:
     async def _send(self, batch: Sequence[_PendingWrite]) -> None:
         token_of = {uid: pending.token_of[uid] for pending in batch for uid in pending.writes}
         rows = [row for pending in batch for row in pending.writes.values()]
-        await self._queue.write(self._run, self._stage, token_of, rows)
+        await self._queue.write_rows(self._run, self._stage, token_of, rows)

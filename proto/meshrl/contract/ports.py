@@ -28,6 +28,7 @@ from meshrl.contract.types import (
     Outcome,
     PackedGroup,
     PayloadGroup,
+    Precision,
     ProgressGroup,
     RowWrite,
     RunSpec,
@@ -40,11 +41,16 @@ from meshrl.contract.types import (
     Version,
     Waiting,
     WeightManifest,
+    group_rows,
+    packed_groups,
 )
 
 
 class Queue(Protocol):
     """The transfer queue. See transferqueue/README.md for the life of a row."""
+
+    logprob_precision: Precision = "fp32"
+    """What `write_rows` rounds log-probs to."""
 
     async def open_run(self, spec: RunSpec) -> RunState:
         """Declare a run; idempotent. Raises ConflictError, naming the field, if it exists with another spec.
@@ -109,9 +115,7 @@ class Queue(Protocol):
         """
         ...
 
-    async def write(
-        self, run: str, stage: str, token_of: Mapping[Uid, int], rows: Sequence[RowWrite]
-    ) -> None:
+    async def write(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         """Add columns to leased rows, all or none, durable on return; writing twice is writing once.
 
         Raises FencedError (with `uid`) when a row is leased to somebody else, UserError (with `uid`) when a column
@@ -119,12 +123,11 @@ class Queue(Protocol):
         """
         ...
 
-    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
-        """`write` for rows that are packed by group already: one frame for eight rows. All groups or none.
-
-        Raises as `write` does.
-        """
-        ...
+    async def write_rows(
+        self, run: str, stage: str, token_of: Mapping[Uid, int], rows: Sequence[RowWrite]
+    ) -> None:
+        """`write` for rows that are not packed yet."""
+        await self.write(run, stage, packed_groups(token_of, rows, self.logprob_precision))
 
     async def append(self, run: str, stage: str, groups: Sequence[ProgressGroup]) -> None:
         """Store the progress of rows that a stage holds, durable on return; appending twice is appending once.
@@ -165,16 +168,17 @@ class Queue(Protocol):
         ...
 
     async def fetch(
-        self, run: str, uids: Sequence[Uid], columns: Sequence[str]
-    ) -> Sequence[Columns]:
-        """Payload of resident rows, in order. Raises NotFoundError (with `uid`)."""
-        ...
-
-    async def fetch_packed(
         self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
-        """`fetch` by the group: the frames as they were written. Raises as `fetch` does."""
+        """Payload of resident rows, in the frames in which it was written. Raises NotFoundError (with `uid`)."""
         ...
+
+    async def fetch_rows(
+        self, run: str, uids: Sequence[Uid], columns: Sequence[str]
+    ) -> Sequence[Columns]:
+        """`fetch` by the row, in order."""
+        groups = await self.fetch(run, group_rows(run, uids), columns)
+        return [row for group in groups for row in group.columns()]
 
     async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:
         """Taken rows leave the run untrained, counted under `reason`.

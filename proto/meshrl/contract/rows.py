@@ -1,9 +1,8 @@
-"""Rows as the queue stores them: a Trajectory as columns, and the port's row-level methods over those for groups."""
+"""Rows as the queue stores them: a Trajectory as columns, and back."""
 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -14,7 +13,6 @@ import numpy.typing as npt
 
 from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, UserError
-from meshrl.contract.precision import Precision, with_rounded_logprobs
 from meshrl.contract.routed_experts import RoutedExperts
 from meshrl.contract.types import (
     CONVERSATION,
@@ -30,13 +28,10 @@ from meshrl.contract.types import (
     TOKEN_REWARDS,
     Columns,
     Float32,
-    GroupRows,
     Json,
     Media,
     Message,
     Outcome,
-    PackedGroup,
-    PayloadGroup,
     PostedReward,
     RowFacts,
     RowPart,
@@ -48,9 +43,7 @@ from meshrl.contract.types import (
     Uint8,
     Version,
     VersionSpan,
-    group_rows,
     name_fault,
-    packed_groups,
 )
 
 
@@ -338,35 +331,3 @@ def _message(message: Mapping[str, Any]) -> dict[str, Json]:
 
 def _arguments(given: Any) -> str:
     return given if isinstance(given, str) else json.dumps(given)
-
-
-class RowMethods(ABC):
-    """`write` and `fetch` of the Queue port for whoever has `write_packed` and `fetch_packed`: queues and clients."""
-
-    logprob_precision: Precision = "fp32"
-    """What `write` rounds log-probs to; rows that come packed are left as they are."""
-
-    @abstractmethod
-    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
-        """Add columns to leased rows that are packed by group."""
-
-    @abstractmethod
-    async def fetch_packed(
-        self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
-    ) -> Sequence[PayloadGroup]:
-        """Payload of resident rows by the group."""
-
-    async def write(
-        self, run: str, stage: str, token_of: Mapping[Uid, int], rows: Sequence[RowWrite]
-    ) -> None:
-        """Pack rows by group, and write them."""
-        if self.logprob_precision != "fp32":
-            rows = [with_rounded_logprobs(row, self.logprob_precision) for row in rows]
-        await self.write_packed(run, stage, packed_groups(token_of, rows))
-
-    async def fetch(
-        self, run: str, uids: Sequence[Uid], columns: Sequence[str]
-    ) -> Sequence[Columns]:
-        """Payload of resident rows, in order."""
-        groups = await self.fetch_packed(run, group_rows(run, uids), columns)
-        return [row for group in groups for row in group.columns()]

@@ -84,9 +84,7 @@ async def fetch(
 ) -> TrainBatch:
     """The payload of a rank's share of a batch."""
     rows = share.rows_of(batch)
-    groups = await port.fetch_packed(
-        batch.run, group_rows(batch.run, (row.uid for row in rows)), columns
-    )
+    groups = await port.fetch(batch.run, group_rows(batch.run, (row.uid for row in rows)), columns)
     return TrainBatch(epoch=epoch, step=batch.step, rows=rows, groups=tuple(groups))
 
 

@@ -99,7 +99,7 @@ class HeldLease:
 
         async def write(tokens: Mapping[Uid, int]) -> None:
             chosen = [still_held[uid] for uid in tokens]
-            await self._port.write(chosen[0].uid.run, stage, tokens, chosen)
+            await self._port.write_rows(chosen[0].uid.run, stage, tokens, chosen)
 
         try:
             written = await _without_fenced({uid: self._held[uid] for uid in still_held}, write)

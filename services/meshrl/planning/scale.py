@@ -244,7 +244,7 @@ class _Worker:
                 if mesh.setting.reward_s:
                     mesh.beside(self._write_later(groups))
                 else:
-                    await mesh.queue.write_packed(RUN, ROLLOUT_STAGE.name, groups)
+                    await mesh.queue.write(RUN, ROLLOUT_STAGE.name, groups)
             # The other stages: a lease and a write each, whose rows come together as these did.
             stages = mesh.setting.stages
             mesh.processor.charge(calls=2 * stages, rows=2 * stages * len(rows))
@@ -254,7 +254,7 @@ class _Worker:
     async def _write_later(self, groups: list[PackedGroup]) -> None:
         await asyncio.sleep(self._mesh.setting.reward_s)
         with suppress(FencedError):
-            await self._mesh.queue.write_packed(RUN, ROLLOUT_STAGE.name, groups)
+            await self._mesh.queue.write(RUN, ROLLOUT_STAGE.name, groups)
 
     def _packed(self, rows: list[_Row]) -> PackedGroup:
         group, mean = rows[0].group, self._mesh.setting.lengths.mean

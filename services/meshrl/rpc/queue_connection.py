@@ -11,7 +11,7 @@ from meshrl.config.run_record import refuse_several_queues
 from meshrl.contract.codec.compression import Mode
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
-from meshrl.contract.precision import Precision
+from meshrl.contract.types import Precision
 from meshrl.rpc.clients.base import SERVICE_RETRY_S
 from meshrl.rpc.clients.patience import Patience
 from meshrl.rpc.clients.queue import QueueClient

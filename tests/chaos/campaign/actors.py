@@ -111,7 +111,9 @@ async def _answer(queue: Queue, lease: Lease, version: Version, moods: random.Ra
         writes = [_made(lease.stage, row, version) for row in part]
         for _ in range(2 if mood > 0.9 else 1):
             if writes:
-                await queue.write(RUN, lease.stage, {row.uid: row.token for row in part}, writes)
+                await queue.write_rows(
+                    RUN, lease.stage, {row.uid: row.token for row in part}, writes
+                )
 
 
 def _made(stage: str, row: LeasedRow, version: Version) -> RowWrite:
@@ -154,7 +156,7 @@ async def consume(queue: Queue, plan: Plan, moods: random.Random) -> None:
             continue
         except EndOfDataError:
             break
-        await queue.fetch(RUN, [row.uid for row in batch.rows], ALL_COLUMNS)
+        await queue.fetch_rows(RUN, [row.uid for row in batch.rows], ALL_COLUMNS)
         remaining = await _filter(queue, epoch, batch)
         with plan.lineage.open("a") as lineage:
             lineage.write(

@@ -12,7 +12,6 @@ import numpy as np
 from meshrl.contract.errors import FencedError
 from meshrl.contract.frames import pack
 from meshrl.contract.ports import Queue
-from meshrl.contract.rows import RowMethods
 from meshrl.contract.types import (
     Batch,
     GroupRows,
@@ -25,8 +24,12 @@ from meshrl.contract.types import (
 )
 
 
-class Wrong(RowMethods):
+class Wrong:
     """Passes everything on. `due` is true once, at the fifth opportunity."""
+
+    logprob_precision = Queue.logprob_precision
+    write_rows = Queue.write_rows
+    fetch_rows = Queue.fetch_rows
 
     def __init__(self, queue: Queue) -> None:
         self.queue = queue
@@ -35,13 +38,13 @@ class Wrong(RowMethods):
     def __getattr__(self, verb: str) -> Any:
         return getattr(self.queue, verb)
 
-    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
-        await self.queue.write_packed(run, stage, groups)
+    async def write(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+        await self.queue.write(run, stage, groups)
 
-    async def fetch_packed(
+    async def fetch(
         self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
-        return await self.queue.fetch_packed(run, groups, columns)
+        return await self.queue.fetch(run, groups, columns)
 
     def due(self) -> bool:
         self._chances += 1
@@ -51,23 +54,23 @@ class Wrong(RowMethods):
 class DropsAWrite(Wrong):
     """Acknowledges a write and forgets it."""
 
-    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+    async def write(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         if stage != "reward" or not self.due():
-            await self.queue.write_packed(run, stage, groups)
+            await self.queue.write(run, stage, groups)
 
 
 class TakesFencedWrites(Wrong):
     """Lets a lease expire under its holder, and acknowledges the write that comes too late."""
 
-    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+    async def write(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         if stage == "rollout" and self.due():
             ledger = await self.queue.run_state(run)
             await asyncio.sleep(3 * ledger.spec.lease_ttl_s)
             try:
-                await self.queue.write_packed(run, stage, groups)
+                await self.queue.write(run, stage, groups)
             except FencedError:
                 return
-        await self.queue.write_packed(run, stage, groups)
+        await self.queue.write(run, stage, groups)
 
 
 class GrantsTwice(Wrong):
@@ -122,10 +125,10 @@ class ResurrectsACommittedRow(Wrong):
 class AltersContent(Wrong):
     """Flips a bit of what was stored."""
 
-    async def fetch_packed(
+    async def fetch(
         self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
-        first, *rest = await self.queue.fetch_packed(run, groups, columns)
+        first, *rest = await self.queue.fetch(run, groups, columns)
         if self.due():
             rows = first.columns()
             tokens: Any = rows[0]["tokens"] ^ np.int32(1)

@@ -124,7 +124,7 @@ class History:
     def _acknowledged(self) -> dict[Key, tuple[int, str]]:
         """Token and content of acknowledged writes; of several, the first."""
         found: dict[Key, tuple[int, str]] = {}
-        for call, _ in self._answered("write"):
+        for call, _ in self._answered("write_rows"):
             for uid, token, digest in call.asked["rows"]:
                 found.setdefault((uid, call.asked["stage"]), (token, digest))
         return found
@@ -133,10 +133,10 @@ class History:
         """What is fetched is what was acknowledged, or else what somebody tried to write."""
         acknowledged = {key: digest for key, (_, digest) in self._acknowledged().items()}
         tried: defaultdict[Key, set[str]] = defaultdict(set)
-        for call in self._of("write"):
+        for call in self._of("write_rows"):
             for uid, _, digest in call.asked["rows"]:
                 tried[uid, call.asked["stage"]].add(digest)
-        for call, answer in self._answered("fetch"):
+        for call, answer in self._answered("fetch_rows"):
             for uid, stages in zip(call.asked["uids"], answer["rows"], strict=True):
                 for stage, digest in stages.items():
                     expected = acknowledged.get((uid, stage))

@@ -93,9 +93,9 @@ def _nothing(*args: Any, **rest: Any) -> Facts:
 TOLD: Final[Mapping[str, tuple[Callable[..., Facts], Callable[[Any], Facts]]]] = {
     "admit": (_admit, lambda added: {"added": added}),
     "lease": (_lease, _leased),
-    "write": (_write, _nothing),
+    "write_rows": (_write, _nothing),
     "take": (_step, _taken),
-    "fetch": (_fetch, _fetched),
+    "fetch_rows": (_fetch, _fetched),
     "filter": (_filter, _nothing),
     "settle": (_step, _nothing),
     "commit": (_step, _nothing),

@@ -251,7 +251,7 @@ class _DamagesWhatIsTaken(TransferQueue):
 
     _fetches = 0
 
-    async def fetch_packed(
+    async def fetch(
         self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
         self._fetches += bool(groups) and "reward" in columns
@@ -264,7 +264,7 @@ class _DamagesWhatIsTaken(TransferQueue):
             damaged = bytes(len(value))
             await self._store.apply([Operation(Table.PAYLOAD, key, damaged)])
             self._payload.forget()
-        return await super().fetch_packed(run, groups, columns)
+        return await super().fetch(run, groups, columns)
 
 
 class _MixesUpMasks(TransferQueue):
@@ -272,10 +272,10 @@ class _MixesUpMasks(TransferQueue):
 
     _fetches = 0
 
-    async def fetch_packed(
+    async def fetch(
         self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
-        found = list(await super().fetch_packed(run, groups, columns))
+        found = list(await super().fetch(run, groups, columns))
         if "loss_mask" not in columns or not groups:
             return found
         self._fetches += 1

@@ -24,7 +24,7 @@ from meshrl.contract.codec.compression import (
 )
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.frames import Frame, pack
-from meshrl.contract.precision import rounded
+from meshrl.contract.types import rounded
 from meshrl.v1 import queue_pb2 as pb
 
 COMPRESSOR = FrameCompressor()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshrl.contract.precision import with_rounded_logprobs
-from meshrl.contract.types import RowWrite, Uid
+from meshrl.contract.frames import Frame
+from meshrl.contract.types import RowWrite, Uid, packed_groups
 from meshrl.testing.contract.queue_actors import Actors, rollout_of, spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
@@ -16,9 +16,10 @@ THIRD = np.full(6, -1 / 3, np.float32)
 def test_only_log_probs_are_rounded() -> None:
     uid = Uid(run="run", task="t", index=0, attempt=0)
     row = RowWrite(uid=uid, columns={"ref_logprobs": THIRD, "values": THIRD})
-    made = with_rounded_logprobs(row, "fp16")
-    assert made.columns["ref_logprobs"].tolist() == [-0.333251953125] * 6
-    assert made.columns["values"] is THIRD
+    [packed] = packed_groups({uid: 1}, [row], "fp16")
+    made = Frame(packed.frame).row(0)
+    assert made["ref_logprobs"].tolist() == [-0.333251953125] * 6
+    assert made["values"].tolist() == THIRD.tolist()
 
 
 async def test_a_queue_with_bf16_precision_writes_rounded_log_probs() -> None:
@@ -31,8 +32,8 @@ async def test_a_queue_with_bf16_precision_writes_rounded_log_probs() -> None:
     written = rollout_of(row, actors.version)
     columns = {**written.columns, "rollout_logprobs": THIRD}
     exact = RowWrite(uid=row.uid, columns=columns, facts=written.facts)
-    await queue.write("run", "rollout", {row.uid: row.token}, [exact])
-    [read] = await queue.fetch("run", [row.uid], ["rollout_logprobs", "tokens"])
+    await queue.write_rows("run", "rollout", {row.uid: row.token}, [exact])
+    [read] = await queue.fetch_rows("run", [row.uid], ["rollout_logprobs", "tokens"])
     assert read["rollout_logprobs"].tolist() == [-0.333984375] * 6
     assert read["tokens"].tolist() == list(range(6))
     await queue.close()

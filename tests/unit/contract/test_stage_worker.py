@@ -41,9 +41,9 @@ class Shut(TransferQueue):
         super().__init__(store)
         self.accepts = asyncio.Event()
 
-    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+    async def write(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         await self.accepts.wait()
-        await super().write_packed(run, stage, groups)
+        await super().write(run, stage, groups)
 
 
 @pytest.fixture

@@ -29,11 +29,11 @@ class Watched(TransferQueue):
         self.begun = asyncio.Event()
         self.sizes: list[int] = []
 
-    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+    async def write(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         self.sizes.append(sum(len(group.indices) for group in groups))
         self.begun.set()
         await self.gate.wait()
-        await super().write_packed(run, stage, groups)
+        await super().write(run, stage, groups)
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ class Refusing:
         self.bad = bad
         self.taken: list[Uid] = []
 
-    async def write(
+    async def write_rows(
         self, run: str, stage: str, token_of: Mapping[Uid, int], rows: Sequence[RowWrite]
     ) -> None:
         if any(row.uid == self.bad for row in rows):

@@ -78,7 +78,7 @@ async def test_a_posted_reward_replaces_the_judge_s(tmp_path: Path) -> None:
         writes.append(
             type(write)(uid=row.uid, columns={**write.columns, **column}, facts=write.facts)
         )
-    await queue.write("r", "rollout", {row.uid: row.token for row in lease.rows}, writes)
+    await queue.write_rows("r", "rollout", {row.uid: row.token for row in lease.rows}, writes)
     async with open_registry(config, tmp_path / "rewards") as registry:
         stage = RewardStage(queue, ["r"], registry.judge, worker="j", keep_inputs=("r",))
         running = asyncio.create_task(stage.run())
@@ -86,7 +86,7 @@ async def test_a_posted_reward_replaces_the_judge_s(tmp_path: Path) -> None:
         stage.drain()
         await running
         uids = [row.uid for row in batch.rows]
-        columns = await queue.fetch(
+        columns = await queue.fetch_rows(
             "r",
             uids,
             ("tokens", "loss_mask", "rollout_logprobs", "spans", *REWARD_COLUMNS, DATA_SOURCE),
@@ -98,7 +98,7 @@ async def test_a_posted_reward_replaces_the_judge_s(tmp_path: Path) -> None:
         assert "judged" in found[1].reward_components
         # One hash for all of them: posted rewards make no mixed batch.
         assert {row.reward_hash for row in found} == {registry.judge.reward_hash}
-        inputs = await queue.fetch("r", uids, ("response_text", REWARD_INPUTS))
+        inputs = await queue.fetch_rows("r", uids, ("response_text", REWARD_INPUTS))
         samples = [sample_again(uid, each) for uid, each in zip(uids, inputs, strict=True)]
         again = await registry.judge.score_with(registry.judge.reward_hash, samples)
         assert [score.score for score in again] == [-2.5, 4.0, 1.0, 4.0]

@@ -93,7 +93,7 @@ async def admit(queue: TransferQueue, run: str, texts: list[str], **spec: object
         wait_s=5,
     )
     rows = [rollout_of(row, texts[int(row.uid.task)]) for row in lease.rows]
-    await queue.write(run, "rollout", {row.uid: row.token for row in lease.rows}, rows)
+    await queue.write_rows(run, "rollout", {row.uid: row.token for row in lease.rows}, rows)
 
 
 @asynccontextmanager
@@ -115,7 +115,7 @@ async def test_rows_of_two_runs_get_their_rewards(queue: TransferQueue, judge: P
     columns = ["reward", "reward_components", "reward_hash"]
     wanted = {Uid("run", "0", 0): 1.0, Uid("run", "1", 0): 3.0, Uid("run.eval", "0", 0): 2.0}
     for uid, reward in wanted.items():
-        (row,) = await queue.fetch(uid.run, [uid], columns)
+        (row,) = await queue.fetch_rows(uid.run, [uid], columns)
         assert float(row["reward"][0]) == reward
         assert json.loads(column_text(row["reward_components"])) == {
             "compute_score": reward,
@@ -253,7 +253,7 @@ async def test_every_token_gets_its_reward_and_a_plain_score_stands_at_the_last_
     await judge.close()
     uids = [Uid("run", str(n), 0) for n in range(3)]
     columns = ["token_rewards", "response_text", "reward_inputs"]
-    rows = await queue.fetch("run", uids, columns)
+    rows = await queue.fetch_rows("run", uids, columns)
     assert [row["token_rewards"].tolist() for row in rows] == [
         [0, 0, 1, 2, 3],
         [0, 0, 0, 0, 7],
@@ -312,6 +312,8 @@ async def test_the_queue_refuses_rewards_that_are_not_one_finite_number_a_token(
     spoiled = {**bad.columns, "token_rewards": np.array(rewards, dtype=np.float32)}
     tokens = {row.uid: row.token for row in lease.rows}
     with pytest.raises(UserError, match=line) as refused:
-        await queue.write("run", "reward", tokens, [good, RowWrite(uid=bad.uid, columns=spoiled)])
+        await queue.write_rows(
+            "run", "reward", tokens, [good, RowWrite(uid=bad.uid, columns=spoiled)]
+        )
     assert refused.value.details["uid"] == str(bad.uid)
-    await queue.write("run", "reward", tokens, [good, bad])
+    await queue.write_rows("run", "reward", tokens, [good, bad])

@@ -182,7 +182,7 @@ class Attacked:
         await queue.publish("run", version := Version(epoch, 0))
         await queue.admit("run", tasks(4), cursor="here", wait_s=0)
         rows = await queue.lease(["run"], "rollout", worker="w", limit=4, version=version, wait_s=0)
-        await queue.write(
+        await queue.write_rows(
             "run", "rollout", tokens_of(rows), [rollout_of(row, version) for row in rows.rows]
         )
         for stage in STAGES:

@@ -38,7 +38,7 @@ class SameBatch:
         rows = rank_work.batch(self._rows).rows
         return Batch.of_rows(rows, batch_id=str(given["batch_id"]), run=run, step=step)
 
-    async def fetch(
+    async def fetch_rows(
         self, run: str, uids: Sequence[Uid], columns: Sequence[str]
     ) -> Sequence[Columns]:
         by_uid = {row.uid: row for row in self._rows}

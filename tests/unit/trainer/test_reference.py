@@ -171,7 +171,7 @@ async def staged(
         spans=(VersionSpan(version=version, start=prompt, end=len(tokens)),),
     )
     written = rollout_write(row, Outcome.OK, "stop", version)
-    await queue.write("run", "rollout", {leased.uid: leased.token}, [written])
+    await queue.write_rows("run", "rollout", {leased.uid: leased.token}, [written])
     stage = ReferenceStage(
         queue,
         ["run"],
@@ -182,7 +182,7 @@ async def staged(
     await until(lambda: stage.stats.written)
     stage.drain()
     await working
-    (columns,) = await queue.fetch("run", [leased.uid], [*ROLLOUT_STAGE.writes, *writes])
+    (columns,) = await queue.fetch_rows("run", [leased.uid], [*ROLLOUT_STAGE.writes, *writes])
     await queue.close()
     return trajectory(leased.uid, columns)
 
@@ -229,7 +229,7 @@ class Gone:
     def __init__(self, gone: Uid) -> None:
         self._gone = gone
 
-    async def fetch(self, run: str, uids: list[Uid], columns: object) -> list[Columns]:
+    async def fetch_rows(self, run: str, uids: list[Uid], columns: object) -> list[Columns]:
         if self._gone in uids:
             raise NotFoundError(f"no row {self._gone}")
         return [{"loss_mask": np.ones(3, np.uint8)} for _ in uids]

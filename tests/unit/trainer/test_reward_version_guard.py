@@ -129,7 +129,7 @@ class Run:
             )
             for row in lease.rows
         ]
-        await self.queue.write("run", "rollout", {r.uid: r.token for r in lease.rows}, writes)
+        await self.queue.write_rows("run", "rollout", {r.uid: r.token for r in lease.rows}, writes)
         stage = RewardStage(self.queue, ["run"], self.versions, worker="judge", keep_inputs=["run"])
         working = asyncio.create_task(stage.run(grace_s=5))
         await until(lambda: stage.stats.written >= rows)
@@ -155,7 +155,7 @@ class Run:
         """(hash, reward) of the rows as the trainer reads them."""
         uids = [row.uid for row in batch.rows]
         guard = rewards or self.rewards
-        rows = await guard.fetch("run", uids, ["reward", "reward_hash", "reward_components"])
+        rows = await guard.fetch_rows("run", uids, ["reward", "reward_hash", "reward_components"])
         assert all(json.loads(column_text(r["reward_components"])) == {"length": 5.0} for r in rows)
         return {(column_text(r["reward_hash"]), float(r["reward"][0])) for r in rows}
 

@@ -98,7 +98,7 @@ class Stored:
     async def take(self, *_: Any, **__: Any) -> Batch:
         raise NotImplementedError
 
-    async def fetch(
+    async def fetch_rows(
         self, run: str, uids: Sequence[Uid], columns: Sequence[str]
     ) -> Sequence[Columns]:
         return [
@@ -108,7 +108,7 @@ class Stored:
 
 
 class Gone(Stored):
-    async def fetch(
+    async def fetch_rows(
         self, run: str, uids: Sequence[Uid], columns: Sequence[str]
     ) -> Sequence[Columns]:
         raise UnavailableError("the queue is away")

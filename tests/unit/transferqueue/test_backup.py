@@ -103,7 +103,7 @@ async def test_a_running_queue_is_copied_and_goes_on_from_the_copy(
     assert await actors.ledger() == before
     assert (await actors.queue.run_state("run")).cursor == "twelve"
     taken = await actors.take(1)
-    assert len(await actors.queue.fetch("run", [taken.rows[1].uid], ["tokens"])) == 1
+    assert len(await actors.queue.fetch_rows("run", [taken.rows[1].uid], ["tokens"])) == 1
     await actors.queue.close()
 
 

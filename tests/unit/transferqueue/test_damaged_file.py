@@ -113,7 +113,9 @@ async def test_a_frame_with_another_byte_leaves_the_batch_and_the_step_goes_on(
     actors.queue = await TransferQueue.open(DiskStore(tmp_path))
     batch = await actors.take(0, groups=3)
     assert [group.task for group in batch.groups] == ["t0", "t2"]
-    assert len(await actors.queue.fetch("run", [row.uid for row in batch.rows], ["tokens"])) == 4
+    assert (
+        len(await actors.queue.fetch_rows("run", [row.uid for row in batch.rows], ["tokens"])) == 4
+    )
     await actors.settle(0)
     await actors.publish(1)
     await actors.commit(1)

@@ -65,7 +65,7 @@ async def test_a_batch_is_answered_without_its_damaged_group_which_becomes_a_dea
     found = await reasons(actors)
     assert found and all("t1" in uid for uid in found)
     assert all(each.startswith("damaged in the store: task t1, frame ") for each in found.values())
-    await actors.queue.fetch("run", [row.uid for row in batch.rows], ["tokens", "reward"])
+    await actors.queue.fetch_rows("run", [row.uid for row in batch.rows], ["tokens", "reward"])
     await actors.settle(0)
     await actors.publish(1)
     assert [group.task for group in (await actors.take(1, groups=3)).groups] == ["t3", "t4", "t5"]
@@ -125,7 +125,7 @@ async def test_what_is_damaged_after_a_trainer_saw_it_leaves_when_it_is_taken_ag
     if not settled:
         assert batch_uids(await actors.take(0)) == batch_uids(batch)
         with pytest.raises(CorruptError, match="do not match their checksum"):
-            await actors.queue.fetch("run", [batch.rows[0].uid], ["tokens"])
+            await actors.queue.fetch_rows("run", [batch.rows[0].uid], ["tokens"])
     assert not await reasons(actors)
     actors.epoch = (await actors.queue.acquire("run", "another")).epoch
     await actors.queue.rewind("run", epoch=actors.epoch, step=0)

@@ -218,7 +218,7 @@ async def test_one_that_waits_for_its_share_is_woken_by_its_own_write(
     await asyncio.sleep(0)
     assert not waiting_call.done()
     (row,) = granted.rows
-    await queue.write("run", "rollout", {row.uid: row.token}, [rollout_of(row, FIRST)])
+    await queue.write_rows("run", "rollout", {row.uid: row.token}, [rollout_of(row, FIRST)])
     assert len((await waiting_call).rows) == 1
 
 
@@ -239,7 +239,7 @@ def looks(workers: int, rows: int) -> int:
                     (row, *_) = held.pop(0).rows
                     await asyncio.sleep(0.01)
                     written = [rollout_of(row, FIRST)]
-                    await queue.write("run", "rollout", {row.uid: row.token}, written)
+                    await queue.write_rows("run", "rollout", {row.uid: row.token}, written)
 
         admitted = tasks(workers + rows, group_size=1)
         await queue.admit("run", admitted[:workers], cursor="c", wait_s=5)

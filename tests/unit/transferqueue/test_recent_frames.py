@@ -45,7 +45,7 @@ async def trained(actors: Actors) -> None:
     await actors.work()
     batch = await actors.take(0)
     rows = [row.uid for row in batch.rows]
-    found = await actors.queue.fetch("run", rows, ["tokens", "reward"])
+    found = await actors.queue.fetch_rows("run", rows, ["tokens", "reward"])
     assert len(found) == 4 and all(len(row["tokens"]) == 6 for row in found)
 
 
@@ -66,7 +66,7 @@ async def test_a_queue_that_was_opened_again_reads_what_is_stored(store: Countin
     again = await opened(store, 1 << 20)
     epoch = (await again.queue.acquire("run", "trainer")).epoch
     batch = await again.queue.take("run", epoch=epoch, step=0, groups=2, batch_id="0", wait_s=0.0)
-    await again.queue.fetch("run", [row.uid for row in batch.rows], ["tokens"])
+    await again.queue.fetch_rows("run", [row.uid for row in batch.rows], ["tokens"])
     assert store.frames_read > 0
     await again.queue.close()
 
@@ -79,12 +79,12 @@ async def test_what_a_refused_commit_held_is_not_served(store: CountingStore) ->
     store.refusal = CapacityError("the disk is full")
     longer = [rollout_of(row, actors.version, tokens=7) for row in lease.rows]
     with pytest.raises(CapacityError):
-        await actors.queue.write("run", lease.stage, tokens_of(lease), longer)
+        await actors.queue.write_rows("run", lease.stage, tokens_of(lease), longer)
     store.refusal = None
     await actors.write(lease)
     await actors.write(await actors.lease("reward"))
     batch = await actors.take(0)
-    found = await actors.queue.fetch("run", [row.uid for row in batch.rows], ["tokens"])
+    found = await actors.queue.fetch_rows("run", [row.uid for row in batch.rows], ["tokens"])
     assert [len(row["tokens"]) for row in found] == [6] * 4
     assert store.frames_read == 0
     await actors.queue.close()

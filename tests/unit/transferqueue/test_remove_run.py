@@ -33,7 +33,7 @@ async def used(queue: TransferQueue, run: str) -> Actors:
     await actors.train(1)
     await actors.take(2)
     long = await actors.lease(limit=2)  # a frame beside the records
-    await queue.write(
+    await queue.write_rows(
         run,
         "rollout",
         tokens_of(long),

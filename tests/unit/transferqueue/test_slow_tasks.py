@@ -79,7 +79,7 @@ class Mesh:
         await asyncio.sleep(tokens)
         self.sampled[tokens] += 1
         written = [rollout_of(row, version, tokens)]
-        await self.actors.queue.write("run", "rollout", tokens_of(lease), written)
+        await self.actors.queue.write_rows("run", "rollout", tokens_of(lease), written)
 
 
 def simulated(**changes: Any) -> tuple[Mesh, Ledger]:

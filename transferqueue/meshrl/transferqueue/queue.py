@@ -33,7 +33,7 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.held_rows import HeldLeases, renewing
 from meshrl.contract.ports import HeartbeatQueue, every_stage
-from meshrl.contract.rows import DAMAGED, FAILED, UNTRAINABLE, RowMethods
+from meshrl.contract.rows import DAMAGED, FAILED, UNTRAINABLE
 from meshrl.contract.types import (
     MEDIA,
     Batch,
@@ -118,7 +118,7 @@ class Heartbeat:
     """Whether the worker's leases of the stage of this name end with the stream."""
 
 
-class TransferQueue(RowMethods, HeartbeatQueue):
+class TransferQueue(HeartbeatQueue):
     """One queue on one store: call `open`, and `close` at the end. It belongs to the event loop that opened it."""
 
     def __init__(self, store: Store, **options: Unpack[QueueOptions]) -> None:
@@ -410,7 +410,7 @@ class TransferQueue(RowMethods, HeartbeatQueue):
         self._expiry.stop()
 
     @override
-    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+    async def write(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         """Raises CapacityError for a full disk: nothing is written, the lease goes on."""
         state = self._worked(run)
         spec = state.stages[stage]
@@ -486,7 +486,7 @@ class TransferQueue(RowMethods, HeartbeatQueue):
                     return batch or await self._taken_before(run, taken, step)
 
     @override
-    async def fetch_packed(
+    async def fetch(
         self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
         """Arrays are read-only. Raises UserError for a column that no stage writes."""

@@ -10,7 +10,7 @@
                  per column: narrowing u8, planes u8 (0: not compressed), bytes u32, bytes in the frame u32
                  the frame's checksum and head, the columns
 
-Log-probs that were rounded (contract/precision.py) are exact in 16 bits, so they take half the bytes.
+Log-probs that were rounded (`types.rounded`) are exact in 16 bits, so they take half the bytes.
 """
 
 from __future__ import annotations

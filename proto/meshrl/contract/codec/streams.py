@@ -51,7 +51,7 @@ class AdmitCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteCall:
-    """The arguments of `Queue.write_packed`, and of `append`, whose groups are of ProgressGroup."""
+    """The arguments of `Queue.write`, and of `append`, whose groups are of ProgressGroup."""
 
     run: str
     stage: str

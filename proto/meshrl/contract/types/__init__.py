@@ -20,10 +20,12 @@ from meshrl.contract.types.groups import (
     PackedGroup,
     Part,
     PayloadGroup,
+    Precision,
     ProgressGroup,
     gathered,
     group_rows,
     packed_groups,
+    rounded,
 )
 from meshrl.contract.types.judge import (
     PostedReward,
@@ -140,6 +142,7 @@ __all__ = [
     "Part",
     "PayloadGroup",
     "PostedReward",
+    "Precision",
     "ProgressGroup",
     "RowFacts",
     "RowPart",
@@ -168,4 +171,5 @@ __all__ = [
     "packed_groups",
     "reward_stage",
     "rollout_stage",
+    "rounded",
 ]

@@ -13,7 +13,6 @@ from meshrl.contract import codec
 from meshrl.contract.codec.compression import TAKES_COMPRESSED, Mode, wanted
 from meshrl.contract.held_rows import HeldLeases
 from meshrl.contract.ports import Queue
-from meshrl.contract.rows import RowMethods
 from meshrl.contract.types import (
     Batch,
     DeadLetter,
@@ -70,7 +69,7 @@ class ClientOptions(TypedDict, total=False):
     """From the queue's name in messages, its address and the metadata of calls."""
 
 
-class QueueClient(GrpcClient, RowMethods, Queue):
+class QueueClient(GrpcClient, Queue):
     """A remote Queue. Calls survive a restart of the queue that takes no longer than `retry_s`.
 
     Every call but `replay` is repeated if the queue goes away before it answers. A lease whose answer was lost is not
@@ -184,7 +183,7 @@ class QueueClient(GrpcClient, RowMethods, Queue):
         await self._renewer.renew_held(held_leases)
 
     @override
-    async def write_packed(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+    async def write(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
         call = codec.WriteCall(run=run, stage=stage, groups=tuple(groups))
         await self._connection.call_with_stream(self._write, self._bulk(call), discard)
 
@@ -237,7 +236,7 @@ class QueueClient(GrpcClient, RowMethods, Queue):
         return await self._connection.poll(request, attempt, wait_s)
 
     @override
-    async def fetch_packed(
+    async def fetch(
         self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
     ) -> Sequence[PayloadGroup]:
         request = pb.FetchRowsRequest(run=run, rows=codec.encode_rows(groups), columns=columns)

@@ -93,7 +93,7 @@ class QueueServicer(rpc.QueueServicer):
     ) -> Ack:
         call = codec.decode_write(await collected(request_iterator))
         require_stage(call.stage)
-        await self._queue.write_packed(call.run, call.stage, call.groups)
+        await self._queue.write(call.run, call.stage, call.groups)
         return Ack()
 
     async def Append(  # type: ignore[override]  # payload beside the message
@@ -139,7 +139,7 @@ class QueueServicer(rpc.QueueServicer):
         self, request: pb.FetchRowsRequest, context: Context
     ) -> AsyncIterator[codec.Bulk[pb.FetchRowsResponse]]:
         asked = codec.decode_rows(request.rows)
-        groups = await self._queue.fetch_packed(request.run, asked, list(request.columns))
+        groups = await self._queue.fetch(request.run, asked, list(request.columns))
         for message in self._bulk(codec.encode_fetched(groups), context):
             yield message
 

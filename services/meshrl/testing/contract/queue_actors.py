@@ -158,7 +158,7 @@ class Actors:
                 written.append(reward_write(score))
             elif lease.stage == REFERENCE_STAGE.name:
                 written.append(reference_of(row))
-        await self.queue.write(self.run, lease.stage, tokens_of(lease), written)
+        await self.queue.write_rows(self.run, lease.stage, tokens_of(lease), written)
 
     async def work(self, limit: int = 100, version: Version | None = None) -> None:
         """Sample and score the rows that are ready."""

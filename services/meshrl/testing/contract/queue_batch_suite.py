@@ -176,7 +176,7 @@ class SettlePromises:
         ledger = await actors.ledger()
         assert (ledger.trained, await actors.resident()) == (4, {})
         with pytest.raises(NotFoundError):
-            await queue.fetch("run", [batch.rows[0].uid], ["tokens"])
+            await queue.fetch_rows("run", [batch.rows[0].uid], ["tokens"])
         await actors.settle(0)
         assert (await queue.run_state("run")).committed_step == 1
 

@@ -91,7 +91,7 @@ class AppendPromises:
         assert all(not row.prefix for row in judged.rows)
         await actors.write(judged)
         batch = await actors.take(0, groups=1)
-        (columns, _) = await queue.fetch("run", [row.uid for row in batch.rows], ["tokens"])
+        (columns, _) = await queue.fetch_rows("run", [row.uid for row in batch.rows], ["tokens"])
         assert columns["tokens"].tolist() == [0, 1, 2, 3, 4, 5]
 
     async def test_a_gap_and_a_lost_lease_are_refused(self, queue: Queue) -> None:
@@ -169,7 +169,7 @@ class RedoPromises:
         assert again.uid == held.rows[0].uid
         late = [RowWrite(uid=row.uid, columns={"polished": np.zeros(1)}) for row in held.rows]
         with pytest.raises(FencedError, match=str(again.uid)):
-            await queue.write("run", "polish", tokens_of(held), late)
+            await queue.write_rows("run", "polish", tokens_of(held), late)
 
     async def test_what_was_sampled_is_not_sampled_again(self, queue: Queue) -> None:
         actors = Actors(queue)

@@ -272,10 +272,10 @@ class WritePromises:
         noted = [rollout_of(row, actors.version) for row in lease.rows]
         times = {ROLLOUT_TIMES: times_column(1.0, 2.5)}
         noted[0] = replace(noted[0], columns={**noted[0].columns, **times})
-        await queue.write(actors.run, lease.stage, tokens_of(lease), noted)
+        await queue.write_rows(actors.run, lease.stage, tokens_of(lease), noted)
         await actors.write(await actors.lease("reward"))
         wanted = ("tokens", ROLLOUT_TIMES, CONVERSATION, REWARD_TIMES)
-        first, second = await queue.fetch(actors.run, [row.uid for row in noted], wanted)
+        first, second = await queue.fetch_rows(actors.run, [row.uid for row in noted], wanted)
         assert first[ROLLOUT_TIMES].tolist() == [1.0, 2.5] and set(second) == {"tokens"}
 
     async def test_pictures_come_with_a_task_and_once_with_each_group_of_a_fetch(
@@ -288,7 +288,7 @@ class WritePromises:
         assert {row.uid.task: row.task.media for row in lease.rows} == {"t0": media, "t1": ()}
         await actors.write(lease)
         uids = sorted(row.uid for row in lease.rows)
-        found = await queue.fetch(actors.run, uids, ("tokens", MEDIA))
+        found = await queue.fetch_rows(actors.run, uids, ("tokens", MEDIA))
         assert [set(columns) for columns in found] == [
             {"tokens", MEDIA},
             {"tokens"},
@@ -296,7 +296,7 @@ class WritePromises:
             {"tokens"},
         ]
         wanted = (*ROLLOUT_STAGE.writes, MEDIA)
-        fetched = await queue.fetch(actors.run, uids, wanted)
+        fetched = await queue.fetch_rows(actors.run, uids, wanted)
         rows = with_media([trajectory(*each) for each in zip(uids, fetched, strict=True)])
         assert [row.media for row in rows] == [media, media, (), ()]
 
@@ -316,7 +316,7 @@ class WritePromises:
             row = rollout_of(lease.rows[0], actors.version)
             wrong = replace(row, columns={**row.columns, name: column})
             with pytest.raises(UserError, match=said):
-                await queue.write(actors.run, lease.stage, tokens_of(lease), [wrong])
+                await queue.write_rows(actors.run, lease.stage, tokens_of(lease), [wrong])
 
     async def test_writing_twice_is_writing_once(self, queue: Queue) -> None:
         actors = Actors(queue)
@@ -359,9 +359,9 @@ class WritePromises:
         good = rollout_of(lease.rows[0], actors.version)
         bad = replace(good, columns={**good.columns, column: value})
         with pytest.raises(UserError, match=column) as refused:
-            await queue.write("run", "rollout", tokens_of(lease), [bad])
+            await queue.write_rows("run", "rollout", tokens_of(lease), [bad])
         assert refused.value.details["uid"] == str(good.uid)
-        await queue.write("run", "rollout", tokens_of(lease), [good])
+        await queue.write_rows("run", "rollout", tokens_of(lease), [good])
 
     async def test_a_missing_column_is_refused_by_name(self, queue: Queue) -> None:
         actors = Actors(queue)
@@ -371,7 +371,7 @@ class WritePromises:
         good = rollout_of(lease.rows[0], actors.version)
         columns_left = {name: array for name, array in good.columns.items() if name != "spans"}
         with pytest.raises(UserError, match="spans is missing"):
-            await queue.write(
+            await queue.write_rows(
                 "run", "rollout", tokens_of(lease), [replace(good, columns=columns_left)]
             )
 
@@ -396,10 +396,10 @@ class WritePromises:
         good, other = (rollout_of(row, actors.version) for row in lease.rows)
         bad = replace(other, columns={**other.columns, column: value})
         with pytest.raises(UserError, match=f"row {other.uid}: column {column} {said}") as refused:
-            await queue.write("run", "rollout", tokens_of(lease), [good, bad])
+            await queue.write_rows("run", "rollout", tokens_of(lease), [good, bad])
         assert refused.value.details["uid"] == str(bad.uid)
         assert await actors.resident() == {"leased": 2}
-        await queue.write("run", "rollout", tokens_of(lease), [good, other])
+        await queue.write_rows("run", "rollout", tokens_of(lease), [good, other])
 
     @pytest.mark.parametrize("reward", [[np.nan], [-np.inf], [1.0, 1.0], []])
     async def test_a_reward_that_is_no_number_never_gets_in(
@@ -416,7 +416,7 @@ class WritePromises:
             for row, value in zip(lease.rows, ([1.0], reward), strict=True)
         )
         with pytest.raises(UserError, match="finite") as refused:
-            await queue.write("run", "reward", tokens_of(lease), [good, bad])
+            await queue.write_rows("run", "reward", tokens_of(lease), [good, bad])
         assert refused.value.details["uid"] == str(bad.uid)
 
     @pytest.mark.parametrize("outcome", [o for o in Outcome if not o.trainable])
@@ -429,7 +429,7 @@ class WritePromises:
             rollout_of(lease.rows[0], actors.version), facts=facts(actors.version, 6, outcome)
         )
         with pytest.raises(UserError, match="use fail"):
-            await queue.write("run", "rollout", tokens_of(lease), [bad])
+            await queue.write_rows("run", "rollout", tokens_of(lease), [bad])
 
     async def test_payload_comes_back_bit_by_bit_and_in_the_order_asked(self, queue: Queue) -> None:
         actors = Actors(queue)
@@ -440,7 +440,7 @@ class WritePromises:
         written = {row.uid: rollout_of(row, actors.version).columns for row in lease.rows}
         order = [row.uid for row in reversed(lease.rows)]
         for uid, columns in zip(
-            order, await queue.fetch("run", order, ROLLOUT_STAGE.writes), strict=True
+            order, await queue.fetch_rows("run", order, ROLLOUT_STAGE.writes), strict=True
         ):
             assert set(columns) == set(ROLLOUT_STAGE.writes)
             for name, array in columns.items():
@@ -454,10 +454,10 @@ class WritePromises:
         uid = (await actors.lease()).rows[0].uid
         for missing, column in ((uid, "tokens"), (replace(uid, attempt=7), "tokens")):
             with pytest.raises(NotFoundError) as refused:
-                await queue.fetch("run", [missing], [column])
+                await queue.fetch_rows("run", [missing], [column])
             assert refused.value.details["uid"] == str(missing)
         with pytest.raises(UserError, match="toekns"):
-            await queue.fetch("run", [uid], ["toekns"])
+            await queue.fetch_rows("run", [uid], ["toekns"])
 
     @pytest.mark.parametrize(
         "wrong", [{"outcome": Outcome.TIMEOUT}, {"oldest": Version(9, 9)}, {"num_tokens": 5}]
@@ -472,8 +472,8 @@ class WritePromises:
         good, bad = (rollout_of(row, actors.version) for row in lease.rows)
         wrong_facts = facts(actors.version, 6)._replace(**wrong)
         with pytest.raises(UserError) as refused:
-            await queue.write(
+            await queue.write_rows(
                 "run", "rollout", tokens_of(lease), [good, replace(bad, facts=wrong_facts)]
             )
         assert refused.value.details["uid"] == str(bad.uid)
-        await queue.write("run", "rollout", tokens_of(lease), [good, bad])
+        await queue.write_rows("run", "rollout", tokens_of(lease), [good, bad])

@@ -262,7 +262,7 @@ class BatchSource:
             wait_s=self._settings.trainer.take_wait_s,
         )
         damaged = await unreadable(
-            lambda uids: self._queue.fetch(run, uids, ("response_text", "reward")),
+            lambda uids: self._queue.fetch_rows(run, uids, ("response_text", "reward")),
             (row.uid for row in taken.rows),
         )
         await dead_letter(self._queue, run, epoch, damaged)

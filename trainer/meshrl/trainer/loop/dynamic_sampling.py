@@ -162,7 +162,7 @@ class DynamicSampling:
 
     async def _judged(self, taken: Batch) -> Batch:
         """The groups of `taken` that are kept; the others have left the queue."""
-        columns = await self._batches.fetch(
+        columns = await self._batches.fetch_rows(
             self._run, [row.uid for row in taken.rows], ("reward", "reward_components")
         )
         keep: list[BatchRow] = []

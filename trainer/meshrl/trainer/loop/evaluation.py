@@ -263,7 +263,7 @@ class Evaluator:
     async def _read(self, batch: Batch, tasks: set[str]) -> list[Trajectory]:
         """The rows of a batch that belong to `tasks`; those of a predecessor's evaluation are settled unread."""
         uids = [row.uid for row in batch.rows if row.group in tasks]
-        columns = await self._queue.fetch(self.run, uids, COLUMNS)
+        columns = await self._queue.fetch_rows(self.run, uids, COLUMNS)
         return [trajectory(uid, column) for uid, column in zip(uids, columns, strict=True)]
 
     async def _log_waits(self) -> None:

@@ -282,7 +282,7 @@ class Trainer:
                     damaged = await unreadable(self._read, uids)
                     others = (row.uid for row in schedule.baselines)
                     damaged |= await unreadable(
-                        lambda uids: self._batches.fetch(run, uids, ("reward",)), others
+                        lambda uids: self._batches.fetch_rows(run, uids, ("reward",)), others
                     )
                     if not damaged:
                         raise
@@ -301,7 +301,7 @@ class Trainer:
 
     async def _read(self, uids: Sequence[Uid]) -> list[Trajectory]:
         """Rows from the queue. Raises CorruptError."""
-        columns = await self._batches.fetch(self._settings.run, uids, self._learner.columns)
+        columns = await self._batches.fetch_rows(self._settings.run, uids, self._learner.columns)
         rows = [
             trainable(uid, column, vocabulary=self._learner.vocabulary)
             for uid, column in zip(uids, columns, strict=True)
@@ -333,7 +333,7 @@ class Trainer:
         if not schedule.extra_rows:
             return None
         uids = [row.uid for row in schedule.baselines]
-        columns = await self._batches.fetch(self._settings.run, uids, ("reward",))
+        columns = await self._batches.fetch_rows(self._settings.run, uids, ("reward",))
         return {
             row.group: float(column["reward"][0])
             for row, column in zip(schedule.baselines, columns, strict=True)

@@ -68,7 +68,7 @@ class BatchQueue(Protocol):
         """Lease complete groups for a step; see Queue."""
         ...
 
-    async def fetch(
+    async def fetch_rows(
         self, run: str, uids: Sequence[Uid], columns: Sequence[str]
     ) -> Sequence[Columns]:
         """The columns of rows, in the order of `uids`; see Queue."""
@@ -130,11 +130,11 @@ class RewardVersionGuard:
             del self._taking[batch_id]
         return scoring.result()
 
-    async def fetch(
+    async def fetch_rows(
         self, run: str, uids: Sequence[Uid], columns: Sequence[str]
     ) -> Sequence[Columns]:
         """As the port says, with the scores of `take`."""
-        stored = await self._queue.fetch(run, uids, columns)
+        stored = await self._queue.fetch_rows(run, uids, columns)
         return [self._overlaid(uid, row) for uid, row in zip(uids, stored, strict=True)]
 
     async def close(self) -> None:
@@ -170,7 +170,7 @@ class RewardVersionGuard:
         uids = [row.uid for row in batch.rows]
         if not uids:  # all of it was damaged
             return batch
-        rows = await self._queue.fetch(batch.run, uids, ("reward_hash",))
+        rows = await self._queue.fetch_rows(batch.run, uids, ("reward_hash",))
         hashes = [column_text(row["reward_hash"]) for row in rows]
         current = self._hash_of_step = self._hash_of_step or await self._version_of(hashes)
         self._hash = current
@@ -219,7 +219,7 @@ class RewardVersionGuard:
         names = ["response_text", REWARD_INPUTS]
         if self._token_rewards:
             names.append("loss_mask")
-        rows = dict(zip(uids, await self._queue.fetch(run, uids, names), strict=True))
+        rows = dict(zip(uids, await self._queue.fetch_rows(run, uids, names), strict=True))
         unscored = {uid: sample_again(uid, columns) for uid, columns in rows.items()}
         for _ in range(TRIES):
             for score in await self._versions.score(list(unscored.values()), reward_hash=current):

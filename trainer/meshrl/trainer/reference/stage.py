@@ -136,7 +136,7 @@ class ReferenceStage:
             return []
         found: list[Columns] = []
         for run, part in itertools.groupby([row.uid for row in rows], key=lambda uid: uid.run):
-            found += await self._queue.fetch(run, list(part), ("loss_mask", ROW_MEDIA))
+            found += await self._queue.fetch_rows(run, list(part), ("loss_mask", ROW_MEDIA))
         return [
             Seen(columns["loss_mask"], media_of_row(row.uid, row_media(columns), row.task.media))
             for row, columns in zip(rows, found, strict=True)

@@ -302,7 +302,7 @@ async def _fetched(
 ) -> Sequence[Columns] | None:
     """The columns of rows; None where the queue does not give them: whoever needs it for training will say why."""
     try:
-        return await batches.fetch(run, [row.uid for row in rows], columns)
+        return await batches.fetch_rows(run, [row.uid for row in rows], columns)
     except MeshError as error:
         log.debug("rows to log: %s", error)
         return None
