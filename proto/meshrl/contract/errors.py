@@ -121,6 +121,10 @@ class EngineGoneError(UnavailableError):
     """The engine of this process has stopped, or was not started. Over a wire it is an UnavailableError."""
 
 
+class BrokenDiskError(UnavailableError):
+    """A disk that has room fails to write; nothing more can be stored. Over a wire it is an UnavailableError."""
+
+
 class CorruptError(MeshError):
     """Stored or sent bytes are not what they were."""
 

@@ -41,6 +41,7 @@ from meshrl.common.plain_text import say_error
 from meshrl.common.process_guard import DRAIN_AT_EOF
 from meshrl.common.sockets import is_loopback, join_address
 from meshrl.contract.errors import (
+    BrokenDiskError,
     CapacityError,
     InfraError,
     MeshError,
@@ -374,6 +375,7 @@ CODES: Final[Mapping[type[MeshError], Exit]] = {
     PortInUseError: Exit.PORT_IN_USE,
     UserError: Exit.USER_ERROR,
     CapacityError: Exit.REFUSED,
+    BrokenDiskError: Exit.REFUSED,
 }
 """Exit codes by kind of error; the first kind that an error is of counts."""
 

@@ -15,6 +15,7 @@ import lmdb
 import pytest
 
 from meshrl.contract.errors import (
+    BrokenDiskError,
     CapacityError,
     ConfigError,
     CorruptError,
@@ -283,4 +284,43 @@ async def test_the_copy_that_a_killed_export_left_is_removed(tmp_path: Path) -> 
     store = DiskStore(tmp_path)
     await store.load()
     assert not (tmp_path / "export-abc").exists()
+    await store.close()
+
+
+async def test_a_disk_that_fails_and_has_room_ends_the_queue_and_nothing_is_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actors = Actors(await TransferQueue.open(DiskStore(tmp_path)))
+    await actors.start()
+    await actors.feed(tasks(1))
+    lease = await actors.lease()
+
+    def fails(*_: object) -> None:
+        raise lmdb.Error("mdb_txn_commit: Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(DiskStore, "_commit", fails)
+        with pytest.raises(BrokenDiskError, match="failed to write, and has room"):
+            await actors.write(lease)
+    assert isinstance(await actors.queue.lost(), BrokenDiskError)
+    with pytest.raises(BrokenDiskError):
+        await actors.feed(tasks(1, start=1))
+    await actors.queue.close()
+    actors.queue = await TransferQueue.open(DiskStore(tmp_path))
+    assert await actors.resident() == {"leased": 2}
+    await actors.queue.close()
+
+
+async def test_a_write_that_a_limit_of_file_sizes_cuts_short_is_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore(tmp_path)
+    await store.load()
+
+    def fails(*_: object) -> None:
+        raise lmdb.Error("mdb_txn_commit: Input/output error")
+
+    monkeypatch.setattr(DiskStore, "_commit", fails)
+    with file_limit(4 * MIB), pytest.raises(CapacityError, match="took no more"):
+        await store.apply(puts(1))
     await store.close()

@@ -84,7 +84,6 @@ from meshrl.transferqueue.store import (
     RECOVERY_PAUSE_S,
     CommitLog,
     Durations,
-    OwnerLostError,
     RecentFrames,
     SpaceCheck,
     Store,
@@ -189,8 +188,8 @@ class TransferQueue(HeartbeatQueue):
         """Durations of the commits."""
         return self._commit_log.commit_s
 
-    async def lost(self) -> OwnerLostError:
-        """Wait until another queue takes the store over, which ends this one; for ever if none does."""
+    async def lost(self) -> UnavailableError:
+        """Wait until the store is lost to this queue, which ends it: another queue has it, or its disk is broken."""
         return await asyncio.shield(self._commit_log.ended)
 
     # --- runs

@@ -27,7 +27,13 @@ from typing import Final, NamedTuple, Protocol
 
 import orjson
 
-from meshrl.contract.errors import CapacityError, InfraError, MeshError, UnavailableError
+from meshrl.contract.errors import (
+    BrokenDiskError,
+    CapacityError,
+    InfraError,
+    MeshError,
+    UnavailableError,
+)
 from meshrl.contract.frames import strip_checksum, with_checksum
 from meshrl.contract.types import Json, Waiting
 
@@ -43,6 +49,10 @@ FRAME: Final = b"c"
 
 class OwnerLostError(UnavailableError):
     """Another queue owns the store now; this one cannot serve any more."""
+
+
+LOST: Final = (OwnerLostError, BrokenDiskError)
+"""Errors of a store after which this queue ends."""
 
 
 class Table(StrEnum):
@@ -293,8 +303,8 @@ class CommitLog:
         """Why the last failed commit failed."""
         self._broken: MeshError | None = None
         """Set while the store cannot be read back."""
-        self.ended: asyncio.Future[OwnerLostError] = asyncio.get_running_loop().create_future()
-        """Done when another queue has taken the store over."""
+        self.ended: asyncio.Future[UnavailableError] = asyncio.get_running_loop().create_future()
+        """Done when the store is lost to this queue."""
         self.commit_s = Durations()
         """From the start of a commit to its acknowledgement."""
         self._on_committed = on_committed
@@ -374,7 +384,7 @@ class CommitLog:
         """Go back to the last commit, then raise in the callers: when they repeat their calls, the queue works."""
         log.error("a commit failed, the queue goes back to the last one: %s", error)
         self._refusal = error
-        while True:
+        while not self._lost(commit, error):
             try:
                 await self._recover()
             except Exception as failure:
@@ -383,15 +393,23 @@ class CommitLog:
                 self._broken = self._refusal = problem
                 _refuse(commit, problem)
                 self._refuse_staged()
-                if isinstance(problem, OwnerLostError):
-                    self.ended.set_result(problem)
-                if self._closing or self.ended.done():
+                if self._lost(commit, problem) or self._closing:
                     return
                 await asyncio.sleep(self._recovery_pause_s)
             else:
-                break
-        self._broken = None
+                self._broken = None
+                _refuse(commit, error)
+                return
+
+    def _lost(self, commit: _Commit, error: MeshError) -> bool:
+        """Whether `error` ends the queue; then everything is refused with it from now on."""
+        if not isinstance(error, LOST):
+            return False
+        self._broken = self._refusal = error
         _refuse(commit, error)
+        self._refuse_staged()
+        self.ended.set_result(error)
+        return True
 
     def restarted(self) -> None:
         """RAM is back at the last commit: refuse what was staged on the discarded state."""

@@ -12,21 +12,31 @@ fsync at group commits of 8 groups costs less than gRPC does, and there is no lo
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import json
 import logging
 import os
+import resource
 import shutil
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Final, TypeVar
 
 import lmdb
 
-from meshrl.contract.errors import CapacityError, CorruptError, InfraError, UserError
+from meshrl.contract.errors import (
+    BrokenDiskError,
+    CapacityError,
+    CorruptError,
+    InfraError,
+    MeshError,
+    UserError,
+)
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.several_processes import processes_noted, refusal
 from meshrl.transferqueue.store import FORMAT, Operation, Table
@@ -54,8 +64,10 @@ SPARE_BYTES: Final = 1 << 20
 """The least by which the file is longer than its last page."""
 OPERATION_BYTES: Final = 3 * 4096
 """Pages that one operation may take beside its value, rounded up."""
-_FULL = ("No space left", "quota exceeded", "File too large", "Input/output error")
-"""LMDB reports a write cut short by a full disk as an input/output error."""
+_FULL = ("No space left", "quota exceeded", "File too large")
+_FAILED = "Input/output error"
+"""LMDB reports so also a write that a full disk cut short."""
+_PROBE_BYTES = 1 << 20
 _DAMAGED = (
     lmdb.InvalidError,
     lmdb.CorruptedError,
@@ -393,13 +405,34 @@ class DiskStore:
         status = os.statvfs(self._path)
         return status.f_bavail * status.f_frsize
 
-    def _translated(self, error: lmdb.Error | OSError) -> CapacityError | CorruptError | InfraError:
+    def _is_full(self) -> bool:
+        """Whether the disk, a quota or the process's limit of file sizes has no room for the next growth."""
+        most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if most != resource.RLIM_INFINITY and self._file_bytes() + self._grow_bytes > most:
+            return True
+        if self._free_bytes() < self._grow_bytes:
+            return True
+        try:
+            with TemporaryFile(dir=self._path) as file:
+                file.write(bytes(_PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        return False
+
+    def _translated(self, error: lmdb.Error | OSError) -> MeshError:
         text = str(error)
         if isinstance(error, _DAMAGED):
             return CorruptError(
                 f"queue store {self._path}: the file is damaged ({text}): {RESTORE}"
             )
-        if isinstance(error, lmdb.DiskError) or any(sign in text for sign in _FULL):
+        if _FAILED in text and not self._is_full():
+            return BrokenDiskError(
+                f"queue store {self._path}: the disk failed to write, and has room ({text}): replace it; what was"
+                f" acknowledged is on it, or in the last backup"
+            )
+        if isinstance(error, lmdb.DiskError) or any(sign in text for sign in (*_FULL, _FAILED)):
             free = self._free_bytes()
             return CapacityError(
                 f"queue store {self._path}: the disk took no more ({text}; {free} bytes free)",
