@@ -25,8 +25,8 @@ from meshrl.contract.routed_experts import RoutedExperts
 from meshrl.contract.types import GenerateRequest, SamplingParams, Trajectory, Uid, Version
 from meshrl.rollout.engines.torch import build
 from meshrl.rollout.streams import ExpertRecorder, Response, sample
-from meshrl.trainer.algorithms.mismatch import mismatch_metrics
 from meshrl.trainer.algorithms.ragged import Ragged
+from meshrl.trainer.algorithms.rollout_correction import mismatch_metrics
 from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import Policy, load_hf
 

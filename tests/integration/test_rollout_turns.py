@@ -17,7 +17,7 @@ from meshrl.rollout.config import CheckpointIntervals
 from meshrl.rollout.programs import ProgramCache
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.testing.engines import echo
-from meshrl.trainer.algorithms.agent_steps import anchors_of
+from meshrl.trainer.algorithms.advantages.gigpo import anchors_of
 from meshrl.transferqueue.queue import TransferQueue
 
 from ..unit.rollout import some_tools

@@ -22,19 +22,24 @@ DOUBLES = "meshrl.testing"
 
 
 def known(package: str) -> tuple[str, ...]:
-    """The names of the modules in `package` and of its test doubles, sorted; `_private` ones are left out."""
-    return tuple(sorted(_packages(package)))
+    """The names of the modules in `package` and of its test doubles, sorted; `_private` ones are left out.
+
+    `ALIASES` of the package, name to module, are further names of its modules.
+    """
+    return tuple(sorted(modules(package)))
 
 
 @functools.cache
-def _packages(package: str) -> Mapping[str, str]:
-    """Module name to the package that holds it. A process sees the files that were there when it first asked."""
+def modules(package: str) -> Mapping[str, str]:
+    """Name to the full name of its module. A process sees the files that were there when it first asked."""
     found: dict[str, str] = {}
     for place in (f"{DOUBLES}.{package.rpartition('.')[2]}", package):
         if place == package or importlib.util.find_spec(place) is not None:
-            path = importlib.import_module(place).__path__
-            found |= {info.name: place for info in pkgutil.iter_modules(path)}
-    return {name: place for name, place in found.items() if name[0] != "_"}
+            holder = importlib.import_module(place)
+            names = {info.name: info.name for info in pkgutil.iter_modules(holder.__path__)}
+            names |= getattr(holder, "ALIASES", {})
+            found |= {name: f"{place}.{module}" for name, module in names.items()}
+    return {name: module for name, module in found.items() if name[0] != "_"}
 
 
 def load(package: str, name: str, attribute: str) -> Any:
@@ -44,18 +49,16 @@ def load(package: str, name: str, attribute: str) -> Any:
         ConfigError: no such module (lists the known names and the nearest), one whose import fails, or no such
         attribute in it.
     """
-    places = _packages(package)
-    names = tuple(sorted(places))
-    dotted = "." in name
-    if not dotted and name not in names:
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        kind = package.rpartition(".")[2]
-        raise ConfigError(
-            f"no {kind} named {name!r}{hint} (known: {', '.join(names)}, or a dotted path)"
-        )
+    named = modules(package)
+    if "." not in name and name not in named:
+        raise unknown(package.rpartition(".")[2], name, sorted(named))
+    return _attribute(named.get(name, name), name, attribute)
+
+
+def _attribute(module_name: str, name: str, attribute: str) -> Any:
+    """The `attribute` of a module, which messages call `name`."""
     try:
-        module = importlib.import_module(name if dotted else f"{places[name]}.{name}")
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(f"cannot load {name!r}: {error}{where_it_stands(name)}") from error
     except (Exception, SystemExit) as error:  # someone's own module may raise anything, or exit
@@ -64,6 +67,15 @@ def load(package: str, name: str, attribute: str) -> Any:
     if not hasattr(module, attribute):
         raise ConfigError(f"module {module.__name__!r} defines no {attribute!r}")
     return getattr(module, attribute)
+
+
+def unknown(kind: str, name: str, names: Collection[str]) -> ConfigError:
+    """The error of a name that is none of `names`: it lists them and the nearest."""
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return ConfigError(
+        f"no {kind} named {name!r}{hint} (known: {', '.join(names)}, or a dotted path)"
+    )
 
 
 def find(name: str) -> ModuleSpec | None:
@@ -140,28 +152,36 @@ def constant(package: str, name: str, attribute: str, default: Any) -> Any:
     return default
 
 
-def config_class(package: str, name: str) -> Any | None:
-    """The `Config` of a module of `package`; None where there is none, or only an import could tell.
+def config_class(package: str, name: str, called: str = "Config") -> Any | None:
+    """The class of options of a module of `package`; None where there is none, or only an import could tell.
 
-    A module that needs torch imports its `Config` from one that does not, and is not imported itself; a module named
-    by a dotted path is not either, because it is someone's own code.
+    A module that needs torch imports its class from one that does not, and is not imported itself; of modules named
+    by a dotted path, which are someone's own code, only those with a class `Options` are.
     """
-    statements = _statements(package, name)
-    for statement in statements:
-        if isinstance(statement, ast.ImportFrom) and statement.module:
-            for alias in statement.names:
-                if (alias.asname or alias.name) == "Config" and alias.name != "Config":
-                    return getattr(importlib.import_module(statement.module), alias.name)
-    defined = {node.name for node in statements if isinstance(node, ast.ClassDef)}
-    if "." in name or "Config" not in defined:
+    place = class_place(package, name, called)
+    if place is None or (place[0] == name and called == "Config"):
         return None
-    return load(package, name, "Config")
+    return _attribute(place[0], name, place[1])
+
+
+def class_place(package: str, name: str, called: str) -> tuple[str, str] | None:
+    """The module that defines the class of options of a module, and its name there; neither is imported."""
+    full = name if "." in name else modules(package).get(name, name)
+    for statement in _statements(package, name):
+        if isinstance(statement, ast.ClassDef) and statement.name == called:
+            return full, called
+        if not isinstance(statement, ast.ImportFrom):
+            continue
+        for alias in statement.names:
+            if (alias.asname or alias.name) == called and alias.name != "Config":
+                relative = "." * statement.level + (statement.module or "")
+                return importlib.util.resolve_name(relative, full.rpartition(".")[0]), alias.name
+    return None
 
 
 def _statements(package: str, name: str) -> list[ast.stmt]:
     """The top level of the module of `load`, not imported; empty where there is no source."""
-    place = _packages(package).get(name, package)
-    spec = find(name if "." in name else f"{place}.{name}")
+    spec = find(name if "." in name else modules(package).get(name, f"{package}.{name}"))
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return []
     source = Path(spec.origin)

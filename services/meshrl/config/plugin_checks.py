@@ -9,7 +9,7 @@ import difflib
 import importlib
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeGuard
 
 from meshrl.common import plugins
 from meshrl.common.config import read_options
@@ -22,6 +22,7 @@ from meshrl.contract.errors import ConfigError
 from meshrl.rewardd.config import JUDGES, OTHER_PACKAGES
 from meshrl.rewardd.pool.rule import REWARDS
 from meshrl.sandbox.sandbox import Isolation
+from meshrl.trainer.algorithms.recipe_defaults import homes
 from meshrl.trainer.data.files import READERS
 
 PROGRAMS = "meshrl.rollout.programs"
@@ -224,19 +225,31 @@ def _names(recipe: Recipe) -> Iterator[Problem]:
 
 def names_at(key: str) -> tuple[str, ...]:
     """The modules that may be named at a key of a recipe; empty where the key names none."""
-    others = {"algorithm.name": "meshrl.trainer.algorithms.recipes", "trainer.logger": LOGGERS}
-    package = {**NAMES, **others}.get(key)
+    if key == "algorithm.name":
+        return tuple(homes())
+    package = {**NAMES, "trainer.logger": LOGGERS}.get(key)
     return tuple(sorted(plugins.known(package))) if package else ()
 
 
 def imported(tree: Mapping[str, Any]) -> list[str]:
     """The dotted names in a recipe's sections that a check imports; it finds the others and reads their source."""
-    algorithm, stages = tree.get("algorithm"), tree.get("stages")
-    named = [algorithm.get("name")] if isinstance(algorithm, Mapping) else []
-    for stage in stages.values() if isinstance(stages, Mapping) else ():
-        named.append(stage.get("kind") if isinstance(stage, Mapping) else None)
-    dotted = [name for name in named if isinstance(name, str) and "." in name]
+    algorithm, actor, stages = (_section(tree, key) for key in ("algorithm", "actor", "stages"))
+    named = [algorithm.get("name"), *(_section(stages, name).get("kind") for name in stages)]
+    formulas = (algorithm.get("adv_estimator"), _section(actor, "policy_loss").get("loss_mode"))
+    dotted = [name for name in named if _is_dotted(name)]
+    for formula in formulas:
+        if _is_dotted(formula) and (place := plugins.class_place("", formula, "Options")):
+            dotted.append(place[0])
     return list(dict.fromkeys(dotted))
+
+
+def _section(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    section = tree.get(key)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _is_dotted(name: object) -> TypeGuard[str]:
+    return isinstance(name, str) and "." in name
 
 
 def _program_options(recipe: Recipe, machine: ThisMachine) -> Iterator[Problem]:

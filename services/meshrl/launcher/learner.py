@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from meshrl.config.recipe import Recipe, algorithm_needs, trains_each_branch
 from meshrl.contract.types import Int32
 from meshrl.launcher.prompts import read_prompts
-from meshrl.trainer.algorithms.advantages._options.prime import Options as PrimeOptions
+from meshrl.trainer.algorithms.advantages.prime import Options as PrimeOptions
 from meshrl.trainer.algorithms.needs import rollout_is_old
 from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.data.prompts import own_answer

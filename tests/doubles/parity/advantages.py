@@ -71,7 +71,7 @@ def _found(case: Case, advantages: Tensor, returns: Tensor | None = None) -> Fou
 def _by_name(name: str) -> Callable[[Case], Found]:
     def adapter(case: Case) -> Found:
         compute = plugins.load("meshrl.trainer.algorithms.advantages", name, "compute")
-        result = compute(_batch(case), _config(case))
+        result = compute(_batch(case), _config(case, adv_estimator=name))
         return _found(case, result.advantages, result.returns)
 
     return adapter

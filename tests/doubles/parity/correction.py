@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
-from meshrl.trainer.algorithms.correction_bounds import parse
 from meshrl.trainer.algorithms.kl import KlController, kl_in_reward, kl_penalty
-from meshrl.trainer.algorithms.mismatch import mismatch_metrics
-from meshrl.trainer.algorithms.rejection import reject
-from meshrl.trainer.algorithms.resampling import resample
-from meshrl.trainer.algorithms.rollout_correction import correct, importance_weights
+from meshrl.trainer.algorithms.recipes.pf_ppo import resample
+from meshrl.trainer.algorithms.rollout_correction import (
+    correct,
+    importance_weights,
+    mismatch_metrics,
+    parse,
+    reject,
+)
 from meshrl.trainer.config import KlControlConfig, PfPpoConfig
 from tests.doubles.parity.cases import Case
 from tests.doubles.parity.layout import Found, correction_config, flat, padded, ragged_of

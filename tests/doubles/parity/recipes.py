@@ -10,8 +10,8 @@ import torch
 from meshrl.trainer.algorithms.advantages import gigpo, preference, prime, sppo
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch
 from meshrl.trainer.algorithms.advantages.grpo import group_relative
+from meshrl.trainer.algorithms.advantages.prime import detached_dpo, row_cross_entropy
 from meshrl.trainer.algorithms.aggregation import Aggregator
-from meshrl.trainer.algorithms.implicit_reward import detached_dpo, row_cross_entropy
 from meshrl.trainer.algorithms.losses import dpo, ipo
 from meshrl.trainer.algorithms.losses import sppo as sppo_loss
 from meshrl.trainer.algorithms.losses._types import LossInputs

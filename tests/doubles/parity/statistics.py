@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from meshrl.trainer.algorithms.advantages.optimal_token_baseline import sum_pi_squared
-from meshrl.trainer.algorithms.overlong_penalty import overlong_penalty
 from meshrl.trainer.algorithms.ragged import Ragged, variance, whiten
+from meshrl.trainer.algorithms.recipes.dapo import overlong_penalty
 from meshrl.trainer.model.logprob import linear_logprob
 from tests.doubles.parity.cases import Case
 from tests.doubles.parity.layout import Found, flat, group_numbers, padded, ragged_of

@@ -212,6 +212,8 @@ def test_a_port_option_that_is_none_is_refused(run: Run) -> None:
         ("check", "ran_a", "stages={x: {kind: ran_a.stage}}"),
         ("check", "ran_b", "algorithm.name=ran_b.stage"),
         ("show", "ran_c", "algorithm.name=ran_c.stage"),
+        ("check", "ran_d", "algorithm.adv_estimator=ran_d.stage"),
+        ("check", "ran_e", "actor.policy_loss.loss_mode=ran_e.stage"),
     ],
 )
 def test_what_is_imported_is_named_before_it_is(
@@ -220,7 +222,7 @@ def test_what_is_imported_is_named_before_it_is(
     stage = Path("elsewhere", package, "stage.py").absolute()
     stage.parent.mkdir(parents=True)
     stage.with_name("__init__.py").touch()
-    stage.write_text("import sys; print('it runs', file=sys.stderr); 1 / 0")
+    stage.write_text("import sys; print('it runs', file=sys.stderr); 1 / 0\nclass Options: ...")
     stage.parent.with_name("read.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(stage.parent.parent)
     others = ["queue.sampler=read.it", "rollout.name=read.it", "trainer.logger=[read.it]"]

@@ -188,7 +188,7 @@ def test_an_example_of_an_extension_is_found_by_its_dotted_name(file: str) -> No
 
     attributes = {"estimators": "compute", "losses": "compute", "samplers": "Sampler"}
     attributes |= {"stores": "build", "programs": "run", "carriers": "Carrier", "engines": "build"}
-    attributes |= {"stages": "run", "_options": "Options", "readers": "read"}
+    attributes |= {"stages": "run", "readers": "read"}
     parts = Path(file).with_suffix("").parts
     kind = parts[0] if len(parts) > 1 else parts[0].partition("_")[0]
     found = plugins.load("meshrl.rollout", ".".join(("my_package", *parts)), attributes[kind])

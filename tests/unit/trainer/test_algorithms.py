@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from meshrl.common.plugins import known, load
+from meshrl.common.plugins import load
 from meshrl.config.loading import load_recipe
 from meshrl.contract.errors import ConfigError
-from meshrl.trainer.algorithms.recipe_defaults import ALGORITHMS, defaults, merged, name_of
+from meshrl.trainer.algorithms.recipe_defaults import COMBINED, defaults, homes, merged, name_of
 from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.ranks.world import World
@@ -45,12 +46,12 @@ TWENTY_ONE = (
 
 
 def test_every_algorithm_has_a_file_a_recipe_and_a_row_in_the_docs() -> None:
-    assert set(TWENTY_ONE) <= set(known(ALGORITHMS))
-    assert set(named_algorithms.NAMES) == set(known(ALGORITHMS))
+    assert set(TWENTY_ONE) == set(homes()) == set(named_algorithms.NAMES)
     page = (ROOT / "docs/reference/algorithms.md").read_text()
-    for name in known(ALGORITHMS):
+    for name, module in homes().items():
         (row,) = [line for line in page.splitlines() if line.startswith(f"| [`{name}`](")]
-        assert load(ALGORITHMS, name, "PAPER") in row
+        (paper,) = re.findall(r"https://arxiv.org/abs/[\d.]+", row)
+        assert paper in load(COMBINED, module, "__doc__")
 
 
 def test_what_is_written_wins_over_the_algorithm(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from meshrl.common import plugins
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput
+from meshrl.trainer.algorithms.losses.m2po import second_moment_mask
 from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.algorithms.second_moment import second_moment_mask
-from meshrl.trainer.algorithms.value_loss import value_loss
+from meshrl.trainer.algorithms.recipes.ppo import value_loss
 from meshrl.trainer.config import ActorConfig
 from meshrl.trainer.learner.policy_gradient import actor_loss, positive_nll
 
@@ -263,6 +263,6 @@ def test_the_value_loss_ignores_a_prediction_that_runs_away() -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_says_what_it_needs(name: str) -> None:
-    needs = plugins.load("meshrl.trainer.algorithms.losses", name, "NEEDS")
+    needs = plugins.constant("meshrl.trainer.algorithms.losses", name, "NEEDS", ())
 
     assert set(needs) <= set(LossInputs.__dataclass_fields__)

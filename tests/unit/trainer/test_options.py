@@ -14,27 +14,21 @@ from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import ConfigError
 
 ESTIMATOR = '''
-from {package}._options.bounded import Options
-from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
-from meshrl.trainer.algorithms.options import options
-from meshrl.trainer.config import AlgorithmConfig
-
-NEEDS: tuple[str, ...] = ()
-
-
-def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
-    """The score, at most `bound`."""
-    return broadcast(batch, batch.scores.clamp(max=options(config, Options).bound))
-'''
-OPTIONS = '''
 from pydantic import PositiveFloat
 
 from meshrl.common.config import Config
+from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
+from meshrl.trainer.algorithms.options import options
 
 
 class Options(Config):
     bound: PositiveFloat = 1.0
     """The largest advantage."""
+
+
+def compute(batch: AdvantageBatch, config) -> Advantages:
+    """The score, at most `bound`."""
+    return broadcast(batch, batch.scores.clamp(max=options(config, Options).bound))
 '''
 COMPUTE = """
 from pathlib import Path
@@ -54,11 +48,10 @@ print(compute(batch, algorithm).advantages.tolist())
 """
 
 
-def write_estimator(folder: Path, package: str) -> None:
-    """The modules `bounded` and `_options.bounded` in `folder`, which is (part of) `package`."""
-    (folder / "_options").mkdir(parents=True)
-    (folder / "bounded.py").write_text(ESTIMATOR.format(package=package))
-    (folder / "_options" / "bounded.py").write_text(OPTIONS)
+def write_estimator(folder: Path) -> None:
+    """The module `bounded`."""
+    folder.mkdir()
+    (folder / "bounded.py").write_text(ESTIMATOR)
 
 
 def python(code: str, directory: Path) -> str:
@@ -82,19 +75,18 @@ def refusal(path: Path) -> str:
 
 
 def test_an_estimator_from_outside_the_tree_reads_its_own_options(tmp_path: Path) -> None:
-    write_estimator(tmp_path / "mine", "mine")
+    write_estimator(tmp_path / "mine")
     recipe(tmp_path, "{adv_estimator: mine.bounded, options: {bound: 0.5}}")
     assert python(COMPUTE, tmp_path) == "[0.25, 0.5]\n"
 
 
 def test_an_estimator_added_to_the_tree_needs_no_other_edit(tmp_path: Path) -> None:
     package = "meshrl.trainer.algorithms.advantages"
-    write_estimator(tmp_path / "added", package)
+    write_estimator(tmp_path / "added")
     recipe(tmp_path, "{adv_estimator: bounded, bound: 0.5}")
     add = f"""
-import {package}, {package}._options
+import {package}
 {package}.__path__.append("added")
-{package}._options.__path__.append("added/_options")
 """
     assert python(add + COMPUTE, tmp_path) == "[0.25, 0.5]\n"
 
@@ -102,7 +94,7 @@ import {package}, {package}._options
 def test_options_from_outside_are_checked_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_estimator(tmp_path / "theirs", "theirs")
+    write_estimator(tmp_path / "theirs")
     monkeypatch.syspath_prepend(str(tmp_path))
     at = f"{tmp_path}/my.yaml:2: algorithm.options"
     assert refusal(recipe(tmp_path, "{adv_estimator: theirs.bounded, options: {bund: 1}}")) == (
@@ -111,7 +103,23 @@ def test_options_from_outside_are_checked_before_anything_starts(
     assert "greater than 0" in refusal(
         recipe(tmp_path, "{adv_estimator: theirs.bounded, options: {bound: 0}}")
     )
-    assert "theirs.bounded" not in sys.modules, "a check imports no algorithm"
+
+
+@pytest.mark.parametrize("named", ["my_package._options.bounded", "._options.bounded"])
+def test_options_in_a_file_of_their_own_are_checked_without_the_estimator(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_package: None
+) -> None:
+    (tmp_path / "my_package" / "_options").mkdir(parents=True)
+    (tmp_path / "my_package" / "bounded.py").write_text(
+        f"import not_installed\nfrom {named} import Options\n{ESTIMATOR.partition('class Options')[0]}"
+    )
+    (tmp_path / "my_package" / "_options" / "bounded.py").write_text(
+        ESTIMATOR.partition("def compute")[0]
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    wrong = refusal(recipe(tmp_path, "{adv_estimator: my_package.bounded, options: {bund: 1}}"))
+    assert wrong.endswith("algorithm.options.bund: no such option; did you mean 'bound'?")
+    assert "my_package.bounded" not in sys.modules
 
 
 def test_options_for_an_estimator_that_takes_none_are_refused(
@@ -121,9 +129,7 @@ def test_options_for_an_estimator_that_takes_none_are_refused(
     (tmp_path / "plain" / "estimator.py").write_text("NEEDS = ()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     plain = refusal(recipe(tmp_path, "{adv_estimator: plain.estimator, options: {a: 1}}"))
-    assert plain.endswith(
-        "plain.estimator takes none (there is no module plain._options.estimator)"
-    )
+    assert plain.endswith("algorithm.options: plain.estimator takes none (it has no class Options)")
     named = refusal(recipe(tmp_path, "{adv_estimator: grpo, options: {a: 1}}"))
     assert "only for a module named by a dotted path" in named
 

@@ -8,15 +8,18 @@ import pytest
 import torch
 
 from meshrl.contract.errors import ConfigError
-from meshrl.trainer.algorithms.correction_bounds import STATISTICS, parse, parse_threshold
-from meshrl.trainer.algorithms.mismatch import mismatch_by, mismatch_metrics
-from meshrl.trainer.algorithms.overlong_penalty import overlong_penalty
 from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.algorithms.resampling import resample
+from meshrl.trainer.algorithms.recipes.dapo import overlong_penalty
+from meshrl.trainer.algorithms.recipes.pf_ppo import resample
 from meshrl.trainer.algorithms.rollout_correction import (
+    STATISTICS,
     correct,
     importance_weights,
     interpolate,
+    mismatch_by,
+    mismatch_metrics,
+    parse,
+    parse_threshold,
 )
 from meshrl.trainer.config import PfPpoConfig, RolloutCorrectionConfig
 

@@ -15,12 +15,11 @@ import torch
 
 from meshrl.contract.errors import ConfigError, CorruptError, UserError
 from meshrl.contract.types import SamplingParams, Task, Trajectory, Uid, Version, VersionSpan
-from meshrl.trainer.algorithms.advantages._options.hgpo import HgpoConfig
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, outcome_rewards
+from meshrl.trainer.algorithms.advantages.gigpo import anchors_of, steps_of
 from meshrl.trainer.algorithms.advantages.gigpo import compute as gigpo
+from meshrl.trainer.algorithms.advantages.hgpo import HgpoConfig, of_histories
 from meshrl.trainer.algorithms.advantages.hgpo import compute as hgpo
-from meshrl.trainer.algorithms.advantages.hgpo import of_histories
-from meshrl.trainer.algorithms.agent_steps import anchors_of, steps_of
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.algorithms.rollout_correction import interpolate
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, OverlongBufferConfig

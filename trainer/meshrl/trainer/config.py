@@ -331,7 +331,7 @@ class AlgorithmConfig(Config):
     """
 
     name: str | None = None
-    """A module of `meshrl.trainer.algorithms.recipes`, or a dotted path: its settings become defaults here."""
+    """A named algorithm (docs/reference/algorithms.md), or a dotted path: its `DEFAULTS` become defaults here."""
     adv_estimator: str = "grpo"
     """A module of `meshrl.trainer.algorithms.advantages`, or a dotted path."""
     options: dict[str, Any] = Field(default_factory=dict)

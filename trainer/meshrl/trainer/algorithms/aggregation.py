@@ -9,13 +9,14 @@ all ranks, and the factor `dp_size` undoes the averaging. Pass the counts (`batc
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from meshrl.contract.errors import ConfigError
+from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
 from meshrl.trainer.algorithms.ragged import MEAN_EPSILON, Ragged
-from meshrl.trainer.config import ActorConfig, AggregationMode
+
+if TYPE_CHECKING:
+    from meshrl.trainer.config import ActorConfig, AggregationMode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 
 from meshrl.contract.errors import ConfigError
-from meshrl.trainer.algorithms.ragged import Ragged
+from meshrl.trainer.algorithms.ragged import LOG_RATIO_BOUND, Ragged
 from meshrl.trainer.config import KL_ESTIMATORS, KlControlConfig
 
-LOG_RATIO_BOUND = 20.0
-"""|log ratio| is clamped here before it is exponentiated."""
 K3_BOUND = 10.0
 
 

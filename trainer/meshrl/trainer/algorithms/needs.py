@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from meshrl.common import plugins
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import REFERENCE_TOP
-from meshrl.trainer.algorithms.advantages._options.gdpo import Options as GdpoOptions
-from meshrl.trainer.algorithms.correction_bounds import parse, parse_threshold
-from meshrl.trainer.algorithms.losses._options.dpo import Options as DpoOptions
-from meshrl.trainer.algorithms.options import check_options, options
+from meshrl.trainer.algorithms.advantages.gdpo import Options as GdpoOptions
+from meshrl.trainer.algorithms.losses.dpo import Options as DpoOptions
+from meshrl.trainer.algorithms.options import ADVANTAGES, LOSSES, check_options, options
+from meshrl.trainer.algorithms.rollout_correction import parse, parse_threshold
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
 
-ADVANTAGES = "meshrl.trainer.algorithms.advantages"
-LOSSES = "meshrl.trainer.algorithms.losses"
 PROVIDED = frozenset(
     {
         "old_logprobs",
@@ -184,8 +182,8 @@ def check(algorithm: AlgorithmConfig, actor: ActorConfig) -> None:
         ConfigError: a need that no service provides, or wrong options.
     """
     loss = actor.policy_loss
-    check_options(algorithm.adv_estimator, algorithm.options, where="algorithm.options")
-    check_options(loss.loss_mode, loss.options, where="actor.policy_loss.options")
+    check_options(ADVANTAGES, algorithm.adv_estimator, algorithm.options, where="algorithm.options")
+    check_options(LOSSES, loss.loss_mode, loss.options, where="actor.policy_loss.options")
     missing = [need for need in estimator_needs(algorithm) if need not in PROVIDED]
     if missing:
         raise ConfigError(

@@ -1,16 +1,15 @@
-"""Options that only one estimator or loss reads: a class in a file beside the algorithm, which imports no torch.
+"""Options that only one estimator or loss reads: the class `Options` in the file of the formula.
 
-    advantages/gdpo.py            the estimator
-    advantages/_options/gdpo.py   its options: `class Options(Config)`
+    advantages/gdpo.py       class Options(Config): gdpo_reward_keys, …      compute(batch, config)
 
 Options of this tree are keys of the section itself (`algorithm.gdpo_reward_keys`), which is put together from all
-files of the folder. Those of a module named by a dotted path, `a.b`, are the class `Options` in `a._options.b`; a
-recipe writes them under `algorithm.options` or `actor.policy_loss.options`.
+files of the folder, so that these import torch only when they compute (`lazy_torch`). Those of a module named by a
+dotted path are written under `algorithm.options` or `actor.policy_loss.options`.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -19,8 +18,10 @@ from pydantic import create_model
 from meshrl.common import plugins
 from meshrl.common.config import Config, read_options
 from meshrl.contract.errors import ConfigError
+from meshrl.trainer.algorithms.lazy_torch import Tensor
 
-FOLDER = "_options"
+ADVANTAGES = "meshrl.trainer.algorithms.advantages"
+LOSSES = "meshrl.trainer.algorithms.losses"
 C = TypeVar("C", bound=Config)
 
 
@@ -41,8 +42,8 @@ def with_options(package: str) -> Callable[[type[C]], type[C]]:
     """
 
     def compose(section: type[C]) -> type[C]:
-        folder = f"{package}.{FOLDER}"
-        parts = [plugins.load(folder, name, "Options") for name in plugins.known(folder)]
+        modules = [importlib.import_module(module) for module in plugins.modules(package).values()]
+        parts = dict.fromkeys(module.Options for module in modules if hasattr(module, "Options"))
         owners: dict[str, type] = {}
         for part in (section, *parts):
             for key in part.model_fields:
@@ -72,27 +73,31 @@ def options(section: Section, kind: type[C]) -> C:
     return read_options(kind, section.options, where="options")
 
 
-def check_options(name: str, values: Mapping[str, Any], *, where: str) -> None:
+def need(value: Tensor | None, name: str, asker: str) -> Tensor:
+    """`value`, a column `name` that `asker` reads (`algorithm.adv_estimator gae`).
+
+    Raises:
+        ConfigError: it was not given.
+    """
+    if value is None:
+        raise ConfigError(f"{asker} needs {name}, the batch has none")
+    return value
+
+
+def check_options(package: str, name: str, values: Mapping[str, Any], *, where: str) -> None:
     """Check the options that a recipe gives to the module `name` under the key `where`.
 
     Raises:
         ConfigError: wrong values, or options for a module that takes none there.
     """
-    parent, _, module = name.rpartition(".")
-    if not parent:
-        if values:
-            raise ConfigError(
-                f"{where}: only for a module named by a dotted path, {name!r} is none", key=where
-            )
-        return
-    folder = f"{parent}.{FOLDER}"
-    try:
-        defined = importlib.util.find_spec(f"{folder}.{module}") is not None
-    except ModuleNotFoundError:
-        defined = False
-    if defined:
-        read_options(plugins.load(folder, f"{folder}.{module}", "Options"), values, where=where)
+    kind = None
+    if "." in name:
+        kind = plugins.config_class(package, name, "Options")
     elif values:
         raise ConfigError(
-            f"{where}: {name} takes none (there is no module {folder}.{module})", key=where
+            f"{where}: only for a module named by a dotted path, {name!r} is none", key=where
         )
+    if kind is not None:
+        read_options(kind, values, where=where)
+    elif values:
+        raise ConfigError(f"{where}: {name} takes none (it has no class Options)", key=where)

@@ -16,13 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
-from torch import Tensor
-
 from meshrl.contract.errors import InfraError
+from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
 
 MEAN_EPSILON = 1e-8
 """verl adds this to every count it divides by."""
+LOG_RATIO_BOUND = 20.0
+"""|log ratio| is clamped here before it is exponentiated; no gradient flows beyond."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""`algorithm.name` of a recipe: the settings in that algorithm's file become the defaults of their keys.
+"""`algorithm.name` of a recipe: the `DEFAULTS` in that algorithm's file become the defaults of their keys.
 
-    recipe as written ──▶ merged over DEFAULTS of `meshrl.trainer.algorithms.recipes.<name>` ──▶ recipe
+    recipe as written ──▶ merged over DEFAULTS of the estimator or the loss <name>, or of `recipes.<name>` ──▶ recipe
 
 Keys that the recipe sets win, so an algorithm is changed by a key, not by a copy. Imports no torch.
 """
@@ -8,12 +8,14 @@ Keys that the recipe sets win, so an algorithm is changed by a key, not by a cop
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
-from meshrl.common.plugins import load
+from meshrl.common import plugins
+from meshrl.trainer.algorithms.options import ADVANTAGES, LOSSES
 
-ALGORITHMS = "meshrl.trainer.algorithms.recipes"
+COMBINED = "meshrl.trainer.algorithms.recipes"
 Tree: TypeAlias = Mapping[str, Any]
 """Sections of a recipe, as YAML gives them."""
 Place: TypeAlias = tuple[str, ...]
@@ -26,13 +28,31 @@ def name_of(tree: Tree) -> str | None:
     return name if isinstance(name, str) else None
 
 
+@functools.cache
+def homes() -> Mapping[str, str]:
+    """Each named algorithm with its module, sorted."""
+    modules = {
+        module
+        for package in (ADVANTAGES, LOSSES, COMBINED)
+        for module in plugins.modules(package).values()
+    }
+    named = sorted((module.rpartition(".")[2], module) for module in modules)
+    return {
+        name: module for name, module in named if plugins.constant("", module, "DEFAULTS", None)
+    }
+
+
 def defaults(name: str) -> dict[str, Any]:
     """The settings of algorithm `name`, by section.
 
     Raises:
         ConfigError: no such algorithm.
     """
-    settings: dict[str, Any] = copy.deepcopy(load(ALGORITHMS, name, "DEFAULTS"))
+    if "." not in name and name not in homes():
+        raise plugins.unknown("recipes", name, list(homes()))
+    settings: dict[str, Any] = copy.deepcopy(
+        plugins.load(COMBINED, homes().get(name, name), "DEFAULTS")
+    )
     return settings
 
 

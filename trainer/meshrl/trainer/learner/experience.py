@@ -23,7 +23,8 @@ import torch
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Batch, BatchRow, Outcome, Trajectory, Uid, Version
-from meshrl.trainer.algorithms.agent_steps import Steps, anchors_of, steps_of
+from meshrl.trainer.algorithms.advantages._types import Steps
+from meshrl.trainer.algorithms.advantages.gigpo import anchors_of, steps_of
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.model.packing import cut, plan
 from meshrl.trainer.ranks.world import World

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from meshrl.contract.types import Json, name_fault
-from meshrl.trainer.algorithms.mismatch import mismatch_by, mismatch_metrics
 from meshrl.trainer.algorithms.ragged import Ragged
+from meshrl.trainer.algorithms.rollout_correction import mismatch_by, mismatch_metrics
 from meshrl.trainer.learner.experience import Experience
 from meshrl.trainer.ranks.world import World
 

@@ -23,19 +23,18 @@ from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantag
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.distillation import distil, forward_kl
 from meshrl.trainer.algorithms.kl import KlController, kl_in_reward, kl_penalty
-from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput, need
+from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput
 from meshrl.trainer.algorithms.needs import (
-    ADVANTAGES,
-    LOSSES,
     Needs,
     check,
     corrects,
     loss_name,
     needs_of,
 )
-from meshrl.trainer.algorithms.overlong_penalty import overlong_penalty
+from meshrl.trainer.algorithms.options import ADVANTAGES, LOSSES, need
 from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.algorithms.resampling import resample
+from meshrl.trainer.algorithms.recipes.dapo import overlong_penalty
+from meshrl.trainer.algorithms.recipes.pf_ppo import resample
 from meshrl.trainer.algorithms.rollout_correction import correct, importance_weights, interpolate
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig
 from meshrl.trainer.learner.experience import Experience
@@ -394,16 +393,16 @@ def actor_loss(
         metrics["actor/entropy"] = ragged.token_mean(entropy.detach())
     if config.entropy_coeff:
         loss = loss - config.entropy_coeff * aggregate(
-            need(entropy, "entropy", "entropy_coeff"), ragged
+            need(entropy, "entropy", "actor.entropy_coeff"), ragged
         )
     if config.use_kl_loss:
-        reference = need(inputs.ref_logprobs, "ref_logprobs", "use_kl_loss")
+        reference = need(inputs.ref_logprobs, "ref_logprobs", "actor.use_kl_loss")
         kl = kl_penalty(inputs.logprobs, reference, config.kl_loss_type)
         kl_loss = aggregate(kl, ragged)
         metrics["actor/kl_loss"] = kl_loss.detach()
         loss = loss + config.kl_loss_coef * kl_loss
     if config.policy_loss.positive_nll_coef:
-        rows = need(correct, "correct rows", "positive_nll_coef")
+        rows = need(correct, "correct rows", "actor.policy_loss.positive_nll_coef")
         nll = positive_nll(ragged, inputs.logprobs, rows, aggregate, correct_num_tokens)
         metrics["actor/positive_nll"] = nll.detach()
         loss = loss + config.policy_loss.positive_nll_coef * nll

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from meshrl.trainer.algorithms.advantages._options.prime import PrimeConfig
-from meshrl.trainer.algorithms.implicit_reward import process_rewards, row_cross_entropy
+from meshrl.trainer.algorithms.advantages.prime import (
+    PrimeConfig,
+    process_rewards,
+    row_cross_entropy,
+)
 from meshrl.trainer.learner.experience import Experience
 from meshrl.trainer.learner.metrics import MetricSums
 from meshrl.trainer.learner.micro_batcher import MicroBatcher

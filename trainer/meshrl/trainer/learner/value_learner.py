@@ -21,7 +21,7 @@ from torch import nn
 from meshrl.trainer.algorithms.advantages.gae import gae
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.algorithms.value_loss import value_loss
+from meshrl.trainer.algorithms.recipes.ppo import value_loss
 from meshrl.trainer.config import CriticConfig, ModelConfig
 from meshrl.trainer.learner.experience import Experience, MiniBatch
 from meshrl.trainer.learner.metrics import MetricSums

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from meshrl.common.plugins import constant, load
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms.aggregation import Aggregator
-from meshrl.trainer.algorithms.losses._options.dpo import Options as DpoOptions
 from meshrl.trainer.algorithms.losses._types import LossInputs
+from meshrl.trainer.algorithms.losses.dpo import Options as DpoOptions
 from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.checkpoint.export import export_policy

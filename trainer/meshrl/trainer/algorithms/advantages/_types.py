@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
-
-from meshrl.contract.errors import ConfigError
-from meshrl.trainer.algorithms.agent_steps import Steps
+from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
 from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.config import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from meshrl.trainer.config import AlgorithmConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Steps:
+    """The steps of B rows over N tokens, in order. S = steps."""
+
+    of_token: Tensor
+    """int64[N]: the step of each sampled token; -1 where the policy sampled none."""
+    rows: Tensor
+    """int64[S]: the row of each step."""
+    anchors: Tensor
+    """int64[S]: equal numbers are equal observations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,10 +77,14 @@ class Advantages:
 
 
 class Estimator(Protocol):
-    """A module of this package."""
+    """A module of this package.
 
-    NEEDS: tuple[str, ...]
-    """Fields of AdvantageBatch that must be given, besides the reward."""
+    It may also have `Options` (`algorithms.options`) and these literals, which are read without importing it:
+
+    NEEDS           fields of AdvantageBatch that must be given, besides the reward
+    GROUP_BASELINE  True: rows of a group are compared, one row alone teaches nothing
+    DEFAULTS        what `algorithm.name` sets where it names the module (`recipe_defaults`)
+    """
 
     def compute(self, batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
         """Estimate."""
@@ -111,14 +125,3 @@ def group_metrics(batch: AdvantageBatch) -> dict[str, float]:
         partial = ragged.group_counts[ragged.groups] < batch.group_sizes
         metrics["advantages/rows_in_partial_groups"] = float(partial.float().mean())
     return metrics
-
-
-def need(value: Tensor | None, name: str, estimator: str) -> Tensor:
-    """`value`, if it was given.
-
-    Raises:
-        ConfigError: it was not.
-    """
-    if value is None:
-        raise ConfigError(f"algorithm.adv_estimator {estimator} needs {name}, the batch has none")
-    return value

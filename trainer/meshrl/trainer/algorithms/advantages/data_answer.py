@@ -9,22 +9,22 @@ Trained with `policy_loss.loss_mode: spin`. The pairs are made by the trainer (`
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
-from meshrl.trainer.algorithms.advantages._types import (
-    AdvantageBatch,
-    Advantages,
-    broadcast,
-    need,
-)
-from meshrl.trainer.config import AlgorithmConfig
+from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
+from meshrl.trainer.algorithms.lazy_torch import torch
+from meshrl.trainer.algorithms.options import need
+
+if TYPE_CHECKING:
+    from meshrl.trainer.config import AlgorithmConfig
+
 
 NEEDS = ("data_answers",)
 
 
 def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
     """Signs of whole responses; a pair of which one side has no trained token has none."""
-    chosen = need(batch.data_answers, "data_answers", "data_answer")
+    chosen = need(batch.data_answers, "data_answers", "algorithm.adv_estimator data_answer")
     ragged = batch.ragged
     whole = ragged.group_sum(ragged.nonempty.long())[ragged.groups] == 2
     signs = torch.where(chosen, 1.0, -1.0)

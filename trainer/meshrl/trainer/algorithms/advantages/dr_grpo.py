@@ -10,12 +10,28 @@ loss: `loss_agg_mode: seq-mean-token-sum-norm`, so that long wrong answers are n
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
 from meshrl.trainer.algorithms.advantages.grpo import group_relative
-from meshrl.trainer.config import AlgorithmConfig
 
-NEEDS: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from meshrl.trainer.config import AlgorithmConfig
+
+
 GROUP_BASELINE = True
+DEFAULTS = {
+    "algorithm": {"adv_estimator": "dr_grpo"},
+    "actor": {
+        "clip_ratio": 0.2,
+        "loss_agg_mode": "seq-mean-token-sum-norm",
+        "policy_loss": {"loss_mode": "vanilla"},
+        "use_kl_loss": False,
+    },
+    "rollout": {"n": 8},
+}
+"""The sum of a response is divided by a constant: `actor.loss_scale_factor`, or the longest response
+that is allowed. No KL."""
 
 
 def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:

@@ -12,14 +12,24 @@ t counts trained tokens: a tool's tokens are skipped, so a value is compared wit
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from meshrl.trainer.algorithms.advantages._options.gae import Options
-from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, need
-from meshrl.trainer.algorithms.options import options
+from meshrl.common.config import Config
+from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages
+from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
+from meshrl.trainer.algorithms.options import need, options
 from meshrl.trainer.algorithms.ragged import Ragged, whiten
-from meshrl.trainer.config import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from meshrl.trainer.config import AlgorithmConfig
+
+
+class Options(Config):
+    """Keys of `algorithm`."""
+
+    lam: float = 1.0
+    """λ of GAE: 1 takes whole returns, 0 one-step differences."""
+
 
 NEEDS = ("values",)
 
@@ -31,7 +41,7 @@ def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
         ConfigError: no values.
     """
     ragged = batch.ragged
-    values = need(batch.values, "values", "gae")
+    values = need(batch.values, "values", "algorithm.adv_estimator gae")
     lam = options(config, Options).lam
     lam_B = torch.full((ragged.num_rows,), lam, device=values.device)
     A = gae(ragged, batch.token_rewards, values, gamma=config.gamma, lam=lam_B)

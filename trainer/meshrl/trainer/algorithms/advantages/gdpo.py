@@ -9,16 +9,31 @@ With components added first, as GRPO has it, different combinations of component
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
+from pydantic import Field
+
+from meshrl.common.config import Config
 from meshrl.contract.errors import ConfigError
-from meshrl.trainer.algorithms.advantages._options.gdpo import Options
-from meshrl.trainer.algorithms.advantages._options.grpo import Options as GrpoOptions
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, group_metrics
+from meshrl.trainer.algorithms.advantages.grpo import Options as GrpoOptions
 from meshrl.trainer.algorithms.advantages.grpo import group_relative
+from meshrl.trainer.algorithms.lazy_torch import torch
 from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import whiten
-from meshrl.trainer.config import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from meshrl.trainer.config import AlgorithmConfig
+
+
+class Options(Config):
+    """Keys of `algorithm`."""
+
+    gdpo_reward_keys: list[str] = Field(default_factory=list)
+    """Reward components that GDPO normalises one by one; none takes the reward itself."""
+    gdpo_reward_weights: list[float] = Field(default_factory=list)
+    """One weight per key; none weighs each 1."""
+
 
 NEEDS = ("reward_components",)
 GROUP_BASELINE = True

@@ -8,32 +8,71 @@ Feng et al. 2025, https://arxiv.org/abs/2505.10978, eqs. 3, 5-8:
     A   = A^E + ω A^S                                                        (eq. 8)
 
 A row of this mesh is an episode: its steps are runs of sampled tokens, an observation is what stands before a run
-(`agent_steps.py`), each token has its step's A. In verl-agent's layout, one row per step (`trajectories`, `anchors`),
+(`anchors_of`), each token has its step's A. In verl-agent's layout, one row per step (`trajectories`, `anchors`),
 the mean of eq. 3 runs over step rows, so that a longer episode weighs more. `gigpo.mode: mean_std_norm` divides both
 by the unbiased standard deviation. A step whose observation nobody shares has A^S = 0.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
-from meshrl.trainer.algorithms.advantages._options.gigpo import Options
+import numpy as np
+
+from meshrl.common.config import Config
 from meshrl.trainer.algorithms.advantages._types import (
     AdvantageBatch,
     Advantages,
+    Steps,
     broadcast,
     group_metrics,
-    need,
 )
 from meshrl.trainer.algorithms.advantages.grpo import EPSILON, group_relative
-from meshrl.trainer.algorithms.agent_steps import Steps
-from meshrl.trainer.algorithms.options import options
+from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
+from meshrl.trainer.algorithms.options import need, options
 from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.config import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from meshrl.contract.types import Trajectory
+    from meshrl.trainer.config import AlgorithmConfig
+
+
+class GigpoConfig(Config):
+    """GiGPO: groups of steps that start from the same observation."""
+
+    step_advantage_w: float = 1.0
+    """Weight of the step advantage beside the episode's."""
+    mode: Literal["mean_norm", "mean_std_norm"] = "mean_norm"
+    """Subtract the group mean, or also divide by the group's standard deviation."""
+
+
+class Options(Config):
+    """Keys of `algorithm`."""
+
+    gigpo: GigpoConfig = GigpoConfig()
+
 
 NEEDS = ("steps",)
 GROUP_BASELINE = True
+DEFAULTS = {
+    "algorithm": {
+        "adv_estimator": "gigpo",
+        "gamma": 0.95,
+        "gigpo": {"step_advantage_w": 1.0, "mode": "mean_norm"},
+    },
+    "actor": {
+        "clip_ratio": 0.2,
+        "loss_agg_mode": "token-mean",
+        "policy_loss": {"loss_mode": "vanilla"},
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.01,
+    },
+    "rollout": {"n": 8},
+}
+"""ω = 1, γ = 0.95 and means without deviations (`mean_norm`, their default). A row is an episode,
+its steps are what the policy said between two observations."""
 
 
 def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
@@ -45,8 +84,8 @@ def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
     if batch.steps is not None:
         return _of_episodes(batch, batch.steps, config)
     ragged = batch.ragged
-    episodes = need(batch.trajectories, "trajectories", "gigpo")
-    anchors = need(batch.anchors, "anchors", "gigpo")
+    episodes = need(batch.trajectories, "trajectories", "algorithm.adv_estimator gigpo")
+    anchors = need(batch.anchors, "anchors", "algorithm.adv_estimator gigpo")
     rewards = batch.scores if batch.step_rewards is None else batch.step_rewards
     gigpo = options(config, Options).gigpo
     R = step_returns(rewards, episodes, gamma=config.gamma)
@@ -111,3 +150,34 @@ def step_relative(ragged: Ragged, R: Tensor, anchors: Tensor, *, divide_by_std: 
     R = R.double()
     centred = R - same_state.group_mean(R)[states]
     return centred / (same_state.group_std(R)[states] + EPSILON) if divide_by_std else centred
+
+
+def anchors_of(row: Trajectory) -> list[str]:
+    """A hash of the tokens between the last step (or the beginning) and each step of `row`; of parts, as they say.
+
+    prompt │ ●●●● │ tool says A │ ●● │ tool says B │ ●●●      three steps; their anchors are prompt, A, B
+    """
+    if row.parts:
+        return [anchor for part in row.parts for anchor in part.anchors]
+    sampled = np.asarray(row.loss_mask, dtype=bool)
+    edges = np.diff(np.concatenate([[False], sampled, [False]]).astype(np.int8))
+    starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+    before = np.concatenate([[0], ends[:-1]]) if len(starts) else ends
+    return [
+        hashlib.blake2b(np.ascontiguousarray(row.tokens[a:b]).tobytes(), digest_size=8).hexdigest()
+        for a, b in zip(before, starts, strict=True)
+    ]
+
+
+def steps_of(ragged: Ragged, anchors: Sequence[Sequence[str]]) -> Steps:
+    """The steps of rows with `anchors` (`anchors_of` each); the mask of `ragged` says what was sampled."""
+    mask = ragged.mask
+    follows = mask.roll(1) & (ragged.positions > 0)
+    starts = mask & ~follows
+    names = [name for row in anchors for name in row]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return Steps(
+        of_token=torch.where(mask, starts.long().cumsum(0) - 1, -1),
+        rows=ragged.rows[starts],
+        anchors=torch.tensor([numbers[name] for name in names], dtype=torch.int64),
+    )

@@ -10,15 +10,29 @@ f_norm = 1. Trained with the plain policy gradient: `policy_loss.loss_mode: gpg`
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
 from meshrl.trainer.algorithms.advantages.grpo import group_relative
+from meshrl.trainer.algorithms.lazy_torch import Tensor
 from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.config import AlgorithmConfig, Conventions
 
-NEEDS: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from meshrl.trainer.config import AlgorithmConfig, Conventions
+
+
 GROUP_BASELINE = True
+DEFAULTS = {
+    "algorithm": {"adv_estimator": "gpg"},
+    "actor": {
+        "loss_agg_mode": "token-mean",
+        "policy_loss": {"loss_mode": "gpg"},
+        "use_kl_loss": False,
+    },
+    "rollout": {"n": 8},
+    "queue": {"max_staleness": 0},
+}
+"""No surrogate, no clip, no KL, no critic; `queue.max_staleness` is 0, because the loss has no ratio."""
 
 
 def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:

@@ -4,23 +4,47 @@ Shao et al. 2024, DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.2:
 
     A_i = (s_i - mean_g(s)) / (std_g(s) + ε)
 
-with s_i the response's reward and std unbiased. `norm_adv_by_std_in_grpo=False` drops the division (Dr. GRPO).
+with s_i the response's reward and std unbiased. `norm_adv_by_std_in_grpo=False` drops the division (Dr. GRPO);
+`grpo_vectorized` is verl's other name for it.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from meshrl.trainer.algorithms.advantages._options.grpo import Options
+from meshrl.common.config import Config
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
+from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
 from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.config import AlgorithmConfig, Conventions
 
-NEEDS: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from meshrl.trainer.config import AlgorithmConfig, Conventions
+
+
+class Options(Config):
+    """Keys of `algorithm`."""
+
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide by the standard deviation of the group."""
+
+
 GROUP_BASELINE = True
 EPSILON = 1e-6
+DEFAULTS = {
+    "algorithm": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": True},
+    "actor": {
+        "clip_ratio": 0.2,
+        "loss_agg_mode": "seq-mean-token-mean",
+        "policy_loss": {"loss_mode": "vanilla"},
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.04,
+        "kl_loss_type": "low_var_kl",
+    },
+    "rollout": {"n": 8},
+}
+"""DeepSeekMath, eq. 3 and section 4.2: ε = 0.2, β = 0.04 with the estimator k3, 64 responses a prompt (here 8: raise
+`rollout.n` where the engines can afford it)."""
 
 
 def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:

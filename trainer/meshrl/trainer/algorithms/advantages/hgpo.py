@@ -14,24 +14,63 @@ as k = 0. What a step and an observation are: gigpo.py.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
-from meshrl.trainer.algorithms.advantages._options.hgpo import HgpoConfig, Options
+from pydantic import NonNegativeFloat, NonNegativeInt
+
+from meshrl.common.config import Config
 from meshrl.trainer.algorithms.advantages._types import (
     AdvantageBatch,
     Advantages,
     broadcast,
     group_metrics,
-    need,
 )
 from meshrl.trainer.algorithms.advantages.gigpo import returns_of_steps, step_returns
 from meshrl.trainer.algorithms.advantages.grpo import EPSILON, group_relative
-from meshrl.trainer.algorithms.options import options
-from meshrl.trainer.config import AlgorithmConfig
+from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
+from meshrl.trainer.algorithms.options import need, options
+
+if TYPE_CHECKING:
+    from meshrl.trainer.config import AlgorithmConfig
+
+
+class HgpoConfig(Config):
+    """HGPO: groups of steps that share their observation and ever more of what came before it."""
+
+    history_length: NonNegativeInt = 2
+    """Observations before a step's own that a group may share; 0: the observation alone."""
+    length_weight_alpha: NonNegativeFloat = 1.0
+    """How much more groups count whose steps share more: (shared observations + 1) to this power."""
+    mode: Literal["mean_norm", "mean_std_norm"] = "mean_norm"
+    """Subtract the group mean, or also divide by the group's standard deviation."""
+    base_group: bool = False
+    """Let the episode's advantage over its prompt's group count as well, with weight 1."""
+
+
+class Options(Config):
+    """Keys of `algorithm`."""
+
+    hgpo: HgpoConfig = HgpoConfig()
+
 
 NEEDS = ("steps",)
 GROUP_BASELINE = True
+DEFAULTS = {
+    "algorithm": {
+        "adv_estimator": "hgpo",
+        "gamma": 0.95,
+        "hgpo": {"history_length": 2, "length_weight_alpha": 1.0, "mode": "mean_norm"},
+    },
+    "actor": {
+        "clip_ratio": 0.2,
+        "loss_agg_mode": "token-mean",
+        "policy_loss": {"loss_mode": "vanilla"},
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.01,
+    },
+    "rollout": {"n": 8},
+}
+"""Two observations of history, weights that grow linearly and γ = 0.95; the KL term as in GiGPO."""
 
 
 def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
@@ -48,8 +87,8 @@ def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
         conventions=config.conventions,
     )
     if steps is None:
-        episodes = need(batch.trajectories, "trajectories", "hgpo")
-        anchors = need(batch.anchors, "anchors", "hgpo")
+        episodes = need(batch.trajectories, "trajectories", "algorithm.adv_estimator hgpo")
+        anchors = need(batch.anchors, "anchors", "algorithm.adv_estimator hgpo")
         rewards = batch.scores if batch.step_rewards is None else batch.step_rewards
         R = step_returns(rewards, episodes, gamma=config.gamma)
         A = of_histories(R, ragged.groups, episodes, anchors, A_episode, hgpo)

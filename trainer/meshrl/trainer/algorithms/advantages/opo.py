@@ -10,13 +10,28 @@ The paper trains exactly on-policy, without KL and entropy terms.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
-from meshrl.trainer.config import AlgorithmConfig
+from meshrl.trainer.algorithms.lazy_torch import torch
 
-NEEDS: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from meshrl.trainer.config import AlgorithmConfig
+
+
 GROUP_BASELINE = True
+DEFAULTS = {
+    "algorithm": {"adv_estimator": "opo"},
+    "actor": {
+        "loss_agg_mode": "token-mean",
+        "policy_loss": {"loss_mode": "reinforce"},
+        "use_kl_loss": False,
+        "entropy_coeff": 0.0,
+    },
+    "rollout": {"n": 8},
+    "queue": {"max_staleness": 0},
+}
+"""No clip, no KL, no entropy bonus; `queue.max_staleness` is 0, because the loss has no ratio."""
 
 
 def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:

@@ -13,19 +13,30 @@ left, which would be its own baseline: `otb_handle_zero_tail` leaves it without.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from meshrl.trainer.algorithms.advantages._options.optimal_token_baseline import Options
+from pydantic import Field
+
+from meshrl.common.config import Config
 from meshrl.trainer.algorithms.advantages._types import (
     AdvantageBatch,
     Advantages,
     group_metrics,
-    need,
 )
-from meshrl.trainer.algorithms.options import options
+from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
+from meshrl.trainer.algorithms.options import need, options
 from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.config import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from meshrl.trainer.config import AlgorithmConfig
+
+
+class Options(Config):
+    """Keys of `algorithm`."""
+
+    otb_handle_zero_tail: bool = Field(default=True, exclude=True)
+    """No baseline behind the second longest row of a group (optimal token baseline)."""
+
 
 NEEDS = ("old_logprobs", "sum_pi_squared")
 GROUP_BASELINE = True
@@ -39,18 +50,18 @@ def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
         ConfigError: no old log-probs or no Σπ².
     """
     ragged = batch.ragged
-    G, W = energies(batch, "optimal_token_baseline")
+    G, W = energies(batch, "algorithm.adv_estimator optimal_token_baseline")
     b = baseline(
         ragged, G, W, alone=ragged.alone, zero_tail=options(config, Options).otb_handle_zero_tail
     )
     return finish(batch, G, b, config)
 
 
-def energies(batch: AdvantageBatch, name: str) -> tuple[Tensor, Tensor]:
+def energies(batch: AdvantageBatch, asker: str) -> tuple[Tensor, Tensor]:
     """(G, W), float64[N], the reward to go and the energy so far."""
     ragged = batch.ragged
-    log_pi = need(batch.old_logprobs, "old_logprobs", name).double()
-    w = 1 - 2 * log_pi.exp() + need(batch.sum_pi_squared, "sum_pi_squared", name).double()
+    log_pi = need(batch.old_logprobs, "old_logprobs", asker).double()
+    w = 1 - 2 * log_pi.exp() + need(batch.sum_pi_squared, "sum_pi_squared", asker).double()
     if batch.rollout_is_weights is not None:
         w = w * batch.rollout_is_weights.double().square()
     r = torch.where(ragged.mask, batch.token_rewards.double(), 0.0)

@@ -11,14 +11,16 @@ verl's conventions its first row is chosen and its second rejected.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
+from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
 from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.config import AlgorithmConfig
 
-NEEDS: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from meshrl.trainer.config import AlgorithmConfig
+
+
 GROUP_BASELINE = True
 
 

@@ -10,13 +10,30 @@ r usually carries the KL penalty (`use_kl_in_reward`). t counts trained tokens.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages
+from meshrl.trainer.algorithms.lazy_torch import torch
 from meshrl.trainer.algorithms.ragged import whiten
-from meshrl.trainer.config import AlgorithmConfig
 
-NEEDS: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from meshrl.trainer.config import AlgorithmConfig
+DEFAULTS = {
+    "algorithm": {
+        "adv_estimator": "reinforce_plus_plus",
+        "gamma": 1.0,
+        "use_kl_in_reward": True,
+        "kl_penalty": "k1",
+        "kl_ctrl": {"type": "fixed", "kl_coef": 0.01},
+    },
+    "actor": {
+        "clip_ratio": 0.2,
+        "loss_agg_mode": "token-mean",
+        "policy_loss": {"loss_mode": "vanilla"},
+    },
+    "rollout": {"n": 1},
+}
+"""k1 as the KL estimator and β = 0.01."""
 
 
 def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:

@@ -8,12 +8,29 @@ Li et al. 2023, https://arxiv.org/abs/2310.10505, algorithm 1:
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
-from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, need
-from meshrl.trainer.config import AlgorithmConfig
+from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages
+from meshrl.trainer.algorithms.lazy_torch import torch
+from meshrl.trainer.algorithms.options import need
+
+if TYPE_CHECKING:
+    from meshrl.trainer.config import AlgorithmConfig
+
 
 NEEDS = ("reward_baselines",)
+DEFAULTS = {
+    "algorithm": {
+        "adv_estimator": "remax",
+        "use_kl_in_reward": True,
+        "kl_ctrl": {"type": "fixed", "kl_coef": 0.01},
+        "rollout_correction": {"rollout_is": "token", "rollout_is_threshold": 2.0},
+    },
+    "actor": {"loss_agg_mode": "token-mean", "policy_loss": {"loss_mode": "reinforce"}},
+    "rollout": {"n": 1},
+}
+"""Algorithm 1. Each prompt gets one more row, sampled greedily by the same engines; it is scored, not
+trained. Asynchronous rows are weighed as in RLOO."""
 
 
 def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
@@ -23,7 +40,7 @@ def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
         ConfigError: no greedy rewards.
     """
     ragged = batch.ragged
-    b = need(batch.reward_baselines, "reward_baselines", "remax")
+    b = need(batch.reward_baselines, "reward_baselines", "algorithm.adv_estimator remax")
     r = torch.where(ragged.mask, batch.token_rewards, 0.0)
     R = torch.where(ragged.mask, ragged.suffix_sum(r), 0.0)
     return Advantages(advantages=R - ragged.to_tokens(b), returns=R)

@@ -10,17 +10,35 @@ different difficulty; `conventions: verl` does so too.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from meshrl.trainer.algorithms.advantages._options.sppo import Options
+from pydantic import NonNegativeFloat
+
+from meshrl.common.config import Config
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages, broadcast
+from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
 from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.config import AlgorithmConfig
 
-NEEDS: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from meshrl.trainer.config import AlgorithmConfig
+
+
+class Options(Config):
+    """Keys of `algorithm`."""
+
+    sppo_beta: NonNegativeFloat = 1.0
+    """Inverse temperature of the soft mean that SPPO subtracts; 0 takes the mean."""
+
+
 GROUP_BASELINE = True
+DEFAULTS = {
+    "algorithm": {"adv_estimator": "sppo", "sppo_beta": 1.0},
+    "actor": {"policy_loss": {"loss_mode": "sppo", "sppo_eta": 1.0}},
+    "rollout": {"n": 5},
+}
+"""η is 1 as in verl's recipe (the paper writes 1e3 and divides by
+it elsewhere). The group's own soft mean is subtracted, not the batch's."""
 
 
 def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:

@@ -8,11 +8,20 @@ nobody's siblings.
 
 from __future__ import annotations
 
-from meshrl.trainer.algorithms.advantages._options.optimal_token_baseline import Options
+from typing import TYPE_CHECKING
+
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, Advantages
-from meshrl.trainer.algorithms.advantages.optimal_token_baseline import baseline, energies, finish
+from meshrl.trainer.algorithms.advantages.optimal_token_baseline import (
+    Options,
+    baseline,
+    energies,
+    finish,
+)
 from meshrl.trainer.algorithms.options import options
-from meshrl.trainer.config import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from meshrl.trainer.config import AlgorithmConfig
+
 
 NEEDS = ("old_logprobs", "sum_pi_squared")
 GROUP_BASELINE = True
@@ -25,7 +34,7 @@ def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:
         ConfigError: no old log-probs or no Σπ².
     """
     ragged = batch.ragged
-    G, W = energies(batch, "tir_optimal_token_baseline")
+    G, W = energies(batch, "algorithm.adv_estimator tir_optimal_token_baseline")
     alone = ragged.group_sum(ragged.nonempty.long())[ragged.groups] < 2
     squeezed = baseline(
         ragged.valid_only(),

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
-
-from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms.aggregation import Aggregator
-from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.config import ActorConfig
+from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
+from meshrl.trainer.algorithms.ragged import LOG_RATIO_BOUND, Ragged
 
-LOG_RATIO_BOUND = 20.0
-"""|log ratio| is clamped here before it is exponentiated; no gradient flows beyond."""
+if TYPE_CHECKING:
+    from meshrl.trainer.config import ActorConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,10 +42,16 @@ class LossOutput:
 
 
 class PolicyLoss(Protocol):
-    """A module of this package."""
+    """A module of this package.
 
-    NEEDS: tuple[str, ...]
-    """Fields of LossInputs that must be given, besides those without a default."""
+    It may also have `Options` (`algorithms.options`) and these literals, which are read without importing it:
+
+    NEEDS         fields of LossInputs that must be given, besides those without a default
+    REQUIRED      keys of `actor.policy_loss` that have no default
+    OF_ROWS       True: one advantage of a row is read, not one of each token
+    WHOLE_GROUPS  True: the rows of a group must be in one micro-batch
+    DEFAULTS      what `algorithm.name` sets where it names the module (`recipe_defaults`)
+    """
 
     def compute(self, inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:
         """Compute the loss of a micro-batch."""
@@ -83,14 +85,3 @@ def mean_metrics(ragged: Ragged, **values: Tensor) -> dict[str, Tensor]:
             f"actor/{name}": ragged.token_mean(value.detach().to(torch.float32))
             for name, value in values.items()
         }
-
-
-def need(value: Tensor | None, name: str, loss: str) -> Tensor:
-    """`value`, if it was given.
-
-    Raises:
-        ConfigError: it was not.
-    """
-    if value is None:
-        raise ConfigError(f"actor.policy_loss.loss_mode {loss} needs {name}, the batch has none")
-    return value

@@ -9,9 +9,10 @@ Every token keeps a gradient. The paper clips from above only: set `clip_ratio_l
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.lazy_torch import torch
 from meshrl.trainer.algorithms.losses._types import (
     LossInputs,
     LossOutput,
@@ -20,9 +21,25 @@ from meshrl.trainer.algorithms.losses._types import (
     mean_metrics,
     weighted,
 )
-from meshrl.trainer.config import ActorConfig
 
-NEEDS: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from meshrl.trainer.config import ActorConfig
+DEFAULTS = {
+    "algorithm": {
+        "adv_estimator": "grpo",
+        "filter_groups": {"enable": True, "metric": "reward"},
+        "overlong_buffer": {"enable": True},
+    },
+    "actor": {
+        "clip_ratio_low": 1.0,
+        "clip_ratio_high": 4.0,
+        "loss_agg_mode": "token-mean",
+        "policy_loss": {"loss_mode": "cispo"},
+    },
+    "rollout": {"n": 16},
+}
+"""MiniMax-M1, eqs. 4-5: only the upper bound works (a lower bound of 1 is none), token-level loss, no KL, and DAPO's
+dynamic sampling and length penalty. The upper bound 5 is the one that reproductions use; the paper gives none."""
 
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:

@@ -11,11 +11,11 @@ clip, and the log-ratio is not clamped. The choice is made within a micro-batch 
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from meshrl.common.config import Config
 from meshrl.trainer.algorithms.aggregation import Aggregator
-from meshrl.trainer.algorithms.losses._options.clip_cov import Options
+from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
 from meshrl.trainer.algorithms.losses._types import (
     LossInputs,
     LossOutput,
@@ -26,9 +26,20 @@ from meshrl.trainer.algorithms.losses._types import (
 )
 from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.config import ActorConfig
 
-NEEDS: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from meshrl.trainer.config import ActorConfig
+
+
+class Options(Config):
+    """Keys of `actor.policy_loss`."""
+
+    clip_cov_ratio: float = 2e-4
+    """Share of the tokens that get no gradient."""
+    clip_cov_lb: float = 1.0
+    """They are drawn from the tokens with a covariance above this."""
+    clip_cov_ub: float = 5.0
+    """And below this."""
 
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:

@@ -6,20 +6,33 @@ Qi et al. 2026, https://arxiv.org/abs/2602.04879. With p = π_θ(y_t), q = π_ol
     l  = -A · sg(min(ρ, c)) · log π_θ · valid
     valid = KL ≤ ε_high or p ≤ q  if A > 0  else  KL ≤ ε_low or p ≥ q
 
-`clip_ratio*` are thresholds on the KL here, typically 0.05, not on the ratio.
+valid drops a token whose policy has moved further than ε in the direction that A pushes it. The divergence is that of
+the two-outcome distribution (this token, any other), so a rare token may change its ratio a lot and a frequent one
+may not. `clip_ratio*` are thresholds on the KL here, typically 0.05, not on the ratio.
 """
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from meshrl.trainer.algorithms.aggregation import Aggregator
-from meshrl.trainer.algorithms.losses._dppo import compute_with
-from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput, clip_range
-from meshrl.trainer.config import ActorConfig
+from meshrl.trainer.algorithms.lazy_torch import Tensor, torch
+from meshrl.trainer.algorithms.losses._types import (
+    LossInputs,
+    LossOutput,
+    clip_range,
+    log_ratio,
+    mean_metrics,
+    weighted,
+)
 
-NEEDS: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from meshrl.trainer.config import ActorConfig
+
+
 EPSILON = 1e-8
+CLIP_RATIO_C = 20.0
+"""The paper's truncation of ρ (section 5.4); a small one biases."""
 
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:
@@ -33,3 +46,19 @@ def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> L
         lowered = (kl <= eps_low) | (p >= q)
         valid = torch.where(inputs.advantages > 0, raised, lowered)
     return compute_with(valid, inputs, config, aggregate)
+
+
+def compute_with(
+    valid: Tensor, inputs: LossInputs, config: ActorConfig, aggregate: Aggregator
+) -> LossOutput:
+    """The loss with the tokens `valid` bool[N]."""
+    c = CLIP_RATIO_C if config.clip_ratio_c is None else config.clip_ratio_c
+    d = log_ratio(inputs)
+    rho = d.detach().exp()
+    loss = -inputs.advantages * rho.clamp(max=c) * inputs.logprobs * valid
+    return LossOutput(
+        loss=aggregate(weighted(loss, inputs.rollout_is_weights), inputs.ragged),
+        metrics=mean_metrics(
+            inputs.ragged, pg_clipfrac=~valid, ppo_kl=-d, pg_clipfrac_lower=(rho > c) & valid
+        ),
+    )

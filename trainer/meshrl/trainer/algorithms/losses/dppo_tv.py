@@ -10,14 +10,15 @@ Qi et al. 2026, https://arxiv.org/abs/2602.04879. With p = π_θ(y_t), q = π_ol
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from meshrl.trainer.algorithms.aggregation import Aggregator
-from meshrl.trainer.algorithms.losses._dppo import compute_with
+from meshrl.trainer.algorithms.lazy_torch import torch
 from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput, clip_range
-from meshrl.trainer.config import ActorConfig
+from meshrl.trainer.algorithms.losses.dppo_kl import compute_with
 
-NEEDS: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from meshrl.trainer.config import ActorConfig
 
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:

@@ -9,9 +9,13 @@ Richemond et al. 2024, https://arxiv.org/abs/2405.19107:
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from pydantic import PositiveFloat
+
+from meshrl.common.config import Config
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms.aggregation import Aggregator
-from meshrl.trainer.algorithms.losses._options.dro import Options
 from meshrl.trainer.algorithms.losses._types import (
     LossInputs,
     LossOutput,
@@ -20,9 +24,18 @@ from meshrl.trainer.algorithms.losses._types import (
     weighted,
 )
 from meshrl.trainer.algorithms.options import options
-from meshrl.trainer.config import ActorConfig
 
-NEEDS: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from meshrl.trainer.config import ActorConfig
+
+
+class Options(Config):
+    """Keys of `actor.policy_loss`."""
+
+    dro_beta: PositiveFloat | None = None
+    """Required by `dro`."""
+
+
 REQUIRED = ("dro_beta",)
 
 

@@ -12,9 +12,10 @@ conventions it is the plain mean over the micro-batch's rows, empty ones include
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.lazy_torch import torch
 from meshrl.trainer.algorithms.losses._types import (
     LossInputs,
     LossOutput,
@@ -22,9 +23,11 @@ from meshrl.trainer.algorithms.losses._types import (
     log_ratio,
     mean_metrics,
 )
-from meshrl.trainer.config import ActorConfig
 
-NEEDS: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from meshrl.trainer.config import ActorConfig
+
+
 OF_ROWS = True
 """It reads one advantage of a row, not one of each token."""
 

@@ -9,15 +9,13 @@ No ratio and no old log-probs: exact on-policy steps only, or with importance we
 
 from __future__ import annotations
 
-from meshrl.trainer.algorithms.aggregation import Aggregator
-from meshrl.trainer.algorithms.losses._types import (
-    LossInputs,
-    LossOutput,
-    weighted,
-)
-from meshrl.trainer.config import ActorConfig
+from typing import TYPE_CHECKING
 
-NEEDS: tuple[str, ...] = ()
+from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput, weighted
+
+if TYPE_CHECKING:
+    from meshrl.trainer.config import ActorConfig
 
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:

@@ -12,9 +12,10 @@ seq-mean-token-mean`.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.lazy_torch import torch
 from meshrl.trainer.algorithms.losses._types import (
     LossInputs,
     LossOutput,
@@ -23,10 +24,23 @@ from meshrl.trainer.algorithms.losses._types import (
     mean_metrics,
     weighted,
 )
-from meshrl.trainer.config import ActorConfig
 
-NEEDS: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from meshrl.trainer.config import ActorConfig
+
+
 LOG_RATIO_MAX = 10.0
+DEFAULTS = {
+    "algorithm": {"adv_estimator": "grpo"},
+    "actor": {
+        "clip_ratio_low": 3e-4,
+        "clip_ratio_high": 4e-4,
+        "loss_agg_mode": "seq-mean-token-mean",
+        "policy_loss": {"loss_mode": "gspo"},
+    },
+    "rollout": {"n": 8},
+}
+"""Eq. 5 and section 5.1: ε 3e-4 below and 4e-4 above, each response weighs the same, no KL."""
 
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:

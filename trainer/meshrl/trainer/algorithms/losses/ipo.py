@@ -1,20 +1,23 @@
 """IPO: DPO with a squared loss, which does not push a certain preference without end.
 
-Azar et al. 2023, https://arxiv.org/abs/2310.12036, eq. 17. With the margin h of `_pairs` (summed log-probs):
+Azar et al. 2023, https://arxiv.org/abs/2310.12036, eq. 17. With the margin h of `dpo` (summed log-probs):
 
     l = (h - 1/(2 β))²
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from meshrl.trainer.algorithms.aggregation import Aggregator
-from meshrl.trainer.algorithms.losses._options.dpo import Options
-from meshrl.trainer.algorithms.losses._pairs import compute_with
+from meshrl.trainer.algorithms.lazy_torch import Tensor
 from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput
+from meshrl.trainer.algorithms.losses.dpo import Options, compute_with
 from meshrl.trainer.algorithms.options import options
-from meshrl.trainer.config import ActorConfig
+
+if TYPE_CHECKING:
+    from meshrl.trainer.config import ActorConfig
+
 
 NEEDS = ("ref_logprobs",)
 OF_ROWS = True
@@ -24,7 +27,7 @@ WHOLE_GROUPS = True
 
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:
-    """Preference loss; see `_pairs` for what is raised."""
+    """Preference loss; raises what `dpo.compute_with` raises."""
     p = options(config.policy_loss, Options)
 
     def of_margin(h: Tensor) -> Tensor:

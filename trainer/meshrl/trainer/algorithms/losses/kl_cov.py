@@ -10,10 +10,11 @@ No clip, and the log-ratio is not clamped. The choice is made within a micro-bat
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
+from meshrl.common.config import Config
 from meshrl.trainer.algorithms.aggregation import Aggregator
-from meshrl.trainer.algorithms.losses._options.kl_cov import Options
+from meshrl.trainer.algorithms.lazy_torch import torch
 from meshrl.trainer.algorithms.losses._types import (
     LossInputs,
     LossOutput,
@@ -22,9 +23,18 @@ from meshrl.trainer.algorithms.losses._types import (
     weighted,
 )
 from meshrl.trainer.algorithms.options import options
-from meshrl.trainer.config import ActorConfig
 
-NEEDS: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from meshrl.trainer.config import ActorConfig
+
+
+class Options(Config):
+    """Keys of `actor.policy_loss`."""
+
+    kl_cov_ratio: float = 2e-4
+    """Share of the tokens that are penalised, those of the largest covariance."""
+    ppo_kl_coef: float = 0.1
+    """Weight of their KL penalty."""
 
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:

@@ -7,6 +7,8 @@ Williams 1992, https://doi.org/10.1007/BF00992696; the weights w are those of `r
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.losses._types import (
     LossInputs,
@@ -15,9 +17,9 @@ from meshrl.trainer.algorithms.losses._types import (
     mean_metrics,
     weighted,
 )
-from meshrl.trainer.config import ActorConfig
 
-NEEDS: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from meshrl.trainer.config import ActorConfig
 
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:

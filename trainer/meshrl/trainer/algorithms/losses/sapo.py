@@ -11,11 +11,11 @@ sooner. The paper averages rows: `loss_agg_mode: seq-mean-token-mean`, which ver
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
-import torch
-
+from meshrl.common.config import Config
 from meshrl.trainer.algorithms.aggregation import Aggregator
-from meshrl.trainer.algorithms.losses._options.sapo import Options
+from meshrl.trainer.algorithms.lazy_torch import torch
 from meshrl.trainer.algorithms.losses._types import (
     LossInputs,
     LossOutput,
@@ -24,9 +24,29 @@ from meshrl.trainer.algorithms.losses._types import (
     weighted,
 )
 from meshrl.trainer.algorithms.options import options
-from meshrl.trainer.config import ActorConfig
 
-NEEDS: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from meshrl.trainer.config import ActorConfig
+
+
+class Options(Config):
+    """Keys of `actor.policy_loss`."""
+
+    tau_pos: float = 1.0
+    """SAPO's gate for positive advantages."""
+    tau_neg: float = 1.05
+    """SAPO's gate for the others."""
+
+
+DEFAULTS = {
+    "algorithm": {"adv_estimator": "grpo"},
+    "actor": {
+        "loss_agg_mode": "seq-mean-token-mean",
+        "policy_loss": {"loss_mode": "sapo", "tau_pos": 1.0, "tau_neg": 1.05},
+    },
+    "rollout": {"n": 8},
+}
+"""Eqs. 5-8: τ_pos = 1, τ_neg = 1.05, each response weighs the same."""
 
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:

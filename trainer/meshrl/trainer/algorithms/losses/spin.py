@@ -5,36 +5,44 @@ Chen et al. 2024, https://arxiv.org/abs/2401.01335, eq. 4.7, with the opponent r
     h = (log π_θ(y_c) - log π_θ(y_r)) - (log π_old(y_c) - log π_old(y_r)),     l = -log σ(β h)
 
 At the first update h = 0, and the gradient is that of β/2 (log π(y_r) - log π(y_c)); with several mini-batches or
-epochs the margin holds it back. β is `policy_loss.dpo_beta`. See `_pairs` for how pairs are found.
+epochs the margin holds it back. β is `policy_loss.dpo_beta`. See `dpo` for how pairs are found.
 """
 
 from __future__ import annotations
 
 import dataclasses
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from meshrl.trainer.algorithms.aggregation import Aggregator
-from meshrl.trainer.algorithms.losses import dpo
-from meshrl.trainer.algorithms.losses._options.dpo import Options
-from meshrl.trainer.algorithms.losses._pairs import compute_with
+from meshrl.trainer.algorithms.lazy_torch import Tensor
 from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput
+from meshrl.trainer.algorithms.losses.dpo import Options, compute_with, pair_loss
 from meshrl.trainer.algorithms.options import options
-from meshrl.trainer.config import ActorConfig
 
-NEEDS: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from meshrl.trainer.config import ActorConfig
+
+
 OF_ROWS = True
 """It reads one advantage of a row, not one of each token."""
 WHOLE_GROUPS = True
 """The rows of a group must be in one micro-batch."""
+DEFAULTS = {
+    "algorithm": {"adv_estimator": "preference"},
+    "actor": {"policy_loss": {"loss_mode": "spin", "dpo_beta": 0.1}},
+    "rollout": {"n": 2},
+}
+"""Section 4, with a reward as the judge of which of two own responses is the better one: the opponent
+is renewed every step, so no reference service is needed. With `adv_estimator: data_answer` and `rollout.n: 1` the
+data's own answers are chosen instead, as in the paper."""
 
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:
-    """Preference loss; see `_pairs` for what is raised."""
+    """Preference loss; raises what `dpo.compute_with` raises."""
     p = options(config.policy_loss, Options).model_copy(update={"dpo_reference_free": False})
     against_old = dataclasses.replace(inputs, ref_logprobs=inputs.old_logprobs)
 
     def of_margin(h: Tensor) -> Tensor:
-        return dpo.pair_loss(h, beta=p.dpo_beta, label_smoothing=p.dpo_label_smoothing)
+        return pair_loss(h, beta=p.dpo_beta, label_smoothing=p.dpo_label_smoothing)
 
     return compute_with(of_margin, against_old, p, aggregate, "spin")

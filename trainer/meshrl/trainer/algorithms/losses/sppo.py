@@ -9,18 +9,26 @@ A_i comes from `adv_estimator: sppo`; η is `policy_loss.sppo_eta`. `loss_agg_mo
 
 from __future__ import annotations
 
-from meshrl.trainer.algorithms.aggregation import Aggregator
-from meshrl.trainer.algorithms.losses._options.sppo import Options
-from meshrl.trainer.algorithms.losses._types import (
-    LossInputs,
-    LossOutput,
-    log_ratio,
-    mean_metrics,
-)
-from meshrl.trainer.algorithms.options import options
-from meshrl.trainer.config import ActorConfig
+from typing import TYPE_CHECKING
 
-NEEDS: tuple[str, ...] = ()
+from pydantic import PositiveFloat
+
+from meshrl.common.config import Config
+from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput, log_ratio, mean_metrics
+from meshrl.trainer.algorithms.options import options
+
+if TYPE_CHECKING:
+    from meshrl.trainer.config import ActorConfig
+
+
+class Options(Config):
+    """Keys of `actor.policy_loss`."""
+
+    sppo_eta: PositiveFloat = 1.0
+    """Scale of the advantage that a row's log-ratio is regressed on."""
+
+
 OF_ROWS = True
 """It reads one advantage of a row, not one of each token."""
 

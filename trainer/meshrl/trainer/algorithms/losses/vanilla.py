@@ -10,10 +10,11 @@ https://arxiv.org/abs/1912.09729, eq. 5; Yu et al. 2025 (DAPO, clip-higher), htt
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.algorithms.aggregation import Aggregator
+from meshrl.trainer.algorithms.lazy_torch import torch
 from meshrl.trainer.algorithms.losses._types import (
     LossInputs,
     LossOutput,
@@ -22,9 +23,11 @@ from meshrl.trainer.algorithms.losses._types import (
     mean_metrics,
     weighted,
 )
-from meshrl.trainer.config import ActorConfig
 
-NEEDS: tuple[str, ...] = ()
+if TYPE_CHECKING:
+    from meshrl.trainer.config import ActorConfig
+
+
 CLIP_RATIO_C = 3.0
 
 

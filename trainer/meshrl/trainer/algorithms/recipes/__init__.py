@@ -1,1 +1,1 @@
-"""Algorithms by name, one file each: the settings that its paper describes, as `recipe_defaults` reads them."""
+"""Algorithms made of other papers' estimators and losses: their settings, and what else they compute."""

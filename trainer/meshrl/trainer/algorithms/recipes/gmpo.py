@@ -1,9 +1,8 @@
 """GMPO: the geometric mean of token ratios, which one outlier does not move; clipped token by token in log space.
 
-Zhao et al. 2025, eq. 4 and section 4: the range is (e^-0.4, e^0.4).
+Zhao et al. 2025, https://arxiv.org/abs/2507.20673, eq. 4 and section 4: the range is (e^-0.4, e^0.4).
 """
 
-PAPER = "https://arxiv.org/abs/2507.20673"
 DEFAULTS = {
     "algorithm": {"adv_estimator": "grpo"},
     "actor": {
