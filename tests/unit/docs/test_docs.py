@@ -165,36 +165,6 @@ def test_signs_of_a_run_that_does_not_learn_name_commands_that_there_are(
             assert not ended.value.code, (line, capsys.readouterr().err)
 
 
-def python_blocks() -> list[tuple[str, str]]:
-    """The Python examples of the how-to of extensions, by the file name that their first line gives."""
-    text = (DOCS / "how-to/extend.md").read_text()
-    return re.findall(r"^```python\n# (\S+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-
-
-@pytest.fixture
-def my_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_package: None) -> None:
-    """All examples as modules of a package `my_package`, as the page says."""
-    for file, code in [("__init__.py", ""), *python_blocks()]:
-        target = tmp_path / "my_package" / file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-
-@pytest.mark.usefixtures("my_package")
-@pytest.mark.parametrize("file", [name for name, _ in python_blocks()])
-def test_an_example_of_an_extension_is_found_by_its_dotted_name(file: str) -> None:
-    from meshrl.common import plugins
-
-    attributes = {"estimators": "compute", "losses": "compute", "samplers": "Sampler"}
-    attributes |= {"stores": "build", "programs": "run", "carriers": "Carrier", "engines": "build"}
-    attributes |= {"stages": "run", "readers": "read"}
-    parts = Path(file).with_suffix("").parts
-    kind = parts[0] if len(parts) > 1 else parts[0].partition("_")[0]
-    found = plugins.load("meshrl.rollout", ".".join(("my_package", *parts)), attributes[kind])
-    assert callable(found)
-
-
 def test_every_file_of_a_run_is_named_with_what_bounds_it() -> None:
     """`tests/e2e/test_up.py` compares the directory of a run of today."""
     with tarfile.open(ROOT / "tests/fixtures/run-0.1.tar.gz") as archive:
