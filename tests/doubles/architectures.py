@@ -36,7 +36,7 @@ from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf
-from meshrl.trainer.model.snapshot import Snapshot, take_snapshot
+from meshrl.trainer.model.snapshot import WeightSnapshot, take_snapshot
 from meshrl.trainer.model.untrainable import WANTED
 from meshrl.trainer.ranks.world import World
 
@@ -272,7 +272,7 @@ def _published(directory: Path, world: World, found: dict[str, Any]) -> str:
 
 async def _served(directory: Path, found: dict[str, Any]) -> str:
     """A greedy response of the embedded engine, beside the policy's log-probs of it."""
-    sent: Snapshot = found["sent"]
+    sent: WeightSnapshot = found["sent"]
     policy: Policy = found["policy"]
     (architecture,) = json.loads((directory / "config.json").read_text())["architectures"]
     if architecture not in TORCH_ARCHITECTURES:

@@ -20,7 +20,7 @@ from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import Policy, build_policy, load_hf, open_hf, random_hf
-from meshrl.trainer.model.snapshot import Snapshot, take_snapshot
+from meshrl.trainer.model.snapshot import WeightSnapshot, take_snapshot
 from meshrl.trainer.ranks.world import World
 from meshrl.weights.carrier import RunPaths
 from tests.doubles.weights import HashSink
@@ -69,7 +69,9 @@ class Learning:
         (-logprobs.mean()).backward()
         assert self._optimizers.step(1e-2) > 0
 
-    def sent(self, step: int, dtype: str = "float32", *, adapters_only: bool = True) -> Snapshot:
+    def sent(
+        self, step: int, dtype: str = "float32", *, adapters_only: bool = True
+    ) -> WeightSnapshot:
         made = take_snapshot(
             self.policy, self._world, run=RUN, version=Version(1, step), dtype=dtype,
             bucket_bytes=1 << 16, adapters_only=adapters_only,
@@ -207,7 +209,7 @@ async def test_a_merge_that_comes_out_differently_is_never_served(
         stand(fleet, model)
         engine = fleet.join("a")
         await until(lambda: len(fleet.coordinator.fleet().replicas) == 1)
-        await fleet.carry(Snapshot(wrong, sent.buckets))  # type: ignore[arg-type]
+        await fleet.carry(WeightSnapshot(wrong, sent.buckets))  # type: ignore[arg-type]
         await until(lambda: "merged here, are not what" in fleet.reason_of("a"))
         assert engine.version is None
         assert fleet.published == []

@@ -13,7 +13,7 @@ from meshrl.contract.types import Version
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.model.lora import Weight
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf, random_hf
-from meshrl.trainer.model.snapshot import Snapshot, take_snapshot
+from meshrl.trainer.model.snapshot import WeightSnapshot, take_snapshot
 from meshrl.trainer.ranks.world import World
 from meshrl.weights.gathering import SourceError, gathered, whole
 from meshrl.weights.messages import digest
@@ -22,7 +22,9 @@ from . import tiny
 from .ranks import Ranks
 
 
-def taken(policy: Policy, world: World, planned: list[Snapshot], **more: Any) -> Snapshot | None:
+def taken(
+    policy: Policy, world: World, planned: list[WeightSnapshot], **more: Any
+) -> WeightSnapshot | None:
     return take_snapshot(
         policy,
         world,
@@ -42,7 +44,7 @@ def policy_of(path: Path, world: World, **more: Any) -> Policy:
 async def test_what_is_sent_is_known_before_a_byte_is_gathered(
     tiny_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned: list[Snapshot] = []
+    planned: list[WeightSnapshot] = []
     seen: list[bool] = []
     shared = Weight.shared
 
@@ -69,7 +71,7 @@ async def test_what_is_sent_is_known_before_a_byte_is_gathered(
 async def test_a_gather_that_fails_is_told_to_whoever_waits_for_its_buckets(
     tiny_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned: list[Snapshot] = []
+    planned: list[WeightSnapshot] = []
     shared = Weight.shared
 
     def broken(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
@@ -88,7 +90,7 @@ async def test_a_gather_that_fails_is_told_to_whoever_waits_for_its_buckets(
 def test_an_adapter_is_proposed_with_the_hashes_of_what_it_is_merged_into(
     tiny_path: Path, world: World
 ) -> None:
-    planned: list[Snapshot] = []
+    planned: list[WeightSnapshot] = []
     policy = policy_of(tiny_path, world, lora_rank=2)
     sent = taken(policy, world, planned, adapters_only=True)
     assert not planned

@@ -25,7 +25,7 @@ from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import AlgorithmConfig
 from meshrl.trainer.learner.experience import assemble, schedule
 from meshrl.trainer.learner.learner import Learned
-from meshrl.trainer.learner.unfolding import Part, Unfolded, branches, unfolded
+from meshrl.trainer.learner.unfolding import TrainedPart, Unfolded, branches, unfolded
 from meshrl.trainer.ranks.world import World
 
 from . import named_algorithms, rank_work
@@ -54,7 +54,7 @@ class TwoRanks:
         return found
 
 
-def halves(row: Trajectory) -> list[Part]:
+def halves(row: Trajectory) -> list[TrainedPart]:
     """A row as two: the second begins at the middle of the response and keeps two tokens before it."""
     middle = (row.prompt_length + len(row.tokens)) // 2
     cutting = [(0, middle), (middle - 2, len(row.tokens))]
@@ -63,7 +63,7 @@ def halves(row: Trajectory) -> list[Part]:
         mask = row.loss_mask[start:end].copy()
         mask[: 2 if start else 0] = 0
         parts.append(
-            Part(
+            TrainedPart(
                 row=replace(
                     row,
                     tokens=row.tokens[start:end],

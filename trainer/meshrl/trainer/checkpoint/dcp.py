@@ -72,7 +72,7 @@ class SafeReader(FileSystemReader):
         path = Path(self.path) / INDEX
         try:
             with path.open("rb") as file:
-                index = _Unpickler(file).load()
+                index = _IndexUnpickler(file).load()
         except (pickle.UnpicklingError, EOFError) as error:
             raise CorruptError(f"{path}: not an index that DCP wrote ({error})") from error
         if index.storage_meta is None:
@@ -92,7 +92,7 @@ class SafePlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-class _Unpickler(pickle.Unpickler):
+class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _member

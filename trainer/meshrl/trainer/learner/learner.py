@@ -242,7 +242,7 @@ class Learner:
         minis = self._mini_batches(schedule, experience, step)
         if self._critic is not None and values is not None:
             metrics |= self._critic.learn(rows, minis, experience, values, targets, step)
-        work = _Work(rows=rows, experience=experience, targets=targets, step=step)
+        work = _StepState(rows=rows, experience=experience, targets=targets, step=step)
         if not alone:
             metrics |= self._improve(minis, work, step)
             metrics["batch/tflops"] = self._tflops(schedule, experience)
@@ -346,7 +346,7 @@ class Learner:
             return schedule.mini_batches
         return redrawn(schedule, sample, max_tokens=self._actor.ppo_max_token_len_per_gpu)
 
-    def _improve(self, minis: Sequence[MiniBatch], work: _Work, step: int) -> dict[str, Json]:
+    def _improve(self, minis: Sequence[MiniBatch], work: _StepState, step: int) -> dict[str, Json]:
         """The policy's updates."""
         updates = [mini for _ in range(self._actor.ppo_epochs) for mini in minis]
         rate = learning_rate(self._actor.optim, step, self._total_steps or step + 1)
@@ -361,7 +361,9 @@ class Learner:
             "actor/updates": len(norms),
         }
 
-    def _logprobs_before(self, before: ForwardOutputs, work: _Work) -> tuple[torch.Tensor, Ragged]:
+    def _logprobs_before(
+        self, before: ForwardOutputs, work: _StepState
+    ) -> tuple[torch.Tensor, Ragged]:
         """float32[N] of the policy before the step, NaN where it forwarded no token, and the layout without those."""
         ragged = work.experience.ragged
         if before.logprobs is not None and not self._objective.rollout_is_old:
@@ -373,7 +375,7 @@ class Learner:
         logprobs = gather_tokens(work.rows.schedule, parts, self.world)
         return logprobs, ragged.with_mask(ragged.mask & ~logprobs.isnan())
 
-    def _update(self, mini: MiniBatch, work: _Work, rate: float, updates: int) -> float:
+    def _update(self, mini: MiniBatch, work: _StepState, rate: float, updates: int) -> float:
         """One optimizer step; returns the gradient norm before clipping."""
         counts = work.counts(mini)
         # Loss terms sum up over micro-batches; over ranks and updates they are averaged.
@@ -419,7 +421,7 @@ class Learner:
     def _micro(
         self,
         chosen: Sequence[int],
-        work: _Work,
+        work: _StepState,
         logprobs: torch.Tensor,
         entropies: torch.Tensor,
         counts: _Counts,
@@ -466,7 +468,7 @@ class Learned:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Work:
+class _StepState:
     """What the updates of one batch share."""
 
     rows: MicroBatcher

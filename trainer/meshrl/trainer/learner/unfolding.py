@@ -24,7 +24,7 @@ from meshrl.trainer.ranks.world import World
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Part:
+class TrainedPart:
     """One row that is trained."""
 
     row: Trajectory
@@ -79,7 +79,7 @@ class Unfolded:
 
 def unfolded(
     schedule: Schedule,
-    parts: Sequence[Sequence[Part]],
+    parts: Sequence[Sequence[TrainedPart]],
     world: World,
     *,
     max_tokens: int,
@@ -152,11 +152,11 @@ def _mapped(targets: Targets, column: Callable[[torch.Tensor], torch.Tensor]) ->
     )
 
 
-def branches(row: Trajectory) -> list[Part]:
+def branches(row: Trajectory) -> list[TrainedPart]:
     """The branches of a row, each a sequence of its own; a row without parts is one."""
     bounds = [*(part.start for part in row.parts), len(row.tokens)]
     if len(bounds) < 3:
-        return [Part(row=row)]
+        return [TrainedPart(row=row)]
     found = []
     for start, end in itertools.pairwise(bounds):
         spans = [
@@ -173,11 +173,11 @@ def branches(row: Trajectory) -> list[Part]:
             routed_experts=row.routed_experts and row.routed_experts.part(start, end),
             parts=(),
         )
-        found.append(Part(row=part, start=start))
+        found.append(TrainedPart(row=part, start=start))
     return found
 
 
-def _begins(parts: Sequence[Part]) -> int:
+def _begins(parts: Sequence[TrainedPart]) -> int:
     """Where the response of the queue's row begins: with the first token that was sampled in a part of it."""
     places = [
         part.start + part.row.prompt_length
@@ -187,12 +187,12 @@ def _begins(parts: Sequence[Part]) -> int:
     return min(places, default=0)
 
 
-def _offset(begins: int, part: Part) -> int | None:
+def _offset(begins: int, part: TrainedPart) -> int | None:
     """Of a part's response in its row's."""
     return None if part.start is None else max(0, part.start + part.row.prompt_length - begins)
 
 
-def with_answer(row: Trajectory, answers: Mapping[int, Int32]) -> tuple[Part, Part]:
+def with_answer(row: Trajectory, answers: Mapping[int, Int32]) -> tuple[TrainedPart, TrainedPart]:
     """What the policy said, and what the data say to the same prompt: the part that is to be preferred."""
     answer = answers[int(row.uid.task.rpartition("-")[2])]
     prompt = row.tokens[: row.prompt_length]
@@ -207,4 +207,4 @@ def with_answer(row: Trajectory, answers: Mapping[int, Int32]) -> tuple[Part, Pa
         spans=(),
         routed_experts=None,
     )
-    return Part(row=row), Part(row=said, start=None)
+    return TrainedPart(row=row), TrainedPart(row=said, start=None)

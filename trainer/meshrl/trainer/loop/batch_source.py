@@ -50,7 +50,7 @@ MALFORMED = (CorruptError, ValueError, TypeError, LookupError, RecursionError)
 """Errors of reading columns of another form."""
 
 
-class Command(Enum):
+class LoopCommand(Enum):
     """What a rank does when there is no batch."""
 
     END = "end"
@@ -59,7 +59,7 @@ class Command(Enum):
     """End this process; the run goes on another time."""
 
 
-NextWork: TypeAlias = Batch | Command
+NextWork: TypeAlias = Batch | LoopCommand
 
 
 class BatchSource:
@@ -113,11 +113,11 @@ class BatchSource:
         """
         if not self._world.is_main:
             return await self._listen()
-        work: NextWork = Command.DRAIN
+        work: NextWork = LoopCommand.DRAIN
         if self._given_up is not None:
             pass
         elif self._settings.total_steps is not None and step >= self._settings.total_steps:
-            work = Command.END
+            work = LoopCommand.END
         else:
             with self.giving_up():
                 work = await self._take(epoch, step)
@@ -209,7 +209,7 @@ class BatchSource:
                     self._rewards.load_json(message["rewards"])
                 return batch_from_json(message["batch"])
             if message["command"] != "waiting":
-                return Command(message["command"])
+                return LoopCommand(message["command"])
 
     async def _take(self, epoch: int, step: int) -> NextWork:
         """Wait for a batch in bounded waits; after each, report what blocks."""
@@ -219,7 +219,7 @@ class BatchSource:
             self._interrupt.clear()
             if self._leaving:
                 log.info("run %s: draining before step %d", run, step)
-                return Command.DRAIN
+                return LoopCommand.DRAIN
             taking = asyncio.ensure_future(
                 self._batches.take(
                     run,
@@ -248,7 +248,7 @@ class BatchSource:
                 if sampling.batch.rows:
                     return sampling.batch
                 log.info("run %s: the data end before step %d: %s", run, step, error)
-                return Command.END
+                return LoopCommand.END
 
     async def _drop_unjudged(self, epoch: int, step: int) -> bool:
         """Drop what cannot be read of the last take, which nobody has judged yet; False where there is nothing."""

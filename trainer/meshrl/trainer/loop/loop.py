@@ -56,7 +56,7 @@ from meshrl.trainer.learner.experience import Schedule
 from meshrl.trainer.learner.learner import Learned
 from meshrl.trainer.loop.batch_source import (
     BatchSource,
-    Command,
+    LoopCommand,
     of_all_ranks,
     trainable,
     unreadable,
@@ -180,11 +180,11 @@ class Trainer:
         with self.status.phase(TrainerPhase.CHECKPOINTING):
             await self._checkpointer.wait_done()
         self._source.check()
-        self.drained = work is Command.DRAIN
-        if work is Command.END:
+        self.drained = work is LoopCommand.DRAIN
+        if work is LoopCommand.END:
             await self._finish()
 
-    async def _next(self) -> Batch | Command:
+    async def _next(self) -> Batch | LoopCommand:
         """The next batch or command, the same on every rank."""
         if self._evaluation:
             with self.status.phase(TrainerPhase.EVALUATING), self._source.giving_up():

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from meshrl.contract.errors import UserError
 from meshrl.trainer.model.attention_kernels import attend_row, attend_varlen, takes_long_rows
-from meshrl.trainer.model.packing import LONG_ROW, Bucket, Layout
+from meshrl.trainer.model.packing import LONG_ROW, PackLayout, RowRectangle
 from meshrl.trainer.model.sequence_parallel import repeats
 
 NAME = "meshrl_packed"
@@ -33,7 +33,7 @@ def calls() -> int:
     return count
 
 
-def carrying(position_ids: torch.Tensor, layout: Layout) -> torch.Tensor:
+def carrying(position_ids: torch.Tensor, layout: PackLayout) -> torch.Tensor:
     """`position_ids`, by which `packed_attention` finds the layout where a model hands on nothing else.
 
     The tensor is what a layer was called with also when its activations are computed again, later and elsewhere.
@@ -49,7 +49,7 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packed_layout: Layout | None = None,
+    packed_layout: PackLayout | None = None,
     position_ids: torch.Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -122,7 +122,7 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    packed_layout: Layout,
+    packed_layout: PackLayout,
     scores: Scores,
 ) -> torch.Tensor:
     """[1, P, Hq, Dv] from all tokens of the pack."""
@@ -141,7 +141,7 @@ def _end_to_end(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    packed_layout: Layout,
+    packed_layout: PackLayout,
     scores: Scores,
 ) -> torch.Tensor:
     """[1, P, Hq, D] by a kernel that takes rows end to end."""
@@ -187,7 +187,7 @@ def _rectangle(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    bucket: Bucket,
+    bucket: RowRectangle,
     scores: Scores,
 ) -> torch.Tensor:
     """One bucket's attention: [t, Hq, Dv], its real tokens row after row."""

@@ -66,7 +66,7 @@ class Fused:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class FusedPart:
     """One tensor that is made of fused ones."""
 
     source: Fused
@@ -113,7 +113,7 @@ def in_checkpoint(
         made = _reverted(hf, {name: blanks[name] for name in members})
         source = Fused(hf, members, frozenset(made))
         for name, blank in made.items():
-            yield name, Part(source, name, tuple(blank.shape))
+            yield name, FusedPart(source, name, tuple(blank.shape))
 
 
 def _reverted(hf: Any, tensors: Tensors) -> Tensors:

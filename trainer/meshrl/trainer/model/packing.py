@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from meshrl.contract.types import Int32
-from meshrl.trainer.model.sequence_parallel import SequenceGroup, Share
+from meshrl.trainer.model.sequence_parallel import SequenceGroup, SequenceShare
 from meshrl.trainer.model.vision import PackedImages, RowImages, packed_images
 
 BUCKET_STEPS = 8
@@ -116,7 +116,7 @@ def _sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Bucket:
+class RowRectangle:
     """Rows of similar length, as one rectangular attention call."""
 
     gather: torch.Tensor
@@ -126,7 +126,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class RowRun:
     """A row of at least LONG_ROW tokens, or neighbours that are shorter, as attention takes them end to end."""
 
     cu_seqlens: torch.Tensor
@@ -136,14 +136,14 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class PackLayout:
     """How the rows of one pack lie: what block-diagonal attention needs instead of a mask."""
 
     cu_seqlens: torch.Tensor
     """int32[S+1]: where rows begin, laid end to end and each with its prefix; the last entry is the total."""
     max_seqlen: int
-    buckets: tuple[Bucket, ...]
-    runs: tuple[Run, ...]
+    buckets: tuple[RowRectangle, ...]
+    runs: tuple[RowRun, ...]
     """All rows, in their order; a single one for a pack without long rows."""
     order: torch.Tensor
     """int64[P]: where in the buckets' `cells`, one bucket after the other, each token of the pack stands."""
@@ -151,16 +151,16 @@ class Layout:
     """int64[cu_seqlens[-1]]: pack position of each token of the rows end to end; None where the pack is just that."""
     folded: torch.Tensor | None = None
     """int64[P]: the way back, to one of the places at which a token of the pack stands."""
-    share: Share | None = None
+    share: SequenceShare | None = None
     """With sequence parallelism: the part of the pack that this rank forwards. The layout is the whole pack's."""
 
-    def to(self, device: torch.device) -> Layout:
+    def to(self, device: torch.device) -> PackLayout:
         """The same layout on another device."""
         return replace(
             self,
             cu_seqlens=_sent(self.cu_seqlens, device),
             buckets=tuple(
-                Bucket(_sent(b.gather, device), _sent(b.cells, device)) for b in self.buckets
+                RowRectangle(_sent(b.gather, device), _sent(b.cells, device)) for b in self.buckets
             ),
             runs=tuple(replace(r, cu_seqlens=_sent(r.cu_seqlens, device)) for r in self.runs),
             order=_sent(self.order, device),
@@ -177,7 +177,7 @@ class Pack:
     """int64[1, P]"""
     position_ids: torch.Tensor
     """int64[1, P]: from 0 in each row. int64[3, 1, P] for a model in which height and width have positions, too."""
-    layout: Layout
+    layout: PackLayout
     positions: torch.Tensor
     """int64[N]: hidden states that predict a response token (one place before it)."""
     targets: torch.Tensor
@@ -263,7 +263,7 @@ def pack(
     )
 
 
-def layout_of(lengths: Sequence[int]) -> Layout:
+def layout_of(lengths: Sequence[int]) -> PackLayout:
     """The layout of rows of `lengths`, laid end to end."""
     return _layout(*_end_to_end(lengths))
 
@@ -318,7 +318,7 @@ def _common(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
     return int(different[0]) if len(different) else shorter
 
 
-def _layout(places: Positions, begins: Sequence[int]) -> Layout:
+def _layout(places: Positions, begins: Sequence[int]) -> PackLayout:
     """Of rows at `places`, each with the tokens from `begins` on as its own."""
     sizes = np.array([len(place) for place in places], dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes)])
@@ -333,14 +333,16 @@ def _layout(places: Positions, begins: Sequence[int]) -> Layout:
         column = np.arange(int(n.max()))[None]
         gather = unfolded[first + np.minimum(column, n - 1)]
         real = (column >= np.asarray(begins)[indices][:, None]) & (column < n)
-        buckets.append(Bucket(torch.from_numpy(gather), torch.from_numpy(np.flatnonzero(real))))
+        buckets.append(
+            RowRectangle(torch.from_numpy(gather), torch.from_numpy(np.flatnonzero(real)))
+        )
         covered.append(gather[real])
     order = np.argsort(np.concatenate(covered))
     folded = None
     if any(begins) or (np.diff(unfolded) != 1).any():
         folded = np.empty(len(order), dtype=np.int64)
         folded[unfolded] = np.arange(len(unfolded))
-    return Layout(
+    return PackLayout(
         torch.from_numpy(starts.astype(np.int32)),
         int(sizes.max()),
         tuple(buckets),
@@ -351,7 +353,7 @@ def _layout(places: Positions, begins: Sequence[int]) -> Layout:
     )
 
 
-def _runs(starts: npt.NDArray[np.int64]) -> Iterator[Run]:
+def _runs(starts: npt.NDArray[np.int64]) -> Iterator[RowRun]:
     """Of rows that begin at `starts`, with the end of the last one."""
     lengths = np.diff(starts)
     for long, rows in itertools.groupby(range(len(lengths)), lambda row: lengths[row] >= LONG_ROW):
@@ -359,7 +361,7 @@ def _runs(starts: npt.NDArray[np.int64]) -> Iterator[Run]:
         for part in [[row] for row in together] if long else [together]:
             ends = starts[part[0] : part[-1] + 2] - starts[part[0]]
             where = torch.from_numpy(ends.astype(np.int32))
-            yield Run(where, int(ends[-1]), int(lengths[part].max()))
+            yield RowRun(where, int(ends[-1]), int(lengths[part].max()))
 
 
 def bucket_length(length: int) -> int:
@@ -382,7 +384,7 @@ def share_out(pack: Pack, among: SequenceGroup) -> Pack:
     experts = pack.experts
     if experts is not None:
         experts = F.pad(experts, (0, 0, 0, 0, *padding))[begin : begin + width]
-    share = Share(among=among, tokens=tokens, width=width, counts=tuple(counts))
+    share = SequenceShare(among=among, tokens=tokens, width=width, counts=tuple(counts))
     return replace(
         pack,
         input_ids=F.pad(pack.input_ids, padding)[:, begin : begin + width],

@@ -30,7 +30,7 @@ class SequenceGroup:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Share:
+class SequenceShare:
     """This rank's part of one pack: `width` tokens, one after the other; the last shares end in padding."""
 
     among: SequenceGroup
@@ -101,7 +101,7 @@ class _Join(torch.autograd.Function):
     """All-gather of unequal parts; the gradient of what came from others is theirs to follow."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, share: Share) -> torch.Tensor:
+    def forward(ctx: Any, values: torch.Tensor, share: SequenceShare) -> torch.Tensor:
         ctx.share = share
         longest = max(share.counts)
         own = F.pad(values, (0, 0) * (values.dim() - 1) + (0, longest - len(values)))

@@ -36,7 +36,7 @@ from typing_extensions import override
 from meshrl.common import shared_buffers
 from meshrl.contract.ports import GatheredSource
 from meshrl.contract.types import Adapter, TensorSpec, Uint8, Version, WeightManifest
-from meshrl.trainer.model.checkpoint_names import Fused, Part, Published
+from meshrl.trainer.model.checkpoint_names import Fused, FusedPart, Published
 from meshrl.trainer.model.lora import Weight, scale, targets
 from meshrl.trainer.model.policy import Policy
 from meshrl.trainer.ranks.world import World
@@ -50,7 +50,7 @@ class _Hashes:
     tensors: list[int]
 
 
-class Snapshot(GatheredSource):
+class WeightSnapshot(GatheredSource):
     """The version of a policy: it may be read while the buckets come."""
 
     def __init__(self, plan: WeightManifest, buckets: Sequence[Uint8]) -> None:
@@ -115,8 +115,8 @@ def take_snapshot(
     dtype: str,
     bucket_bytes: int,
     adapters_only: bool = False,
-    on_plan: Callable[[Snapshot], object] | None = None,
-) -> Snapshot | None:
+    on_plan: Callable[[WeightSnapshot], object] | None = None,
+) -> WeightSnapshot | None:
     """Gather the whole model, bucket by bucket: one is gathered while the one before is copied and hashed.
 
     Every rank calls this; rank 0 gets the snapshot.
@@ -149,7 +149,7 @@ def take_snapshot(
         targets=targets(policy.hf),
         merged=merged.manifest,
     )
-    return Snapshot(dataclasses.replace(sent.manifest, adapter=adapter), sent.buckets)
+    return WeightSnapshot(dataclasses.replace(sent.manifest, adapter=adapter), sent.buckets)
 
 
 def _packed(
@@ -161,8 +161,8 @@ def _packed(
     version: Version,
     bucket_bytes: int,
     keep: bool = True,
-    on_plan: Callable[[Snapshot], object] | None = None,
-) -> Snapshot | None:
+    on_plan: Callable[[WeightSnapshot], object] | None = None,
+) -> WeightSnapshot | None:
     """Cast, gathered and hashed, bucket by bucket; without `keep` only the manifest remains."""
     kind = getattr(torch, dtype)
     specs = layout(
@@ -184,7 +184,7 @@ def _packed(
         bucket_bytes=tuple(sizes),
         bucket_hashes=(),
     )
-    snapshot = Snapshot(plan, kept or [np.empty(0, np.uint8) for _ in sizes])
+    snapshot = WeightSnapshot(plan, kept or [np.empty(0, np.uint8) for _ in sizes])
     if on_plan is not None and world.is_main:
         on_plan(snapshot)
     try:
@@ -303,7 +303,7 @@ def gather_into(
     alone: list[tuple[TensorSpec, _Shares]] = []
     fused: dict[Fused, dict[str, _Shares]] = {}
     for spec, weight in members:
-        if isinstance(weight, Part):
+        if isinstance(weight, FusedPart):
             if weight.name not in weight.source.left and weight.source not in fused:
                 shared = weight.source.shared(kind)
                 fused[weight.source] = {n: _shares(each, keep) for n, each in shared.items()}
@@ -316,7 +316,7 @@ def gather_into(
     for spec, each in alone:
         _put(memory, spec.offset, each.parts if keep else [])
     for spec, weight in members:
-        if isinstance(weight, Part):
+        if isinstance(weight, FusedPart):
             weight.source.left.discard(weight.name)
             _put(memory, spec.offset, [weight.source.held.pop(weight.name)] if keep else [])
 

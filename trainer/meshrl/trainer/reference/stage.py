@@ -45,7 +45,7 @@ GROUPS_KNOWN = 4096
 Work: TypeAlias = Callable[[Sequence[LeasedRow]], Awaitable[Sequence[StageResult]]]
 
 
-class Judge(Protocol):
+class ReferenceScorer(Protocol):
     """From the tokens of rows, and the pictures of each, to their columns."""
 
     async def __call__(
@@ -62,7 +62,7 @@ class ReferenceStage:
         self,
         queue: Queue,
         runs: Sequence[str],
-        judged: Judge,
+        judged: ReferenceScorer,
         *,
         worker: str,
         limit: int = 1024,
@@ -144,7 +144,7 @@ class ReferenceStage:
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
+class _WaitingRows:
     """The rows of one caller, of one group."""
 
     rows: Sequence[LeasedRow]
@@ -169,7 +169,7 @@ class SharedPrefixGroups:
         self.max_wait_s = max_wait_s
         self._most_waiting = most_waiting
         self._work = work
-        self._parts: list[_Part] = []
+        self._parts: list[_WaitingRows] = []
         """Not worked on yet, in order of arrival."""
         self._received: dict[tuple[str, str], int] = {}
         """Number of rows received of each incomplete group, by run and task."""
@@ -181,7 +181,7 @@ class SharedPrefixGroups:
         Whoever is due first works on all that are due. It alone hears of an error; then, or when it is cancelled, the
         next one works.
         """
-        part = _Part(rows)
+        part = _WaitingRows(rows)
         self._parts.append(part)
         self._join(part)
         try:
@@ -198,7 +198,7 @@ class SharedPrefixGroups:
         assert part.results is not None
         return part.results
 
-    def _join(self, part: _Part) -> None:
+    def _join(self, part: _WaitingRows) -> None:
         """Add `part`, and end the waits that it completes."""
         first = part.rows[0]
         group = first.uid.run, first.uid.task
@@ -215,7 +215,7 @@ class SharedPrefixGroups:
         if sum(len(each.rows) for each in waiting) > self._most_waiting:
             waiting[0].due.set()
 
-    def _batch(self, own: _Part) -> list[_Part]:
+    def _batch(self, own: _WaitingRows) -> list[_WaitingRows]:
         """What is due, `own` first."""
         batch, count = [own], len(own.rows)
         for part in self._parts:
@@ -224,7 +224,7 @@ class SharedPrefixGroups:
                 count += len(part.rows)
         return batch
 
-    async def _work_on(self, batch: Sequence[_Part]) -> None:
+    async def _work_on(self, batch: Sequence[_WaitingRows]) -> None:
         results = await self._work([row for part in batch for row in part.rows])
         result_of: dict[Uid, StageResult] = {result.uid: result for result in results}
         for part in batch:
