@@ -1,6 +1,6 @@
 """The program `verifiers`: rows are episodes of a `verifiers` environment, which is played as it is installed.
 
-    row ─▶ sessions/verifiers_server.py, in verifiers' Python environment ─▶ the environment ─▶ gateway ─▶ engine
+    row ─▶ agents/verifiers_server.py, in verifiers' Python environment ─▶ the environment ─▶ gateway ─▶ engine
        ◀── its reward ──────────────────────────────────────────────────────────┘
 
 One process per worker plays all of its rows at the same time. See docs/how-to/environments.md.
@@ -26,7 +26,7 @@ from meshrl.rollout.programs import openai
 from meshrl.rollout.programs.openai import OpenAIProgram
 
 USES_GATEWAY = True
-SERVER = Path(__file__).parents[1] / "sessions" / "verifiers_server.py"
+SERVER = Path(__file__).parents[1] / "agents" / "verifiers_server.py"
 
 
 class Config(BaseConfig):
