@@ -45,7 +45,7 @@ from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import MeshError, WaitTimeoutError
 from meshrl.contract.held_rows import RENEWALS
 from meshrl.contract.rows import rollout_write
-from meshrl.contract.stage_worker import StageWorker
+from meshrl.contract.stage_worker import Intake, StageWorker
 from meshrl.contract.types import (
     ROLLOUT_STAGE,
     LeasedRow,
@@ -266,8 +266,7 @@ async def work(address: str, names: Sequence[str], seen: Seen, stop: asyncio.Eve
                 ROLLOUT_STAGE,
                 sample,
                 worker=name,
-                limit=1,
-                version=lambda: FIRST,
+                intake=Intake(limit=1, version=lambda: FIRST),
             )
             running = asyncio.create_task(worker.run(grace_s=0))
             await stop.wait()

@@ -36,7 +36,7 @@ from meshrl.contract.types import (
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.reward_stage import RewardStage
-from meshrl.rollout.config import CheckpointIntervals
+from meshrl.rollout.config import CheckpointIntervals, RowSchedule
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
@@ -167,9 +167,7 @@ async def _mesh(folder: Path) -> AsyncIterator[QueueClient]:
                 Numbers(),
                 runs=[RUN],
                 worker="rollout-0",
-                slots=1,
-                checkpoint=CheckpointIntervals(tokens=4, ms=1),
-                max_staleness=math.inf,
+                schedule=RowSchedule(slots=1, checkpoint=CheckpointIntervals(tokens=4, ms=1)),
             )
             judge = build_judge(
                 RewardConfig.model_validate({"functions": [{"name": "gsm8k"}], "workers": 1})

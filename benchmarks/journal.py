@@ -32,7 +32,7 @@ from engine import make_checkpoint
 
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import ROLLOUT_STAGE, RunSpec, SamplingParams, Task, Version
-from meshrl.rollout.config import CheckpointIntervals
+from meshrl.rollout.config import CheckpointIntervals, RowSchedule
 from meshrl.rollout.engines.torch import TorchEngine, build
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.queue import QueueClient
@@ -118,8 +118,7 @@ async def round_of(
         Numbers(),
         runs=[run],
         worker=run,
-        slots=GROUPS * GROUP,
-        checkpoint=journal,
+        schedule=RowSchedule(slots=GROUPS * GROUP, checkpoint=journal),
     )
     begin, cpu, loop = time.perf_counter(), time.process_time(), time.thread_time()
     working = asyncio.create_task(worker.run(grace_s=60))

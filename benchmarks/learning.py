@@ -148,8 +148,7 @@ async def _train(
             tokenizer,
             runs=[run],
             worker="rollout-0",
-            slots=recipe.rollout.slots,
-            deterministic=recipe.rollout.is_deterministic(float(recipe.queue.max_staleness)),
+            schedule=recipe.rollout.schedule(float(recipe.queue.max_staleness)),
         ).run(),
         RewardStage(
             queue, [run], InlineJudge(recipe.reward.custom_reward_function.path), worker="reward"

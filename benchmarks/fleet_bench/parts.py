@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
-from meshrl.rollout.config import CheckpointIntervals
+from meshrl.rollout.config import CheckpointIntervals, RowSchedule
 from meshrl.rollout.programs import ProgramCache
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.testing.engines.echo import EchoEngine, build
@@ -127,9 +126,7 @@ class Replica:
             Numbers(),
             runs=[RUN],
             worker=name,
-            slots=slots,
-            checkpoint=JOURNAL,
-            max_staleness=math.inf,
+            schedule=RowSchedule(slots=slots, checkpoint=JOURNAL),
             programs=ProgramCache("fleet_bench.agent"),
         )
         self._work: asyncio.Task[None] | None = None

@@ -14,6 +14,7 @@ from meshrl.http.gateway.app import build_app
 from meshrl.http.gateway.errors import refusal
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.http.server import serving_http
+from meshrl.rollout.config import RowSchedule
 from meshrl.rollout.programs import ProgramCache
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
@@ -42,7 +43,13 @@ async def work(options: argparse.Namespace) -> None:
     ):
         sessions.url = url
         worker = RolloutWorker(
-            queue, engine, tokenizer, runs=[RUN], worker=options.name, slots=4, programs=programs
+            queue,
+            engine,
+            tokenizer,
+            runs=[RUN],
+            worker=options.name,
+            schedule=RowSchedule(slots=4),
+            programs=programs,
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.drain)
         await worker.run(grace_s=0)

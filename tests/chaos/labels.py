@@ -34,7 +34,7 @@ import yaml
 from meshrl.config import load_recipe
 from meshrl.config.stages import train_spec
 from meshrl.contract import rows
-from meshrl.contract.stage_worker import StageResult, StageWorker
+from meshrl.contract.stage_worker import Intake, StageResult, StageWorker
 from meshrl.contract.types import (
     ROLLOUT_COLUMNS,
     LeasedRow,
@@ -212,7 +212,8 @@ class Labels:
                 [RUN],
                 train_spec(loaded).stages[1],
                 _judge,
-                **{"worker": "judge", "limit": 256, "rows_per_call": 64},
+                worker="judge",
+                intake=Intake(limit=256, per_call=64),
             )
             tasks = [
                 asyncio.create_task(work)

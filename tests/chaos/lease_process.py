@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from meshrl.contract.stage_worker import StageResult, StageWorker
+from meshrl.contract.stage_worker import Intake, StageResult, StageWorker
 from meshrl.contract.types import ROLLOUT_STAGE, LeasedRow, Version
 from meshrl.rpc.clients.lease_renewer import HUNG_S, LeaseRenewer
 from meshrl.rpc.clients.queue import QueueClient
@@ -39,9 +39,7 @@ async def work(options: argparse.Namespace) -> None:
             ROLLOUT_STAGE,
             handle,
             worker="w",
-            limit=options.rows,
-            rows_per_call=options.rows,
-            version=lambda: VERSION,
+            intake=Intake(limit=options.rows, per_call=options.rows, version=lambda: VERSION),
         )
         running = asyncio.create_task(loop.run())
         while line := await asyncio.to_thread(sys.stdin.readline):

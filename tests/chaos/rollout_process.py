@@ -24,7 +24,7 @@ from meshrl.contract.types import (
     Version,
     WeightManifest,
 )
-from meshrl.rollout.config import CheckpointIntervals
+from meshrl.rollout.config import CheckpointIntervals, RowSchedule
 from meshrl.rollout.engines.torch import TorchEngine, build
 from meshrl.rollout.streams import closing
 from meshrl.rollout.worker import RolloutWorker
@@ -95,8 +95,10 @@ async def work(options: argparse.Namespace) -> None:
             Numbers(),
             runs=[RUN],
             worker=options.log.stem,
-            slots=options.slots,
-            checkpoint=CheckpointIntervals(tokens=options.interval, ms=0),
+            schedule=RowSchedule(
+                slots=options.slots,
+                checkpoint=CheckpointIntervals(tokens=options.interval, ms=0),
+            ),
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.drain)
         await worker.run(grace_s=60)

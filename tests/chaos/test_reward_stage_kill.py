@@ -9,6 +9,7 @@ import random
 import signal
 from pathlib import Path
 
+from meshrl.contract.stage_worker import Intake
 from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import CustomRewardFunctionConfig, RewardConfig
 from meshrl.rewardd.judge import build_judge
@@ -62,7 +63,9 @@ async def test_every_row_gets_its_own_reward_while_scoring_processes_are_killed(
     queue = await TransferQueue.open(MemoryStore())
     judge = build_judge(config(tmp_path / "reward.py"))
     await judge.start()
-    stage = RewardStage(queue, ["train"], judge, worker="reward-0", limit=64)
+    stage = RewardStage(
+        queue, ["train"], judge, worker="reward-0", intake=Intake(limit=64, per_call=16)
+    )
     working = asyncio.create_task(stage.run(grace_s=5))
     killed: set[int] = set()
     try:

@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from meshrl.rollout.config import CheckpointIntervals
+from meshrl.rollout.config import CheckpointIntervals, RowSchedule
 from meshrl.rollout.programs import ProgramCache
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.queue import QueueClient
@@ -40,9 +40,8 @@ async def work(queue: str, log: str, name: str) -> None:
             tokenizer,
             runs=[RUN],
             worker=name,
-            slots=1,
+            schedule=RowSchedule(slots=1, checkpoint=CheckpointIntervals(tokens=2, ms=20)),
             programs=programs,
-            checkpoint=CheckpointIntervals(tokens=2, ms=20),
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.drain)
         await worker.run(grace_s=60)

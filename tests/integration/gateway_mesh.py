@@ -33,7 +33,7 @@ from meshrl.http.gateway.app import build_app
 from meshrl.http.gateway.errors import refusal
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.http.server import serving_http
-from meshrl.rollout.config import CheckpointIntervals
+from meshrl.rollout.config import CheckpointIntervals, RowSchedule
 from meshrl.rollout.engines import torch
 from meshrl.rollout.programs import ProgramCache
 from meshrl.rollout.streams import closing
@@ -211,11 +211,12 @@ async def agents_mesh(
             tokenizer,
             runs=[RUN],
             worker="w0",
-            slots=slots,
+            schedule=RowSchedule(
+                slots=slots,
+                deterministic=deterministic,
+                checkpoint=CheckpointIntervals(tokens=4, ms=5),
+            ),
             programs=programs,
-            demand=(lambda: sessions.demand) if external else None,
-            deterministic=deterministic,
-            checkpoint=CheckpointIntervals(tokens=4, ms=5),
         )
         sessions.on_demand = worker.wake
         running = asyncio.create_task(worker.run(grace_s=0.2))

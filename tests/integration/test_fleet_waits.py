@@ -10,7 +10,7 @@ import pytest
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.types import ROLLOUT_STAGE, RunSpec, Version
 from meshrl.launcher.observer import fleet_waits
-from meshrl.rollout.config import CircuitBreakerConfig
+from meshrl.rollout.config import CircuitBreakerConfig, RowSchedule
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.testing.engines import echo
 from meshrl.transferqueue.queue import TransferQueue
@@ -28,8 +28,8 @@ async def test_each_worker_that_cannot_sample_says_why(
     engine = echo.build({}, model=tmp_path, slots=8)
     await engine.start()
     engine.behave(echo.Behaviour.FAIL)
-    breaker = CircuitBreakerConfig(pause_s=1000)
-    worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w", slots=8, breaker=breaker)
+    schedule = RowSchedule(slots=8, breaker=CircuitBreakerConfig(pause_s=1000))
+    worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w", schedule=schedule)
 
     def report() -> ReplicaReport:
         return ReplicaReport(engine=engine.stats(), worker=worker.report())

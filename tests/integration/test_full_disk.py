@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import CapacityError, WaitTimeoutError
-from meshrl.contract.stage_worker import StageWorker
+from meshrl.contract.stage_worker import Intake, StageWorker
 from meshrl.contract.types import REWARD_STAGE, ROLLOUT_STAGE, LeasedRow, RowWrite, Version
 from meshrl.rpc.clients.patience import Patience
 from meshrl.rpc.clients.queue import QueueClient
@@ -67,7 +67,7 @@ async def meshed(
         await queue.close()
 
 
-def rolling(queue: QueueClient, go: asyncio.Event, **deadlines: float) -> StageWorker:
+def rolling(queue: QueueClient, go: asyncio.Event) -> StageWorker:
     """Rows are answered once `go` is set."""
 
     async def handle(rows: Sequence[LeasedRow]) -> list[RowWrite]:
@@ -80,9 +80,7 @@ def rolling(queue: QueueClient, go: asyncio.Event, **deadlines: float) -> StageW
         ROLLOUT_STAGE,
         handle,
         worker="w",
-        limit=ROWS,
-        version=lambda: NOW,
-        **deadlines,
+        intake=Intake(limit=ROWS, version=lambda: NOW),
     )
 
 
@@ -139,7 +137,8 @@ async def test_a_stage_ends_when_it_is_drained_while_the_disk_is_full(tmp_path: 
         await actors.feed(tasks(ROWS, group_size=1))
         go = asyncio.Event()
         go.set()
-        loop = rolling(client, go, release_s=0.2)
+        loop = rolling(client, go)
+        loop.release_s = 0.2
         store.full = "rows"
         working = asyncio.create_task(loop.run(grace_s=0.2))
         await until_waits_for(actors, "stage rollout")

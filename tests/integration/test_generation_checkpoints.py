@@ -24,7 +24,7 @@ from meshrl.contract.types import (
     Version,
     VersionSpan,
 )
-from meshrl.rollout.config import CheckpointIntervals
+from meshrl.rollout.config import CheckpointIntervals, RowSchedule
 from meshrl.rollout.generation_checkpoint import GenerationCheckpointer
 from meshrl.rollout.ports import Generator, Rollout
 from meshrl.rollout.programs import ProgramCache, single_turn
@@ -98,7 +98,11 @@ async def serving(path: Path, version: Version = FIRST, rate: float = 4000) -> A
 
 def worker_of(queue: Any, engine: Any, name: str = "w0", **options: Any) -> RolloutWorker:
     options = {"checkpoint": OFTEN, "programs": ProgramCache(__name__)} | options
-    return RolloutWorker(queue, engine, Words(), runs=[RUN], worker=name, slots=8, **options)
+    programs = options.pop("programs", None)
+    schedule = RowSchedule(slots=8, **options)
+    return RolloutWorker(
+        queue, engine, Words(), runs=[RUN], worker=name, schedule=schedule, programs=programs
+    )
 
 
 def checkpointer_of(worker: RolloutWorker) -> GenerationCheckpointer:

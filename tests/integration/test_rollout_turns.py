@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from meshrl.contract.types import GenerateDelta, GenerateRequest, Outcome, Task, Trajectory, Version
-from meshrl.rollout.config import CheckpointIntervals
+from meshrl.rollout.config import CheckpointIntervals, RowSchedule
 from meshrl.rollout.programs import ProgramCache
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.testing.engines import echo
@@ -98,9 +98,8 @@ async def worker_of(
         TOKENIZER,
         runs=[RUN],
         worker=name,
-        slots=4,
+        schedule=RowSchedule(slots=4, **{"checkpoint": OFTEN} | options),
         programs=programs,
-        **{"checkpoint": OFTEN} | options,
     )
     running = asyncio.create_task(worker.run(grace_s=60))
     try:

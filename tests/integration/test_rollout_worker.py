@@ -34,7 +34,7 @@ from meshrl.contract.types import (
     WeightManifest,
 )
 from meshrl.rollout.circuit_breaker import CircuitState
-from meshrl.rollout.config import CircuitBreakerConfig
+from meshrl.rollout.config import CircuitBreakerConfig, RowSchedule
 from meshrl.rollout.engines import torch
 from meshrl.rollout.ports import Generator, Rollout
 from meshrl.rollout.programs import ProgramCache, single_turn
@@ -49,6 +49,7 @@ from ..unit.rollout.checkpoints import forced_logprobs, make_model
 from ..waiting import answered, resident, until
 
 RUN = "demo"
+EIGHT = RowSchedule(slots=8)
 GROUP = 4
 FIRST = Version(1, 0)
 
@@ -108,8 +109,16 @@ async def working(
     queue: TransferQueue, engine: Any, *, runs: Sequence[str] = (RUN,), **options: Any
 ) -> AsyncIterator[RolloutWorker]:
     """A worker that runs, and is drained at the end."""
-    slots = options.pop("slots", 8)
-    worker = RolloutWorker(queue, engine, Words(), runs=runs, worker="w0", slots=slots, **options)
+    programs = options.pop("programs", None)
+    worker = RolloutWorker(
+        queue,
+        engine,
+        Words(),
+        runs=runs,
+        worker="w0",
+        schedule=RowSchedule(**{"slots": 8} | options),
+        programs=programs,
+    )
     task = asyncio.create_task(worker.run(grace_s=5))
     try:
         yield worker
@@ -202,7 +211,7 @@ async def test_a_replica_that_fails_fast_neither_takes_rows_nor_uses_up_their_at
     await broken.start()
     broken.behave(Behaviour.FAIL)
     await commit(broken)
-    worker = RolloutWorker(queue, broken, Words(), runs=[RUN], worker="broken", slots=8)
+    worker = RolloutWorker(queue, broken, Words(), runs=[RUN], worker="broken", schedule=EIGHT)
     running = asyncio.create_task(worker.run())
     assert worker.breaker is not None
     await until(lambda: worker.breaker.opened)
@@ -242,7 +251,8 @@ async def test_an_engine_that_fails_every_probe_must_be_replaced(
     await commit(engine)
     engine.behave(Behaviour.FAIL)
     fast = CircuitBreakerConfig(pause_s=0.0001)
-    worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w0", slots=8, breaker=fast)
+    schedule = RowSchedule(slots=8, breaker=fast)
+    worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w0", schedule=schedule)
     with pytest.raises(InfraError, match=r"fails every request.*told to fail.*restarted"):
         await worker.run()
     assert (await queue.ledger(RUN)).resident.get("leased", 0) == 0
@@ -305,7 +315,7 @@ async def test_when_the_engine_has_stopped_the_worker_ends_and_another_takes_ove
     await open_run(queue, tasks(10))
     await commit(engine)
     engine.behave(Behaviour.CRASH)
-    worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w0", slots=8)
+    worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w0", schedule=EIGHT)
     with pytest.raises(InfraError, match="the engine has stopped"):
         await worker.run(grace_s=5)
     ledger = await queue.ledger(RUN)
@@ -325,7 +335,7 @@ async def test_a_drain_whose_grace_is_over_releases_rows_unchanged(
     await open_run(queue, tasks(2), max_attempts=1)
     await commit(engine)
     engine.behave(Behaviour.STALL)
-    worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w0", slots=8)
+    worker = RolloutWorker(queue, engine, Words(), runs=[RUN], worker="w0", schedule=EIGHT)
     running = asyncio.create_task(worker.run(grace_s=0.05))
     await resident(queue, RUN, "leased", 8)
     worker.drain()
@@ -459,6 +469,5 @@ async def test_sync_batches_need_an_engine_that_starts_requests_together(
             Words(),
             runs=[RUN],
             worker="w",
-            slots=1,
-            deterministic=True,
+            schedule=RowSchedule(slots=1, deterministic=True),
         )

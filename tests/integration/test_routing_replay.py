@@ -18,7 +18,7 @@ from meshrl.contract.types import (
     Version,
     rollout_stage,
 )
-from meshrl.rollout.config import CheckpointIntervals
+from meshrl.rollout.config import CheckpointIntervals, RowSchedule
 from meshrl.rollout.engines import torch
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.trainer.model.packing import pack
@@ -53,8 +53,10 @@ async def sampled(model: Path, *, deterministic: bool) -> list[Trajectory]:
     await engine.start()
     await engine.serve_checkpoint(FIRST)
     worker = RolloutWorker(
-        queue, engine, Words(), runs=[RUN], worker="w", slots=GROUP, routed_experts=[RUN],
-        deterministic=deterministic, checkpoint=CheckpointIntervals(tokens=4),
+        queue, engine, Words(), runs=[RUN], worker="w", routed_experts=[RUN],
+        schedule=RowSchedule(
+            slots=GROUP, deterministic=deterministic, checkpoint=CheckpointIntervals(tokens=4)
+        ),
     )  # fmt: skip
     working = asyncio.create_task(worker.run())
     taken = await queue.take(RUN, epoch=epoch, step=0, groups=1, batch_id="b", wait_s=120)

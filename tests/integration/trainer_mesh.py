@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from meshrl.contract.ports import Queue, WeightSource
 from meshrl.contract.rows import reward_write, rollout_write, text_column
-from meshrl.contract.stage_worker import StageResult, StageWorker
+from meshrl.contract.stage_worker import Intake, StageResult, StageWorker
 from meshrl.contract.types import (
     DATA_SOURCE,
     REFERENCE_STAGE,
@@ -142,9 +142,12 @@ class Sampler:
         await self._serving.wait()
         loop = StageWorker(
             self._queue, [f"{self._run}.eval", self._run], ROLLOUT_STAGE, self._answer,
-            worker="sampler", limit=64, rows_per_call=16, version=lambda: self.version or Version(0, 0),
-            lease_wait_s=1.0,  # one that asks under the version of a trainer that is gone notices soon
+            worker="sampler",
+            intake=Intake(limit=64, per_call=16, version=lambda: self.version or Version(0, 0)),
         )  # fmt: skip
+        loop.lease_wait_s = (
+            1.0  # one that asks under the version of a trainer that is gone notices soon
+        )
         await loop.run()
 
     async def _answer(self, rows: Sequence[LeasedRow]) -> list[StageResult]:
@@ -330,7 +333,7 @@ async def mesh(
     )
     await queue.open_run(spec(stages=stages, **changes))
     judging = StageWorker(
-        queue, runs, REWARD_STAGE, judge, worker="judge", limit=64, rows_per_call=16
+        queue, runs, REWARD_STAGE, judge, worker="judge", intake=Intake(limit=64, per_call=16)
     )
     made.stages = [asyncio.create_task(made.sampler.serve()), asyncio.create_task(judging.run())]
     referee = ReferenceModel(model, device="cpu", deterministic=True) if reference else None

@@ -24,10 +24,11 @@ import numpy as np
 import torch
 
 from meshrl.contract.ports import Queue
+from meshrl.contract.stage_worker import Intake
 from meshrl.contract.types import SamplingParams, Task, Version
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.rewardd.reward_stage import RewardStage
-from meshrl.rollout.config import CheckpointIntervals
+from meshrl.rollout.config import CheckpointIntervals, RowSchedule
 from meshrl.rollout.programs import ProgramCache
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.patience import Patience
@@ -265,12 +266,14 @@ class Services:
                 ChatTokenizer() if options else Tokenizer(),
                 runs=[RUN],
                 worker=name,
-                slots=shape.slots,
-                checkpoint=CheckpointIntervals(tokens=8, ms=500) if shape.saves_progress else None,
-                max_staleness=shape.max_staleness,
-                serving=controller.serving,
+                schedule=RowSchedule(
+                    slots=shape.slots,
+                    checkpoint=CheckpointIntervals(tokens=8, ms=500)
+                    if shape.saves_progress
+                    else None,
+                    max_staleness=shape.max_staleness,
+                ),
                 programs=programs,
-                demand=None if sessions is None else lambda: sessions.demand,
             )
             if sessions is not None:
                 sessions.on_demand = worker.wake
@@ -282,7 +285,9 @@ class Services:
 
             incarnation.drain = drain
             try:
-                await _until_one_ends(worker.run(grace_s=10.0), controller.run())
+                await _until_one_ends(
+                    worker.run(grace_s=10.0, serving=controller.serving), controller.run()
+                )
             finally:
                 await engine.close()
 
@@ -305,7 +310,11 @@ class Services:
         async with self._client() as queue:
             await queue.open_run(self.shape.spec)
             stage = self._parts.reward(
-                queue, [RUN], PostedFirst(judge), worker=incarnation.process.name, rows_per_call=4
+                queue,
+                [RUN],
+                PostedFirst(judge),
+                worker=incarnation.process.name,
+                intake=Intake(limit=256, per_call=4),
             )
             incarnation.drain = stage.drain
             await stage.run(grace_s=10.0)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from meshrl.common import tracing
 from meshrl.common.plain_text import counted
@@ -74,8 +74,19 @@ StageResult: TypeAlias = RowWrite | Failure | Returned
 Handler: TypeAlias = Callable[[Sequence[LeasedRow]], Awaitable[Sequence[StageResult]]]
 
 
-ConcurrencyLimit: TypeAlias = Callable[[int], int]
-"""From the number of held rows to how many more may be leased, besides `limit`; evaluated again at every `wake`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intake:
+    """The rows that a stage worker takes: how many, in which portions, and for which version."""
+
+    limit: int
+    """Most rows held at once."""
+    per_call: int | Literal["group", "batch"] = 1
+    """Rows of a lease that one call of the handler gets; `group`: those of one group. `batch`: exactly `limit` rows
+    are leased, and only when none is held, so that the same rows share a call in every execution."""
+    more: Callable[[int], int] | None = None
+    """From the number of held rows to how many more may be leased, besides `limit`; asked again at every `wake`."""
+    version: Callable[[], Version] | None = None
+    """Of the engine that samples the rows (`Queue.lease`)."""
 
 
 class Progress(Protocol):
@@ -116,13 +127,12 @@ class _Call:
 
 
 class StageWorker:
-    """Works on rows of `runs` until drained, on `limit` rows at most at once.
+    """Works on rows of `runs` until drained."""
 
-    A call of `handle` gets `rows_per_call` of a lease, or, `by_group`, those of one group.
-    With `sync_batch` exactly `limit` rows are asked for, and only when none is held, so that the same rows share a
-    call in every execution; `handle` then gets all of them. A call of `lease` waits for `lease_wait_s`; giving rows
-    back at the end takes `release_s` at most.
-    """
+    lease_wait_s = LEASE_WAIT_S
+    """How long one call of `lease` waits."""
+    release_s = RELEASE_S
+    """Most time that giving rows back takes at the end."""
 
     def __init__(
         self,
@@ -132,15 +142,8 @@ class StageWorker:
         handle: Handler,
         *,
         worker: str,
-        limit: int,
-        rows_per_call: int = 1,
-        by_group: bool = False,
-        sync_batch: bool = False,
-        version: Callable[[], Version] | None = None,
+        intake: Intake,
         progress: Progress | None = None,
-        concurrency_limit: ConcurrencyLimit | None = None,
-        lease_wait_s: float = LEASE_WAIT_S,
-        release_s: float = RELEASE_S,
     ) -> None:
         self.stats = StageStats()
         self._warned: set[str] = set()
@@ -151,15 +154,9 @@ class StageWorker:
         self._stage = stage
         self._handle = handle
         self._worker = worker
-        self._limit = limit
-        self._rows_per_call = limit if sync_batch else rows_per_call
-        self._by_group = by_group
-        self._sync_batch = sync_batch
-        self._version = version
+        self._intake = intake
+        self._sync_batch = intake.per_call == "batch"
         self._progress = progress
-        self._concurrency_limit = concurrency_limit
-        self._lease_wait_s = lease_wait_s
-        self._release_s = release_s
         self._calls: set[_Call] = set()
         self._write_back = {
             run: WriteBack(queue, run, stage.name, alone=self._is_idle) for run in self._runs
@@ -180,7 +177,7 @@ class StageWorker:
         self._freed.set()
 
     def wake(self) -> None:
-        """The concurrency limit may have risen."""
+        """More rows may be leased than when `Intake.more` was asked last."""
         self._freed.set()
 
     async def run(self, *, grace_s: float = 30.0) -> None:
@@ -232,9 +229,7 @@ class StageWorker:
                 continue
             readable = await self._readable(lease)
             let_in = (
-                len(readable)
-                if self._concurrency_limit is None
-                else max(0, self._concurrency_limit(self.held))
+                len(readable) if self._intake.more is None else max(0, self._intake.more(self.held))
             )
             rows, surplus = readable[:let_in], readable[let_in:]
             # A row that is worked on here already was taken back meanwhile, and nobody has said so yet.
@@ -248,12 +243,14 @@ class StageWorker:
 
     def _parts(self, rows: Sequence[LeasedRow]) -> Iterator[Sequence[LeasedRow]]:
         """The rows of each call."""
-        if self._by_group:
+        per_call = self._intake.per_call
+        if per_call == "group":
             for _, group in groupby(rows, key=lambda row: row.uid.task):
                 yield tuple(group)
             return
-        for start in range(0, len(rows), self._rows_per_call):
-            yield rows[start : start + self._rows_per_call]
+        size = self._intake.limit if per_call == "batch" else per_call
+        for start in range(0, len(rows), size):
+            yield rows[start : start + size]
 
     def _start(
         self, rows: Iterable[LeasedRow], cancelled: Mapping[Uid, asyncio.Task[None]]
@@ -269,9 +266,10 @@ class StageWorker:
         while not self._draining.is_set():
             # While the queue takes no results, at most one more `limit` of rows may be worked on.
             returning = sum(len(call.rows) for call in self._calls if call.done)
-            free = min(self._limit, 2 * self._limit - returning) - self.held
-            if self._concurrency_limit is not None:
-                free = min(free, self._concurrency_limit(self.held))
+            limit = self._intake.limit
+            free = min(limit, 2 * limit - returning) - self.held
+            if self._intake.more is not None:
+                free = min(free, self._intake.more(self.held))
             if free > 0 and not (self._sync_batch and self._calls):
                 return free
             self._freed.clear()
@@ -285,9 +283,9 @@ class StageWorker:
                 self._stage.name,
                 worker=self._worker,
                 limit=free,
-                at_least=self._limit if self._sync_batch else 1,
-                version=self._version() if self._version else None,
-                wait_s=self._lease_wait_s,
+                at_least=self._intake.limit if self._sync_batch else 1,
+                version=self._intake.version() if self._intake.version else None,
+                wait_s=self.lease_wait_s,
             )
         )
         draining = asyncio.ensure_future(self._draining.wait())
@@ -322,7 +320,7 @@ class StageWorker:
 
     async def _work(self, call: _Call, after: Collection[asyncio.Task[None]]) -> None:
         if after:  # what they clean up may belong to the row, such as the state of its tools
-            await asyncio.wait(after, timeout=self._release_s)
+            await asyncio.wait(after, timeout=self.release_s)
         rows = list(call.rows.values())
         results: Sequence[StageResult]
         try:
@@ -468,7 +466,7 @@ class StageWorker:
         await asyncio.gather(*(c.task for c in calls if c.task), return_exceptions=True)
         if self._progress is not None:
             await self._progress.flush()
-        give_up_at = asyncio.get_running_loop().time() + self._release_s
+        give_up_at = asyncio.get_running_loop().time() + self.release_s
         for call in calls:
             tokens = {uid: row.token for uid, row in call.rows.items()}
             try:

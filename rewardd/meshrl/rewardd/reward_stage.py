@@ -22,7 +22,7 @@ from meshrl.contract.rows import (
     text_column,
     times_column,
 )
-from meshrl.contract.stage_worker import Failure, StageResult, StageStats, StageWorker
+from meshrl.contract.stage_worker import Failure, Intake, StageResult, StageStats, StageWorker
 from meshrl.contract.types import (
     DATA_SOURCE,
     POSTED_REWARD,
@@ -45,6 +45,9 @@ TokenEnds = Callable[[Int32], Sequence[int]]
 """From response tokens, int32[R], to R counts: characters of the response up to the end of each token."""
 
 
+INTAKE = Intake(limit=256, per_call=16)
+
+
 class RewardStage:
     """Scores the rows of `runs` (for example a training run and its evaluation) until drained."""
 
@@ -55,8 +58,7 @@ class RewardStage:
         judge: Judge,
         *,
         worker: str,
-        limit: int = 256,
-        rows_per_call: int = 16,
+        intake: Intake = INTAKE,
         keep_inputs: Collection[str] = (),
         token_rewards: Collection[str] = (),
         token_ends: TokenEnds | None = None,
@@ -68,8 +70,7 @@ class RewardStage:
             runs: Names of the runs whose rows are scored.
             judge: Scores the rows.
             worker: This stage's name in leases.
-            limit: Most rows held at once.
-            rows_per_call: Rows that one call of the judge scores.
+            intake: How many rows it holds, and how many one call of the judge scores.
             keep_inputs: Runs whose rows also keep the judge's inputs (`reward_inputs`), to be scored again.
             token_rewards: Runs whose rows carry a reward for each token (`token_rewards`).
             token_ends: For these runs: computes `extra_info["token_ends"]`, where in the text each token ends.
@@ -88,8 +89,7 @@ class RewardStage:
             REWARD_STAGE,
             self._handle,
             worker=worker,
-            limit=limit,
-            rows_per_call=rows_per_call,
+            intake=intake,
         )
 
     @property

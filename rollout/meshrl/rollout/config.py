@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,22 @@ class CircuitBreakerConfig:
         return 60 * self.pause_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSchedule:
+    """How the rows of one worker share its engine."""
+
+    slots: int
+    """Rows at once."""
+    deterministic: bool = False
+    """In sync batches. Nothing is saved then, because a row that begins again has the same bits, and there is no
+    circuit breaker, because one row as a probe is not a sync batch."""
+    checkpoint: CheckpointIntervals | None = None
+    """None: running responses are not saved."""
+    max_staleness: float = math.inf
+    """Saved responses more versions old are not continued."""
+    breaker: CircuitBreakerConfig = CircuitBreakerConfig()
+
+
 class GatewayConfig(Config):
     """The endpoint of a worker whose program lets external code lead the conversation (`openai`)."""
 
@@ -159,10 +176,14 @@ class RolloutConfig(Config):
         """Whether rows run in sync batches: as configured, else exactly when training is on-policy."""
         return max_staleness == 0 if self.deterministic is None else self.deterministic
 
-    @property
-    def checkpoint_intervals(self) -> CheckpointIntervals:
-        """The two intervals."""
-        return CheckpointIntervals(tokens=self.journal_tokens)
+    def schedule(self, max_staleness: float) -> RowSchedule:
+        """How the rows of each worker share its engine."""
+        return RowSchedule(
+            slots=self.slots,
+            deterministic=self.is_deterministic(max_staleness),
+            checkpoint=CheckpointIntervals(tokens=self.journal_tokens),
+            max_staleness=max_staleness,
+        )
 
     def sampling(self, *, max_tokens: int, seed: int) -> SamplingParams:
         """How training tasks are sampled."""

@@ -34,7 +34,14 @@ from meshrl.contract.rows import (
     row_media_column,
     times_column,
 )
-from meshrl.contract.stage_worker import Failure, Returned, StageResult, StageStats, StageWorker
+from meshrl.contract.stage_worker import (
+    Failure,
+    Intake,
+    Returned,
+    StageResult,
+    StageStats,
+    StageWorker,
+)
 from meshrl.contract.types import (
     CONVERSATION,
     PARTS,
@@ -49,7 +56,7 @@ from meshrl.contract.types import (
     Version,
 )
 from meshrl.rollout.circuit_breaker import CircuitBreaker, WatchedGenerator
-from meshrl.rollout.config import CheckpointIntervals, CircuitBreakerConfig
+from meshrl.rollout.config import RowSchedule
 from meshrl.rollout.generation_checkpoint import GenerationCheckpointer, ResumableGenerator
 from meshrl.rollout.ports import (
     NO_BREAKER,
@@ -83,67 +90,61 @@ class RolloutWorker:
         *,
         runs: Sequence[str],
         worker: str,
-        slots: int,
-        deterministic: bool = False,
-        checkpoint: CheckpointIntervals | None = None,
-        max_staleness: float = float("inf"),
-        breaker: CircuitBreakerConfig | None = None,
-        serving: Callable[[], Awaitable[None]] | None = None,
+        schedule: RowSchedule,
         programs: ProgramCache | None = None,
-        demand: Callable[[], int] | None = None,
         routed_experts: Collection[str] = (),
     ) -> None:
-        """Make a worker named `worker`, unique among the workers of the queue.
+        """Prepare; nothing is leased before `run`.
 
-        `breaker` says when a failing engine gets no rows (None: the defaults); deterministic runs have no breaker,
-        since one row as a probe is not a sync batch. `serving` returns once the engine serves a committed version;
-        without it the engine's version is polled.
-
-        The caller closes `programs`; None: programs without options. `demand` returns how many external agents wait
-        for a row, where rows are leased for them (call `wake` when it grows); None: rows are always wanted.
-
-        `checkpoint` says how often running responses are saved; None: never. Deterministic runs never save them: a
-        row that begins again has the same bits. Responses more than `max_staleness` versions old are not continued.
-
-        `routed_experts` are the runs whose rows keep the experts of their tokens.
+        Args:
+            queue: The queue of the runs.
+            engine: Started; the caller closes it.
+            tokenizer: For the programs.
+            runs: Names of the runs whose rows are sampled.
+            worker: This worker's name, unique among the workers of the queue.
+            schedule: How many rows run at once, and how.
+            programs: Started; the caller closes it. None: programs without options. Where external agents lead
+                rows, as many rows are leased as agents wait: call `wake` when it are more.
+            routed_experts: Runs whose rows keep the experts of their tokens.
 
         Raises:
-            ConfigError: `deterministic` with an engine that cannot start requests together, or with `demand`.
+            ConfigError: a deterministic schedule with an engine that cannot start requests together, or with
+                external agents.
         """
+        self._programs = programs or ProgramCache()
+        deterministic = schedule.deterministic
         self._together = engine if isinstance(engine, TogetherEngine) else None
         if deterministic and self._together is None:
             raise ConfigError(
                 f"rollout.deterministic needs an engine that starts requests together; {type(engine).__name__} "
                 "does not (rollout.name=torch does)"
             )
-        if deterministic and demand is not None:
+        if deterministic and self._programs.demand is not None:
             raise ConfigError(
                 "external agents come one by one, and rollout.deterministic needs sync batches: set it to false"
             )
         self._engine = engine
         self._sleeper = engine if isinstance(engine, SleepingEngine) else None
         self._routed_experts = frozenset(routed_experts)
-        self._programs = programs or ProgramCache()
-        self._demand = demand
         self._tokenizer = tokenizer
         self._name = worker
         self._draining = asyncio.Event()
         self._engine_gone = asyncio.Event()
         self._gone_reason = ""
-        self._slots = slots
-        self._serving = serving
+        self._slots = schedule.slots
         self.checkpointer: GenerationCheckpointer | None = None
+        checkpoint = schedule.checkpoint
         if checkpoint is not None and (checkpoint.tokens or checkpoint.ms) and not deterministic:
             self.checkpointer = GenerationCheckpointer(
                 queue,
                 checkpoint,
-                max_staleness=max_staleness,
+                max_staleness=schedule.max_staleness,
                 lost=lambda uids: self._loop.forget(uids),
             )
         self.breaker: CircuitBreaker | None = None
         if not deterministic:
             self.breaker = CircuitBreaker(
-                breaker or CircuitBreakerConfig(),
+                schedule.breaker,
                 wake=lambda: self._loop.wake(),
                 give_up=self._give_up,
             )
@@ -153,11 +154,13 @@ class RolloutWorker:
             ROLLOUT_STAGE,
             self._handle,
             worker=worker,
-            limit=slots,
-            sync_batch=deterministic,
-            version=lambda: engine.version,
+            intake=Intake(
+                limit=schedule.slots,
+                per_call="batch" if deterministic else 1,
+                more=self._may_lease,
+                version=lambda: engine.version,
+            ),
             progress=self.checkpointer,
-            concurrency_limit=self._may_lease,
         )
 
     @property
@@ -194,13 +197,17 @@ class RolloutWorker:
         """Lease again: the demand has grown."""
         self._loop.wake()
 
-    async def run(self, *, grace_s: float = 30.0) -> None:
+    async def run(
+        self, *, grace_s: float = 30.0, serving: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
         """Work until drained; rows still running `grace_s` later are released, rows with a checkpoint at once.
+
+        `serving` returns once the engine serves a committed version; without it the engine's version is polled.
 
         Raises:
             InfraError: the engine has stopped. Rows that it never ran have been released.
         """
-        if not await self._first_version():
+        if not await self._first_version(serving):
             return
         working = asyncio.create_task(self._loop.run(grace_s=grace_s), name="rollout-stage")
         gone = asyncio.create_task(self._engine_gone.wait(), name="rollout-engine-gone")
@@ -224,10 +231,10 @@ class RolloutWorker:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
 
-    async def _first_version(self) -> bool:
+    async def _first_version(self, serving: Callable[[], Awaitable[None]] | None) -> bool:
         """Wait, holding no lease, until the engine serves a version; False when drained before."""
-        if self._serving is not None:
-            waits = [asyncio.ensure_future(w) for w in (self._serving(), self._draining.wait())]
+        if serving is not None:
+            waits = [asyncio.ensure_future(w) for w in (serving(), self._draining.wait())]
             try:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -271,7 +278,8 @@ class RolloutWorker:
             return self._slots - held
         limit = max(1, min(self._slots, self._engine.stats().capacity))
         allowed = self.breaker.allows(held, limit)
-        return allowed if self._demand is None else min(allowed, self._demand())
+        demand = self._programs.demand
+        return allowed if demand is None else min(allowed, demand)
 
     async def _one(self, row: LeasedRow, breaker: CircuitBreaker) -> StageResult:
         """One row, saved while it runs; a fault that the breaker attributes to the engine is no attempt."""

@@ -167,7 +167,8 @@ async def evaluate(
                 recipe.rollout.program, recipe.rollout.program_options, gateway=gateway
             ) as programs,
         ):
-            if getattr(await programs.start(), "external", False):
+            await programs.start()
+            if programs.demand is not None:
                 raise ConfigError(
                     "meshrl eval has no agents from outside: name a function or a command"
                 )

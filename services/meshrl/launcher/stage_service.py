@@ -14,7 +14,7 @@ from meshrl.config.recipe import EVAL_SUFFIX, Recipe, has_evaluation
 from meshrl.config.stages import stage_specs, train_spec
 from meshrl.contract.errors import ConflictError, NotFoundError, UserError
 from meshrl.contract.ports import Queue
-from meshrl.contract.stage_worker import Handler, StageWorker
+from meshrl.contract.stage_worker import Handler, Intake, StageWorker
 from meshrl.contract.types import RunSpec
 from meshrl.rpc.process_memory import freeze_startup_objects
 from meshrl.rpc.queue_connection import connect_mesh_queue
@@ -67,8 +67,7 @@ async def serve_stage(
             stage,
             handle,
             worker=context.name,
-            limit=limit,
-            rows_per_call=rows_per_call,
+            intake=Intake(limit=limit, per_call=rows_per_call),
         )
         await server.ready()
         await work_until_stopped(

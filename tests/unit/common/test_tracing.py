@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshrl.common import tracing
-from meshrl.contract.stage_worker import StageResult, StageWorker
+from meshrl.contract.stage_worker import Intake, StageResult, StageWorker
 from meshrl.contract.types import ROLLOUT_STAGE, LeasedRow, Uid, Version
 from meshrl.http.view.spans import SpanFiles
 from meshrl.testing.contract.queue_actors import Actors, rollout_of, spec, tasks
@@ -144,7 +144,12 @@ async def test_a_worker_tells_of_each_row_and_of_its_write(folder: Path) -> None
             return [rollout_of(row, Version(1, 0)) for row in rows]
 
     worker = StageWorker(
-        queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=2, version=lambda: Version(1, 0)
+        queue,
+        ["run"],
+        ROLLOUT_STAGE,
+        handle,
+        worker="w",
+        intake=Intake(limit=2, version=lambda: Version(1, 0)),
     )
     working = asyncio.create_task(worker.run())
     await until(lambda: worker.stats.written >= 2)

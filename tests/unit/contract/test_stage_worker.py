@@ -12,7 +12,7 @@ import pytest
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.frames import pack
-from meshrl.contract.stage_worker import Failure, StageWorker
+from meshrl.contract.stage_worker import Failure, Intake, StageWorker
 from meshrl.contract.types import (
     ROLLOUT_STAGE,
     Lease,
@@ -67,7 +67,12 @@ async def test_a_result_that_is_being_written_takes_no_place(queue: Shut) -> Non
         return [rollout_of(row, VERSION) for row in rows]
 
     loop = StageWorker(
-        queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=LIMIT, version=lambda: VERSION
+        queue,
+        ["run"],
+        ROLLOUT_STAGE,
+        handle,
+        worker="w",
+        intake=Intake(limit=LIMIT, version=lambda: VERSION),
     )
     running = asyncio.create_task(loop.run())
 
@@ -112,7 +117,12 @@ async def test_a_row_that_comes_again_ends_the_work_on_it_before_it_begins_anew(
         return [rollout_of(row, VERSION) for row in rows]
 
     loop = StageWorker(
-        queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=LIMIT, version=lambda: VERSION
+        queue,
+        ["run"],
+        ROLLOUT_STAGE,
+        handle,
+        worker="w",
+        intake=Intake(limit=LIMIT, version=lambda: VERSION),
     )
     running = asyncio.create_task(loop.run())
     await until(lambda: loop.stats.written >= ROWS)
@@ -125,7 +135,12 @@ async def work_until_all_failed(
     queue: Shut, handle: Callable[[Sequence[LeasedRow]], Awaitable[list[Failure]]]
 ) -> StageWorker:
     loop = StageWorker(
-        queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=1, version=lambda: VERSION
+        queue,
+        ["run"],
+        ROLLOUT_STAGE,
+        handle,
+        worker="w",
+        intake=Intake(limit=1, version=lambda: VERSION),
     )
     running = asyncio.create_task(loop.run())
     await until(lambda: loop.stats.failed >= ROWS)
@@ -173,7 +188,12 @@ async def test_lost_rows_are_told_now_and_then_with_their_number(
         raise AssertionError
 
     loop = StageWorker(
-        queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=ROWS, version=lambda: VERSION
+        queue,
+        ["run"],
+        ROLLOUT_STAGE,
+        handle,
+        worker="w",
+        intake=Intake(limit=ROWS, version=lambda: VERSION),
     )
     working = asyncio.create_task(loop.run())
     await until(lambda: len(held) >= ROWS)
@@ -205,9 +225,7 @@ async def test_a_row_that_a_handler_fails_on_fails_no_other_of_its_call(queue: S
         ROLLOUT_STAGE,
         handle,
         worker="w",
-        limit=ROWS,
-        rows_per_call=ROWS,
-        version=lambda: VERSION,
+        intake=Intake(limit=ROWS, per_call=ROWS, version=lambda: VERSION),
     )
     running = asyncio.create_task(loop.run())
     letters = await answered(lambda: queue.dead_letters("run"))
@@ -237,7 +255,12 @@ async def test_rows_that_are_damaged_fail_and_the_others_are_worked_on(queue: Sh
     queue.lease = damaging  # type: ignore[method-assign]
     queue.accepts.set()
     loop = StageWorker(
-        queue, ["run"], ROLLOUT_STAGE, handle, worker="w", limit=ROWS, version=lambda: VERSION
+        queue,
+        ["run"],
+        ROLLOUT_STAGE,
+        handle,
+        worker="w",
+        intake=Intake(limit=ROWS, version=lambda: VERSION),
     )
     running = asyncio.create_task(loop.run())
     await until(lambda: len(worked) == ROWS - 1 and loop.stats.failed > 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from meshrl.contract.rows import reward_write, rollout_write
-from meshrl.contract.stage_worker import StageResult, StageWorker
+from meshrl.contract.stage_worker import Intake, StageResult, StageWorker
 from meshrl.contract.types import (
     REWARD_STAGE,
     ROLLOUT_STAGE,
@@ -75,15 +75,12 @@ async def judge(rows: Sequence[LeasedRow]) -> list[StageResult]:
 async def mesh(path: Path, run: RunSpec) -> AsyncIterator[TransferQueue]:
     queue = await TransferQueue.open(stores.build(QueueConfig(store="memory"), path))
     await queue.open_run(run)
-    stages = [
-        asyncio.create_task(
-            StageWorker(
-                queue, [run.run], stage, work, worker=stage.name, limit=8, rows_per_call=8,
-                lease_wait_s=1.0,
-            ).run()
-        )
-        for stage, work in ((ROLLOUT_STAGE, answer), (REWARD_STAGE, judge))
-    ]  # fmt: skip
+    stages = []
+    for stage, work in ((ROLLOUT_STAGE, answer), (REWARD_STAGE, judge)):
+        intake = Intake(limit=8, per_call=8)
+        worker = StageWorker(queue, [run.run], stage, work, worker=stage.name, intake=intake)
+        worker.lease_wait_s = 1.0
+        stages.append(asyncio.create_task(worker.run()))
     try:
         yield queue
     finally:

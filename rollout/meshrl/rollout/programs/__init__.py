@@ -40,6 +40,12 @@ class ProgramCache:
         self._options = options or {}
         self._gateway = gateway
         self._built: dict[str, Program] = {}
+        self._external = False
+
+    @property
+    def demand(self) -> int | None:
+        """How many external agents wait for a row, where they lead the rows; None: rows are always wanted."""
+        return self._gateway.demand if self._gateway is not None and self._external else None
 
     def get(self, name: str) -> Program:
         """The program `name`.
@@ -51,7 +57,7 @@ class ProgramCache:
             self._built[name] = self._build(name)
         return self._built[name]
 
-    async def start(self) -> Program:
+    async def start(self) -> None:
         """Start the recipe's own program, so that its errors appear before the first row.
 
         Raises:
@@ -61,7 +67,7 @@ class ProgramCache:
         start = getattr(program, "start", None)
         if start is not None:
             await start()
-        return program
+        self._external = getattr(program, "external", False)
 
     async def __aenter__(self) -> Self:
         return self

@@ -57,23 +57,17 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         programs = await stack.enter_async_context(
             ProgramCache(recipe.rollout.program, recipe.rollout.program_options, gateway=gateway)
         )
-        external = getattr(await programs.start(), "external", False)
+        await programs.start()
         queue = await stack.enter_async_context(connect_mesh_queue(recipe, context))
-        max_staleness = float(recipe.queue.max_staleness)
         worker = RolloutWorker(
             queue,
             engine,
             tokenizer,
             runs=await find_runs(queue, recipe),
             worker=context.name,
-            slots=recipe.rollout.slots,
-            deterministic=recipe.rollout.is_deterministic(max_staleness),
-            checkpoint=recipe.rollout.checkpoint_intervals,
-            max_staleness=max_staleness,
-            serving=lambda: agent.serving(),
+            schedule=recipe.rollout.schedule(float(recipe.queue.max_staleness)),
             programs=programs,
             routed_experts=[recipe.run.name] if recipe.rollout.routing_replay else [],
-            demand=(lambda: gateway.demand) if gateway is not None and external else None,
         )
 
         if gateway is not None:
@@ -113,7 +107,10 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
                     beside.append(turns.run())
                 with LoopWatchdog():
                     await work_until_stopped(
-                        server, worker.run(grace_s=STAGE_GRACE_S), drain, *beside
+                        server,
+                        worker.run(grace_s=STAGE_GRACE_S, serving=agent.serving),
+                        drain,
+                        *beside,
                     )
             except InfraError as error:
                 if worker.stats.written:

@@ -20,7 +20,7 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.ports import Queue
 from meshrl.contract.rows import media_of_row, row_media
-from meshrl.contract.stage_worker import Failure, StageResult, StageStats, StageWorker
+from meshrl.contract.stage_worker import Failure, Intake, StageResult, StageStats, StageWorker
 from meshrl.contract.types import (
     REFERENCE_STAGE,
     ROW_MEDIA,
@@ -88,9 +88,7 @@ class ReferenceStage:
             REFERENCE_STAGE,
             SharedPrefixGroups(self._handle).results if together else self._handle,
             worker=worker,
-            limit=limit,
-            by_group=together,
-            rows_per_call=32,
+            intake=Intake(limit=limit, per_call="group" if together else 32),
         )
 
     @property
