@@ -9,7 +9,7 @@ import inspect
 import itertools
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -79,8 +79,41 @@ class Machine(Protocol):
         """Number of GPUs."""
         ...
 
+    @property
+    def no_gpu(self) -> str:
+        """What it has where it has no GPU that services can use."""
+        ...
+
     def installed(self, package: str) -> bool:
         """Whether a package of this name can be imported."""
+        ...
+
+    def exists(self, path: Path) -> bool:
+        """Whether there is a file or directory."""
+        ...
+
+    def is_file(self, path: Path) -> bool:
+        """Whether there is a file."""
+        ...
+
+    def names(self, directory: Path) -> list[str]:
+        """What stands in a directory; nothing where there is none."""
+        ...
+
+    def text(self, path: Path) -> str:
+        """The text of a file. Raises UserError."""
+        ...
+
+    def tensors(self, model: Path) -> frozenset[str] | None:
+        """Full names of the tensors of a checkpoint; None where they cannot be told."""
+        ...
+
+    def first_rows(self, path: Path, reader: str | None) -> Sequence[Any]:
+        """The first rows of a data file. Raises UserError."""
+        ...
+
+    def check_gym(self, gym: Any) -> None:
+        """Try the names and options of reasoning-gym's tasks. Raises ConfigError."""
         ...
 
     def program(self, name: str) -> bool:

@@ -13,8 +13,8 @@ from click.shell_completion import CompletionItem, get_completion_class
 
 from meshrl.cli.commands.init import templates
 from meshrl.common.plain_text import say
+from meshrl.config.checks import names_at
 from meshrl.config.explain import Key, config_of, walk
-from meshrl.config.plugin_checks import names_at
 from meshrl.config.recipe import METRICS_NAME, Recipe
 from meshrl.http.view.metrics import MetricsFile
 

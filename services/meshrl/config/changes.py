@@ -19,7 +19,7 @@ import xxhash
 from pydantic import ValidationError
 
 from meshrl.common import plugins
-from meshrl.config.explain import Loc
+from meshrl.common.checks import Loc
 from meshrl.config.recipe import Recipe, algorithm_needs, has_evaluation
 from meshrl.config.stages import eval_spec, train_spec
 from meshrl.contract.errors import MeshError

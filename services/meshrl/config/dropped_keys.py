@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from meshrl.config.explain import Loc
+from meshrl.common.checks import Loc
 
 
 @dataclass(frozen=True, slots=True)

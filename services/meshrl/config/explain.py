@@ -18,9 +18,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
+from meshrl.common.checks import Loc, dotted
 from meshrl.common.config import Config, documentation
 
-Loc = tuple[str | int, ...]
 SIMPLE: Mapping[Any, str] = {
     int: "an integer",
     float: "a number",
@@ -279,11 +279,6 @@ def origin_of(origins: Mapping[Loc, str], at: Loc) -> str:
         if at[:end] in origins:
             return origins[at[:end]]
     return origins[()]
-
-
-def dotted(at: Loc) -> str:
-    """As a person writes it."""
-    return ".".join(map(str, at))
 
 
 def _sentence(model: type[Config], at: Loc, detail: ErrorDetails) -> str:

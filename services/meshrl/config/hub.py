@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from meshrl.config.explain import Loc, origin_of
+from meshrl.common.checks import Loc
+from meshrl.config.explain import origin_of
 from meshrl.config.machine import ThisMachine
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.trainer.data.files import has_reader

@@ -14,13 +14,14 @@ import yaml
 from pydantic import ValidationError
 
 from meshrl.common.bounded_yaml import BoundedLoader
+from meshrl.common.checks import Loc
 from meshrl.common.config import Config
 from meshrl.common.files import replace_file
 from meshrl.common.plain_text import counted, say
 from meshrl.config.checks import cross_checks, warnings
 from meshrl.config.device_defaults import with_device_defaults
 from meshrl.config.dropped_keys import DROPPED_KEYS, REPLACED_VALUES
-from meshrl.config.explain import Loc, booleans_as_numbers, in_order, origin_of, problems
+from meshrl.config.explain import booleans_as_numbers, in_order, origin_of, problems
 from meshrl.config.hub import with_local_paths
 from meshrl.config.machine import ThisMachine
 from meshrl.config.recipe import Recipe

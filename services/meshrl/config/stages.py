@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from meshrl.common import plugins
+from meshrl.common.checks import Loc, Problem
 from meshrl.common.config import Config, read_options
 from meshrl.config.machine import ThisMachine
 from meshrl.config.recipe import EVAL_SUFFIX, Recipe, group_rows, groups_taken
@@ -178,6 +179,55 @@ def stage_specs(recipe: Recipe, *, evaluation: bool = False) -> tuple[StageSpec,
             reads |= dict.fromkeys(specs[earlier].writes)
         specs[name] = StageSpec(name=name, reads=tuple(reads), writes=columns.writes)
     return tuple(specs.values())
+
+
+def check_stages(recipe: Recipe) -> Iterator[Problem]:
+    """The recipe's own stages: their modules, names and options, and that each reads what an earlier one writes."""
+    broken = False
+    for name, stage in recipe.stages.items():
+        at: Loc = ("stages", name)
+        if name in BUILT_IN:
+            yield at, f"stages.{name}: {name} is a service of every mesh; want another name"
+            broken = True
+            continue
+        try:
+            kind = options_class(stage.kind)
+            service_kind(recipe, name)
+        except ConfigError as error:
+            yield (*at, "kind"), f"stages.{name}.kind: {error}"
+            broken = True
+            continue
+        if kind is None and stage.options:
+            yield (*at, "options"), f"stages.{name}.options: {stage.kind} takes none"
+        elif kind is not None:
+            try:
+                stage_options(recipe, name, kind)
+            except ConfigError as error:
+                yield (*at, "options"), str(error)
+    if recipe.stages and not broken:
+        yield from _columns(recipe)
+
+
+def _columns(recipe: Recipe) -> Iterator[Problem]:
+    try:
+        specs = stage_specs(recipe)
+    except ConfigError as error:
+        yield ("stages",), str(error)
+        return
+    writers: dict[str, str] = {}
+    for spec in specs:
+        at: Loc = ("stages", spec.name)
+        for column in spec.reads:
+            if column not in writers:
+                has = ", ".join(writers)
+                yield (
+                    at,
+                    f"stages.{spec.name}: no earlier stage writes {column!r}; they write {has}",
+                )
+        for column in spec.writes:
+            if column in writers:
+                yield at, f"stages.{spec.name}: {writers[column]} writes {column!r} already"
+        writers |= dict.fromkeys(spec.writes, spec.name)
 
 
 def mesh_services(recipe: Recipe) -> list[MeshService]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from pydantic import (
@@ -11,9 +12,16 @@ from pydantic import (
     PositiveInt,
 )
 
-from meshrl.common.config import Config, Environment
+from meshrl.common import plugins
+from meshrl.common.checks import Loc, Problem, check_required
+from meshrl.common.config import Config, Environment, Machine
 
 CARRIERS = "meshrl.weights.carriers"
+LIBRARIES: Mapping[str, str] = {
+    "nccl": "meshrl.weights.nccl.libraries",
+    "cuda_ipc": "meshrl.weights.ipc.devices",
+}
+"""Carriers that use a GPU, by a library of these packages."""
 
 
 class NcclConfig(Config):
@@ -121,3 +129,22 @@ class WeightsConfig(Config):
     def deadline_s(self, nbytes: int) -> float:
         """Seconds within which moving `nbytes` must show progress."""
         return self.base_s + nbytes / self.min_bytes_per_s
+
+    def check(self, machine: Machine) -> Iterator[Problem]:
+        """That a carrier between GPUs has its library and a GPU; `auto` leaves out those that cannot run."""
+        at: Loc = ("weights", "carrier")
+        package = LIBRARIES.get(self.carrier)
+        if package is None:
+            yield from check_required(at, CARRIERS, self.carrier, machine)
+            return
+        section = "nccl" if self.carrier == "nccl" else "ipc"
+        library = getattr(self, section).library
+        required = list(check_required(("weights", section, "library"), package, library, machine))
+        for _, text in required:
+            yield at, f"weights.carrier: {self.carrier}: {text}"
+        if not required and plugins.constant(package, library, "REQUIRES", ()) and not machine.gpus:
+            yield (
+                at,
+                f"weights.carrier: {self.carrier} moves weights between GPUs, and this machine has"
+                f" {machine.no_gpu}",
+            )

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.common import bounded_yaml
+from meshrl.common.checks import Loc
 from meshrl.common.config import Config
 from meshrl.config.checks import cross_checks
-from meshrl.config.explain import Key, Loc, origin_of, value_text, walk
+from meshrl.config.explain import Key, origin_of, value_text, walk
 from meshrl.config.hub import MODELS, repository_of
 from meshrl.config.loading import Written, read_yaml
 from meshrl.config.machine import ThisMachine

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, NonNegativeInt, PositiveFloat, PositiveInt
 
-from meshrl.common.config import Config
+from meshrl.common.checks import Problem, check_required
+from meshrl.common.config import Config, Machine
 from meshrl.contract.types import (
     REWARD_STAGE,
     ROLLOUT_STAGE,
@@ -17,6 +19,8 @@ from meshrl.contract.types import (
     StageSpec,
     StalePolicy,
 )
+
+STORES = "meshrl.transferqueue.stores"
 
 
 def _spell_infinity(value: object) -> object:
@@ -105,3 +109,12 @@ class QueueConfig(Config):
             sampler=self.sampler,
             vocabulary=vocabulary,
         )
+
+    def check(self, machine: Machine, *, samples: int) -> Iterator[Problem]:
+        """That the store has its packages, and groups of `samples` rows can be complete."""
+        yield from check_required(("queue", "store"), STORES, self.store, machine)
+        if self.group_policy == "k_of_n" and not 0 < self.group_k <= samples:
+            yield (
+                ("queue", "group_k"),
+                f"queue.group_k: got {self.group_k}, want 1 to rollout.n = {samples} for k_of_n",
+            )

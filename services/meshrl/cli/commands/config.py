@@ -24,11 +24,11 @@ from meshrl.common import plugins
 from meshrl.common.files import replace_file
 from meshrl.common.plain_text import counted, say, say_error, say_json
 from meshrl.config import Recipe, load_recipe
+from meshrl.config.checks import imported, names_at
 from meshrl.config.explain import Key, config_of, defined_at, nearest, walk
 from meshrl.config.loading import Written, recipe_yaml
 from meshrl.config.machine import AssumedMachine, Assumptions, ThisMachine
 from meshrl.config.placement import place
-from meshrl.config.plugin_checks import imported, names_at
 from meshrl.config.run_record import begin
 from meshrl.config.stages import options_class
 from meshrl.contract.errors import ConfigError, UserError

@@ -1,0 +1,344 @@
+"""Checks of the sections `model`, `trainer`, `actor` and `data`: checkpoints, what ranks share, rows of files."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.checks import Loc, Problem, check_directory, dotted, missing_file
+from meshrl.common.config import Machine
+from meshrl.contract.errors import UserError
+from meshrl.trainer.config import ActorConfig, DataConfig, ModelConfig, TrainerConfig
+from meshrl.trainer.data.files import FileRow, has_reader, readable_files
+from meshrl.trainer.data.gym_config import ReasoningGymConfig
+from meshrl.trainer.data.mixture import source_of
+from meshrl.trainer.data.prompts import PromptRow, own_answer, read_prompt_row
+from meshrl.trainer.data.reasoning_gym import PACKAGE
+from meshrl.trainer.model.untrainable import WANTED, refusal
+
+CHECKPOINT = "a Hugging Face checkpoint (config.json, *.safetensors, tokenizer)"
+_EXPERTS = re.compile(r"\.experts\.")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+ROUTER_BIAS = "e_score_correction_bias"
+"""What a router adds to its scores to choose experts, in transformers' models."""
+
+
+def check_model(model: ModelConfig, machine: Machine) -> Iterator[Problem]:
+    """The policy's checkpoint, its tokenizer, and the modules that get an adapter."""
+    wrong = list(check_checkpoint(("model", "path"), model.path, machine))
+    yield from wrong
+    tokenizer = model.tokenizer_path or model.path
+    at: Loc = ("model", "path" if tokenizer == model.path else "tokenizer_path")
+    if tokenizer != model.path:
+        yield from check_directory(at, tokenizer, "a tokenizer", machine)
+    names = machine.names(tokenizer)
+    if not wrong and names and not {*TOKENIZERS} & {*names}:
+        yield at, f"{dotted(at)}: {tokenizer} has no tokenizer ({', '.join(TOKENIZERS[:3])})"
+    if model.lora_rank and not wrong:
+        yield from _adapters(model, machine)
+    if (start := model.lora_adapter_path) is not None:
+        stored = machine.json(start / "adapter_config.json")
+        if problem := model.adapter_mismatch(stored):
+            yield ("model", "lora_adapter_path"), problem
+        elif "adapter_model.safetensors" not in machine.names(start):
+            yield (
+                ("model", "lora_adapter_path"),
+                f"model.lora_adapter_path: {start} has no adapter_model.safetensors",
+            )
+
+
+def _adapters(model: ModelConfig, machine: Machine) -> Iterator[Problem]:
+    """That the patterns are some, and that what gets an adapter is there and is no experts' shared tensor."""
+    targets, tensors = model.target_modules, machine.tensors(model.path)
+    for key in ("target_modules", "exclude_modules"):
+        pattern = getattr(model, key)
+        try:
+            re.compile(pattern if isinstance(pattern, str) else "")
+        except re.error as error:
+            yield ("model", key), f"model.{key}: {pattern!r} is no regular expression: {error}"
+            return
+    if tensors is None or targets == "all-linear":
+        return
+    at: Loc = ("model", "target_modules")
+    modules = {name.removesuffix(".weight") for name in tensors if name.endswith(".weight")}
+    experts = {name for name in tensors if _EXPERTS.search(name)}
+    if experts and not model.exclude_modules:
+        mixtures = {_EXPERTS.split(name)[0] for name in experts}
+        routers = {f"{name}.gate" for name in mixtures} & modules  # one tensor, too
+        shared = {name.removesuffix(".weight") for name in experts} | routers
+        shared |= {f"{name}.experts" for name in mixtures}
+        for target in [targets] if isinstance(targets, str) else targets:
+            if any(_is_target(name, target, targets) for name in shared):
+                yield (
+                    at,
+                    f"model.target_modules: {target!r} names experts, which share one tensor and get no adapter;"
+                    " want modules of the attention, or all-linear",
+                )
+    # Mixtures are not looked through: transformers fuses their tensors under other names.
+    for target in () if experts or isinstance(targets, str) else targets:
+        if not any(_is_target(name, target, targets) for name in modules):
+            last = sorted({name.rpartition(".")[2] for name in modules})
+            near = difflib.get_close_matches(target, last, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            yield (
+                at,
+                f"model.target_modules: the model has no module {target!r}{hint} (it has {', '.join(last)})",
+            )
+
+
+def _is_target(module: str, target: str, targets: str | tuple[str, ...]) -> bool:
+    """Whether peft would give the module an adapter: by a pattern, or by the end of its name."""
+    if isinstance(targets, str):
+        return re.fullmatch(target, module) is not None
+    return module == target or module.endswith(f".{target}")
+
+
+def check_checkpoint(at: Loc, path: Path, machine: Machine) -> Iterator[Problem]:
+    """That a directory looks like a checkpoint."""
+    wrong = list(check_directory(at, path, CHECKPOINT, machine))
+    yield from wrong
+    if wrong:
+        return
+    names = machine.names(path)
+    if "config.json" not in names:
+        yield at, f"{dotted(at)}: {path} has no config.json; want {CHECKPOINT}"
+    elif not any(name.endswith((".safetensors", ".bin")) for name in names):
+        yield at, f"{dotted(at)}: {path} has no weights (*.safetensors); want {CHECKPOINT}"
+    elif not machine.json(path / "config.json"):
+        yield at, f"{dotted(at)}: {path / 'config.json'} is no JSON object; want {CHECKPOINT}"
+
+
+def check_trainable(at: Loc, path: Path, machine: Machine) -> Iterator[Problem]:
+    """What packed training cannot do with the model."""
+    if why := refusal(machine.json(path / "config.json")):
+        yield at, f"{dotted(at)}: {path} is not supported: {why}; {WANTED}"
+    elif at[0] == "model" and "lm_head.bias" in (machine.tensors(path) or ()):
+        yield (
+            at,
+            f"model.path: the output embedding of {path} has a bias, which is not supported; want another model",
+        )
+
+
+def check_parallel(
+    trainer: TrainerConfig, model: ModelConfig, machine: Machine
+) -> Iterator[Problem]:
+    """Whether ranks, heads and experts can be shared out as `trainer.parallel` says."""
+    key, at = "trainer.parallel", ("trainer", "parallel")
+    shared = model.ulysses_sequence_parallel_size
+    parallel = trainer.parallel.model_copy(update={"sequence": shared})
+    for name, fault in parallel.faults(trainer.ranks, _ranks(trainer)):
+        yield (*at, name), fault
+        return
+    config = machine.json(model.path / "config.json")
+    heads, sharers = config.get("num_attention_heads"), parallel.tensor * parallel.sequence
+    if isinstance(heads, int) and heads % sharers:
+        yield (
+            at,
+            f"{key}: sequence x tensor, {sharers}, does not divide the model's {heads} attention heads",
+        )
+    if parallel.tensor > 1:
+        yield from _tensor(parallel.tensor, model.path, config)
+    named = (config.get(f"{kind}_experts") for kind in ("num", "num_local", "n_routed"))
+    experts = next((number for number in named if isinstance(number, int)), None)
+    if parallel.expert > 1 and config and experts is None:
+        yield (*at, "expert"), f"{key}.expert: {model.path} has no experts; want 1"
+    which = "expert" if parallel.expert > 1 else "tensor"
+    if experts is not None and experts % max(parallel.expert, parallel.tensor):
+        yield (
+            (*at, which),
+            f"{key}.{which}: {getattr(parallel, which)} does not divide the {experts} experts of {model.path}",
+        )
+    if model.lora_rank and parallel.tensor > 1:
+        yield (*at, "tensor"), f"{key}.tensor: adapters are not shared among ranks; want 1"
+    if model.use_torch_compile and (parallel.expert > 1 or parallel.tensor > 1):
+        yield (
+            ("model", "use_torch_compile"),
+            f"model.use_torch_compile: layers are not compiled with {key}.{which}; want false, or 1 there",
+        )
+
+
+def _tensor(size: int, model: Path, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Whether tensor ranks can share what the model has of a kind. Latent attention has no key heads to share."""
+    mixture = config.get("num_experts_per_tok")
+    for name, what, there in (
+        ("num_key_value_heads", "key heads", not config.get("kv_lora_rank")),
+        ("intermediate_size", "intermediate_size", not mixture),
+    ):
+        number = config.get(name)
+        if there and isinstance(number, int) and number % size:
+            yield (
+                ("trainer", "parallel", "tensor"),
+                f"trainer.parallel.tensor: {size} does not divide the {number} {what} of {model}; want"
+                f" {_divisors(number, size)}",
+            )
+            return
+
+
+def _divisors(number: int, below: int) -> str:
+    """The divisors of a number that are below another one, for a message."""
+    return " or ".join(str(each) for each in range(1, below) if number % each == 0)
+
+
+def _ranks(trainer: TrainerConfig) -> str:
+    machines = f" * trainer.nnodes, {trainer.ranks}" if trainer.nnodes > 1 else f", {trainer.nproc}"
+    return f"trainer.nproc{machines}"
+
+
+def check_experts(actor: ActorConfig, model: ModelConfig, machine: Machine) -> Iterator[Problem]:
+    """Whether a mixture's experts can be kept busy as `actor` says."""
+    config = machine.json(model.path / "config.json")
+    for name in ("router_aux_loss_coef", "moe_router_bias_update_rate"):
+        if not getattr(actor, name):
+            continue
+        key = f"actor.{name}"
+        if config and not config.get("num_experts_per_tok"):
+            yield ("actor", name), f"{key}: {model.path} has no experts; want 0"
+        if model.use_torch_compile:
+            yield (
+                ("actor", name),
+                f"{key}: compiled layers hide what is chosen; want 0, or no model.use_torch_compile",
+            )
+    if actor.moe_router_bias_update_rate and model.lora_rank:
+        yield (
+            ("actor", "moe_router_bias_update_rate"),
+            "actor.moe_router_bias_update_rate: an adapter holds no biases; want 0",
+        )
+    tensors = machine.tensors(model.path)
+    if (
+        actor.moe_router_bias_update_rate
+        and config.get("num_experts_per_tok")
+        and tensors is not None
+        and not any(name.endswith(ROUTER_BIAS) for name in tensors)
+    ):
+        yield (
+            ("actor", "moe_router_bias_update_rate"),
+            f"actor.moe_router_bias_update_rate: the routers of {model.path} have no {ROUTER_BIAS}; want 0, or"
+            " router_aux_loss_coef",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataUse:
+    """What other sections make of the data."""
+
+    tokenizer: Path
+    pictures: bool
+    """The model reads pictures."""
+    own_answers: bool
+    """The algorithm learns from the data's answers."""
+    test_freq: int
+
+
+def check_data(data: DataConfig, use: DataUse, machine: Machine) -> Iterator[Problem]:
+    """Files, their first rows, weights, and the tasks of reasoning-gym."""
+    if data.reasoning_gym is not None:
+        yield from _gym(data, data.reasoning_gym, use, machine)
+    elif not data.train_files:
+        yield (
+            ("data", "train_files"),
+            "data.train_files is empty; want parquet or jsonl files, or data.reasoning_gym",
+        )
+    wrong_weights = list(_weights(data))
+    yield from wrong_weights
+    for name in ("train_files", "val_files"):
+        for index, path in enumerate(getattr(data, name)):
+            at: Loc = ("data", name, index)
+            yield from missing_file(at, path, machine)
+            if not machine.is_file(path):
+                continue
+            if not has_reader(path, data.reader):
+                yield at, f"{dotted(at)}: {path}: want {readable_files()} (data.reader)"
+            elif "." not in (data.reader or ""):
+                weights = {} if wrong_weights or name == "val_files" else data.weights
+                yield from _rows(at, path, data, use, machine, weights)
+
+
+def _weights(data: DataConfig) -> Iterator[Problem]:
+    """That nothing else says the order, and that files with a weight are among those to train on."""
+    at: Loc = ("data", "weights")
+    if data.weights and data.curriculum:
+        yield at, "data.weights: data.curriculum says the order of prompts too; leave one out"
+    for name in data.weights:
+        path = Path(name)
+        if has_reader(path, None) and path not in data.train_files:
+            files = ", ".join(map(str, data.train_files))
+            yield (*at, name), f"data.weights: {name} is none of data.train_files ({files})"
+
+
+def _gym(
+    data: DataConfig, gym: ReasoningGymConfig, use: DataUse, machine: Machine
+) -> Iterator[Problem]:
+    """Names and options of the tasks, and what keeps their levels."""
+    at: Loc = ("data", "reasoning_gym")
+    if gym.chat and not _has_chat_template(use.tokenizer, machine):
+        yield (
+            (*at, "chat"),
+            f"{dotted(at)}.chat: the tokenizer has no chat template; set it to false",
+        )
+    if gym.curriculum is not None:
+        for wrong in _curriculum(data, gym, use.test_freq):
+            yield (*at, "curriculum"), f"{dotted(at)}.curriculum: {wrong}"
+    if not machine.installed(PACKAGE):
+        yield at, f"{dotted(at)} needs the package reasoning-gym, which is not installed"
+    try:
+        machine.check_gym(gym)
+    except UserError as error:
+        yield at, str(error)
+
+
+def _curriculum(data: DataConfig, gym: ReasoningGymConfig, test_freq: int) -> Iterator[str]:
+    """What keeps levels from following the held-out scores."""
+    if test_freq <= 0:
+        yield "follows held-out scores: want trainer.test_freq above 0"
+    if 0 <= data.val_max_samples < gym.val_size:
+        yield f"follows the scores of all {gym.val_size} held-out prompts: leave data.val_max_samples out"
+    for name in ("train_files", "weights", "curriculum"):
+        if getattr(data, name):
+            yield f"says which prompts are asked, and so does data.{name}: leave one out"
+
+
+def _rows(
+    at: Loc,
+    path: Path,
+    data: DataConfig,
+    use: DataUse,
+    machine: Machine,
+    weights: Mapping[str, float],
+) -> Iterator[Problem]:
+    """The first fault of the first rows; a reader of the user's own is not run here."""
+    try:
+        rows = machine.first_rows(path, data.reader)
+        if not rows:
+            yield at, f"{dotted(at)}: {path} has no rows"
+        for row in rows:
+            read = _checked_row(row, data, use, machine)
+            if at[1] == "train_files" and use.own_answers:
+                own_answer(read.response, row.where, data)
+            if weights:
+                source_of(row.where, read.data_source, weights)
+    except (UserError, UnicodeDecodeError) as error:
+        text = f"{path}: not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+        yield at, f"{dotted(at)}: {text}"
+
+
+def _checked_row(row: FileRow, data: DataConfig, use: DataUse, machine: Machine) -> PromptRow:
+    read = read_prompt_row(row, data, pictures=use.pictures)
+    if isinstance(read.prompt, str):
+        if not read.prompt:
+            raise UserError(f"{row.where}: the prompt is empty")
+    elif not _has_chat_template(use.tokenizer, machine):
+        raise UserError(f"{row.where}: the prompt is a chat and the tokenizer has no chat template")
+    return read
+
+
+def _has_chat_template(tokenizer: Path, machine: Machine) -> bool:
+    """True also where it cannot be told."""
+    names = machine.names(tokenizer)
+    if "tokenizer_config.json" not in names:
+        return True
+    beside = "chat_template.jinja" in names or "chat_template.json" in names
+    return beside or bool(machine.json(tokenizer / "tokenizer_config.json").get("chat_template"))
