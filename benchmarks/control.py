@@ -49,7 +49,6 @@ from meshrl.contract.stage_worker import Intake, StageWorker
 from meshrl.contract.types import (
     ROLLOUT_STAGE,
     LeasedRow,
-    OnUpdate,
     Outcome,
     RowWrite,
     RunSpec,
@@ -71,8 +70,9 @@ from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
-from meshrl.weights.replica_controller import ReplicaController
+from meshrl.weights.replica_controller import ReplicaController, ServedEngine
 from meshrl.weights.servicer import WeightsServicer
+from meshrl.weights.transport import load_transport
 from tests.doubles.weights import HashSink, StubSource
 
 RUN, GROUP, GROUPS = "control", 8, 16
@@ -446,7 +446,13 @@ async def join(replicas: int, folder: Path) -> dict[str, float]:
     async def committed(version: Version) -> None:
         del version
 
-    coordinator = WeightCoordinator(config, run=RUN, epoch=1, paths=paths, on_committed=committed)
+    coordinator = WeightCoordinator(
+        config,
+        run=RUN,
+        epoch=1,
+        transport=load_transport(config, paths),
+        on_committed=committed,
+    )
     await coordinator.start()
     settings = ServerSettings(port=0, metrics_port=None)
     async with GrpcServer(settings, [WeightsServicer(coordinator)]) as server:
@@ -457,9 +463,8 @@ async def join(replicas: int, folder: Path) -> dict[str, float]:
                 config,
                 run=RUN,
                 replica=f"rollout-{number}",
-                engine=sink,
-                on_update=OnUpdate.IN_FLIGHT,
-                paths=paths,
+                engine=ServedEngine(sink, config),
+                transport=load_transport(config, paths),
                 connect=lambda: connect(f"127.0.0.1:{server.port}"),
             )
             for number, sink in enumerate(sinks)

@@ -1,12 +1,16 @@
 """How many files and functions one row passes: a real disk queue behind gRPC, the echo engine, a reward function.
 
     .venv/bin/python benchmarks/hops.py
+    .venv/bin/python benchmarks/hops.py --version
 
 A task of one row goes through admission, rollout, reward and the trainer's calls while every call of a Python
 function is noted; a row before it warms up what happens only once. Files and functions under `meshrl` are counted:
 no generated code, no comprehensions. Everything but the reward function's own process runs in this one, so that both
 ends of each call are seen. `--files` lists the files; `--check`, part of `make check`, fails beyond MOST. The last
 line is JSON.
+
+`--version` counts what a version of the weights passes, from the trainer's `publish` to two engines that serve it, by
+`shm` and by `gloo`, and lists the files of the weight plane; those of other rooms are counted beside them.
 """
 
 from __future__ import annotations
@@ -17,21 +21,27 @@ import math
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import grpc
 import numpy as np
 from fleet_bench.parts import FIRST, RUN, serve_version
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/ of the checkout
+
+from meshrl.config.weights import WeightsConfig
 from meshrl.contract.types import (
     REWARD_STAGE,
     ROLLOUT_STAGE,
     RunSpec,
     SamplingParams,
     Task,
+    Version,
 )
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
@@ -45,10 +55,18 @@ from meshrl.testing.engines.echo import build
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores import build as build_store
+from meshrl.weights.carrier import RunPaths
+from meshrl.weights.coordinator import WeightCoordinator
+from meshrl.weights.replica_controller import ReplicaController, ServedEngine
+from meshrl.weights.servicer import WeightsServicer
+from meshrl.weights.transport import load_transport
+from tests.doubles.weights import HashSink, StubSource
 
 HOPS = ("admit", "stages", "train")
 MOST = {"files": 45, "functions": 412}
 """That one row may pass."""
+MOST_OF_VERSION = 11
+"""Files of the weight plane that one version may pass."""
 TRIES = 3
 """Rows that `--check` counts at most: what all of them called is what a row must pass."""
 COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "reward")
@@ -64,9 +82,9 @@ class Numbers:
 class Calls:
     """Code objects under `meshrl`, by the hop in which they were called."""
 
-    def __init__(self) -> None:
+    def __init__(self, *hops: str) -> None:
         self.hop = ""
-        self._code: dict[str, set[CodeType]] = {hop: set() for hop in HOPS}
+        self._code: dict[str, set[CodeType]] = {hop: set() for hop in hops}
 
     def enter(self, hop: str) -> None:
         """Calls count to `hop` from here on; to none if it is empty."""
@@ -92,7 +110,7 @@ class Calls:
         return counted
 
     def files(self) -> list[str]:
-        """Every file that the row passed."""
+        """Every file that was passed."""
         every: set[CodeType] = set().union(*self._code.values())
         return sorted({code.co_filename for code in every if _is_ours(code)})
 
@@ -187,15 +205,81 @@ async def _mesh(folder: Path) -> AsyncIterator[QueueClient]:
     await core.close()
 
 
-def noted() -> Calls:
-    """The calls of one row."""
-    calls = Calls()
+async def pass_versions(folder: Path, calls: Calls, carrier: str) -> None:
+    """Some versions to two engines in this process; the last one counts, for the first ones open channels."""
+    # No deadline is near: no heartbeat comes between.
+    config = WeightsConfig(carrier=carrier, base_s=600, silence_s=3000)
+    paths, run = RunPaths(directory=folder), f"hops-{carrier}"
+    committed: asyncio.Queue[Version] = asyncio.Queue()
+    coordinator = WeightCoordinator(
+        config,
+        run=run,
+        epoch=1,
+        transport=load_transport(config, paths),
+        on_committed=committed.put,
+    )
+    settings = ServerSettings(port=0, metrics_port=None, drain_grace_s=0)
+    async with coordinator, GrpcServer(settings, [WeightsServicer(coordinator)]) as server:
+        engines = [HashSink() for _ in range(2)]
+        controllers = [
+            ReplicaController(
+                config,
+                run=run,
+                replica=f"rollout-{number}",
+                engine=ServedEngine(engine, config),
+                transport=load_transport(config, paths),
+                connect=lambda: grpc.aio.insecure_channel(f"127.0.0.1:{server.port}"),
+            )
+            for number, engine in enumerate(engines)
+        ]
+        running = [asyncio.create_task(controller.run()) for controller in controllers]
+        while len(coordinator.fleet().replicas) < len(engines):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for step in range(3):
+            source = StubSource(run, Version(1, step), buckets=2)
+            calls.enter("version" if step == 2 else "")
+            await coordinator.publish(source)
+            await committed.get()
+            await coordinator.drained()
+            calls.enter("")
+            assert {engine.version for engine in engines} == {Version(1, step)}
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+def noted(work: Callable[[Path, Calls], Coroutine[Any, Any, None]], *hops: str) -> Calls:
+    """The calls of one row, or of one version."""
+    calls = Calls(*hops)
     threading.setprofile(calls.note)
     sys.setprofile(calls.note)
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(pass_rows(Path(folder), calls))
+        asyncio.run(work(Path(folder), calls))
     sys.setprofile(None)
+    threading.setprofile(None)
     return calls
+
+
+def version() -> int:
+    """Count what a version passes; 1 if that is too much, and `--check` is asked for."""
+    counts, most = {}, 0
+    for carrier in ("shm", "gloo"):
+        calls = noted(partial(pass_versions, carrier=carrier), "version")
+        plane = [file for file in calls.files() if "/meshrl/weights/" in file]
+        print(*(f"{carrier}: {file.partition('/meshrl/')[2]}" for file in plane), sep="\n")
+        every = calls.counts()["version"]
+        counts[carrier] = {"files": len(plane), "files_of_other_rooms": every["files"] - len(plane)}
+        counts[carrier]["functions"] = every["functions"]
+        most = max(most, len(plane))
+        print(
+            f"{carrier:8} {len(plane):4} files of the weight plane, {every['files'] - len(plane)} of other rooms,"
+            f" {every['functions']} functions"
+        )
+    if "--check" in sys.argv and most > MOST_OF_VERSION:
+        print(f"one version may pass {MOST_OF_VERSION} files of the weight plane")
+        return 1
+    print(json.dumps(counts))
+    return 0
 
 
 def fits(calls: Calls) -> bool:
@@ -204,11 +288,13 @@ def fits(calls: Calls) -> bool:
 
 
 def main() -> int:
-    calls, checks = noted(), "--check" in sys.argv
+    if "--version" in sys.argv:
+        return version()
+    calls, checks = noted(pass_rows, *HOPS), "--check" in sys.argv
     for _ in range(TRIES - 1):
         if not checks or fits(calls):
             break
-        calls.keep(noted())
+        calls.keep(noted(pass_rows, *HOPS))
     if "--files" in sys.argv:
         print(*calls.files(), sep="\n")
     counts = calls.counts()

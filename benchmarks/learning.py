@@ -54,7 +54,7 @@ from meshrl.trainer.reference.model import ReferenceModel
 from meshrl.trainer.reference.stage import ReferenceStage
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
-from meshrl.weights.gathering import whole
+from meshrl.weights.messages import whole
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes" / "algorithms"

@@ -21,6 +21,7 @@ from meshrl.contract.types import Version
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.servicer import WeightsServicer
+from meshrl.weights.transport import load_transport
 
 SCRIPT = Path(__file__).with_name("replica.py")
 PATIENCE_S = 120.0
@@ -78,7 +79,11 @@ class Fleet:
 
         paths = RunPaths(directory=self._directory)
         self.coordinator = WeightCoordinator(
-            self.config, run=RUN, epoch=1, paths=paths, on_committed=on_committed
+            self.config,
+            run=RUN,
+            epoch=1,
+            transport=load_transport(self.config, paths),
+            on_committed=on_committed,
         )
         await self.coordinator.start()
         self._server = grpc.aio.server()

@@ -28,6 +28,7 @@ from meshrl.testing.devices.stub import opened
 from meshrl.weights import replica_controller
 from meshrl.weights.carrier import RunPaths, host_id
 from meshrl.weights.messages import digest
+from meshrl.weights.transport import load_transport
 from tests.doubles.weights import LendingHashSink
 
 COPIES = Copies()
@@ -98,15 +99,14 @@ async def main() -> None:
     COPIES.install()
     assert host_id()
     engine = (LendingEngine if options.lends else CopyingEngine)(options.hashes)
+    config = WeightsConfig.model_validate_json(options.config)
     replica = replica_controller.ReplicaController(
-        WeightsConfig.model_validate_json(options.config),
+        config,
         run=RUN,
         replica=options.name,
-        engine=engine,
-        on_update=OnUpdate.IN_FLIGHT,
-        paths=RunPaths(directory=options.directory),
+        engine=replica_controller.ServedEngine(engine, config, pause_s=lambda: engine.pause_s),
+        transport=load_transport(config, RunPaths(directory=options.directory)),
         connect=lambda: grpc.aio.insecure_channel(f"127.0.0.1:{options.port}"),
-        pause_s=lambda: engine.pause_s,
     )
     await replica.run()
 

@@ -55,6 +55,7 @@ from meshrl.weights.carrier import RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.messages import digest
 from meshrl.weights.servicer import WeightsServicer
+from meshrl.weights.transport import load_transport
 
 RUN = "labels"
 GROUP = 4
@@ -190,7 +191,9 @@ class Labels:
             loaded.weights,
             run=RUN,
             epoch=self.epoch,
-            paths=RunPaths(directory=loaded.run.path, model_path=loaded.model.path),
+            transport=load_transport(
+                loaded.weights, RunPaths(directory=loaded.run.path, model_path=loaded.model.path)
+            ),
             on_committed=lambda version: self.queue.publish(RUN, version),
         )
         began = time.monotonic()

@@ -31,7 +31,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from meshrl.testing.libraries.stub import VARIABLE
-from meshrl.weights.carrier import carrier_facts
 
 from .weights_mesh import Mesh, Process
 
@@ -88,7 +87,7 @@ GATHERING = (
 
 def points_of(carrier: str) -> tuple[Point, ...]:
     """Those of a carrier, replicas' first: each point of a trainer ends an epoch."""
-    points = POINTS + (() if carrier_facts(carrier).reach == "directory" else GATHERING)
+    points = POINTS + (() if carrier == "disk" else GATHERING)
     return tuple(sorted(points, key=lambda point: point.role))
 
 

@@ -24,9 +24,9 @@ from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.messages import MessageStream
-from meshrl.weights.replica_controller import ReplicaController
+from meshrl.weights.replica_controller import ReplicaController, ServedEngine
 from meshrl.weights.servicer import WeightsServicer
-from meshrl.weights.session import Session
+from meshrl.weights.transport import Pairs, load_transport
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.doubles.weights import GatheredStub, HashSink, LendingHashSink
@@ -86,7 +86,7 @@ class SignalPoint:
 
     def install(self) -> None:
         """Wrap every sent and received message, and the opening of a carrier."""
-        send, receive, opened = MessageStream.send, MessageStream.receive, Session._open_channel
+        send, receive, opened = MessageStream.send, MessageStream.receive, Pairs._open
 
         async def send_(stream: Any, message: Any) -> None:
             self.reach(f"before {_label(message)}", message.stamp.step)
@@ -98,13 +98,13 @@ class SignalPoint:
             self.reach(f"received {_label(message)}", message.stamp.step)
             return message
 
-        async def opened_(session: Any, proposed: Any) -> Any:
-            self.reach("opening", session._incoming.version.step)
-            return await opened(session, proposed)
+        async def opened_(pairs: Any, plan: Any) -> Any:
+            self.reach("opening", plan.arrival.version.step)
+            return await opened(pairs, plan)
 
         MessageStream.send = send_  # type: ignore[method-assign]
         MessageStream.receive = receive_  # type: ignore[method-assign]
-        Session._open_channel = opened_  # type: ignore[method-assign]
+        Pairs._open = opened_  # type: ignore[method-assign]
 
 
 def _label(message: Any) -> str:
@@ -158,7 +158,7 @@ async def trainer(config: WeightsConfig, args: argparse.Namespace) -> None:
         config,
         run=RUN,
         epoch=args.epoch,
-        paths=RunPaths(directory=args.directory),
+        transport=load_transport(config, RunPaths(directory=args.directory)),
         on_committed=on_committed,
     )
     async with coordinator:
@@ -186,9 +186,8 @@ async def replica(config: WeightsConfig, args: argparse.Namespace) -> None:
         config,
         run=RUN,
         replica=args.name,
-        engine=ReportingLender() if args.lends else ReportingSink(),
-        on_update=OnUpdate.IN_FLIGHT,
-        paths=RunPaths(directory=args.directory),
+        engine=ServedEngine(ReportingLender() if args.lends else ReportingSink(), config),
+        transport=load_transport(config, RunPaths(directory=args.directory)),
         connect=lambda: grpc.aio.insecure_channel(f"127.0.0.1:{args.port}"),
     )
     await controller.run()

@@ -7,7 +7,6 @@ import asyncio
 from meshrl.weights.carrier import Channel, Link
 from meshrl.weights.carriers import shm
 
-REACH, NEEDS = shm.REACH, shm.NEEDS
 gate = asyncio.Event()
 waiting = asyncio.Event()
 

@@ -18,12 +18,12 @@ from meshrl.config.weights import NcclConfig, WeightsConfig
 from meshrl.contract.errors import ConfigError, InfraError, UnavailableError
 from meshrl.contract.types import Uint8, Version
 from meshrl.testing.libraries.stub import VARIABLE
-from meshrl.weights.carrier import Link, RunPaths, load_carrier
-from meshrl.weights.carriers.nccl import Carrier, NcclChannel
+from meshrl.weights.carrier import Link, RunPaths
+from meshrl.weights.carriers.nccl import Carrier, NcclChannel, connect
 from meshrl.weights.nccl import messages
 from meshrl.weights.nccl.library import dotted, loaded_nccl
 from meshrl.weights.nccl.process import Facts, NcclProcess, NcclProcesses
-from meshrl.weights.nccl.rendezvous import connect
+from meshrl.weights.transport import load_carrier
 from tests.doubles.weights import StubSource
 
 from ..waiting import gone, runs, until

@@ -13,8 +13,10 @@ from meshrl.contract.errors import ConfigError, ConflictError
 from meshrl.contract.types import Version
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
-from meshrl.weights.carrier import Carrier, Channel, Link, RunPaths, load_carrier
+from meshrl.weights.carrier import Channel, Link, RunPaths
+from meshrl.weights.carriers import auto, shm
 from meshrl.weights.fleet import ReplicaState, fetch_fleet
+from meshrl.weights.transport import Pairs, load_carrier
 
 from ..waiting import until
 from .weights_fleet import RUN, opened
@@ -69,15 +71,11 @@ async def test_publishing_twice_is_publishing_once(carrier: str, tmp_path: Path)
         assert engine.commits == fleet.published == [Version(1, 0), Version(1, 1)]
 
 
-class NotOpened:
+class Hidden(shm.Carrier):
     """A carrier whose channels this replica cannot open."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
-        self.close = carrier.close
-
     def channel(self, link: Link) -> Channel:
-        channel = self._carrier.channel(link)
+        channel = super().channel(link)
 
         async def refuse(deadline_s: float) -> None:
             raise ConfigError("weights.carrier=shm: another user's memory")
@@ -89,12 +87,11 @@ class NotOpened:
 async def test_auto_takes_the_next_carrier_for_a_replica_that_cannot_open_the_first(
     tmp_path: Path,
 ) -> None:
-    def load(config: WeightsConfig, paths: RunPaths) -> Carrier:
-        carrier = load_carrier(config, paths)
-        return NotOpened(carrier) if config.carrier == "shm" else carrier  # type: ignore[return-value]
+    def load(config: WeightsConfig, paths: RunPaths) -> Pairs:
+        return (Hidden if config.carrier == "shm" else load_carrier)(config, paths)
 
     async with opened("auto", tmp_path) as fleet:
-        engine = fleet.join("one", load=load)
+        engine = fleet.join("one", transport=auto.Carrier(fleet.config, fleet.paths, load))
         fleet.join("two")
         await fleet.carry(fleet.source(0))
         await until(lambda: fleet.state_of("one") is ReplicaState.SERVING)

@@ -83,7 +83,7 @@ async def test_a_hundred_updates_are_exact_and_each_patch_is_encoded_once_for_al
             for engine in engines:
                 assert engine.version == Version(1, step)
                 assert engine.hashes == source.manifest.bucket_hashes
-        carrier = fleet.coordinator._routes._carriers["delta"]
+        carrier = fleet.coordinator._transport
         assert isinstance(carrier, delta.Carrier)
         assert carrier.patches.encoded == 99 * BUCKETS
         assert len(fetches.whole) == 3 * BUCKETS
@@ -236,7 +236,7 @@ async def test_the_trainer_keeps_only_versions_that_replicas_serve(tmp_path: Pat
         await fleet.joined("one", "two")
         for step in range(6):
             await fleet.carry(sparse(step))
-        carrier = fleet.coordinator._routes._carriers["delta"]
+        carrier = fleet.coordinator._transport
         assert isinstance(carrier, delta.Carrier)
         assert carrier.patches.versions == [Version(1, 4), Version(1, 5)]
 
@@ -245,7 +245,9 @@ async def test_only_requests_with_the_secret_may_fetch(tmp_path: Path) -> None:
     async with opened("delta", tmp_path) as fleet:
         await fleet.joined("one")
         await fleet.carry(sparse(0))
-        _, endpoint = await fleet.coordinator._routes._listen("delta")
+        carrier = fleet.coordinator._transport
+        assert isinstance(carrier, delta.Carrier)
+        endpoint = carrier.endpoint
         address, _, secret = endpoint.rpartition("#")
         async with grpc.aio.insecure_channel(address) as channel:
 
@@ -282,7 +284,9 @@ async def test_patches_travel_over_tls_where_the_mesh_does(
         await fleet.carry(sparse(1))
         assert engine.hashes == sparse(1).manifest.bucket_hashes
         assert len(fetches.patches) == BUCKETS
-        _, endpoint = await fleet.coordinator._routes._listen("delta")
+        carrier = fleet.coordinator._transport
+        assert isinstance(carrier, delta.Carrier)
+        endpoint = carrier.endpoint
         address = endpoint.partition("#")[0]
         async with grpc.aio.insecure_channel(address) as channel:
             with pytest.raises(grpc.aio.AioRpcError):

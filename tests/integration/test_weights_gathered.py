@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from meshrl.contract.types import Version
-from meshrl.weights.gathering import SourceError
-from meshrl.weights.session import Session
+from meshrl.weights.messages import SourceError
+from meshrl.weights.replica_controller import Joining
 from tests.doubles.weights import GatheredStub, StubSource
 
 from ..waiting import until
@@ -88,14 +88,14 @@ async def test_a_version_whose_gather_fails_is_nowhere_and_the_next_one_goes_thr
 async def test_what_a_replica_says_late_of_a_withdrawn_version_is_no_answer_of_the_next_one(
     carrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    says = Session._send
+    says = Joining._send
 
-    async def slowly(self: Session, version: Version, **body: object) -> None:
+    async def slowly(self: Joining, version: Version, **body: object) -> None:
         if "received" in body and version == Version(1, 1):
             await until(lambda: withdrawn)
         await says(self, version, **body)
 
-    monkeypatch.setattr(Session, "_send", slowly)
+    monkeypatch.setattr(Joining, "_send", slowly)
     withdrawn: list[bool] = []
     async with opened(carrier, tmp_path) as fleet:
         engines = await fleet.joined("one", "two")

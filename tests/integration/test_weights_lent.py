@@ -16,7 +16,7 @@ from meshrl.contract.errors import UnavailableError
 from meshrl.contract.ports import LentBucket
 from meshrl.contract.types import Version
 from meshrl.testing.libraries.stub import VARIABLE
-from meshrl.weights import replica
+from meshrl.weights import transport
 from meshrl.weights.carriers.nccl import Lending
 from tests.doubles.weights import HashSink, LendingHashSink
 
@@ -77,7 +77,7 @@ async def test_what_arrives_wrong_on_the_device_is_sent_again(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    made = replica.chunk_digest
+    made = transport.chunk_digest
     wrong = ["0" * 16] * 2  # what is expected, as the one that sends and the one that is told ask
 
     async def digest(source: Any, index: int) -> str:
@@ -85,7 +85,7 @@ async def test_what_arrives_wrong_on_the_device_is_sent_again(
 
     async with opened("nccl", tmp_path) as fleet:
         await fleet.joined(lender=engine)
-        monkeypatch.setattr(replica, "chunk_digest", digest)
+        monkeypatch.setattr(transport, "chunk_digest", digest)
         await serves(fleet, 0, engine)
         assert wrong == []
         assert "weights 1.0 arrived wrong: bucket 1, on the device" in caplog.text

@@ -58,7 +58,7 @@ from meshrl.trainer.reference.model import ReferenceModel
 from meshrl.trainer.reference.stage import ReferenceStage
 from meshrl.trainer.trajectories.files import FOLDER
 from meshrl.trainer.trajectories.log import TrajectoryLog
-from meshrl.weights.gathering import whole
+from meshrl.weights.messages import whole
 
 VOCABULARY = 23
 LUCKY = 7

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +14,15 @@ import grpc
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.ports import WeightSink
-from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
+from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
-from meshrl.weights.fleet import ReplicaState
+from meshrl.weights.fleet import ReplicaReport, ReplicaState
 from meshrl.weights.messages import digest
-from meshrl.weights.replica_controller import ReplicaController
+from meshrl.weights.replica_controller import ReplicaController, ServedEngine
 from meshrl.weights.servicer import WeightsServicer
+from meshrl.weights.transport import Transport, load_transport
 from tests.doubles.weights import HashSink, StubSource
 
 from ..waiting import until
@@ -69,7 +70,11 @@ class Fleet:
             self.published.append(version)
 
         self.coordinator = WeightCoordinator(
-            self.config, run=RUN, epoch=self.epoch, paths=self.paths, on_committed=on_committed
+            self.config,
+            run=RUN,
+            epoch=self.epoch,
+            transport=load_transport(self.config, self.paths),
+            on_committed=on_committed,
         )
         await self.coordinator.start()
         settings = ServerSettings(port=self.port, metrics_port=None, drain_grace_s=0)
@@ -90,7 +95,7 @@ class Fleet:
         directory: Path | None = None,
         **options: Any,
     ) -> HashSink:
-        """With `options` of the ReplicaController."""
+        """With `options` of `attach`."""
         engine = engine or HashSink()
         self.attach(name, engine, run, directory, **options)
         return engine
@@ -101,18 +106,24 @@ class Fleet:
         engine: WeightSink,
         run: str = RUN,
         directory: Path | None = None,
+        *,
+        transport: Transport | None = None,
+        report: Callable[[], ReplicaReport] | None = None,
+        leave: Callable[[], None] = lambda: None,
         **options: Any,
     ) -> None:
-        """Join with any engine."""
+        """Join with any engine, and `options` of the ServedEngine."""
+        paths = RunPaths(directory=directory) if directory else self.paths
+        options = {"model_path": paths.model_path, **options}
         controller = ReplicaController(
             self.config,
             run=run,
             replica=name,
-            engine=engine,
-            on_update=OnUpdate.IN_FLIGHT,
-            paths=RunPaths(directory=directory) if directory else self.paths,
+            engine=ServedEngine(engine, self.config, **options),
+            transport=transport or load_transport(self.config, paths),
             connect=lambda: grpc.aio.insecure_channel(f"127.0.0.1:{self.port}"),
-            **options,
+            report=report,
+            leave=leave,
         )
         self.controllers[name] = asyncio.create_task(controller.run())
 

@@ -211,7 +211,7 @@ class _ForgetsItsEpoch(ReplicaController):
     """A replica that joins again believes whoever answers."""
 
     async def _join_once(self) -> None:
-        self._highest_epoch, self._version = 0, None
+        self._highest_epoch, self._engine.version = 0, None
         await super()._join_once()
 
 
@@ -226,7 +226,7 @@ class _LeavesWhoJoined(WeightCoordinator):
     async def _propose(self) -> None:
         source = self._offered
         assert source is not None
-        await self._routes.stage(source, [replica.peer for replica in self._candidates()])
+        await self._transport.send(source, [each.receiver for each in self._candidates()])
         self._proposed = None  # without a word to those that joined it meanwhile
         await super()._propose()
 

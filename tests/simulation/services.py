@@ -46,7 +46,7 @@ from meshrl.trainer.reference.stage import ReferenceStage
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.weights.carriers import shm
 from meshrl.weights.coordinator import WeightCoordinator
-from meshrl.weights.replica_controller import ReplicaController
+from meshrl.weights.replica_controller import ReplicaController, ServedEngine
 from meshrl.weights.servicer import WeightsServicer
 from tests.simulation.agents import Agent, gateway_address, gateway_app
 from tests.simulation.call import connect
@@ -242,12 +242,9 @@ class Services:
             weights.config,
             run=RUN,
             replica=name,
-            engine=engine,
-            on_update=shape.on_update,
-            paths=weights.paths,
+            engine=ServedEngine(engine, weights.config, on_update=shape.on_update, drain_s=DRAIN_S),
+            transport=weights.transport(),
             connect=partial(self._connect, TRAINER),
-            drain_s=DRAIN_S,
-            load=weights.load,
         )
         async with AsyncExitStack() as stack:
             sessions: SessionTable | None = None
@@ -413,9 +410,8 @@ class Services:
             self.weights.config,
             run=RUN,
             epoch=epoch,
-            paths=self.weights.paths,
+            transport=self.weights.transport(),
             on_committed=publish,
-            load=self.weights.load,
         )
 
     def _takes(self, mean_s: float) -> Takes:

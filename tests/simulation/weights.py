@@ -1,8 +1,8 @@
 """What surrounds the weight plane: weights whose bytes say their version, carriers on simulated hosts, engines.
 
-    coordinator ─▶ Routes ─▶ shm or disk, with SimulatedMemory and SimulatedThread ─▶ Session ─▶ SimulatedEngine
+    coordinator ─▶ Replica ─▶ shm or disk, with SimulatedMemory and SimulatedThread ─▶ Joining ─▶ SimulatedEngine
 
-Coordinator, transaction, replica controllers, sessions, carriers and version store are the product's. Each word of a
+Coordinator, transaction, replica controllers, joinings, carriers and version store are the product's. Each word of a
 version's buckets is the token that an engine samples with it, so that wrong or mixed bytes show in the rows.
 """
 
@@ -20,9 +20,10 @@ from typing_extensions import override
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import TensorSpec, Uint8, Version, WeightManifest
-from meshrl.weights.carrier import Carrier, Channel, Link, RunPaths
+from meshrl.weights.carrier import Channel, Link, RunPaths
 from meshrl.weights.carriers import disk, shm
 from meshrl.weights.messages import digest
+from meshrl.weights.transport import Transport
 from tests.simulation.engine import SimulatedEngine, token_of
 from tests.simulation.host import Memory, SimulatedThread, Takes, this_process
 from tests.simulation.loop import Process, SimulatedLoop
@@ -160,15 +161,15 @@ class WeightSurroundings:
         """Of the process `name`."""
         return self._transfers.setdefault(name, Transfers())
 
-    def load(self, config: WeightsConfig, paths: RunPaths) -> Carrier:
-        """The carrier that `config` names, for the process that runs."""
-        process = this_process()
+    def transport(self) -> Transport:
+        """Of the process that runs."""
+        process, config = this_process(), self.config
         carrier: Any
         if config.carrier == "shm":
             memory = self.memory.of(process)
-            carrier = self._shm(config, paths, memory=memory, thread=self._thread)
+            carrier = self._shm(config, self.paths, memory=memory, thread=self._thread)
         elif config.carrier == "disk":
-            carrier = disk.Carrier(config, paths, thread=self._thread)
+            carrier = disk.Carrier(config, self.paths, thread=self._thread)
         else:
             raise ConfigError(f"carrier {config.carrier} is not simulated")
         whole: Callable[[Link], Channel] = carrier.channel

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Literal
 
 from pydantic import (
@@ -22,6 +24,7 @@ LIBRARIES: Mapping[str, str] = {
     "cuda_ipc": "meshrl.weights.ipc.devices",
 }
 """Carriers that use a GPU, by a library of these packages."""
+_DRIVER = Path("/dev/nvidiactl")
 
 
 class NcclConfig(Config):
@@ -95,6 +98,13 @@ class WeightsConfig(Config):
         return ("shm", "nccl", "disk" if self.directory else "gloo")
 
     @property
+    def offered(self) -> tuple[str, ...]:
+        """The carriers by which this process can be reached: the configured one, or those of `auto` that run here."""
+        if self.carrier != "auto":
+            return self.choices
+        return tuple(name for name in self.choices if runs_here(name))
+
+    @property
     def auto_says(self) -> str:
         """The rule of `auto` in one line."""
         return (
@@ -148,3 +158,12 @@ class WeightsConfig(Config):
                 f"weights.carrier: {self.carrier} moves weights between GPUs, and this machine has"
                 f" {machine.no_gpu}",
             )
+
+
+def runs_here(carrier: str) -> bool:
+    """Whether this process has what a carrier of `auto` needs."""
+    packages = {"nccl": "cupy", "gloo": "torch"}
+    package = packages.get(carrier)
+    if package is not None and importlib.util.find_spec(package) is None:
+        return False
+    return carrier != "nccl" or _DRIVER.exists()

@@ -1,36 +1,16 @@
-"""The port of a carrier: how the bytes of a version get from the trainer's process to one replica.
-
-A carrier's module may assign these literals, which are read without importing it; what it leaves out is as below.
-
-    REACH = "host" | "network" | "directory"     which replicas: this host, any host, those that see the directory
-    NEEDS = ("torch", "cuda")                    modules that both ends must be able to import; cuda: a GPU driver
-    STREAMS = False                              whether it takes each bucket as soon as it is gathered: `send` does,
-                                                 and `stage` reads none, or waits for each (`gathering`); for other
-                                                 carriers a version is gathered first
-    WRITES = False                               whether what `send` gives is where the replica reads it when `send`
-                                                 has ended, not before: it is told of a bucket then
-    GROUPS = False                               whether a channel may have more than two ends: rank 0 sends each
-                                                 bucket once, to all others
-"""
+"""A carrier's two ends: how the bytes of a version get from the trainer's process to replicas, bucket by bucket."""
 
 from __future__ import annotations
 
-import importlib.util
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from meshrl.common import plugins
-from meshrl.config.weights import CARRIERS, WeightsConfig
-from meshrl.contract.errors import ConflictError, MeshError, UnavailableError
+from meshrl.config.weights import WeightsConfig
+from meshrl.contract.errors import UnavailableError
 from meshrl.contract.ports import DeviceReceiver, LentBucket, WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.shared_memory import FOLDER, boot_id
-
-logger = logging.getLogger(__name__)
-_DRIVER = Path("/dev/nvidiactl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +46,7 @@ class Link:
 
 
 class Channel(Protocol):
-    """One end of the connection between the trainer and one replica, for one generation; or all, see GROUPS.
+    """One end of the connection between the trainer and one replica, for one generation; or all replicas.
 
     Each end overrides what it does: the trainer's sends, a replica's receives.
 
@@ -119,7 +99,7 @@ class DeviceChannel(Channel, Protocol):
 
 
 class Carrier(Protocol):
-    """What a process holds for all its channels."""
+    """The part of a carrier that is its own: it makes channels. `pairs` and `groups` make a `Transport` of it."""
 
     def __init__(self, config: WeightsConfig, paths: RunPaths) -> None: ...
 
@@ -138,105 +118,6 @@ class Carrier(Protocol):
     async def close(self) -> None:
         """Free everything; idempotent."""
         ...
-
-
-LoadCarrier: TypeAlias = Callable[[WeightsConfig, RunPaths], Carrier]
-"""Makes the carrier that the configuration names."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CarrierFacts:
-    """What the module of a carrier states; see the top of this file."""
-
-    reach: str
-    needs: tuple[str, ...]
-    groups: bool
-    streams: bool
-    writes: bool
-
-    @property
-    def met(self) -> bool:
-        """Whether this process has what the carrier needs."""
-        return all(
-            _DRIVER.exists() if need == "cuda" else importlib.util.find_spec(need) is not None
-            for need in self.needs
-        )
-
-
-def carrier_facts(name: str) -> CarrierFacts:
-    """Of a module of `meshrl.weights.carriers`, or a dotted path."""
-
-    def constant(what: str, default: object) -> object:
-        return plugins.constant(CARRIERS, name, what, default)
-
-    needs = constant("NEEDS", ())
-    assert isinstance(needs, tuple)
-    return CarrierFacts(
-        reach=str(constant("REACH", "network")),
-        needs=needs,
-        groups=bool(constant("GROUPS", False)),
-        streams=bool(constant("STREAMS", False)),
-        writes=bool(constant("WRITES", False)),
-    )
-
-
-class Carriers:
-    """The carriers of one process, each created when it is first asked for."""
-
-    def __init__(
-        self, config: WeightsConfig, paths: RunPaths, load: LoadCarrier | None = None
-    ) -> None:
-        """`load` makes a carrier; None: `load_carrier`. Raises ConfigError when the one configured is unknown."""
-        self._config = config
-        self._load = load or load_carrier
-        self._paths = paths
-        self._created: dict[str, Carrier] = {}
-        self.names = offered(config)
-        """The carriers by which this process can be reached."""
-        if len(self.names) == 1:
-            self[self.names[0]]
-
-    def load(self) -> None:
-        """Create all of several carriers now, and stop offering those that fail. Blocks: it may import torch."""
-        for name in self.names if len(self.names) > 1 else ():
-            try:
-                self[name]
-            except (MeshError, ImportError, OSError) as error:
-                logger.warning("carrier %s is not offered: %s", name, error)
-                self.give_up(name)
-
-    def give_up(self, name: str) -> None:
-        """Offer it no more; idempotent. Its channels stay."""
-        self.names = tuple(each for each in self.names if each != name)
-
-    def __getitem__(self, name: str) -> Carrier:
-        """Raises ConflictError for one that this process does not offer, ConfigError when it cannot be loaded."""
-        if name in self._created:
-            return self._created[name]
-        if name not in self.names:
-            raise ConflictError(f"carrier {name!r}: this process offers {', '.join(self.names)}")
-        port = self._config.port and self._config.port + self._config.choices.index(name)
-        config = self._config.model_copy(update={"carrier": name, "port": port})
-        self._created[name] = self._load(config, self._paths)
-        return self._created[name]
-
-    async def close(self) -> None:
-        """Free everything; idempotent."""
-        for carrier in self._created.values():
-            await carrier.close()
-
-
-def offered(config: WeightsConfig) -> tuple[str, ...]:
-    """The carriers that this process can be reached by: the configured one, or those of `auto` that it can run."""
-    if config.carrier != "auto":
-        return config.choices
-    return tuple(name for name in config.choices if carrier_facts(name).met)
-
-
-def load_carrier(config: WeightsConfig, paths: RunPaths) -> Carrier:
-    """The carrier that the configuration names. Raises ConfigError for an unknown one."""
-    kind: type[Carrier] = plugins.load(CARRIERS, config.carrier, "Carrier")
-    return kind(config, paths)
 
 
 def host_id() -> str:

@@ -36,14 +36,19 @@ from meshrl.contract.errors import (
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Version, name_fault
 from meshrl.v1 import weights_pb2 as pb
-from meshrl.weights.carrier import Link, LoadCarrier, RunPaths
+from meshrl.weights.carrier import Link
 from meshrl.weights.fleet import FleetView, ReplicaState
-from meshrl.weights.gathering import SourceError
-from meshrl.weights.groups import Groups
-from meshrl.weights.messages import ReplicaStream, stamp, stamped_version
+from meshrl.weights.messages import (
+    Peer,
+    Receiver,
+    ReplicaStream,
+    SourceError,
+    stamp,
+    stamped_version,
+)
 from meshrl.weights.replica import Replica
-from meshrl.weights.routes import Peer, Routes
 from meshrl.weights.transaction import Phase, Transaction
+from meshrl.weights.transport import Transport, check_reached
 from meshrl.weights.waiting import first_ends
 
 logger = logging.getLogger(__name__)
@@ -69,24 +74,15 @@ class WeightCoordinator:
         *,
         run: str,
         epoch: int,
-        paths: RunPaths,
+        transport: Transport,
         on_committed: Callable[[Version], Awaitable[None]],
-        load: LoadCarrier | None = None,
     ) -> None:
-        """`load` makes the carriers; None: `load_carrier`."""
+        """`transport` is started and closed with this."""
         self._config = config
         self._run = run
         self._epoch = epoch
         self._on_committed = on_committed
-        self._routes = Routes(config, paths, load)
-        self._groups = Groups(
-            lambda carrier, number, size: self._routes.group(
-                carrier,
-                Link(
-                    run=run, epoch=epoch, generation=0, endpoint="", rank=0, group=number, size=size
-                ),
-            )
-        )
+        self._transport = transport
         self._clock = asyncio.get_running_loop().time
         self._changed = asyncio.Condition()
         self._offered: WeightSource | None = None
@@ -109,8 +105,8 @@ class WeightCoordinator:
         self._closed = False
 
     async def start(self) -> None:
-        """Open the carrier. Raises ConfigError when it cannot listen."""
-        await self._routes.start()
+        """Start the transport. Raises ConfigError when it cannot listen."""
+        await self._transport.start()
         self._task = asyncio.create_task(self._carry_versions(), name="weight-coordinator")
 
     async def close(self) -> None:
@@ -124,8 +120,7 @@ class WeightCoordinator:
         await self._notify()
         # Ends soon: `serve` removes each replica, whatever it does.
         await self._wait_until(lambda: not self._removals)
-        self._groups.close()
-        await self._routes.close()
+        await self._transport.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -207,7 +202,7 @@ class WeightCoordinator:
                 f"no replica {name[:80]!r} is in the fleet (there are: {', '.join(live) or 'none'})"
             )
         about = stamp(self._run, replica.generation, None)
-        await replica.stream.send(pb.PlaneMessage(stamp=about, leave=pb.PlaneLeave()))
+        await replica.receiver.stream.send(pb.PlaneMessage(stamp=about, leave=pb.PlaneLeave()))
 
     # The replicas' side.
 
@@ -243,7 +238,7 @@ class WeightCoordinator:
         finally:
             # Leave the transaction first: the others must not wait while this one is sent the reason.
             replica.give_up(str(failure))
-            self._groups.leave(generation)
+            self._transport.leave(replica.receiver)
             del self._removals[generation]
             if removal.done() and not removal.cancelled():
                 removal.exception()  # looked at: asyncio reports one that nobody did where the replica went by itself
@@ -278,7 +273,7 @@ class WeightCoordinator:
             host=hello.hello.host,
             carriers=tuple(hello.hello.carriers),
         )
-        self._routes.check(peer)
+        check_reached(self._transport, peer)
         before = self._replicas.get(hello.hello.replica)
         if before is not None:  # the process was restarted, or connects again
             self._remove(before.generation, "joined again")
@@ -289,10 +284,8 @@ class WeightCoordinator:
         replica = Replica(
             hello,
             version=stamped_version(hello.stamp) if hello.hello.serving else None,
-            stream=stream,
-            link=link,
-            peer=peer,
-            routes=self._routes,
+            receiver=Receiver(peer, link, stream),
+            transport=self._transport,
             config=self._config,
         )
         committed = self._committed.version if self._committed else None
@@ -310,7 +303,7 @@ class WeightCoordinator:
         welcome = pb.PlaneWelcome(beat_s=self._config.beat_s, silence_s=self._config.silence_s)
         # The stamp's epoch is what the replica fences by.
         about = stamp(self._run, replica.generation, Version(self._epoch, 0))
-        await replica.stream.send(pb.PlaneMessage(stamp=about, welcome=welcome))
+        await replica.receiver.stream.send(pb.PlaneMessage(stamp=about, welcome=welcome))
 
     async def _keep_updated(self, replica: Replica) -> None:
         """Send version after version to one replica, the newest committed one before any proposed one."""
@@ -332,7 +325,7 @@ class WeightCoordinator:
         began_ns = time.time_ns()
         transaction.enter(replica.generation)
         try:
-            await replica.propose(transaction.source)
+            await replica.begin(transaction.source)
             if may_skip and self._is_superseded(transaction):
                 replica.skip()
                 transaction.leave(replica.generation)
@@ -434,27 +427,22 @@ class WeightCoordinator:
                 source.manifest.version,
                 parked.version,
             )
-        await self._routes.stage(source, [replica.peer for replica in self._candidates()])
-        members = [replica.generation for replica in self._candidates()]
-        self._assemble(source.manifest.version)
-        self._proposed = Transaction(source, members, self._config.late_quorum)
+        candidates = self._candidates()
+        deliveries = await self._transport.send(source, [each.receiver for each in candidates])
+        members = self._candidates()
+        for replica, delivery in zip(candidates, deliveries, strict=True):
+            if replica in members:
+                replica.planned = delivery
+            else:
+                delivery.skip()
+        generations = [replica.generation for replica in members]
+        self._proposed = Transaction(source, generations, self._config.late_quorum)
         self._proposed_at = self._clock()
         if self._straggler_wait is not None:
             self._straggler_wait.cancel()
             self._straggler_wait = None
         if self._offered is source:  # a newer one may have come while this one was staged
             self._offered = None
-
-    def _assemble(self, version: Version) -> None:
-        """Say to the members of a version which of them can take it in one group."""
-        by_carrier: dict[str, list[Replica]] = {}
-        for replica in self._candidates():
-            if carrier := self._routes.grouped(replica.peer, version):
-                by_carrier.setdefault(carrier, []).append(replica)
-        for carrier, replicas in by_carrier.items():
-            assembly = self._groups.assemble(carrier, [each.generation for each in replicas])
-            for replica in replicas:
-                replica.assemble(version, assembly)
 
     async def _conclude(self) -> None:
         transaction = self._proposed

@@ -1,33 +1,39 @@
 """One channel to all replicas that take a version: each bucket is sent into it once, however many they are.
 
-    Assembly   who of a version's members is in it; forms the group, and forms it again without those that are out
-    Group      rank 0 here, one rank beside each engine; what all members have come for happens once
+    Groups        the transport: which channel stands, kept from version to version while its members do
+    Assembly      who of a version's members is in it; forms the group, and forms it again without those that are out
+    Group         rank 0 here, one rank beside each engine; what all members have come for happens once
+    Member        the way to one replica through its group
 
 Consumes members that come and go. Waits for all that are expected, each of which comes or is out by a deadline of
 its own. Unblocked by the end of any of them. A group that fails ends nobody: what its members have verified stays,
-and the next one sends the rest.
+and the next one sends the rest. A replica that joins has a channel of its own until the next version.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from meshrl.contract.errors import InfraError, MeshError
+from typing_extensions import override
+
+from meshrl.config.weights import WeightsConfig
+from meshrl.contract.errors import InfraError, MeshError, WaitTimeoutError
 from meshrl.contract.ports import WeightSource
-from meshrl.weights.carrier import Channel
+from meshrl.contract.types import Version
+from meshrl.v1 import weights_pb2 as pb
+from meshrl.weights.carrier import Channel, Link
+from meshrl.weights.messages import Receiver
+from meshrl.weights.transport import Delivery, GroupError, Pairs, Step, Way
 from meshrl.weights.waiting import unless
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _MOST_FAILED = 2
 """Groups of one version that may fail though nobody is out: then each member has a channel of its own."""
-
-
-class GroupError(InfraError):
-    """A replica gets nothing from the group that it is in."""
 
 
 class Meeting(Generic[_T]):
@@ -74,15 +80,6 @@ class Group:
         self._opening: asyncio.Task[None] | None = None
         self._meeting: Meeting[Any] = Meeting()
 
-    @property
-    def size(self) -> int:
-        """Of the channel, this end included."""
-        return 1 + len(self.members)
-
-    def rank(self, generation: int) -> int:
-        """Of a member."""
-        return 1 + self.members.index(generation)
-
     def open(self, deadline_s: float) -> None:
         """Begin to open this end, once; the group breaks if that fails. Never waits."""
         if self._opening is None:
@@ -121,54 +118,76 @@ class Group:
             self.fail(str(error))
 
 
-class Groups:
-    """The group that stands, of each carrier; kept from version to version while its members do."""
+class Groups(Pairs):
+    """The base of a carrier whose channels may have more than two ends: rank 0 sends each bucket once, to all."""
 
-    def __init__(self, channel: Callable[[str, int, int], Channel]) -> None:
-        """`channel` makes rank 0 of a carrier's channel, by its number and size."""
-        self._channel = channel
-        self._standing: dict[str, Group] = {}
+    def __init__(self, config: WeightsConfig) -> None:
+        super().__init__(config)
+        self.newest: Assembly | None = None
+        self.hopeless: frozenset[int] = frozenset()
+        """Members that could not be one group."""
+        self._assembled: Version | None = None
+        self._standing: Group | None = None
         self._number = 0
-        self.newest: dict[str, Assembly] = {}
-        self.hopeless: dict[str, frozenset[int]] = {}
-        """Members that could not be one group, by carrier."""
+        self._assemblies: dict[int, Assembly] = {}
+        """The last one that each replica is in, by generation."""
+        self.members: dict[int, Member] = {}
+        """Each replica that is in a group, by generation; kept from version to version."""
 
-    def assemble(self, carrier: str, members: Iterable[int]) -> Assembly:
-        """For the next version."""
-        self.newest[carrier] = Assembly(self, carrier, members)
-        return self.newest[carrier]
+    @override
+    async def send(self, source: WeightSource, receivers: Sequence[Receiver]) -> Sequence[Delivery]:
+        await self.prepare(source)
+        version, assembly = source.manifest.version, None
+        if self._assembled is None or version > self._assembled:
+            self._assembled = version
+            links = {receiver.link.generation: receiver.link for receiver in receivers}
+            assembly = self.newest = Assembly(self, links)
+            self._assemblies.update(dict.fromkeys(links, assembly))
+        return [GroupDelivery(self, source, each, assembly) for each in receivers]
 
-    def form(self, carrier: str, members: Sequence[int]) -> Group:
+    def form(self, links: Sequence[Link]) -> Group:
         """The group that stands if it is of these, else a new one."""
-        standing = self._standing.get(carrier)
+        members = tuple(link.generation for link in links)
+        standing = self._standing
         if standing is not None:
-            if standing.members == tuple(members) and not standing.broken.is_set():
+            if standing.members == members and not standing.broken.is_set():
                 return standing
             standing.fail("the fleet has changed")
         self._number += 1
-        channel = self._channel(carrier, self._number, 1 + len(members))
-        self._standing[carrier] = Group(self._number, members, channel)
-        return self._standing[carrier]
+        link = replace(
+            links[0],
+            endpoint=self.endpoint,
+            generation=0,
+            rank=0,
+            group=self._number,
+            size=1 + len(links),
+        )
+        self._standing = Group(self._number, members, self.channel(link))
+        return self._standing
 
-    def leave(self, generation: int) -> None:
-        """It is out."""
-        for group in self._standing.values():
-            if generation in group.members:
-                group.fail("a member of the group is out")
+    @override
+    def leave(self, receiver: Receiver) -> None:
+        generation = receiver.link.generation
+        if (assembly := self._assemblies.pop(generation, None)) is not None:
+            assembly.leave(generation)
+        self.members.pop(generation, None)
+        super().leave(receiver)
+        if self._standing is not None and generation in self._standing.members:
+            self._standing.fail("a member of the group is out")
 
-    def close(self) -> None:
-        """End all; idempotent, never waits."""
-        for group in self._standing.values():
-            group.fail("the weight coordinator closes")
+    @override
+    async def close(self) -> None:
+        if self._standing is not None:
+            self._standing.fail("the weight coordinator closes")
 
 
 class Assembly:
     """The members of one version that can take it in one group."""
 
-    def __init__(self, groups: Groups, carrier: str, members: Iterable[int]) -> None:
-        self.carrier = carrier
+    def __init__(self, groups: Groups, links: Mapping[int, Link]) -> None:
         self._groups = groups
-        self._expected = set(members)
+        self._links = links
+        self._expected = set(links)
         self._came: set[int] = set()
         self._next: asyncio.Future[Group | None] | None = None
         self._formed = 0
@@ -207,27 +226,40 @@ class Assembly:
 
     def _form(self, members: frozenset[int]) -> Group | None:
         self._formed += 1
-        hopeless = self._groups.hopeless
+        groups = self._groups
         if self._formed - self._left > _MOST_FAILED:
-            hopeless[self.carrier] = members
+            groups.hopeless = members
             logger.warning(
                 "%d replicas cannot be one group: each gets its weights alone", len(members)
             )
-        if hopeless.get(self.carrier) == members or self._groups.newest[self.carrier] is not self:
+        if groups.hopeless == members or groups.newest is not self:
             return None
-        return self._groups.form(self.carrier, sorted(members))
+        return groups.form([self._links[generation] for generation in sorted(members)])
 
 
-class Member:
-    """One replica in a group: what all members lack goes to all of them, once."""
+class Member(Way):
+    """The way to one replica in a group: what all members lack goes to all of them, once."""
 
-    def __init__(self, group: Group, assembly: Assembly, generation: int) -> None:
+    tries = 1
+
+    def __init__(self, groups: Groups, group: Group, link: Link) -> None:
+        super().__init__(groups, link)
         self.group = group
-        self._assembly = assembly
-        self._generation = generation
 
-    async def while_in(self, work: Awaitable[_T]) -> _T:
-        """The result of `work`. Raises GroupError as soon as the group has failed."""
+    @override
+    def describe(self, proposal: pb.PlanePropose) -> None:
+        group = self.group
+        proposal.group, proposal.size = group.number, 1 + len(group.members)
+        proposal.rank = 1 + group.members.index(self.link.generation)
+
+    @override
+    async def open(self, ready: Step) -> None:
+        self.pairs.give_up_channel(self.link.generation)  # of before it was a member
+        self.group.open(self.pairs.config.ready_s)
+        await ready()
+
+    @override
+    async def while_open(self, work: Awaitable[_T]) -> _T:
         try:
             return await unless(self.group.broken, work, "the group has failed")
         except MeshError as error:
@@ -235,22 +267,115 @@ class Member:
                 raise GroupError(self.group.reason) from error
             raise
 
+    @override
     async def plan(self, missing: Sequence[int]) -> Sequence[int]:
-        """The buckets that some member lacks. Raises GroupError."""
-
         async def union(all_missing: list[Sequence[int]]) -> list[int]:
             return sorted(set().union(*all_missing))
 
         return await self.group.meet(missing, union)
 
-    async def send(self, source: WeightSource, index: int) -> None:
-        """One bucket, once all members have come for it. Raises GroupError."""
+    @override
+    async def send(self, source: WeightSource, index: int, announce: Step) -> None:
+        await announce()
         await self.group.meet(index, lambda _: self.group.send(source, index))
-
-    def done(self) -> None:
-        """This member has all of the version."""
-        self._assembly.done(self._generation)
 
     def leave(self) -> None:
         """This member is in it no more."""
         self.group.fail("a member has left the group")
+
+
+class GroupDelivery(Delivery):
+    """A version on its way to one replica, in a group while there is one to be in."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        source: WeightSource,
+        receiver: Receiver,
+        assembly: Assembly | None,
+    ) -> None:
+        super().__init__(groups, source, receiver)
+        self._groups = groups
+        self._assembly = assembly
+
+    @property
+    def _member(self) -> Member | None:
+        return self._groups.members.get(self._generation)
+
+    @override
+    async def propose(self) -> None:
+        if self._assembly is None:
+            self._end_membership()
+        else:
+            await self._join(self._assembly)
+        await self._propose_somehow()
+
+    @override
+    async def transfer(self) -> None:
+        while True:
+            try:
+                await super().transfer()
+                break
+            except GroupError as error:
+                await self._leave_group(error)
+                await self._propose_somehow()
+        if self._member is not None and self._assembly is not None:
+            self._assembly.done(self._generation)
+
+    @override
+    def skip(self) -> None:
+        if self._assembly is not None:
+            self._assembly.leave(self._generation)
+        self._end_membership()
+
+    async def _propose_somehow(self) -> None:
+        """By the group's channel while there is one to be in, else by this replica's own."""
+        while (member := self._member) is not None:
+            try:
+                await self._propose(member)
+            except GroupError as error:
+                await self._leave_group(error)
+            else:
+                return
+        await self._propose(Way(self._groups, self._receiver.link))
+
+    async def _join(self, assembly: Assembly) -> None:
+        """Be in the group of this version, if there is one to be in."""
+        group = await assembly.join(self._generation)
+        if group is None:
+            assembly.done(self._generation)
+            self._groups.members.pop(self._generation, None)
+        else:
+            member = Member(self._groups, group, self._receiver.link)
+            self._groups.members[self._generation] = member
+
+    async def _leave_group(self, error: GroupError) -> None:
+        """From now on the next group brings the version, or this replica's own channel."""
+        version = self.source.manifest.version
+        logger.info("%s gets weights %s otherwise: %s", self._name, version, error)
+        self._end_membership()
+        if self._assembly is not None and self._assembly.expects(self._generation):
+            await self._join(self._assembly)
+
+    def _end_membership(self) -> None:
+        if (member := self._groups.members.pop(self._generation, None)) is not None:
+            member.leave()
+
+    @override
+    async def _progressing(self, work: Awaitable[_T], deadline_s: float, what: str) -> _T:
+        """The result of `work` within the deadline.
+
+        Raises:
+            GroupError: another member may be the cause that nothing came.
+            WaitTimeoutError: nothing came, by this replica's fault.
+        """
+        try:
+            return await self._way.while_open(super()._progressing(work, deadline_s, what))
+        except WaitTimeoutError as error:
+            if self._member is None or self._receiver.stream.quiet_s > deadline_s / 2:
+                raise
+            raise GroupError(str(error)) from error
+        except GroupError as error:
+            if self._receiver.stream.quiet_s > deadline_s / 2:
+                raise WaitTimeoutError(f"{self._name}: {what}: silent in a group") from error
+            raise

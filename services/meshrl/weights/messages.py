@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import grpc
 import xxhash
 
-from meshrl.contract.errors import UnavailableError
+from meshrl.common import chunk_digest as chunks
+from meshrl.contract.errors import CorruptError, InfraError, UnavailableError
+from meshrl.contract.ports import GatheredSource, WeightSource
 from meshrl.contract.types import Adapter, TensorSpec, Uint8, Version, WeightManifest
 from meshrl.rpc.interceptors import Context
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc
+from meshrl.weights.carrier import Link, host_id
 from meshrl.weights.waiting import within
+
+_T = TypeVar("_T")
 
 
 def digest(bucket: Uint8) -> str:
@@ -51,6 +58,57 @@ def wrong_tensors(
         return f"bucket {index}, between its tensors"
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"bucket {index}: {names[0]}{more}"
+
+
+class SourceError(CorruptError):
+    """The source's bytes differ from its manifest, or never came: the replicas are not the cause."""
+
+
+async def gathered(source: WeightSource, index: int) -> tuple[str, Sequence[int]]:
+    """Return once a bucket is there, with its hash and those of its tensors. Raises SourceError."""
+    if not isinstance(source, GatheredSource):
+        return hashes_of(source.manifest)[index]
+    try:
+        return await source.gathered(index)
+    except Exception as error:
+        raise SourceError(
+            f"weights {source.manifest.version} were not gathered: {error}"
+        ) from error
+
+
+def is_whole(source: WeightSource) -> bool:
+    """Whether all buckets are there: then the manifest has their hashes."""
+    return bool(source.manifest.bucket_hashes)
+
+
+_digests: WeakKeyDictionary[WeightSource, dict[int, asyncio.Future[str]]] = WeakKeyDictionary()
+
+
+async def chunk_digest(source: WeightSource, index: int) -> str:
+    """Of a bucket that is there; made once, when the first replica that receives on a device asks."""
+    made = _digests.setdefault(source, {})
+    if index not in made:
+        made[index] = asyncio.ensure_future(asyncio.to_thread(chunks.digest, source.bucket(index)))
+    return await asyncio.shield(made[index])
+
+
+async def whole(source: WeightSource) -> None:
+    """Return once all buckets are there. Raises SourceError."""
+    for index in range(len(source.manifest.bucket_bytes)):
+        await gathered(source, index)
+
+
+def check_source(
+    index: int, source: WeightSource, expected: str, tensor_hashes: Sequence[int]
+) -> None:
+    """Raises SourceError for a bucket that is not what its hash says: before it is sent again."""
+    manifest, actual = source.manifest, digest(source.bucket(index))
+    if actual != expected:
+        wrong = wrong_tensors(manifest, index, source.bucket(index), tensor_hashes)
+        raise SourceError(
+            f"bucket {index} of weights {manifest.version} has hash {actual}, its manifest says "
+            f"{expected}: the trainer's memory changed after the version was made ({wrong})"
+        )
 
 
 def stamp(run: str, generation: int, version: Version | None) -> pb.WeightStamp:
@@ -262,3 +320,68 @@ def stream_to_coordinator(channel: grpc.aio.Channel, silence_s: float) -> Coordi
             raise UnavailableError(f"the trainer's stream is closed: {reason}") from error
 
     return MessageStream(read, _whole(write), silence_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """What a replica has said about itself."""
+
+    name: str
+    host: str
+    """See `carrier.host_id`."""
+    carriers: tuple[str, ...]
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether it is on this host."""
+        return self.host == host_id() != ""
+
+
+class Receiver:
+    """One joining of a replica, as deliveries speak to it."""
+
+    def __init__(self, peer: Peer, link: Link, stream: ReplicaStream) -> None:
+        self.peer = peer
+        self.link = link
+        """Of the trainer's end, without an endpoint."""
+        self.stream = stream
+        self.suspect = False
+        """Half of a deadline has passed."""
+        self._proposed: tuple[Version, int] | None = None
+        """The version of the last PROPOSE, and the group."""
+
+    async def propose(self, version: Version, proposal: pb.PlanePropose) -> None:
+        """Send PROPOSE: READY and RECEIVED of earlier ones are dropped from now on."""
+        self._proposed = version, proposal.group
+        await self.say(version, propose=proposal)
+
+    async def say(self, version: Version, **body: object) -> None:
+        """Send a message about a version. Raises UnavailableError, WaitTimeoutError."""
+        about = stamp(self.link.run, self.link.generation, version)
+        await self.stream.send(pb.PlaneMessage(stamp=about, **body))  # type: ignore[arg-type]
+
+    async def hear(self, kind: str) -> pb.ReplicaMessage:
+        """The next message, which is of this kind; the caller has the deadline. Raises InfraError."""
+        while True:
+            message = await self.stream.receive()
+            body = message.WhichOneof("body")
+            if body not in ("ready", "received", "prepared"):
+                break
+            # Neither of a version that was withdrawn, nor of a group that was left.
+            version, group = self._proposed or (None, 0)
+            if stamped_version(message.stamp) == version and (
+                body == "prepared" or getattr(message, body).group == group
+            ):
+                break
+        if body != kind:
+            raise InfraError(f"{self.peer.name}: sent {body}, not {kind}")
+        return message
+
+    async def progressing(self, work: Awaitable[_T], deadline_s: float, what: str) -> _T:
+        """The result of `work`. Raises WaitTimeoutError."""
+        result = await within(work, deadline_s, f"{self.peer.name}: {what}", self._mark_suspect)
+        self.suspect = False
+        return result
+
+    def _mark_suspect(self) -> None:
+        self.suspect = True

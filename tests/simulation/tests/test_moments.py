@@ -14,7 +14,7 @@ import pytest
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import ConfigError, WaitTimeoutError
-from meshrl.contract.types import ROLLOUT_STAGE, OnUpdate, Version
+from meshrl.contract.types import ROLLOUT_STAGE, Version
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.planning.loop import START_S
 from meshrl.rollout.agents.session import Session
@@ -26,9 +26,10 @@ from meshrl.transferqueue.stores.memory import MemoryStore
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.messages import manifest_to_message, stamp
-from meshrl.weights.replica_controller import ReplicaController
+from meshrl.weights.replica_controller import ReplicaController, ServedEngine
 from meshrl.weights.servicer import WeightsServicer
 from meshrl.weights.shared_memory import boot_id
+from meshrl.weights.transport import load_transport
 from tests.doubles.weights import HashSink, StubSource
 from tests.simulation.call import connect
 from tests.simulation.network import Delays, Network
@@ -84,13 +85,13 @@ class Hasty(WeightsServicer):
 
 def replica_of_trainer(network: Network) -> ReplicaController:
     """Joins over shared memory whoever listens at trainer:1."""
+    config = WeightsConfig(carrier="shm")
     return ReplicaController(
-        WeightsConfig(carrier="shm"),
+        config,
         run="run",
         replica="rollout-0",
-        engine=HashSink(),
-        on_update=OnUpdate.IN_FLIGHT,
-        paths=RunPaths(directory=Path("simulated")),
+        engine=ServedEngine(HashSink(), config),
+        transport=load_transport(config, RunPaths(directory=Path("simulated"))),
         connect=lambda: connect(network, "trainer:1"),
     )
 

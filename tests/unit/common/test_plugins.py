@@ -99,7 +99,7 @@ def test_a_literal_is_read_while_another_thread_parses(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(ast, "parse", fails_once)
     plugins._parsed.cache_clear()
-    assert plugins.constant("meshrl.weights.carriers", "shm", "NEEDS", ()) == ()
+    assert plugins.constant("meshrl.weights.carriers", "shm", "PATTERN", "") == "meshrl-*.weights"
     assert not failures
 
 

@@ -15,8 +15,7 @@ from meshrl.trainer.model.lora import Weight
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf, random_hf
 from meshrl.trainer.model.snapshot import WeightSnapshot, take_snapshot
 from meshrl.trainer.ranks.world import World
-from meshrl.weights.gathering import SourceError, gathered, whole
-from meshrl.weights.messages import digest
+from meshrl.weights.messages import SourceError, digest, gathered, whole
 
 from . import tiny
 from .ranks import Ranks

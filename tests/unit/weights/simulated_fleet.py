@@ -10,19 +10,21 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
+
+from typing_extensions import override
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import UnavailableError
-from meshrl.contract.ports import WeightSource
-from meshrl.contract.types import OnUpdate, Uint8, Version, WeightManifest
+from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.planning.loop import quiet
-from meshrl.weights.carrier import Link, RunPaths
+from meshrl.weights.carrier import Channel, Link
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.fleet import ReplicaState
-from meshrl.weights.replica_controller import ReplicaController
+from meshrl.weights.groups import Groups
+from meshrl.weights.replica_controller import ReplicaController, ServedEngine
 from meshrl.weights.servicer import WeightsServicer
+from meshrl.weights.transport import Pairs
 from tests.doubles.weights import HashSink, StubSource
 from tests.simulation.call import connect
 from tests.simulation.host import this_process
@@ -30,6 +32,8 @@ from tests.simulation.loop import Process, SimulatedLoop, spawn
 from tests.simulation.network import Delays, Network
 
 RUN = "simulated"
+CHANNELS, GROUP = "wires", "group"
+"""Names of carriers: with a channel to each replica, or one to all."""
 TRAINER = "trainer:1"
 BUCKETS, BUCKET_BYTES = 4, 1 << 10
 WHOLE = BUCKETS * BUCKET_BYTES
@@ -64,30 +68,38 @@ class _Edge:
         """Ranks that have not taken what is offered."""
 
 
-class WireCarrier:
+class WireCarrier(Pairs):
     """Of one process."""
 
     def __init__(self, config: WeightsConfig, wires: Wires) -> None:
-        self._config, self._wires = config, wires
+        super().__init__(config)
+        self._wires = wires
 
+    @override
     async def listen(self) -> str:
         return "wires"
 
-    async def stage(self, source: WeightSource) -> None:
-        pass
-
-    def channel(self, link: Link) -> WireChannel:
-        return WireChannel(self._config, self._wires, link)
-
-    async def close(self) -> None:
-        pass
+    @override
+    def channel(self, link: Link) -> Channel:
+        return WireChannel(self.config, self._wires, link)
 
 
-class WireChannel:
+class WireGroups(Groups):
+    """One channel to all replicas instead of one to each."""
+
+    def __init__(self, config: WeightsConfig, wires: Wires) -> None:
+        super().__init__(config)
+        self._wires = wires
+
+    listen = WireCarrier.listen
+    channel = WireCarrier.channel
+
+
+class WireChannel(Channel):
     """One end."""
 
     def __init__(self, config: WeightsConfig, wires: Wires, link: Link) -> None:
-        self._config, self._wires, self._link = config, wires, link
+        self.config, self._wires, self._link = config, wires, link
         self._edge = wires.edges.setdefault(link.prefix, _Edge())
         self._edge.ends[link.rank] = this_process()
 
@@ -105,12 +117,12 @@ class WireChannel:
             bucket[3] ^= 1
         self._edge.offered = index, bucket
         self._edge.wanting = set(range(1, self._link.size))
-        await self._until(lambda: not self._edge.wanting, self._config.deadline_s(len(bucket)))
+        await self._until(lambda: not self._edge.wanting, self.config.deadline_s(len(bucket)))
         self._wires.sent[self._names[0]] += bucket.nbytes
 
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
         await self._until(
-            lambda: self._link.rank in self._edge.wanting, self._config.deadline_s(into.nbytes)
+            lambda: self._link.rank in self._edge.wanting, self.config.deadline_s(into.nbytes)
         )
         assert self._edge.offered is not None
         found, bucket = self._edge.offered
@@ -118,14 +130,8 @@ class WireChannel:
         into[:] = bucket
         self._edge.wanting.discard(self._link.rank)
 
-    def committed(self, version: Version) -> None:
-        pass
-
     def abort(self) -> None:
         self._edge.closed = True
-
-    async def close(self) -> None:
-        self.abort()
 
     @property
     def _names(self) -> tuple[str, str]:
@@ -152,7 +158,7 @@ class SimulatedFleet:
     def __init__(self, loop: SimulatedLoop, **options: object) -> None:
         self.wires = Wires()
         self.network = Network(loop, 0, Delays(slow_share=0.0))
-        self.config = WeightsConfig.model_validate({"carrier": __name__, **options})
+        self.config = WeightsConfig.model_validate({"carrier": CHANNELS, **options})
         self.published: list[Version] = []
         self.processes: dict[str, Process] = {}
         self.engines: dict[str, HashSink] = {}
@@ -160,8 +166,10 @@ class SimulatedFleet:
         self.longest_publish_s = 0.0
         self._loop = loop
 
-    def load(self, config: WeightsConfig, paths: RunPaths) -> WireCarrier:
-        return WireCarrier(config, self.wires)
+    def carrier(self) -> Pairs:
+        """Of the process that runs."""
+        kind = WireGroups if self.config.carrier == GROUP else WireCarrier
+        return kind(self.config, self.wires)
 
     async def start(self, *names: str) -> None:
         """A trainer, then these replicas, in this order."""
@@ -175,14 +183,12 @@ class SimulatedFleet:
         async def on_committed(version: Version) -> None:
             self.published.append(version)
 
-        paths = RunPaths(directory=Path())
         self.coordinator = WeightCoordinator(
             self.config,
             run=RUN,
             epoch=1,
-            paths=paths,
+            transport=self.carrier(),
             on_committed=on_committed,
-            load=self.load,
         )
         await self.coordinator.start()
         self.network.listen(TRAINER, [WeightsServicer(self.coordinator)])
@@ -197,11 +203,9 @@ class SimulatedFleet:
             self.config,
             run=RUN,
             replica=name,
-            engine=self.engines[name],
-            on_update=OnUpdate.IN_FLIGHT,
-            paths=RunPaths(directory=Path()),
+            engine=ServedEngine(self.engines[name], self.config),
+            transport=self.carrier(),
             connect=partial(connect, self.network, TRAINER),  # type: ignore[arg-type]
-            load=self.load,
         )
         await controller.run()
 
@@ -265,10 +269,6 @@ class SimulatedFleet:
                 return
             await asyncio.sleep(STEP_S)
         raise AssertionError(f"not within {within_s} s: {self.coordinator.fleet()}")
-
-
-STREAMS = True
-"""This very module is what `weights.carrier` names."""
 
 
 def in_simulation(

@@ -17,7 +17,7 @@ from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
 from meshrl.contract.types import Uint8, Version
 from meshrl.weights import version_store
-from meshrl.weights.delta.held_versions import Held
+from meshrl.weights.delta.patches import Held
 from meshrl.weights.version_store import MARK, VersionReader, VersionStore, VersionWriter
 from tests.doubles.weights import StubSource
 

@@ -21,24 +21,23 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Version
-from meshrl.weights.carrier import (
-    CarrierFacts,
-    Carriers,
-    Link,
-    RunPaths,
-    carrier_facts,
-    host_id,
-    load_carrier,
-    offered,
-)
-from meshrl.weights.carriers import shm
+from meshrl.weights.carrier import Link, RunPaths, host_id
+from meshrl.weights.carriers import auto, shm
 from meshrl.weights.fleet import ReplicaState, ReplicaView
-from meshrl.weights.gathering import SourceError
-from meshrl.weights.routes import Peer, Routes
+from meshrl.weights.messages import Peer, SourceError
 from meshrl.weights.shared_memory import SharedMemory, boot_id
+from meshrl.weights.transport import (
+    Delivery,
+    Pairs,
+    Plan,
+    Transport,
+    check_reached,
+    load_carrier,
+    load_transport,
+)
 from tests.doubles.weights import GatheredStub, StubSource
 
-from .simulated_fleet import WireCarrier, Wires
+from .simulated_fleet import WireCarrier, WireGroups, Wires
 
 HERE, AWAY = host_id(), "elsewhere"
 EVERYTHING = ("shm", "nccl", "disk", "gloo")
@@ -47,25 +46,46 @@ EVERYTHING = ("shm", "nccl", "disk", "gloo")
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process has whatever a carrier needs."""
-    monkeypatch.setattr(CarrierFacts, "met", property(lambda self: True))
+    monkeypatch.setattr("meshrl.config.weights.runs_here", lambda carrier: True)
 
 
-class Failing(WireCarrier):
-    """Has no room for any version."""
+class OnThisHost(WireCarrier):
+    """As `shm`, where it does not count bytes."""
 
-    async def stage(self, source: WeightSource) -> None:
-        raise CapacityError("no room")
+    def reaches(self, peer: Peer) -> bool:
+        return peer.shares_memory and super().reaches(peer)
 
 
-def simulated(*failing: str, directory: str = "") -> Routes:
-    """Of a trainer with `auto`, whose carriers move nothing."""
+class Worker:
+    """What a delivery is for, as far as the choice of a carrier looks at it."""
 
-    def load(config: WeightsConfig, paths: RunPaths) -> WireCarrier:
-        kind = Failing if config.carrier in failing else WireCarrier
-        return kind(config, Wires())
+    def __init__(self, host: str, *carriers: str, generation: int = 1) -> None:
+        self.peer = Peer(name="worker", host=host, carriers=carriers)
+        self.link = Link(run="r", epoch=1, generation=generation, endpoint="", rank=0)
+
+
+def simulated(*failing: str, directory: str = "") -> auto.Carrier:
+    """Of a trainer with `auto`, whose carriers move nothing; those that fail have no room for any version."""
+
+    def load(config: WeightsConfig, paths: RunPaths) -> Pairs:
+        wires, carrier = Wires(), config.carrier
+        kind = {"shm": OnThisHost, "nccl": WireGroups}.get(carrier, WireCarrier)
+        made: Pairs = kind(config, wires)
+        if carrier in failing:
+
+            async def stage(source: WeightSource) -> None:
+                raise CapacityError("no room")
+
+            made.stage = stage  # type: ignore[method-assign]
+        return made
 
     config = WeightsConfig(carrier="auto", directory=directory)
-    return Routes(config, RunPaths(directory=Path()), load)
+    return auto.Carrier(config, RunPaths(directory=Path()), load)
+
+
+async def chosen(transport: Transport, worker: Worker, source: WeightSource) -> Delivery:
+    (delivery,) = await transport.send(source, [worker])  # type: ignore[list-item]
+    return delivery
 
 
 @pytest.mark.parametrize(
@@ -84,72 +104,86 @@ def simulated(*failing: str, directory: str = "") -> Routes:
 async def test_auto_goes_by_the_host_the_gpus_and_the_directory(
     host: str, offers: tuple[str, ...], directory: str, carrier: str
 ) -> None:
-    routes = simulated(directory=directory)
-    await routes.start()
-    peer = Peer(name="one", host=host, carriers=offers)
-    route = await routes.choose(peer, StubSource("r", Version(1, 0)))
-    assert route.carrier == carrier
-    grouped = routes.grouped(peer, Version(1, 0))
-    assert grouped == ("nccl" if carrier == "nccl" else "")
-    await routes.close()
+    transport = simulated(directory=directory)
+    await transport.start()
+    delivery = await chosen(transport, Worker(host, *offers), StubSource("r", Version(1, 0)))
+    assert delivery.carrier == carrier
+    await transport.close()
 
 
 async def test_a_carrier_that_cannot_bring_a_version_is_left_for_the_next_one_and_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    routes = simulated("shm")
-    await routes.start()
-    peer = Peer(name="near", host=HERE, carriers=("shm", "gloo"))
+    transport = simulated("shm")
+    await transport.start()
+    worker = Worker(HERE, "shm", "gloo")
     for step in range(3):
-        route = await routes.choose(peer, StubSource("r", Version(1, step)))
-        assert route.carrier == "gloo"
+        delivery = await chosen(transport, worker, StubSource("r", Version(1, step)))
+        assert delivery.carrier == "gloo"
     assert caplog.messages == ["weights go by shm no more: no room"]
-    await routes.close()
-    routes = simulated("shm", "gloo")
-    await routes.start()
+    await transport.close()
+    transport = simulated("shm", "gloo")
+    await transport.start()
     with pytest.raises(CapacityError, match="no room"):
-        await routes.choose(peer, StubSource("r", Version(1, 0)))
+        await chosen(transport, worker, StubSource("r", Version(1, 0)))
 
 
-def test_auto_offers_what_this_process_can_run() -> None:
+async def test_auto_sends_a_version_to_each_by_its_own_carrier_in_their_order() -> None:
+    transport = simulated()
+    await transport.start()
+    hosts = (HERE, AWAY, HERE, AWAY)
+    workers = [
+        Worker(host, "shm", "gloo", generation=number) for number, host in enumerate(hosts, 1)
+    ]
+    source = StubSource("r", Version(1, 0))
+    deliveries = await transport.send(source, workers)  # type: ignore[arg-type]
+    assert [each.carrier for each in deliveries] == ["shm", "gloo", "shm", "gloo"]
+    await transport.close()
+
+
+async def test_auto_offers_what_this_process_can_run() -> None:
     config = WeightsConfig(carrier="auto")
-    assert offered(config) == ("shm", "gloo")  # no GPU here
-    assert offered(WeightsConfig(carrier="auto", directory="s3://b/w")) == ("shm", "disk")
-    assert offered(WeightsConfig(carrier="disk")) == ("disk",)
-    assert carrier_facts("shm").reach == "host"
+    assert config.offered == ("shm", "gloo")  # no GPU here
+    assert WeightsConfig(carrier="auto", directory="s3://b/w").offered == ("shm", "disk")
+    assert WeightsConfig(carrier="disk").offered == ("disk",)
+    paths = RunPaths(directory=Path())
+    link = Link(run="r", epoch=1, generation=1, endpoint="", rank=1)
+    plan = Plan(carrier="disk", link=link, arrival=None)  # type: ignore[arg-type]
     with pytest.raises(ConflictError, match="'disk': this process offers shm, gloo"):
-        Carriers(config, RunPaths(directory=Path()))["disk"]
+        await load_transport(config, paths).receive(plan)
+    with pytest.raises(ConflictError, match="'disk': this process offers shm"):
+        await load_transport(WeightsConfig(carrier="shm"), paths).receive(plan)
 
 
 def test_a_replica_that_nothing_reaches_is_refused_with_the_reason(tmp_path: Path) -> None:
-    routes = Routes(WeightsConfig(carrier="shm"), RunPaths(directory=tmp_path))
-    routes.check(Peer(name="near", host=host_id(), carriers=("shm",)))
+    transport = load_transport(WeightsConfig(carrier="shm"), RunPaths(directory=tmp_path))
+    check_reached(transport, Peer(name="near", host=host_id(), carriers=("shm",)))
     with pytest.raises(
         UserError, match=r"no carrier of weights reaches far.*it is on another host"
     ):
-        routes.check(Peer(name="far", host="elsewhere", carriers=("shm",)))
+        check_reached(transport, Peer(name="far", host="elsewhere", carriers=("shm",)))
     with pytest.raises(UserError, match="the trainer can shm, it can gloo"):
-        routes.check(Peer(name="near", host=host_id(), carriers=("gloo",)))
+        check_reached(transport, Peer(name="near", host=host_id(), carriers=("gloo",)))
 
 
 async def test_a_gather_that_fails_is_no_fault_of_the_carrier_that_waits_for_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = WeightsConfig(carrier="auto", directory=str(tmp_path / "store"))
-    routes = Routes(config, RunPaths(directory=tmp_path))
-    await routes.start()
-    peer = Peer(name="far", host="elsewhere", carriers=("disk",))
+    transport = load_transport(config, RunPaths(directory=tmp_path))
+    await transport.start()
+    far = Worker(AWAY, "disk")
     source = GatheredStub("r", Version(1, 0))
-    choosing = asyncio.create_task(routes.choose(peer, source))
+    sending = asyncio.create_task(chosen(transport, far, source))
     source.come(0)
     await asyncio.sleep(0)
     source.fail(RuntimeError("rank 1 has died"))
     with pytest.raises(SourceError, match="rank 1 has died"):
-        await choosing
-    route = await routes.choose(peer, StubSource("r", Version(1, 1)))
-    assert route.carrier == "disk"
+        await sending
+    delivery = await chosen(transport, far, StubSource("r", Version(1, 1)))
+    assert delivery.carrier == "disk"
     assert not caplog.messages
-    await routes.close()
+    await transport.close()
 
 
 async def test_shared_memory_lends_each_bucket_uncopied_and_keeps_two_versions(

@@ -10,10 +10,19 @@ from hypothesis.extra import numpy as hnp
 
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Uint8
-from meshrl.weights.delta import Head, apply, encode, encode_sparse, head, whole, words
-from meshrl.weights.delta.indices import gaps_of, indices_of
-from meshrl.weights.delta.patch import Kind, compress, join, planes
-from meshrl.weights.delta.words import add_codes, codes_of, ordered, unordered
+from meshrl.weights.delta import Head, apply, encode, encode_sparse, head, whole
+from meshrl.weights.delta.codec import (
+    Kind,
+    add_codes,
+    codes_of,
+    compress,
+    gaps_of,
+    indices_of,
+    join,
+    ordered,
+    planes,
+    unordered,
+)
 
 ALL = np.arange(1 << 16, dtype="<u2")
 
@@ -124,9 +133,9 @@ def test_gaps_give_the_indices_back(gaps: list[int], split: int) -> None:
 
 
 def test_pieces_join_seamlessly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "_PIECE", 64)
-    monkeypatch.setattr("meshrl.weights.delta.indices._PIECE", 7)
-    monkeypatch.setattr("meshrl.weights.delta.indices._BITMAP_PIECE", 5)
+    monkeypatch.setattr("meshrl.weights.delta.codec._PIECE", 64)
+    monkeypatch.setattr("meshrl.weights.delta.codec._GAPS_PIECE", 7)
+    monkeypatch.setattr("meshrl.weights.delta.codec._BITMAP_PIECE", 5)
     for count in (1, 31, 32, 33, 500, 2003):
         base = weights(count)
         for density in (0.01, 0.3, 1.0):

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import pytest
 
+from meshrl.contract.ports import WeightSource
+from meshrl.contract.types import Version
 from meshrl.weights.fleet import ReplicaState
-from meshrl.weights.gathering import SourceError
+from meshrl.weights.messages import SourceError
+from meshrl.weights.transport import Pairs, WholeVersions
 from tests.doubles.weights import GatheredStub
 
-from . import simulated_fleet, simulated_group_fleet
-from .simulated_fleet import BUCKET_BYTES, BUCKETS, WHOLE, SimulatedFleet, in_simulation
+from .simulated_fleet import (
+    BUCKET_BYTES,
+    BUCKETS,
+    CHANNELS,
+    GROUP,
+    WHOLE,
+    SimulatedFleet,
+    WireCarrier,
+    in_simulation,
+)
 
 NAMES = ("one", "two", "three")
 LONG_S = 100.0
 """More than any deadline of the fleet."""
-KINDS = pytest.mark.parametrize(
-    "carrier", [simulated_fleet.__name__, simulated_group_fleet.__name__], ids=["channels", "group"]
-)
+KINDS = pytest.mark.parametrize("carrier", [CHANNELS, GROUP])
 
 
 def times(carrier: str, replicas: int) -> int:
     """How often a version leaves the trainer for so many replicas."""
-    return replicas if carrier == simulated_fleet.__name__ else 1
+    return replicas if carrier == CHANNELS else 1
 
 
 async def come(fleet: SimulatedFleet, source: GatheredStub, *buckets: int) -> None:
@@ -107,25 +116,39 @@ def test_a_gather_that_fails_changes_no_engine_and_the_trainer_is_told(carrier: 
     in_simulation(test, carrier=carrier)
 
 
-def test_a_carrier_that_stages_whole_versions_waits_for_all_of_one() -> None:
+class OwnCarrier:
+    """A carrier of 0.2, of somebody's own: it knows nothing of transports, and stages whole versions."""
+
+    def __init__(self, carrier: WireCarrier) -> None:
+        self.listen, self.channel, self.close = carrier.listen, carrier.channel, carrier.close
+        self.staged: list[Version] = []
+
+    async def stage(self, source: WeightSource) -> None:
+        self.staged.append(source.manifest.version)
+        for index in range(BUCKETS):
+            source.bucket(index)
+
+
+def test_a_carrier_of_somebodys_own_is_given_whole_versions_and_serves_a_fleet() -> None:
     async def test(fleet: SimulatedFleet) -> None:
+        own: list[OwnCarrier] = []
+
+        def carrier() -> Pairs:
+            own.append(OwnCarrier(WireCarrier(fleet.config, fleet.wires)))
+            return WholeVersions(fleet.config, own[-1])  # type: ignore[arg-type]
+
+        fleet.carrier = carrier  # type: ignore[method-assign]
         await fleet.start(*NAMES)
-        fleet.coordinator._routes._facts = {
-            name: type(facts)(**{**_fields(facts), "streams": False})
-            for name, facts in fleet.coordinator._routes._facts.items()
-        }
         source = fleet.source(GatheredStub)
         await fleet.publish(source)
         await come(fleet, source, *range(BUCKETS - 1))
         assert not fleet.wires.sent["trainer"]
+        assert not own[0].staged
         await come(fleet, source, BUCKETS - 1)
         await fleet.serve(source, *NAMES)
+        assert own[0].staged == [source.manifest.version]
 
     in_simulation(test)
-
-
-def _fields(facts: object) -> dict[str, object]:
-    return {name: getattr(facts, name) for name in facts.__slots__}  # type: ignore[attr-defined]
 
 
 def test_bytes_that_are_spoilt_are_sent_again_though_the_hash_came_with_the_bucket() -> None:

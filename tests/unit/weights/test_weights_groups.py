@@ -8,17 +8,17 @@ import pytest
 
 from meshrl.weights.fleet import ReplicaState
 
-from . import simulated_group_fleet
 from .simulated_fleet import (
     BUCKET_BYTES,
     BUCKETS,
+    GROUP,
     WHOLE,
     SimulatedFleet,
     in_simulation,
 )
 
 NAMES = ("one", "two", "three", "four")
-in_simulation = partial(in_simulation, carrier=simulated_group_fleet.__name__)
+in_simulation = partial(in_simulation, carrier=GROUP)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])

@@ -20,8 +20,8 @@ from meshrl.contract.errors import (
     WaitTimeoutError,
 )
 from meshrl.contract.types import OnUpdate, TensorSpec, Uint8, Version, WeightManifest
-from meshrl.weights.carrier import Link, RunPaths, load_carrier
-from meshrl.weights.delta.held_versions import Held
+from meshrl.weights.carrier import Link, RunPaths
+from meshrl.weights.delta.patches import Held
 from meshrl.weights.messages import (
     digest,
     manifest_from_message,
@@ -30,6 +30,7 @@ from meshrl.weights.messages import (
     tensor_digest,
     wrong_tensors,
 )
+from meshrl.weights.transport import load_carrier
 from meshrl.weights.version_store import VersionReader, VersionStore, VersionWriter
 from meshrl.weights.waiting import WorkerThread, first_ends, together, within
 from tests.doubles.weights import HashSink, StubSource

@@ -38,7 +38,8 @@ from meshrl.rpc.servicers.rollout import EngineCollector, RolloutServicer
 from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.fleet import ReplicaReport
-from meshrl.weights.replica_controller import ReplicaController
+from meshrl.weights.replica_controller import ReplicaController, ServedEngine
+from meshrl.weights.transport import load_transport
 
 
 async def run(recipe: Recipe, context: ServiceContext) -> None:
@@ -90,12 +91,16 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
                 recipe.weights,
                 run=recipe.run.name,
                 replica=context.name,
-                engine=turns or engine,
-                on_update=recipe.rollout.on_update,
-                paths=RunPaths(directory=recipe.run.path, model_path=recipe.model.path),
+                engine=ServedEngine(
+                    turns or engine,
+                    recipe.weights,
+                    on_update=recipe.rollout.on_update,
+                    model_path=recipe.model.path,
+                    drain_s=recipe.rollout.deadline_s,
+                    pause_s=lambda: engine.stats().update_pause_s,
+                ),
+                transport=load_transport(recipe.weights, RunPaths(directory=recipe.run.path)),
                 connect=lambda: tls.channel(trainer, CHANNEL_OPTIONS),
-                drain_s=recipe.rollout.deadline_s,
-                pause_s=lambda: engine.stats().update_pause_s,
                 report=lambda: ReplicaReport(engine=engine.stats(), worker=worker.report()),
                 leave=server.stop,
             )

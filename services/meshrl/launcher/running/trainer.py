@@ -54,6 +54,7 @@ from meshrl.trainer.trajectories.log import TrajectoryLog
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.servicer import WeightsServicer
+from meshrl.weights.transport import load_transport
 
 LAST_WORD_S = 0.5
 """How long the server answers after the end, so that watchers learn of it."""
@@ -125,7 +126,9 @@ async def _lead(
         recipe.weights,
         run=setting.run,
         epoch=state.epoch,
-        paths=RunPaths(directory=recipe.run.path, model_path=recipe.model.path),
+        transport=load_transport(
+            recipe.weights, RunPaths(directory=recipe.run.path, model_path=recipe.model.path)
+        ),
         on_committed=partial(queue.publish, setting.run),
     )
     logged = LoggedRun(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from meshrl.config.recipe import Recipe, posts_rewards, trains_each_branch
 from meshrl.config.stages import LONGEST_LOAD_S, Columns, ServiceKind
 from meshrl.contract.types import rollout_stage
-from meshrl.weights.carrier import carrier_facts, offered
 
 if TYPE_CHECKING:
     from meshrl.rpc.service_context import ServiceContext
@@ -23,9 +22,8 @@ def _columns(recipe: Recipe, evaluation: bool) -> Columns:
 
 
 def _needs_torch(recipe: Recipe) -> bool:
-    """The embedded engine does, and beside any engine the receiving end of a carrier may."""
-    carriers = map(carrier_facts, offered(recipe.weights))
-    return recipe.rollout.name == "torch" or any("torch" in each.needs for each in carriers)
+    """The embedded engine does, and beside any engine the receiving end of `gloo`."""
+    return recipe.rollout.name == "torch" or "gloo" in recipe.weights.offered
 
 
 def _ready_s(recipe: Recipe) -> float:

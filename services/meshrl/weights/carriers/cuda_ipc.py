@@ -26,16 +26,13 @@ from typing_extensions import override
 
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, UnavailableError
-from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, WeightManifest
 from meshrl.weights.carrier import Channel, Link, RunPaths
 from meshrl.weights.ipc import Device, load_device
+from meshrl.weights.messages import Peer
 from meshrl.weights.nccl import messages
+from meshrl.weights.transport import Pairs
 from meshrl.weights.waiting import WorkerThread, within
-
-REACH = "host"
-NEEDS = ("cupy", "cuda")
-STREAMS = True
 
 SLOTS = 2
 _HELLO_S = 10.0
@@ -43,11 +40,11 @@ _T = TypeVar("_T")
 _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-class Carrier:
+class Carrier(Pairs):
     """The trainer's device, its slots, and the socket where replicas ask for channels."""
 
     def __init__(self, config: WeightsConfig, paths: RunPaths) -> None:
-        self._config = config
+        super().__init__(config)
         self._token = secrets.token_hex(16)
         self._server: asyncio.Server | None = None
         self._callers: dict[str, asyncio.Future[_Streams]] = {}
@@ -55,25 +52,29 @@ class Carrier:
         self._pool: list[Slot] = []
         self._all: list[Slot] = []
 
+    @override
+    def reaches(self, peer: Peer) -> bool:
+        return peer.shares_memory and super().reaches(peer)
+
+    @override
     async def listen(self) -> str:
         """Find the device, open the socket; returns `port/token/gpu`. Raises ConfigError."""
-        self._device = load_device(self._config.ipc)
+        self._device = load_device(self.config.ipc)
         try:
-            self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._config.port)
+            self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.config.port)
         except OSError as error:
             raise ConfigError(
-                f"weights.port: cannot listen on {self._config.port} ({error.strerror})"
+                f"weights.port: cannot listen on {self.config.port} ({error.strerror})"
             ) from error
         port = self._server.sockets[0].getsockname()[1]
         return f"{port}/{self._token}/{self._device.gpu}"
 
-    async def stage(self, source: WeightSource) -> None:
-        """Does nothing: buckets are copied from the source's memory, as slots become free."""
-
+    @override
     def channel(self, link: Link) -> Channel:
         """One end of a channel."""
-        return IpcSender(self, link) if link.rank == 0 else IpcReceiver(self._config, link)
+        return IpcSender(self, link) if link.rank == 0 else IpcReceiver(self.config, link)
 
+    @override
     async def close(self) -> None:
         """Free the slots; idempotent. The channels are closed by now."""
         if self._server is not None:
@@ -233,7 +234,7 @@ class IpcReceiver(_End):
 
     def __init__(self, config: WeightsConfig, link: Link) -> None:
         super().__init__(link)
-        self._config = config
+        self.config = config
         self._endpoint = link.endpoint
         self._device: Device | None = None
         self._opened: dict[str, int] = {}
@@ -247,7 +248,7 @@ class IpcReceiver(_End):
             number = int(port)
         except ValueError as error:
             raise self._failed(f"{self._endpoint!r} is no endpoint") from error
-        self._device = await self._on_device(load_device, self._config.ipc, gpu)
+        self._device = await self._on_device(load_device, self.config.ipc, gpu)
         try:
             async with asyncio.timeout(deadline_s):
                 self._streams = await asyncio.open_connection("127.0.0.1", number)

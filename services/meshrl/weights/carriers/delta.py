@@ -46,13 +46,9 @@ from meshrl.v1 import weight_patches_pb2 as pb
 from meshrl.v1 import weight_patches_pb2_grpc as rpc
 from meshrl.weights.carrier import Channel, Link, RunPaths
 from meshrl.weights.delta import apply
-from meshrl.weights.delta.held_versions import Held
-from meshrl.weights.delta.patches import Patches
+from meshrl.weights.delta.patches import Held, Patches
+from meshrl.weights.transport import Pairs
 from meshrl.weights.waiting import WorkerThread, within
-
-REACH = "network"
-NEEDS: tuple[str, ...] = ()
-STREAMS = True
 
 PART_BYTES: Final = 4 << 20
 """Bytes per message: the fastest of 256 KiB to 16 MiB over Python's gRPC."""
@@ -63,12 +59,12 @@ _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
 
-class Carrier:
+class Carrier(Pairs):
     """On the trainer's side a server and the patches; on a replica's, the buckets that it holds."""
 
     def __init__(self, config: WeightsConfig, paths: RunPaths) -> None:
-        self.config = config
-        self.committed: Version | None = None
+        super().__init__(config)
+        self.serving: Version | None = None
         """The newest version that a replica was committed to; one that joins again may hold it, too."""
         self._secret = secrets.token_urlsafe(16)
         self._closing = AsyncExitStack()
@@ -76,6 +72,7 @@ class Carrier:
         self._held = Held()
         self.patches = Patches()
 
+    @override
     async def listen(self) -> str:
         """Open the server; returns `host:port#secret`. Raises ConfigError when it cannot."""
         settings = ServerSettings(
@@ -95,11 +92,13 @@ class Carrier:
             raise ConfigError(f"weights.host/port: {error}") from error
         return f"{server.address}#{self._secret}"
 
+    @override
     async def stage(self, source: WeightSource) -> None:
         """Keep the version, and those that replicas serve, in memory: they are the bases of patches."""
-        serving = {sender.base for sender in self._senders.values()} | {self.committed}
+        serving = {sender.base for sender in self._senders.values()} | {self.serving}
         self.patches.add(source, (version for version in serving if version is not None))
 
+    @override
     def channel(self, link: Link) -> Channel:
         """One end of a channel."""
         if link.rank != 0:
@@ -107,10 +106,11 @@ class Carrier:
         sender = self._senders[link.generation] = Sender(self, link)
         return sender
 
-    def leave(self, generation: int) -> None:
+    def forget(self, generation: int) -> None:
         """A channel is closed; idempotent."""
         self._senders.pop(generation, None)
 
+    @override
     async def close(self) -> None:
         """End the server and everything that it is sending; idempotent."""
         await self._closing.aclose()
@@ -173,7 +173,7 @@ class Sender(Channel):
         self.base: Version | None = None
         """The version that the replica was last committed to."""
         self._carrier = carrier
-        self._config = carrier.config
+        self.config = carrier.config
         self._sent: set[_Key] = set()
         self._offer: _Offer | None = None
         self._failure = ""
@@ -203,7 +203,7 @@ class Sender(Channel):
         key = _version(request.version), request.bucket
         base = _version(request.base) if request.base else None
         wanted = self._until(lambda: self._offer is not None and self._offer.key == key)
-        await within(wanted, self._config.ready_s, f"the offer of bucket {key[1]}")
+        await within(wanted, self.config.ready_s, f"the offer of bucket {key[1]}")
         offer = self._offer
         assert offer is not None
         try:
@@ -224,14 +224,14 @@ class Sender(Channel):
         for start in range(0, len(content), PART_BYTES):
             piece = bytes(content[start : start + PART_BYTES])
             part = pb.WeightPatchPart(whole=patch is None, data=piece)
-            deadline_s = self._config.deadline_s(len(piece))
+            deadline_s = self.config.deadline_s(len(piece))
             await within(write(part), deadline_s, f"{self.link.prefix}: sending a part")
 
     @override
     def committed(self, version: Version) -> None:
         """The version that is the base of the replica's next patches."""
         self.base = version
-        self._carrier.committed = max(self._carrier.committed or version, version)
+        self._carrier.serving = max(self._carrier.serving or version, version)
 
     @override
     def abort(self) -> None:
@@ -240,7 +240,7 @@ class Sender(Channel):
 
     def _fail(self, reason: str) -> None:
         self._failure = self._failure or reason
-        self._carrier.leave(self.link.generation)
+        self._carrier.forget(self.link.generation)
         self._notify()
 
     def _notify(self) -> None:
@@ -258,7 +258,7 @@ class Receiver(Channel):
     """A replica's end: asks for each bucket, names the version that it holds, and applies the patch."""
 
     def __init__(self, config: WeightsConfig, link: Link, held: Held) -> None:
-        self._config = config
+        self.config = config
         self._link = link
         self._held = held
         self._address, _, self._secret = link.endpoint.rpartition("#")
@@ -333,7 +333,7 @@ class Receiver(Channel):
             base=str(base) if base else "",
         )
         call = self._call = rpc.WeightPatchesStub(self._channel).Fetch(request)
-        deadline_s, what = self._config.deadline_s(into.nbytes), f"bucket {index} of weights"
+        deadline_s, what = self.config.deadline_s(into.nbytes), f"bucket {index} of weights"
         patch: bytearray | None = None
         filled = 0
         try:

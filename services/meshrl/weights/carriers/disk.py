@@ -19,20 +19,18 @@ from meshrl.contract.errors import CapacityError, ConfigError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.carrier import Channel, Link, RunPaths
-from meshrl.weights.delta.held_versions import Held
-from meshrl.weights.gathering import gathered, is_whole
+from meshrl.weights.delta.patches import Held
+from meshrl.weights.messages import gathered, is_whole
+from meshrl.weights.transport import Pairs
 from meshrl.weights.version_store import MARK, VersionReader, VersionStore, VersionWriter
 from meshrl.weights.waiting import WorkerThread, within
-
-REACH = "directory"
-STREAMS = True
 
 _T = TypeVar("_T")
 FOLDER = "weights"
 """In the run's directory."""
 
 
-class Carrier:
+class Carrier(Pairs):
     """On the trainer's side the writer of versions; on a replica's, the buckets that it holds."""
 
     def __init__(
@@ -43,13 +41,14 @@ class Carrier:
         thread: Callable[[str], WorkerThread] = WorkerThread,
     ) -> None:
         """Raises ConfigError when the store cannot be opened here."""
-        self._config = config
+        super().__init__(config)
         self._store = VersionStore(config.directory or paths.directory / FOLDER)
         self.writer = VersionWriter(config, self._store, paths.model_path)
         self._new_thread = thread
         self.thread = thread("weights-disk")
         self._held = Held()
 
+    @override
     async def listen(self) -> str:
         """Returns the store's path or URL.
 
@@ -59,11 +58,12 @@ class Carrier:
         """
         try:
             write = self.thread.run(self._store.write, MARK, b"{}\n")
-            await within(write, self._config.deadline_s(0), f"writing to {self._store.url}")
+            await within(write, self.config.deadline_s(0), f"writing to {self._store.url}")
         except CapacityError as error:
             raise ConfigError(f"weights.directory: {error}") from error
         return self._store.url
 
+    @override
     async def stage(self, source: WeightSource) -> None:
         """Write the version, once for all replicas: each bucket while the next one is gathered.
 
@@ -85,15 +85,17 @@ class Carrier:
 
     async def _writing(self, call: Callable[[_T], None], what: _T, *, nbytes: int) -> None:
         write = self.thread.run(call, what)
-        await within(write, self._config.deadline_s(nbytes), f"writing to {self._store.url}")
+        await within(write, self.config.deadline_s(nbytes), f"writing to {self._store.url}")
 
+    @override
     def channel(self, link: Link) -> Channel:
         """One end of a channel."""
         if link.rank == 0:
             return Sender(self)
         thread = self._new_thread(f"weights-disk-{link.generation}")
-        return Receiver(self._config, link, self._store, self._held, thread)
+        return Receiver(self.config, link, self._store, self._held, thread)
 
+    @override
     async def close(self) -> None:
         """Nothing stays open; the newest versions stay where they are."""
         self.thread.close()
@@ -129,7 +131,7 @@ class Receiver(Channel):
         held: Held,
         thread: WorkerThread,
     ) -> None:
-        self._config = config
+        self.config = config
         self._held = held
         self._reader = VersionReader(store, link.run, held)
         self._thread = thread
@@ -162,11 +164,11 @@ class Receiver(Channel):
         def read() -> int:
             return self._reader.read(manifest, index, into, again=again)
 
-        deadline_s = self._config.deadline_s(manifest.total_bytes)  # a joiner reads a chain
+        deadline_s = self.config.deadline_s(manifest.total_bytes)  # a joiner reads a chain
         reading = self._thread.run(read)
         what = f"bucket {index} of weights {key[0]}"
         self.moved_bytes = await within(reading, deadline_s, what)
-        if self._config.directory:  # else every version is whole, and none is the base of a patch
+        if self.config.directory:  # else every version is whole, and none is the base of a patch
             self._held.arrived(manifest, index, into)
 
     @override

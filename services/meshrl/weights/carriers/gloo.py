@@ -22,14 +22,10 @@ from typing_extensions import override
 from meshrl.common.sockets import is_loopback, listen_fd
 from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import ConfigError, UnavailableError
-from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, WeightManifest
 from meshrl.weights.carrier import Channel, Link, RunPaths
+from meshrl.weights.transport import Pairs
 from meshrl.weights.waiting import WorkerThread
-
-REACH = "network"
-NEEDS = ("torch",)
-STREAMS = True
 
 log = logging.getLogger(__name__)
 
@@ -37,16 +33,17 @@ c10d: Any = torch.distributed
 """torch's stubs leave out the stores, `send`, `recv` and the options of gloo."""
 
 
-class Carrier:
+class Carrier(Pairs):
     """On the trainer's side, the rendezvous store."""
 
     def __init__(self, config: WeightsConfig, paths: RunPaths) -> None:
-        self._config = config
+        super().__init__(config)
         self._store: Any = None
 
+    @override
     async def listen(self) -> str:
         """Open the store; returns `host:port`."""
-        host, port = self._config.host, self._config.port
+        host, port = self.config.host, self.config.port
         try:
             descriptor, port = listen_fd(host, port)
             self._store = c10d.TCPStore(
@@ -71,13 +68,12 @@ class Carrier:
             )
         return f"{host}:{self._store.port}"
 
-    async def stage(self, source: WeightSource) -> None:
-        """Does nothing: buckets are sent from the source's memory."""
-
+    @override
     def channel(self, link: Link) -> GlooChannel:
         """One rank of a group of two."""
-        return GlooChannel(self._config, link, self._store if link.rank == 0 else None)
+        return GlooChannel(self.config, link, self._store if link.rank == 0 else None)
 
+    @override
     async def close(self) -> None:
         """Drop the store; its port is free when the last channel is closed."""
         self._store = None
@@ -87,7 +83,7 @@ class GlooChannel(Channel):
     """One rank of a group of two."""
 
     def __init__(self, config: WeightsConfig, link: Link, store: Any) -> None:
-        self._config = config
+        self.config = config
         self._link = link
         self._store = store
         self._group: Any = None
@@ -138,7 +134,7 @@ class GlooChannel(Channel):
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         move: Callable[..., Any] = group.send if operation == "send" else group.recv
         other = 1 - self._link.rank
-        move([tensor], other, index).wait(_delta(self._config.deadline_s(bucket.nbytes)))
+        move([tensor], other, index).wait(_delta(self.config.deadline_s(bucket.nbytes)))
 
     async def _run(self, call: Callable[..., None], *args: object) -> None:
         try:

@@ -33,19 +33,16 @@ from meshrl.contract.errors import CapacityError, ConfigError, UnavailableError
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.weights.carrier import Channel, Link, RunPaths
+from meshrl.weights.messages import Peer
 from meshrl.weights.shared_memory import PROBES, Mapped, Offer, Probe, SharedMemory, boot_id
+from meshrl.weights.transport import Pairs, Step
 from meshrl.weights.waiting import WorkerThread
-
-REACH = "host"
-NEEDS: tuple[str, ...] = ()
-STREAMS = True
-WRITES = True
 
 PATTERN = "meshrl-*.weights"
 _NONCE = re.compile(r"[0-9a-f]{16}")
 
 
-class Carrier:
+class Carrier(Pairs):
     """On the trainer's side, the files; on a replica's, nothing."""
 
     def __init__(
@@ -57,6 +54,7 @@ class Carrier:
         thread: Callable[[str], WorkerThread] = WorkerThread,
     ) -> None:
         """`memory` is this process's view of the folder; None: /dev/shm."""
+        super().__init__(config)
         self.memory = memory or SharedMemory()
         self._keep = config.keep
         self._thread = thread("weights-shm")
@@ -64,6 +62,11 @@ class Carrier:
         self._probe: Probe | None = None
         self._segments: dict[Version, Segment] = {}
 
+    @override
+    def reaches(self, peer: Peer) -> bool:
+        return peer.shares_memory and super().reaches(peer)
+
+    @override
     async def listen(self) -> str:
         """Delete files of dead trainers; returns the endpoint, which only this host can open. Raises ConfigError."""
         self.memory.sweep(PATTERN)
@@ -74,14 +77,17 @@ class Carrier:
         offer = self._probe.offer
         return json.dumps({"boot": offer.boot_id, "probe": offer.name, "nonce": self._nonce})
 
+    @override
     async def stage(self, source: WeightSource) -> None:
         """Make the file of the version, once for all replicas. Raises CapacityError when it does not fit."""
         await self._thread.run(self._segment, source.manifest)
 
+    @override
     def channel(self, link: Link) -> Channel:
         """One end of a channel."""
         return ShmWriter(self) if link.rank == 0 else ShmReader(link, self.memory)
 
+    @override
     async def close(self) -> None:
         """Delete all files; what replicas have mapped stays readable for them."""
         for segment in [*self._segments.values()]:
@@ -90,6 +96,14 @@ class Carrier:
         self._thread.close(self._close_segments)
         if self._probe is not None:
             self._probe.close()
+
+    @override
+    async def hand_over(
+        self, channel: Channel, source: WeightSource, index: int, announce: Step
+    ) -> None:
+        """Write the bucket first: a replica looks for it as soon as it is told."""
+        await channel.send(source.manifest, index, source.bucket(index))
+        await announce()
 
     async def write(
         self, manifest: WeightManifest, index: int, bucket: Uint8, *, again: bool

@@ -1,0 +1,175 @@
+"""A version while it arrives beside an engine: the memory that it arrives in, and each bucket's hash."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+
+from meshrl.common import shared_buffers
+from meshrl.contract.errors import CapacityError, ConflictError, CorruptError, UnavailableError
+from meshrl.contract.ports import LendingSink, LentBucket, PinningSink, WeightSink
+from meshrl.contract.types import Uint8, Version, WeightManifest
+from meshrl.v1 import weights_pb2 as pb
+from meshrl.weights.carrier import Channel, DeviceChannel
+from meshrl.weights.messages import digest, hashes_of, wrong_tensors
+from meshrl.weights.waiting import unless
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class Arrival:
+    """What has come of a version stays when another channel brings the rest."""
+
+    def __init__(
+        self,
+        manifest: WeightManifest,
+        sink: WeightSink,
+        say: Callable[..., Awaitable[None]],
+        replaced: asyncio.Event,
+    ) -> None:
+        """`say` answers the coordinator; `replaced` is set when it names another channel."""
+        count = len(manifest.bucket_bytes)
+        self.manifest = manifest
+        self.buckets: list[Uint8] = [np.empty(0, np.uint8)] * count
+        self.digests: dict[int, str] = {}
+        """Chunk digests, for those that arrive on a device."""
+        self.lent: list[LentBucket] = []
+        """Memory of a device in which they arrive, in place of `buckets`; none: on the host."""
+        self._missing = set(range(count))
+        self._hashes = dict(hashes_of(manifest))
+        """Hashes of each bucket and of its tensors, as far as the trainer has said them."""
+        self._sink = sink
+        self._say = say
+        self._replaced = replaced
+        self._channel: Channel | None = None
+        self._group = 0
+
+    @property
+    def version(self) -> Version:
+        """The version."""
+        return self.manifest.version
+
+    @property
+    def hashed(self) -> WeightManifest:
+        """The manifest, with the hashes of a version that has come whole."""
+        hashes = tuple(self._hashes[index][0] for index in range(len(self.buckets)))
+        return replace(self.manifest, bucket_hashes=hashes)
+
+    def is_of(self, manifest: WeightManifest) -> bool:
+        """Whether it is of this version, which may have been proposed before it had hashes; keeps those."""
+        ours = self.manifest
+        other = (
+            manifest
+            if ours.bucket_hashes
+            else replace(manifest, bucket_hashes=(), tensor_hashes=())
+        )
+        if same := ours == other:
+            self._hashes.update(hashes_of(manifest))
+        return same
+
+    async def begin(self, channel: Channel, group: int) -> None:
+        """Make room for what is missing, and say READY: it comes by this channel."""
+        self._channel, self._group = channel, group
+        lent: list[LentBucket] = []
+        # An adapter that is merged here has to be on the host.
+        device = channel.device if isinstance(channel, DeviceChannel) else None
+        lends = isinstance(self._sink, LendingSink) and self.manifest.adapter is None
+        if device is not None and lends:
+            assert isinstance(self._sink, LendingSink)
+            await device.settle()
+            lent = [*await self._sink.lend(self.manifest, device)]
+        if lent != self.lent:  # what has come lies elsewhere
+            self._missing.update(range(len(self.buckets)))
+            self.lent = lent
+        if not lent:
+            self._allocate()
+        held = sorted(set(range(len(self.buckets))) - self._missing)
+        await self._say(ready=pb.ReplicaReady(group=group, held=held, chunk_digests=bool(lent)))
+
+    async def refuse(self, group: int, error: UnavailableError) -> None:
+        """Say that this end of a group's channel did not open: another one is proposed then."""
+        await self._say(ready=pb.ReplicaReady(group=group, error=str(error)))
+
+    async def take(self, transfer: pb.PlaneTransfer) -> bool:
+        """Receive what is sent now; True when nothing is missing any more."""
+        if self._channel is None:
+            raise ConflictError(f"buckets of version {self.version}, which has no channel")
+        indices = transfer.buckets
+        for index, expected in zip(indices, transfer.hashes, strict=False):  # one at a time
+            self._hashes[index] = expected, transfer.tensor_hashes
+        self.digests.update(zip(indices, transfer.chunk_digests, strict=False))
+        for index in indices:
+            received = pb.ReplicaReceived(bucket=index, group=self._group)
+            try:
+                if self.lent and index in self._missing:
+                    await self._receive_lent(received, index, self._channel)
+                else:
+                    await self._receive(received, index, self._channel)
+            except UnavailableError as error:
+                if not self._group:
+                    raise
+                received.error = str(error)
+            await self._say(received=received)
+        # A group is sent what others lack, too; nothing is what it is told when that was all.
+        return not self._missing and not (self._group and indices)
+
+    def _allocate(self) -> None:
+        """Host memory, fresh for each version: an engine may keep these very arrays until, and after, the commit.
+
+        And for each channel: the one before may still write into what it has not finished.
+        """
+        indices = sorted(self._missing)
+        sizes = [self.manifest.bucket_bytes[index] for index in indices]
+        pin = self._sink.pin if isinstance(self._sink, PinningSink) else None
+        try:
+            memory = shared_buffers.allocate(sizes, pin)
+        except OSError as error:
+            raise CapacityError(f"no memory for weights {self.version}: {error}") from error
+        for index, bucket in zip(indices, memory, strict=True):
+            self.buckets[index] = bucket
+
+    async def _receive(self, received: pb.ReplicaReceived, index: int, channel: Channel) -> None:
+        manifest, buckets = self.manifest, self.buckets
+        if index not in self._missing:  # in a group: another one lacks it
+            buckets = [*buckets]
+            (buckets[index],) = shared_buffers.allocate([manifest.bucket_bytes[index]])
+        try:
+            mapped = await self.unless_replaced(channel.receive(manifest, index, buckets[index]))
+        except CorruptError:
+            return  # no bucket has no hash: the coordinator sends it again
+        if mapped is not None:
+            buckets[index] = mapped
+        received.moved_bytes = getattr(channel, "moved_bytes", buckets[index].nbytes)
+        received.hash = await asyncio.to_thread(digest, buckets[index])
+        expected, of_tensors = self._hashes.get(index, ("", ()))
+        if received.hash == expected:
+            self._missing.discard(index)
+        else:
+            wrong = await asyncio.to_thread(
+                wrong_tensors, manifest, index, buckets[index], of_tensors
+            )
+            logger.warning("weights %s arrived wrong: %s", manifest.version, wrong)
+
+    async def _receive_lent(
+        self, received: pb.ReplicaReceived, index: int, channel: Channel
+    ) -> None:
+        assert isinstance(channel, DeviceChannel)
+        bucket = self.lent[index]
+        received.hash = await self.unless_replaced(channel.receive_lent(bucket))
+        received.moved_bytes = bucket.nbytes
+        if received.hash == self.digests.get(index):
+            self._missing.discard(index)
+        else:
+            logger.warning(
+                "weights %s arrived wrong: bucket %d, on the device", self.version, index
+            )
+
+    async def unless_replaced(self, work: Awaitable[_T]) -> _T:
+        """Await work of a channel, until the coordinator names another one. Raises UnavailableError then."""
+        return await unless(self._replaced, work, "another channel is named")
