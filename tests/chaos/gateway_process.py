@@ -34,7 +34,7 @@ async def work(options: argparse.Namespace) -> None:
     )
     await engine.commit_weights(FIRST, OnUpdate.DRAIN)
     sessions = SessionTable(prompt_tokens=None)
-    app = build_app(sessions, tokenizer, max_body_bytes=1 << 20, authorizer=None)
+    app = build_app(sessions, tokenizer, max_body_bytes=1 << 20, identity=None)
     command = {"command": [sys.executable, "-c", options.agent.read_text(), str(options.pids)]}
     async with (
         serving_http(app, "127.0.0.1", 0, Certificates(), name="gateway", refuse=refusal) as url,

@@ -39,7 +39,8 @@ from meshrl.rollout.programs import ProgramCache
 from meshrl.rollout.streams import closing
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.rpc.auth import Authorizer, TokenStore
+from meshrl.rpc.identity import TokenStore
+from meshrl.rpc.runtime import ServerSettings
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -187,16 +188,12 @@ async def agents_mesh(
         recorded = Recorded(engine)
         sessions = SessionTable(prompt_tokens=prompt_tokens)
         external = bool(options.get("external"))
-        authorizer = Authorizer(
-            TokenStore(tokens) if tokens else None,
-            requests_per_minute=1e6,
-            submissions_per_minute=1e6,
-        )
+        identity = ServerSettings().identity(TokenStore(tokens) if tokens else None)
         app = build_app(
             sessions,
             tokenizer,
             max_body_bytes=MAX_BODY,
-            authorizer=authorizer if external else None,
+            identity=identity if external else None,
         )
         sessions.url = await stack.enter_async_context(
             serving_http(app, "127.0.0.1", 0, Certificates(), name="gateway", refuse=refusal)

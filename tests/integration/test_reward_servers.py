@@ -30,11 +30,10 @@ from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rewardd.registry.types import Case, Submission
-from meshrl.rpc.audit_log import RewardAuditLog
-from meshrl.rpc.auth import Authorizer, TokenStore
+from meshrl.rpc.audit_log import AuditedChanges, RewardAuditLog
 from meshrl.rpc.clients.reward_registry import RewardRegistryClient
 from meshrl.rpc.credentials import MeshRole, new_token
-from meshrl.rpc.guarded_registry import GuardedRegistry
+from meshrl.rpc.identity import TokenStore, registry_rates
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.reward import RewardServicer
 from meshrl.rpc.servicers.reward_registry import RewardRegistryServicer
@@ -53,7 +52,6 @@ def source(score: float) -> str:
 @dataclass
 class Service:
     registry: Registry
-    guarded: GuardedRegistry
     http: str
     grpc: str
     audit: Path
@@ -97,31 +95,35 @@ async def serving(
         }
     )
     store = TokenStore(directory / "tokens.yaml") if closed else None
-    limits = {"requests_per_minute": 1e6, "submissions_per_minute": 1e6, **rates}
+    limits = {"requests": 1e6, "submissions": 1e6, **rates}
     async with AsyncExitStack() as stack:
         registry = await stack.enter_async_context(open_registry(config, directory / "rewards"))
         audit = RewardAuditLog(directory / "rewards" / "audit.jsonl")
         stack.callback(audit.close)
-        authorizer = Authorizer(store, verifiers=verifiers, certificates=roles, **limits)
-        guarded = GuardedRegistry(registry, authorizer, audit)
+        changes = AuditedChanges(registry, audit)
         server_settings = ServerSettings(
             metrics_port=None,
             drain_grace_s=1,
             tls=tls or Certificates(),
             certificate_roles=roles or {},
+            verifiers=verifiers,
         )
+        identity = server_settings.identity(store, registry_rates(**limits))
+        identity.refused = audit.refused
         servicers = [
             RewardServicer(registry.judge, registry.judge),
-            RewardRegistryServicer(guarded),
+            RewardRegistryServicer(registry, changes),
         ]
-        server = await stack.enter_async_context(GrpcServer(server_settings, servicers))
+        server = await stack.enter_async_context(
+            GrpcServer(server_settings, servicers, identity=identity)
+        )
         await server.ready()
-        app = build_app(guarded, MAX_BODY)
+        app = build_app(registry, changes, identity, MAX_BODY)
         address = await stack.enter_async_context(
             serving_http(app, "127.0.0.1", 0, server_settings.tls, refuse=problem)
         )
         path = directory / "rewards" / "audit.jsonl"
-        yield Service(registry, guarded, address, server.address, path, tokens)
+        yield Service(registry, address, server.address, path, tokens)
 
 
 def sample(solution: str) -> Sample:
@@ -306,7 +308,7 @@ async def test_a_token_can_be_revoked_while_the_service_runs(tmp_path: Path) -> 
 
 
 async def test_too_many_requests_are_refused_with_the_time_to_retry(tmp_path: Path) -> None:
-    async with serving(tmp_path, requests_per_minute=3) as service, service.client() as http:
+    async with serving(tmp_path, requests=3) as service, service.client() as http:
         codes = [(await http.get("/v1/rewards")).status_code for _ in range(4)]
         assert codes == [200, 200, 200, 429]
         last = await http.get("/v1/rewards")

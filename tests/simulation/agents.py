@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from meshrl.contract.types import Uid
 from meshrl.http.gateway.sessions import SessionTable
-from meshrl.rpc.auth import Authorizer
+from meshrl.rpc.identity import Identity
 from meshrl.rpc.runtime import Servicer
 from tests.simulation.call import Channel
 from tests.simulation.conversations import (
@@ -127,8 +127,8 @@ def gateway_app(sessions: SessionTable, problem: Callable[[str], None]) -> HttpS
     """The product's gateway, open to everybody who can reach it."""
     from meshrl.http.gateway.app import build_app  # FastAPI, which few seeds need
 
-    authorizer = Authorizer(None, requests_per_minute=NO_LIMIT, submissions_per_minute=NO_LIMIT)
-    app = build_app(sessions, ChatTokenizer(), max_body_bytes=BODY_BYTES, authorizer=authorizer)
+    identity = Identity(None, asks=False)
+    app = build_app(sessions, ChatTokenizer(), max_body_bytes=BODY_BYTES, identity=identity)
     return HttpServicer(app, problem)
 
 

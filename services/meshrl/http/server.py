@@ -22,6 +22,7 @@ from meshrl.http.web_requests import WebRequests
 from meshrl.rpc.connections import Acceptor, Connection, ConnectionLimits, listen, server_tls
 from meshrl.rpc.connections import certificate_names as peer_names
 from meshrl.rpc.errors import PortInUseError
+from meshrl.rpc.identity import Presented
 from meshrl.rpc.web_origin import hosts_of
 
 log = logging.getLogger(__name__)
@@ -84,15 +85,15 @@ class _LimitedProtocol(H11Protocol):
             self._connection.awaits()
 
 
-def address_of(request: Request) -> str:
-    """The caller's address."""
-    return request.client.host if request.client else "unknown"
-
-
-def certificate_names(request: Request) -> tuple[str, ...] | None:
-    """The common name and the alternative names of the client's certificate; None: it came without one."""
-    names: tuple[str, ...] | None = getattr(request.state, CERTIFICATE, None)
-    return names
+def presented_by(request: Request, subject: str = "") -> Presented:
+    """What the caller shows of itself; `subject` is what the request is about."""
+    return Presented(
+        authorization=request.headers.get("authorization", ""),
+        names=getattr(request.state, CERTIFICATE, None),
+        peer=request.client.host if request.client else "unknown",
+        door="http",
+        subject=subject,
+    )
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from grpc_health.v1 import health
 
 from meshrl.contract.errors import BusyError
 from meshrl.rpc.credentials import MeshRole
-from meshrl.rpc.identity import ROLES_OF_CALL
+from meshrl.rpc.identity import CALLER
 from meshrl.rpc.interceptors import RECEIVED, Behavior, Context
 from meshrl.rpc.transport import MAX_CALLS, MAX_CONNECTIONS, MAX_REQUEST_BYTES
 
@@ -81,7 +81,7 @@ class CallLimits:
         calls, anybody = self._roles, f"{method} for anybody"
 
         async def run(request: Any, context: Context) -> Any:
-            roles = ROLES_OF_CALL.get()
+            roles = CALLER.get().roles
             role = _role(roles) if roles else anybody
             calls.take(role, 1, share)
             try:

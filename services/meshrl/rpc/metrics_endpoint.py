@@ -22,7 +22,7 @@ from meshrl.rpc.connections import (
     listen,
     server_tls,
 )
-from meshrl.rpc.identity import METRICS_ROLES, Identity
+from meshrl.rpc.identity import METRICS, Identity, Presented
 from meshrl.rpc.web_origin import check_origin, hosts_of
 
 CONNECTIONS: Final = 64
@@ -95,7 +95,7 @@ class MetricsEndpoint:
                 check_origin(headers, self._hosts)
             if self._identity is not None:
                 authorization = headers.get("authorization", "")
-                self._identity.check("/metrics", METRICS_ROLES, authorization, names)
+                self._identity.admit(METRICS, Presented(authorization=authorization, names=names))
         except (ForbiddenError, UnauthenticatedError) as error:
             forbidden = isinstance(error, ForbiddenError)
             status = HTTPStatus.FORBIDDEN if forbidden else HTTPStatus.UNAUTHORIZED

@@ -49,12 +49,11 @@ from meshrl.contract.errors import (
     UserError,
 )
 from meshrl.rpc import tls
-from meshrl.rpc.auth import TokenStore
 from meshrl.rpc.call_limits import HEALTH_WATCH, CallLimits
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.errors import PortInUseError
 from meshrl.rpc.exit_codes import Exit
-from meshrl.rpc.identity import Identity
+from meshrl.rpc.identity import Identity, RateLimit, TokenStore
 from meshrl.rpc.interceptors import (
     CallMetrics,
     InterceptedHandlers,
@@ -104,6 +103,25 @@ class ServerSettings(Config):
         """True if every call is asked who makes it."""
         return self.verifiers is not None or bool(self.certificate_roles)
 
+    def identity(
+        self,
+        tokens: TokenStore | None = None,
+        rates: Mapping[str, Sequence[RateLimit]] | None = None,
+    ) -> Identity:
+        """The callers that this service knows, `tokens` of a file beside the credentials of the run.
+
+        Raises:
+            ConfigError: the verifiers cannot be read.
+        """
+        return Identity(
+            self.verifiers,
+            certificates=self.certificate_roles,
+            tokens=tokens,
+            mutual=self.tls.mutual,
+            rates=rates,
+            asks=self.identified or tokens is not None,
+        )
+
 
 class Servicer(Protocol):
     """A servicer, as the server sees it."""
@@ -132,7 +150,7 @@ class GrpcServer:
         servicers: Sequence[Servicer],
         *,
         interceptors: Sequence[Interceptor] = (),
-        tokens: TokenStore | None = None,
+        identity: Identity | None = None,
         limits: CallLimits | None = None,
     ) -> None:
         """Nothing listens before the context is entered.
@@ -141,23 +159,14 @@ class GrpcServer:
             settings: Where to listen.
             servicers: What to serve.
             interceptors: Wrap every call, inside of metrics, errors, identity and draining.
-            tokens: A tokens file that this service accepts beside the credentials of the run.
+            identity: The callers that it knows; those of the settings if not given.
             limits: How much it holds at once.
 
         Raises:
             ConfigError: the verifiers cannot be read.
         """
         self.settings = settings
-        self._identity = (
-            Identity(
-                settings.verifiers,
-                certificates=settings.certificate_roles,
-                tokens=tokens,
-                mutual=settings.tls.mutual,
-            )
-            if settings.identified
-            else None
-        )
+        self._identity = identity or settings.identity()
         self._interceptors = tuple(interceptors)
         self._limits = limits or CallLimits()
         self.port = settings.port
@@ -189,13 +198,12 @@ class GrpcServer:
 
     async def __aenter__(self) -> Self:
         require_loopback(self.settings)
-        identity = (self._identity.interceptor,) if self._identity is not None else ()
         tracer = (traced,) if tracing.is_on() else ()
         interceptors = (
             CallMetrics(self.registry).interceptor,
             as_status,
             self._limits.by_address,
-            *identity,
+            self._identity.interceptor,
             self._limits.by_role,
             self._long_polls.interceptor,
             *tracer,

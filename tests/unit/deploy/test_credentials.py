@@ -7,8 +7,8 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from meshrl.cli.deploy import credentials
-from meshrl.rpc.auth import TokenStore
 from meshrl.rpc.credentials import MeshRole, read_verifiers, sha256
+from meshrl.rpc.identity import TokenStore
 
 
 def made(folder: Path, *options: str) -> dict[str, str]:

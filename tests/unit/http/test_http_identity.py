@@ -16,15 +16,12 @@ from meshrl.http.gateway.sessions import SessionTable
 from meshrl.http.rewards.app import build_app as build_registry
 from meshrl.http.server import CERTIFICATE
 from meshrl.rpc import credentials
-from meshrl.rpc.audit_log import RewardAuditLog
-from meshrl.rpc.auth import Authorizer
+from meshrl.rpc.audit_log import AuditedChanges, RewardAuditLog
 from meshrl.rpc.credentials import MeshRole
-from meshrl.rpc.guarded_registry import GuardedRegistry
+from meshrl.rpc.identity import Identity
 
 OPEN = {("GET", "/health")}
-LOOK = {MeshRole.OPERATOR, MeshRole.SUBMITTER, MeshRole.READER, MeshRole.TRAINER} | {
-    MeshRole.ROLLOUT
-}
+LOOK = {MeshRole.OPERATOR, MeshRole.SUBMITTER, MeshRole.READER}
 CHANGE = {MeshRole.OPERATOR}
 REGISTRY: Mapping[tuple[str, str], set[MeshRole]] = {
     ("POST", "/v1/rewards"): {MeshRole.OPERATOR, MeshRole.SUBMITTER},
@@ -63,22 +60,11 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def authorizer(run_dir: Path, certificates: Mapping[str, MeshRole] | None = None) -> Authorizer:
-    return Authorizer(
-        None,
-        requests_per_minute=1e6,
-        submissions_per_minute=1e6,
-        verifiers=credentials.verifiers_file(run_dir),
-        certificates=certificates,
-    )
-
-
 def registry(run_dir: Path, certificates: Mapping[str, MeshRole] | None = None) -> FastAPI:
     audit = RewardAuditLog(run_dir / "audit.jsonl")
+    identity = Identity(credentials.verifiers_file(run_dir), certificates=certificates)
     absent: Any = Absent()
-    return build_registry(
-        GuardedRegistry(absent, authorizer(run_dir, certificates), audit), 1 << 20
-    )
+    return build_registry(absent, AuditedChanges(absent, audit), identity, 1 << 20)
 
 
 def gateway(run_dir: Path) -> FastAPI:
@@ -87,7 +73,7 @@ def gateway(run_dir: Path) -> FastAPI:
         SessionTable(prompt_tokens=None),
         tokenizer,
         max_body_bytes=1 << 20,
-        authorizer=authorizer(run_dir),
+        identity=Identity(credentials.verifiers_file(run_dir)),
     )
 
 
@@ -181,3 +167,13 @@ async def test_no_byte_of_a_strangers_body_is_read(run_dir: Path) -> None:
                 typed = {"content-type": "application/json"}
                 answer = await http.request(method, place, headers=typed, content=unread())
                 assert answer.status_code == 401, (method, path)
+
+
+async def test_a_host_that_pretends_another_path_claims_no_session(run_dir: Path) -> None:
+    app = gateway(run_dir)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        for host in ("localhost/v1/models?", "localhost/x#", "localhost/v1/sessions?"):
+            headers = {"host": host, **bearer(run_dir, MeshRole.READER)}
+            answer = await http.post("/v1/sessions", json={}, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "wrong_session")

@@ -18,7 +18,7 @@ from ...chat_model import Scripted, chat_tokenizer
 async def test_a_request_belongs_to_the_conversation_that_its_header_names(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path)
     sessions = SessionTable(prompt_tokens=None)
-    app = build_app(sessions, tokenizer, max_body_bytes=10_000, authorizer=None)
+    app = build_app(sessions, tokenizer, max_body_bytes=10_000, identity=None)
     sampling = SamplingParams(max_tokens=40)
     task = Task(run="r", task_id="t", prompt_ids=np.zeros(1, np.int32), sampling=sampling)
     engine = Scripted(tokenizer, "one", "two", "three")

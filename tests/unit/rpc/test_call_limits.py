@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import grpc
@@ -16,7 +16,7 @@ from meshrl.contract.errors import BusyError
 from meshrl.rpc.call_limits import HEALTH_CHECK, HEALTH_WATCH, CallLimits
 from meshrl.rpc.clients.base import Connection, connect
 from meshrl.rpc.credentials import MeshRole
-from meshrl.rpc.identity import ROLES_OF_CALL
+from meshrl.rpc.identity import ANYBODY, CALLER
 from meshrl.rpc.interceptors import Context, collected
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 
@@ -65,7 +65,7 @@ class Server:
         wait_in_role = self._limits.by_role(method, wait)
 
         async def identified(request: Any, context: Context) -> Any:
-            ROLES_OF_CALL.set(frozenset((role,)) if role else frozenset())
+            CALLER.set(replace(ANYBODY, roles=frozenset((role,) if role else ())))
             return await wait_in_role(request, context)
 
         call = self._limits.by_address(method, identified)(request, cast("Context", Call(address)))

@@ -11,7 +11,7 @@ import secrets
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from grpc_reflection.v1alpha import reflection
 import meshrl.v1
 from meshrl.common.certificates import Certificates
 from meshrl.contract.errors import (
+    CapacityError,
     ConfigError,
     CorruptError,
     ForbiddenError,
@@ -38,7 +39,16 @@ from meshrl.rpc.clients.queue_admin import QueueAdminClient
 from meshrl.rpc.clients.rollout import RolloutClient
 from meshrl.rpc.clients.trainer import TrainerClient
 from meshrl.rpc.credentials import Credential, MeshRole, ensure_credentials, new_token
-from meshrl.rpc.identity import METHODS, Identity
+from meshrl.rpc.identity import (
+    CLAIM,
+    METHODS,
+    METRICS,
+    TOKENS,
+    Identity,
+    Presented,
+    RateLimit,
+    TokenStore,
+)
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, require_loopback
 from meshrl.weights.fleet import fetch_fleet
 
@@ -139,6 +149,12 @@ def token_of(run_dir: Path, role: MeshRole) -> str:
     return credentials.file_of_role(run_dir, role).read_text().strip()
 
 
+def roles_of(
+    identity: Identity, authorization: str, names: Sequence[str] | None = None
+) -> frozenset[MeshRole]:
+    return identity.principal(Presented(authorization=authorization, names=names)).roles
+
+
 def test_every_method_of_every_service_is_in_the_table_and_nothing_else_is() -> None:
     assert len(methods()) > 40
     assert set(METHODS) == {*methods(), REFLECTION}
@@ -198,9 +214,9 @@ async def test_health_asks_nobody(run_dir: Path) -> None:
 
 async def test_a_method_that_is_not_in_the_table_is_refused_to_everybody(run_dir: Path) -> None:
     identity = Identity(credentials.verifiers_file(run_dir))
-    authorization = f"Bearer {token_of(run_dir, MeshRole.OPERATOR)}"
+    operator = Presented(authorization=f"Bearer {token_of(run_dir, MeshRole.OPERATOR)}")
     with pytest.raises(ForbiddenError, match="is for nobody"):
-        identity.check("/meshrl.v1.Queue/Unknown", frozenset(), authorization, None)
+        identity.admit("/meshrl.v1.Queue/Unknown", operator)
 
 
 async def test_every_kind_of_call_of_the_clients_presents_the_credential(run_dir: Path) -> None:
@@ -243,9 +259,8 @@ def test_credentials_are_private_and_made_once(tmp_path: Path) -> None:
     verifiers = (folder / "verifiers.json").read_text()
     for role in MeshRole:
         assert token_of(tmp_path, role) not in verifiers
-        assert Identity(folder / "verifiers.json").roles(
-            f"Bearer {token_of(tmp_path, role)}", None
-        ) == {role}
+        identity = Identity(folder / "verifiers.json")
+        assert roles_of(identity, f"Bearer {token_of(tmp_path, role)}") == {role}
 
 
 def test_a_run_from_before_a_role_gets_it_and_keeps_the_others(tmp_path: Path) -> None:
@@ -263,8 +278,8 @@ def test_a_run_from_before_a_role_gets_it_and_keeps_the_others(tmp_path: Path) -
         thread.join()
     identity = Identity(file)
     agent = token_of(tmp_path, MeshRole.AGENT)
-    assert agent != was and identity.roles(f"Bearer {agent}", None) == {MeshRole.AGENT}
-    assert identity.roles(f"Bearer {trainer}", None) == {MeshRole.TRAINER}
+    assert agent != was and roles_of(identity, f"Bearer {agent}") == {MeshRole.AGENT}
+    assert roles_of(identity, f"Bearer {trainer}") == {MeshRole.TRAINER}
     assert json.loads(file.read_text())["reader"] == []
     folder = file.parent
     assert sorted(path.name for path in folder.iterdir()) == sorted([*MeshRole, "verifiers.json"])
@@ -300,15 +315,15 @@ def test_changed_files_count_without_a_restart(
     token, digest = new_token()
     verifiers.write_text(json.dumps({"trainer": [digest]}))
     credentials.file_of_role(run_dir, MeshRole.TRAINER).write_text(token)
-    assert identity.roles(before, None) == {MeshRole.TRAINER}  # looked at once a second
+    assert roles_of(identity, before) == {MeshRole.TRAINER}  # looked at once a second
     now[0] += 1.0
     assert credential.metadata() == (("authorization", f"Bearer {token}"),)
-    assert identity.roles(f"Bearer {token}", None) == {MeshRole.TRAINER}
+    assert roles_of(identity, f"Bearer {token}") == {MeshRole.TRAINER}
     with pytest.raises(UnauthenticatedError):
-        identity.roles(before, None)
+        roles_of(identity, before)
     verifiers.write_text("{")
     now[0] += 1.0
-    assert identity.roles(f"Bearer {token}", None) == {MeshRole.TRAINER}  # a broken file: as before
+    assert roles_of(identity, f"Bearer {token}") == {MeshRole.TRAINER}  # a broken file: as before
 
 
 def test_a_certificate_names_a_role_and_a_credential_beside_it_only_narrows_it(
@@ -317,16 +332,74 @@ def test_a_certificate_names_a_role_and_a_credential_beside_it_only_narrows_it(
     roles = {"spiffe://mesh/rollout": MeshRole.ROLLOUT, "admin": MeshRole.OPERATOR}
     identity = Identity(credentials.verifiers_file(run_dir), certificates=roles)
     trainer = f"Bearer {token_of(run_dir, MeshRole.TRAINER)}"
-    assert identity.roles("", ["rollout-3", "spiffe://mesh/rollout"]) == {MeshRole.ROLLOUT}
-    assert identity.roles(trainer, ["admin"]) == {MeshRole.TRAINER}
-    assert identity.roles(trainer, ["spiffe://mesh/rollout"]) == frozenset()
+    assert roles_of(identity, "", ["rollout-3", "spiffe://mesh/rollout"]) == {MeshRole.ROLLOUT}
+    assert roles_of(identity, trainer, ["admin"]) == {MeshRole.TRAINER}
+    assert roles_of(identity, trainer, ["spiffe://mesh/rollout"]) == frozenset()
     for authorization in ("", trainer):
         with pytest.raises(ForbiddenError, match="certificate of stranger has no role here"):
-            identity.roles(authorization, ["stranger"])
+            roles_of(identity, authorization, ["stranger"])
     unnamed = Identity(credentials.verifiers_file(run_dir))
-    assert unnamed.roles(trainer, ["stranger"]) == {MeshRole.TRAINER}
+    assert roles_of(unnamed, trainer, ["stranger"]) == {MeshRole.TRAINER}
     with pytest.raises(ForbiddenError, match=r"name it in tls\.roles"):
-        unnamed.roles("", ["stranger"])
+        roles_of(unnamed, "", ["stranger"])
+
+
+REWARDS = "/meshrl.v1.RewardRegistry"
+OF_WORD = {
+    "read": {METRICS, *(name for name, roles in METHODS.items() if MeshRole.READER in roles)},
+    "submit": {f"{REWARDS}/SubmitReward"},
+    "operate": {f"{REWARDS}/RollBackReward", f"{REWARDS}/RetireReward"},
+    "claim": {CLAIM},
+}
+
+
+def test_a_word_of_a_tokens_file_allows_its_methods_and_includes_no_other_word(
+    run_dir: Path,
+) -> None:
+    assert set(TOKENS) == set(OF_WORD)
+    made = {word: new_token() for word in OF_WORD}
+    file = run_dir / "tokens.yaml"
+    file.touch(0o600)
+    lines = [
+        {"name": f"who-may-{word}", "roles": [word], "sha256": digest}
+        for word, (_, digest) in made.items()
+    ]
+    file.write_text(json.dumps({"tokens": lines}))
+    reader = {"ann": MeshRole.READER}
+    for certificates, names in ((None, None), (reader, ["ann"])):
+        identity = Identity(
+            credentials.verifiers_file(run_dir), certificates=certificates, tokens=TokenStore(file)
+        )
+        for word, methods in OF_WORD.items():
+            shown = Presented(authorization=f"Bearer {made[word][0]}", names=names)
+            for method in (*METHODS, METRICS, CLAIM):
+                allowed = method in methods and (names is None or word == "read")
+                try:
+                    assert identity.admit(method, shown).name == f"who-may-{word}"
+                    assert allowed, (word, method, names)
+                except ForbiddenError:
+                    assert not allowed, (word, method, names)
+
+
+def test_who_is_not_known_is_counted_by_address_and_who_is_by_name(run_dir: Path) -> None:
+    method = f"{REWARDS}/ListRewards"
+    identity = Identity(
+        credentials.verifiers_file(run_dir), rates={method: [RateLimit("requests", 2)]}
+    )
+    refused: list[tuple[str, str]] = []
+    identity.refused = lambda name, shown, error: refused.append((shown.peer, error.code))
+    reader = f"Bearer {token_of(run_dir, MeshRole.READER)}"
+    for peer in ("10.0.0.1", "10.0.0.2"):
+        for _ in range(2):
+            with pytest.raises(UnauthenticatedError):
+                identity.admit(method, Presented(authorization="Bearer guess", peer=peer))
+        with pytest.raises(CapacityError):
+            identity.admit(method, Presented(authorization="Bearer guess", peer=peer))
+        assert identity.admit(method, Presented(authorization=reader, peer=peer)).peer == peer
+    with pytest.raises(CapacityError, match="more than 2 requests a minute"):
+        identity.admit(method, Presented(authorization=reader, peer="10.0.0.3"))
+    codes = ["unauthenticated", "unauthenticated", "capacity"]
+    assert [code for _, code in refused] == [*codes, *codes, "capacity"]
 
 
 def certificates(folder: Path, authority: trustme.CA, name: str) -> Certificates:

@@ -264,13 +264,13 @@ def rescore(context: click.Context, name: str, rows: Path, version: str, out: Pa
 @click.option("--roles", default="read", show_default=True, help="Some of submit, read, operate.")
 def token(name: str, roles: str) -> None:
     """Make a token for NAME: the token on stderr, its line for reward.registry.tokens on stdout."""
-    from meshrl.rpc.auth import Role
     from meshrl.rpc.credentials import new_token
+    from meshrl.rpc.identity import TOKENS
 
     chosen = [role.strip() for role in roles.split(",")]
-    unknown = [role for role in chosen if role not in set(Role)]
+    unknown = [role for role in chosen if role not in TOKENS]
     if unknown:
-        raise UserError(f"no role {unknown[0]!r}; there are {', '.join(Role)}")
+        raise UserError(f"no role {unknown[0]!r}; there are {', '.join(TOKENS)}")
     token, digest = new_token()
     say(f"the token, shown this once: {token}", err=True)
     say(f"  - {{name: {json.dumps(name)}, roles: [{', '.join(chosen)}], sha256: {digest}}}")

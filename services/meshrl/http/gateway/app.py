@@ -23,13 +23,13 @@ from meshrl.http.gateway.answers import AnswerFormat, StreamedAnswer
 from meshrl.http.gateway.errors import install, refusal, refused
 from meshrl.http.gateway.sessions import SessionTable, address
 from meshrl.http.responses import AsciiJSON
-from meshrl.http.server import address_of, certificate_names
+from meshrl.http.server import presented_by
 from meshrl.rollout.agents.agent import task_json
 from meshrl.rollout.agents.answer_stream import AnswerStream
 from meshrl.rollout.agents.requests import SessionEndedError
 from meshrl.rollout.agents.session import Session
 from meshrl.rollout.tokenizer import ChatTokenizer
-from meshrl.rpc.auth import Authorizer, Role
+from meshrl.rpc.identity import CLAIM, Identity
 
 T = TypeVar("T")
 MODEL = "policy"
@@ -70,9 +70,9 @@ def build_app(
     tokenizer: ChatTokenizer,
     *,
     max_body_bytes: int,
-    authorizer: Authorizer | None,
+    identity: Identity | None,
 ) -> FastAPI:
-    """The app; `authorizer` admits callers who claim sessions; None: nobody may claim."""
+    """The app; `identity` admits callers who claim sessions; None: nobody may claim."""
     app = FastAPI(
         title="meshrl gateway",
         version="1",
@@ -80,9 +80,8 @@ def build_app(
         default_response_class=AsciiJSON,
     )
     app.add_middleware(BodyLimit, limit=max_body_bytes, refuse=refusal)
-    app.add_middleware(
-        SessionAuth, sessions=sessions, authorizer=authorizer
-    )  # added last, so it runs first
+    # Added last, so it runs first.
+    app.add_middleware(SessionAuth, sessions=sessions, identity=identity)
     install(app)
 
     @app.get("/health", tags=["service"])
@@ -90,7 +89,7 @@ def build_app(
         """Whether the gateway serves."""
         return {"status": "serving", "sessions": sessions.open_sessions}
 
-    app.include_router(_sessions(sessions, tokenizer, authorizer), prefix="/v1")
+    app.include_router(_sessions(sessions, tokenizer), prefix="/v1")
     app.include_router(_session_routes(sessions, tokenizer), prefix="/v1")
     app.include_router(_session_routes(sessions, tokenizer), prefix="/sessions/{session_id}/v1")
     return app
@@ -102,10 +101,10 @@ class SessionAuth:
     Of a session: without its API key; that claims one: of a caller who may not.
     """
 
-    def __init__(self, app: ASGIApp, sessions: SessionTable, authorizer: Authorizer | None) -> None:
+    def __init__(self, app: ASGIApp, sessions: SessionTable, identity: Identity | None) -> None:
         self._app = app
         self._sessions = sessions
-        self._authorizer = authorizer
+        self._identity = identity
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -120,12 +119,14 @@ class SessionAuth:
         await self._app(scope, receive, send)
 
     def _check(self, request: Request) -> None:
-        authorization = request.headers.get("authorization", "")
-        if request.url.path.rstrip("/") != CLAIMS:
-            self._sessions.find(authorization)
-        elif self._authorizer is not None:
-            names = certificate_names(request)
-            self._authorizer.check(authorization, address_of(request), Role.CLAIM, names)
+        if request.scope["path"].rstrip("/") != CLAIMS:
+            self._sessions.find(request.headers.get("authorization", ""))
+            return
+        if self._identity is None:
+            raise ForbiddenError(
+                "this worker gives out no sessions (rollout.program_options.external)"
+            )
+        self._identity.admit(CLAIM, presented_by(request))
 
 
 def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRouter:
@@ -189,22 +190,13 @@ def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRout
     return router
 
 
-def _sessions(
-    sessions: SessionTable, tokenizer: ChatTokenizer, authorizer: Authorizer | None
-) -> APIRouter:
+def _sessions(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRouter:
     """Routes for external agents."""
     router = APIRouter(prefix="/sessions", tags=["sessions"], responses=PROBLEMS)
 
     @router.post("", status_code=201, responses={408: {"description": "no row came"}})
     async def claim_session(body: m.ClaimBody, request: Request, token: Token) -> Response:
         """Claim a row that waits for an external agent, as a session."""
-        if authorizer is None:
-            raise ForbiddenError(
-                "this worker gives out no sessions (rollout.program_options.external)"
-            )
-        authorizer.admit(
-            _header(token), address_of(request), Role.CLAIM, certificate_names(request)
-        )
         session = await _unless_disconnected(request, sessions.claim(body.wait_s))
         if session is not None and await request.is_disconnected():
             session.finished.set()  # the client does not get it: its row goes back

@@ -17,8 +17,8 @@ from meshrl.config.recipe import Recipe, uses_gateway
 from meshrl.contract.errors import UserError
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.rollout.tokenizer import ChatTokenizer
-from meshrl.rpc.auth import Authorizer, TokenStore
 from meshrl.rpc.connections import ConnectionLimits
+from meshrl.rpc.identity import CLAIM, Identity, RateLimit, TokenStore
 from meshrl.rpc.runtime import ServerSettings, permit_insecure
 
 log = logging.getLogger(__name__)
@@ -46,11 +46,9 @@ async def gateway_of(
     from meshrl.http.server import serving_http
 
     config = recipe.rollout.gateway
-    authorizer = _authorizer(recipe, settings)
+    identity = _identity(recipe, settings)
     sessions = SessionTable(prompt_tokens=recipe.data.max_prompt_length)
-    app = build_app(
-        sessions, tokenizer, max_body_bytes=config.max_request_bytes, authorizer=authorizer
-    )
+    app = build_app(sessions, tokenizer, max_body_bytes=config.max_request_bytes, identity=identity)
     # No TLS on loopback: certificates do not name loopback addresses.
     tls = Certificates() if is_loopback(config.host) else settings.tls
     port = config.port + _number(name) if config.port else 0
@@ -72,7 +70,7 @@ async def gateway_of(
                 sessions.drain()
 
 
-def _authorizer(recipe: Recipe, settings: ServerSettings) -> Authorizer | None:
+def _identity(recipe: Recipe, settings: ServerSettings) -> Identity | None:
     """Admits callers who claim sessions; None: nobody may. Raises UserError if anybody on the network could."""
     config = recipe.rollout.gateway
     external = bool(recipe.rollout.program_options.get("external"))
@@ -102,14 +100,7 @@ def _authorizer(recipe: Recipe, settings: ServerSettings) -> Authorizer | None:
         )
         return None
     tokens = TokenStore(config.tokens) if config.tokens is not None else None
-    rate = config.claims_per_minute
-    return Authorizer(
-        tokens,
-        requests_per_minute=rate,
-        submissions_per_minute=rate,
-        verifiers=settings.verifiers,
-        certificates=settings.certificate_roles,
-    )
+    return settings.identity(tokens, {CLAIM: [RateLimit("requests", config.claims_per_minute)]})
 
 
 def _number(name: str) -> int:

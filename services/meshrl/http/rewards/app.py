@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi.routing import APIRoute
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security import HTTPBearer
 from starlette.responses import PlainTextResponse, Response
 from typing_extensions import override
 
@@ -16,9 +16,10 @@ from meshrl.http.responses import AsciiJSON
 from meshrl.http.rewards import models as m
 from meshrl.http.rewards import submission
 from meshrl.http.rewards.errors import install, problem
-from meshrl.http.server import address_of, certificate_names
+from meshrl.http.server import presented_by
 from meshrl.rewardd.registry.registry import Registry
-from meshrl.rpc.guarded_registry import Caller, GuardedRegistry
+from meshrl.rpc.audit_log import AuditedChanges
+from meshrl.rpc.identity import CALLER, Identity
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/problem+json": {}}}
@@ -33,55 +34,43 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
         429: "too many requests, or no room",
     }.items()
 }
-METHODS: Mapping[str, Callable[..., Any]] = {
-    "submit_reward": Registry.submit,
-    "list_rewards": Registry.listing,
-    "get_reward": Registry.name,
-    "get_version": Registry.version,
-    "diff_rewards": Registry.diff,
-    "roll_back": Registry.roll_back,
-    "retire": Registry.retire,
-    "score": Registry.score,
-    "compare": Registry.compare,
+METHODS: Mapping[str, str] = {
+    "submit_reward": "SubmitReward",
+    "list_rewards": "ListRewards",
+    "get_reward": "GetReward",
+    "get_version": "GetReward",
+    "diff_rewards": "DiffRewards",
+    "roll_back": "RollBackReward",
+    "retire": "RetireReward",
+    "score": "TryReward",
+    "compare": "CompareRewards",
 }
-"""What each route calls, by the name of its function."""
+"""The method of gRPC that does the same, and asks for the same roles, by the name of a route's function."""
 _bearer = HTTPBearer(
     auto_error=False, description="A credential of the run, or a token of the tokens file."
 )
 
 
-def _caller(
-    request: Request,
-    _: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)] = None,  # for OpenAPI
-) -> Caller:
-    return Caller(
-        authorization=request.headers.get("authorization", ""),
-        peer=address_of(request),
-        transport="http",
-        names=certificate_names(request),
-    )
-
-
-Who = Annotated[Caller, Depends(_caller)]
-
-
-class _CheckedRoute(APIRoute):
-    """Refuses a caller before a byte of the body is read."""
+class _AdmittingRoute(APIRoute):
+    """Admits a caller before a byte of the body is read."""
 
     @override
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
-        method = METHODS[self.name]
+        method = f"/meshrl.v1.RewardRegistry/{METHODS[self.name]}"
 
-        async def checked(request: Request) -> Response:
-            registry: GuardedRegistry = request.app.state.registry
-            registry.check(_caller(request), method, request.path_params.get("name", ""))
+        async def admitted(request: Request) -> Response:
+            identity: Identity = request.app.state.identity
+            subject = request.path_params.get("name", "")
+            CALLER.set(identity.admit(method, presented_by(request, subject)))
             return await handle(request)
 
-        return checked
+        return admitted
 
 
-def build_app(registry: GuardedRegistry, max_body_bytes: int) -> FastAPI:
+def build_app(
+    registry: Registry, changes: AuditedChanges, identity: Identity, max_body_bytes: int
+) -> FastAPI:
     """The app; `max_body_bytes` bounds every request."""
     app = FastAPI(
         title="meshrl reward registry",
@@ -95,38 +84,31 @@ def build_app(registry: GuardedRegistry, max_body_bytes: int) -> FastAPI:
     @app.get("/health", tags=["service"])
     async def health() -> m.HealthModel:
         """Whether the service is up."""
-        return m.HealthModel(status="serving", scoring=registry.scoring)
+        return m.HealthModel(status="serving", scoring=registry.judge.reward_hash)
 
-    app.state.registry = registry
+    app.state.identity = identity
     router = APIRouter(
-        prefix="/v1/rewards", tags=["rewards"], responses=PROBLEMS, route_class=_CheckedRoute
+        prefix="/v1/rewards",
+        tags=["rewards"],
+        responses=PROBLEMS,
+        route_class=_AdmittingRoute,
+        dependencies=[Depends(_bearer)],  # for OpenAPI
     )
-    for add in (_add_versions, _add_changes, _add_trials):
-        add(router, registry)
+    _add_versions(router, registry)
+    _add_changes(router, changes)
+    _add_trials(router, registry)
     app.include_router(router)
     submission.declare(app)
     return app
 
 
-def _add_versions(router: APIRouter, registry: GuardedRegistry) -> None:
-    """Routes that submit and read versions."""
-
-    @router.post("", status_code=201, openapi_extra=submission.CONTENT)
-    async def submit_reward(request: Request, who: Who) -> m.AcceptedModel:
-        """Accept a version and point its name to it."""
-        body = await submission.read(request)
-        accepted = await registry.change(who, Registry.submit, body.submission())
-        return m.AcceptedModel(
-            hash=accepted.manifest.hash,
-            created=accepted.created,
-            tests=accepted.cases,
-            name=m.NameModel.of(accepted.name),
-        )
+def _add_versions(router: APIRouter, registry: Registry) -> None:
+    """Routes that read versions."""
 
     @router.get("")
-    async def list_rewards(who: Who) -> m.ListModel:
+    async def list_rewards() -> m.ListModel:
         """Every name, and what scores the run."""
-        listing = registry.read(who, Registry.listing)
+        listing = registry.listing()
         return m.ListModel(
             names=[m.NameModel.of(name) for name in listing.names],
             followed=listing.followed,
@@ -135,52 +117,64 @@ def _add_versions(router: APIRouter, registry: GuardedRegistry) -> None:
         )
 
     @router.get("/{name}")
-    async def get_reward(name: str, who: Who) -> m.NameModel:
+    async def get_reward(name: str) -> m.NameModel:
         """One name with its history."""
-        return m.NameModel.of(registry.read(who, Registry.name, name))
+        return m.NameModel.of(registry.name(name))
 
     @router.get("/{name}/versions/{version}")
-    async def get_version(name: str, version: str, who: Who) -> m.VersionModel:
+    async def get_version(name: str, version: str) -> m.VersionModel:
         """One version with its source; `current` is the current one."""
         wanted = "" if version == "current" else version
-        return m.VersionModel.of(*registry.read(who, Registry.version, name, wanted))
+        return m.VersionModel.of(*registry.version(name, wanted))
 
     @router.get("/{name}/diff", response_class=PlainTextResponse)
     async def diff_rewards(
-        name: str, who: Who, old: Annotated[str, Query()], new: Annotated[str, Query()] = ""
+        name: str, old: Annotated[str, Query()], new: Annotated[str, Query()] = ""
     ) -> PlainTextResponse:
         """A unified diff of two sources."""
-        text = registry.read(who, Registry.diff, name, old, new)
+        text = registry.diff(name, old, new)
         return PlainTextResponse(text.encode(errors="replace"))
 
 
-def _add_changes(router: APIRouter, registry: GuardedRegistry) -> None:
-    """Routes that change which version a name points to."""
+def _add_changes(router: APIRouter, changes: AuditedChanges) -> None:
+    """Routes that submit versions, and change which one a name points to."""
+
+    @router.post("", status_code=201, openapi_extra=submission.CONTENT)
+    async def submit_reward(request: Request) -> m.AcceptedModel:
+        """Accept a version and point its name to it."""
+        body = await submission.read(request)
+        accepted = await changes.submit(body.submission())
+        return m.AcceptedModel(
+            hash=accepted.manifest.hash,
+            created=accepted.created,
+            tests=accepted.cases,
+            name=m.NameModel.of(accepted.name),
+        )
 
     @router.post("/{name}/rollback")
-    async def roll_back(name: str, body: m.VersionBody, who: Who) -> m.NameModel:
+    async def roll_back(name: str, body: m.VersionBody) -> m.NameModel:
         """Point the name to `version`, or to the one before the current one."""
-        return m.NameModel.of(await registry.change(who, Registry.roll_back, name, body.version))
+        return m.NameModel.of(await changes.roll_back(name, body.version))
 
     @router.post("/{name}/retire")
-    async def retire(name: str, body: m.VersionBody, who: Who) -> m.NameModel:
+    async def retire(name: str, body: m.VersionBody) -> m.NameModel:
         """Forbid a version to score under this name."""
-        return m.NameModel.of(await registry.change(who, Registry.retire, name, body.version))
+        return m.NameModel.of(await changes.retire(name, body.version))
 
 
-def _add_trials(router: APIRouter, registry: GuardedRegistry) -> None:
+def _add_trials(router: APIRouter, registry: Registry) -> None:
     """Routes that score samples with any version; the scores do not enter a run."""
 
     @router.post("/{name}/score")
-    async def score(name: str, body: m.ScoreBody, who: Who) -> list[m.ScoreModel]:
+    async def score(name: str, body: m.ScoreBody) -> list[m.ScoreModel]:
         """Score samples with a version; the scores do not enter a run."""
         samples = [one.sample(number) for number, one in enumerate(body.samples)]
-        scores = await registry.read(who, Registry.score, name, body.version, samples)
+        scores = await registry.score(name, body.version, samples)
         return [m.ScoreModel.of(score) for score in scores]
 
     @router.post("/{name}/compare")
-    async def compare(name: str, body: m.CompareBody, who: Who) -> m.DifferencesModel:
+    async def compare(name: str, body: m.CompareBody) -> m.DifferencesModel:
         """Two versions on the same samples."""
         samples = [one.sample(number) for number, one in enumerate(body.samples)]
-        differences = await registry.read(who, Registry.compare, name, body.a, body.b, samples)
+        differences = await registry.compare(name, body.a, body.b, samples)
         return m.DifferencesModel.of(differences)

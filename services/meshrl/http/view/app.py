@@ -34,7 +34,7 @@ from meshrl.http.view import settings
 from meshrl.http.view.metrics import MetricsFile
 from meshrl.http.view.spans import SpanFiles
 from meshrl.rpc.credentials import sha256, verifiers_file
-from meshrl.rpc.identity import METHODS, METRICS_ROLES, Identity
+from meshrl.rpc.identity import VIEW, Identity, Presented
 from meshrl.trainer.metrics.learning_signs import SIGNS, warnings_of
 from meshrl.trainer.trajectories.files import Split
 
@@ -139,7 +139,7 @@ class Admission:
             return
         try:
             for identity in self._identities.values():
-                identity.check("the view", METRICS_ROLES, authorization, None)
+                identity.admit(VIEW, Presented(authorization=authorization))
         except UnauthenticatedError as error:
             raise UnauthenticatedError(
                 "this page needs its token, or a reader's credential of each of its runs: open the address that "
@@ -152,7 +152,7 @@ class Admission:
         Raises:
             UnauthenticatedError, ForbiddenError: the credential is no operator's.
         """
-        self._identities[key].check("replay", METHODS[REPLAY], authorization, None)
+        self._identities[key].admit(REPLAY, Presented(authorization=authorization))
 
 
 class _Headers:

@@ -1,6 +1,6 @@
 """Runs the reward service, in its own process: the run's judge, its registry, the stage that adds `reward` to rows.
 
-queue ◀─leases, writes─ RewardStage ──▶ ActiveRewardJudge ◀── Registry ◀── GuardedRegistry ◀── gRPC, HTTP
+queue ◀─leases, writes─ RewardStage ──▶ ActiveRewardJudge ◀── Registry ◀── Identity ◀── gRPC, HTTP
 ▲
 RewardServicer (gRPC) ──┘
 """
@@ -24,9 +24,8 @@ from meshrl.launcher.stage_service import (
 from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.reward_stage import RewardStage, token_ends
-from meshrl.rpc.audit_log import RewardAuditLog
-from meshrl.rpc.auth import Authorizer, TokenStore
-from meshrl.rpc.guarded_registry import GuardedRegistry
+from meshrl.rpc.audit_log import AuditedChanges, RewardAuditLog
+from meshrl.rpc.identity import Identity, TokenStore, registry_rates
 from meshrl.rpc.queue_connection import connect_mesh_queue
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, Servicer, permit_insecure
 from meshrl.rpc.service_context import ServiceContext
@@ -40,8 +39,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
     """Serve until stopped."""
     config = recipe.reward.registry
     settings = context.settings.model_copy(update={"authenticated": config.tokens is not None})
-    tokens = TokenStore(config.tokens) if config.tokens is not None else None
-    authorizer = _authorizer(config, settings, tokens)
+    identity = _identity(config, settings)
     # Without protection the service scores, but takes no submissions.
     submissions = _protected(config, settings)
     directory = config.dir if config.dir is not None else recipe.run.path / "rewards"
@@ -49,16 +47,18 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
         # A function that cannot be loaded ends the service here, before any row waits for it.
         registry = await stack.enter_async_context(open_registry(recipe.reward, directory))
         audit = stack.enter_context(closing(RewardAuditLog(directory / "audit.jsonl")))
-        guarded = GuardedRegistry(registry, authorizer, audit)
+        identity.refused = audit.refused
+        changes = AuditedChanges(registry, audit)
+        registry_servicer = RewardRegistryServicer(registry, changes)
         queue = await stack.enter_async_context(connect_mesh_queue(recipe, context))
         servicers: list[Servicer] = [RewardServicer(registry.judge, registry.judge)]
         if submissions:
-            servicers.append(RewardRegistryServicer(guarded))
-        server = GrpcServer(settings, servicers, tokens=tokens)
+            servicers.append(registry_servicer)
+        server = GrpcServer(settings, servicers, identity=identity)
         await stack.enter_async_context(server)
         if submissions and config.http_port is not None:
-            app = build_app(guarded, config.max_request_bytes)
-            guarded.http_address = await stack.enter_async_context(
+            app = build_app(registry, changes, identity, config.max_request_bytes)
+            registry_servicer.http_address = await stack.enter_async_context(
                 serving_http(
                     app,
                     settings.host,
@@ -91,9 +91,7 @@ def _protected(config: RegistryConfig, settings: ServerSettings) -> bool:
     return config.tokens is not None or settings.tls.mutual or is_loopback(settings.host)
 
 
-def _authorizer(
-    config: RegistryConfig, settings: ServerSettings, tokens: TokenStore | None
-) -> Authorizer:
+def _identity(config: RegistryConfig, settings: ServerSettings) -> Identity:
     """Raises UserError if anybody on the network could submit."""
     if config.tokens is not None and settings.tls.cert is None and not is_loopback(settings.host):
         permit_insecure(
@@ -111,10 +109,7 @@ def _authorizer(
             f"{settings.host} is open to everybody: it takes no submissions",
             host=settings.host,
         )
-    return Authorizer(
-        tokens,
-        verifiers=settings.verifiers,
-        certificates=settings.certificate_roles,
-        requests_per_minute=config.requests_per_minute,
-        submissions_per_minute=config.submissions_per_minute,
+    return settings.identity(
+        TokenStore(config.tokens) if config.tokens is not None else None,
+        registry_rates(config.requests_per_minute, config.submissions_per_minute),
     )
