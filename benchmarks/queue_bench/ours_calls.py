@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 from work import SAMPLED, Array, Group, annotate
 
-from meshrl.contract.frames import FRAME_BYTES, Flat, pack, pack_flat
+from meshrl.contract.frames import FRAME_BYTES, Flat, Frame, pack, pack_flat
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import (
-    GroupRows,
     Lease,
-    LeasedGroup,
+    LeasedBlock,
     Outcome,
-    PackedGroup,
+    RowBlock,
     RowFacts,
     RunSpec,
     StageSpec,
@@ -56,7 +55,7 @@ async def write_rollouts(
 ) -> None:
     """Task n is answered with group n, modulo the groups there are."""
     packed = []
-    for leased in lease.groups:
+    for leased in lease.blocks:
         given = groups[int(leased.task) % len(groups)]
         rows = [
             {name: getattr(given, name)[index] for name in ROLLOUT.writes}
@@ -80,7 +79,7 @@ async def write_rollouts(
 
 
 def frames(rows: Sequence[Mapping[str, Array]]) -> list[tuple[int, int]]:
-    """From which row to which each frame has, as `packed_groups` divides the rows of a group."""
+    """From which row to which each frame has, as `pack_rows` divides the rows of a group."""
     starts, size = [0], 0
     for at, row in enumerate(rows):
         nbytes = sum([array.nbytes for array in row.values()])
@@ -92,28 +91,28 @@ def frames(rows: Sequence[Mapping[str, Array]]) -> list[tuple[int, int]]:
 
 
 def packed_group(
-    leased: LeasedGroup, frame: bytes, facts: tuple[RowFacts, ...] = (), start: int = 0
-) -> PackedGroup:
+    leased: LeasedBlock, frame: bytes, facts: tuple[RowFacts, ...] = (), start: int = 0
+) -> RowBlock:
     """Of an annotator's frame, or of a producer's, which begins with row `start` and has facts of each row."""
     end = start + len(facts) if facts else len(leased)
-    return PackedGroup(
+    return RowBlock(
         task=leased.task,
         indices=leased.indices[start:end],
         attempts=leased.attempts[start:end],
         token=leased.token,
-        frame=frame,
+        frames=(Frame(frame),),
         facts=facts,
     )
 
 
 async def write_annotations(queue: Queue, run: str, lease: Lease) -> None:
     """Reward and reference log-probs of every row, computed at once."""
-    tokens = gathered(lease.groups, ("tokens",))["tokens"]
+    tokens = gathered(lease.blocks, ("tokens",))["tokens"]
     assert tokens.lengths is not None
     ends = np.cumsum(tokens.lengths, dtype=np.int64)
     rewards, reference = annotate(tokens.values, ends - tokens.lengths)
     packed, row, token = [], 0, 0
-    for leased in lease.groups:
+    for leased in lease.blocks:
         to_row = row + len(leased)
         to_token = int(ends[to_row - 1])
         columns = {
@@ -125,7 +124,7 @@ async def write_annotations(queue: Queue, run: str, lease: Lease) -> None:
     await queue.write(run, ANNOTATE.name, packed)
 
 
-async def fetch(queue: Queue, run: str, groups: Sequence[GroupRows]) -> dict[str, Flat]:
+async def fetch(queue: Queue, run: str, groups: Sequence[RowBlock]) -> dict[str, Flat]:
     """All columns of the rows, each as one new array with its lengths: what a trainer packs from."""
     fetched = await queue.fetch(run, groups, COLUMNS)
     return gathered(fetched, COLUMNS)

@@ -133,7 +133,7 @@ async def use_every_method(client: QueueClient) -> None:
     await actors.take(2, groups=1)
     await client.redo("run", "reference", [lease.rows[-1].uid])
     lease = await actors.lease(limit=4)
-    await client.append("run", "rollout", [more_of(lease.groups[0], 0, 3)])
+    await client.append("run", "rollout", [more_of(lease.blocks[0], 0, 3)])
     first, *rest = lease.rows
     await client.fail("run", "rollout", first.uid, first.token, Outcome.TIMEOUT, "slow")
     await client.release("run", "rollout", {row.uid: row.token for row in rest[-1:]})

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from meshrl.contract.errors import UnavailableError
-from meshrl.contract.frames import pack
+from meshrl.contract.frames import Frame, pack
 from meshrl.contract.types import (
     GenerateRequest,
     Lease,
-    ProgressGroup,
+    RowBlock,
     SamplingParams,
     Task,
     Uid,
@@ -51,7 +51,7 @@ class Recorded:
     def __init__(self, queue: TransferQueue) -> None:
         self._queue = queue
         self.leases: list[Lease] = []
-        self.appends: list[Sequence[ProgressGroup]] = []
+        self.appends: list[Sequence[RowBlock]] = []
         self.running = self.most = 0
         self.after_append: Callable[[], Any] | None = None
         """Awaited after an append; the worker gets what it raises."""
@@ -66,13 +66,13 @@ class Recorded:
         self.leases.append(lease)
         return lease
 
-    async def append(self, run: str, stage: str, groups: Sequence[ProgressGroup]) -> None:
-        self.appends.append(groups)
+    async def append(self, run: str, stage: str, blocks: Sequence[RowBlock]) -> None:
+        self.appends.append(blocks)
         self.running += 1
         self.most = max(self.most, self.running)
         try:
             if self.accepts:
-                await self._queue.append(run, stage, groups)
+                await self._queue.append(run, stage, blocks)
             if self.after_append is not None:
                 await self.after_append()
         finally:
@@ -215,15 +215,15 @@ async def test_a_checkpoint_with_other_columns_is_ignored(
         [RUN], "rollout", worker="other", limit=8, at_least=8, version=FIRST, wait_s=5
     )
     foreign = [
-        ProgressGroup(
-            task=group.task,
-            indices=group.indices,
-            attempts=group.attempts,
-            token=group.token,
-            starts=(0,) * len(group),
-            frame=pack([{"thoughts": np.arange(3)} for _ in group.indices]),
+        RowBlock(
+            task=block.task,
+            indices=block.indices,
+            attempts=block.attempts,
+            token=block.token,
+            starts=(0,) * len(block),
+            frames=(Frame(pack([{"thoughts": np.arange(3)} for _ in block.indices])),),
         )
-        for group in lease.groups
+        for block in lease.blocks
     ]
     await queue.append(RUN, "rollout", foreign)
     await queue.release(RUN, "rollout", lease.token_of())

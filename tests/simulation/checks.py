@@ -18,7 +18,7 @@ from meshrl.contract.types import (
     Batch,
     Lease,
     Ledger,
-    PackedGroup,
+    RowBlock,
     RunSpec,
     RunState,
     StalePolicy,
@@ -87,14 +87,13 @@ class RowHistory:
                 self.sampled[row.uid.task] += 1
 
     def holders(
-        self, run: str, stage: str, groups: Sequence[PackedGroup]
+        self, run: str, stage: str, blocks: Sequence[RowBlock]
     ) -> dict[Uid, tuple[int, int]]:
         """Of a write that comes in: each row with its token and the newest one."""
         found = {}
-        for group in groups:
-            for index, attempt in zip(group.indices, group.attempts, strict=True):
-                uid = Uid(run, group.task, index, attempt)
-                found[uid] = (group.token, self._newest.get((stage, uid), (-1, ""))[0])
+        for block in blocks:
+            for uid in block.uids(run):
+                found[uid] = (block.token, self._newest.get((stage, uid), (-1, ""))[0])
         return found
 
     def written(self, stage: str, rows: Mapping[Uid, tuple[int, int]]) -> None:
@@ -165,9 +164,9 @@ class WatchedQueue(TransferQueue):
         return lease
 
     @override
-    async def write(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
-        rows = self.history.holders(run, stage, groups)
-        await super().write(run, stage, groups)
+    async def write(self, run: str, stage: str, blocks: Sequence[RowBlock]) -> None:
+        rows = self.history.holders(run, stage, blocks)
+        await super().write(run, stage, blocks)
         self.history.written(stage, rows)
 
     @override

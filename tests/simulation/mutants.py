@@ -17,7 +17,7 @@ from meshrl.contract.types import (
     Batch,
     GenerateDelta,
     OnUpdate,
-    PackedGroup,
+    RowBlock,
     RunSpec,
     RunState,
     Task,
@@ -112,10 +112,10 @@ class _TakesAnew(TransferQueue):
 
 
 class _WritesUnderAnyToken(TransferQueue):
-    async def write(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
-        await super().write(run, stage, [self._held(run, stage, g) for g in groups])
+    async def write(self, run: str, stage: str, blocks: Sequence[RowBlock]) -> None:
+        await super().write(run, stage, [self._held(run, stage, block) for block in blocks])
 
-    def _held(self, run: str, stage: str, write: PackedGroup) -> PackedGroup:
+    def _held(self, run: str, stage: str, write: RowBlock) -> RowBlock:
         state = self._run(run)
         group = state.by_task.get(write.task)
         number = state.stages[stage].number

@@ -252,21 +252,66 @@ def described(array: object) -> str:
 
 
 class Frame:
-    """A frame, read: `rows` is n, `columns` has a Column for each name."""
+    """A frame: bytes that are checked and read when somebody first looks into them, which raises CorruptError.
 
-    __slots__ = ("columns", "rows", "value")
+    Its row i is row `places[i]` of the block that it belongs to. None: it has all rows of that, in order.
+    """
 
-    def __init__(self, value: bytes, what: str = "frame", *, checked: bool = False) -> None:
-        """Raises CorruptError, naming `what`, for bytes that are not a frame.
+    __slots__ = ("_checked", "_head", "_what", "places", "value")
 
-        With `checked` somebody has compared them with their checksum already.
-        """
-        body = memoryview(value)[_SUM.size :] if checked else strip_checksum(value, what)
-        try:
-            self.rows, self.columns = _read(body)
-        except _MALFORMED as error:
-            raise CorruptError(f"{what}: {len(value)} bytes are no frame: {error}") from error
+    def __init__(
+        self,
+        value: bytes,
+        places: tuple[int, ...] | None = None,
+        *,
+        what: str = "frame",
+        checked: bool = False,
+    ) -> None:
+        """Errors name it as `what`. With `checked` somebody has compared its bytes with their checksum already."""
         self.value = value
+        self.places = places
+        self._what = what
+        self._checked = checked
+        self._head: tuple[int, dict[str, Column]] | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Frame):
+            return NotImplemented
+        return self.value == other.value and self.places == other.places
+
+    def __hash__(self) -> int:
+        return hash((self.value, self.places))
+
+    def __repr__(self) -> str:
+        return f"Frame({len(self.value)} bytes, {self.places})"
+
+    @property
+    def head(self) -> dict[str, Column]:
+        """The columns by name, before their bytes are compared with the checksum."""
+        return self._read()[1]
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """The columns by name, checked."""
+        if not self._checked:
+            strip_checksum(self.value, self._what)
+            self._checked = True
+        return self._read()[1]
+
+    @property
+    def rows(self) -> int:
+        """How many it has."""
+        return self._read()[0]
+
+    def _read(self) -> tuple[int, dict[str, Column]]:
+        if self._head is None:
+            try:
+                self._head = _read(memoryview(self.value)[_SUM.size :])
+            except _MALFORMED as error:
+                raise CorruptError(
+                    f"{self._what}: {len(self.value)} bytes are no frame: {error}"
+                ) from error
+        return self._head
 
     def row(self, position: int, names: Iterable[str] | None = None) -> dict[str, Array]:
         """The columns of one row (all, or those of `names` that it has). For many rows take `split`."""
@@ -297,18 +342,19 @@ class Frame:
 
     def select(self, names: Iterable[str], positions: Sequence[int] | None = None) -> bytes:
         """A frame of some columns, and of some rows; this one where that is all it has."""
-        selected = [name for name in names if name in self.columns]
+        own = self.columns
+        selected = [name for name in names if name in own]
         whole = positions is None or list(positions) == list(range(self.rows))
-        if whole and len(selected) == len(self.columns):
+        if whole and len(selected) == len(own):
             return self.value
         if positions is not None and not whole:
             split = {name: self.split(name) for name in selected}
             return pack([{name: of[row] for name, of in split.items()} for row in positions])
         # Whole columns: their bytes as they lie here.
         heads, lengths, bodies = [], [], []
-        for entry, own, total, body, at, lengths_at in map(self.columns.__getitem__, selected):
+        for entry, of_rows, total, body, at, lengths_at in map(own.__getitem__, selected):
             heads.append(entry.encoded)
-            if own is not None:
+            if of_rows is not None:
                 lengths.append(body[lengths_at : lengths_at + 4 * self.rows])
             nbytes = total * entry.step
             bodies.append(body[at : at + nbytes + -nbytes % 8])

@@ -21,15 +21,12 @@ from meshrl.contract.types import (
     EngineStats,
     GenerateDelta,
     GenerateRequest,
-    GroupRows,
     Lease,
     Ledger,
     OnUpdate,
     Outcome,
-    PackedGroup,
-    PayloadGroup,
     Precision,
-    ProgressGroup,
+    RowBlock,
     RowWrite,
     RunSpec,
     RunState,
@@ -41,8 +38,8 @@ from meshrl.contract.types import (
     Version,
     Waiting,
     WeightManifest,
-    group_rows,
-    packed_groups,
+    blocks_of,
+    pack_rows,
 )
 
 
@@ -115,7 +112,7 @@ class Queue(Protocol):
         """
         ...
 
-    async def write(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+    async def write(self, run: str, stage: str, blocks: Sequence[RowBlock]) -> None:
         """Add columns to leased rows, all or none, durable on return; writing twice is writing once.
 
         Raises FencedError (with `uid`) when a row is leased to somebody else, UserError (with `uid`) when a column
@@ -127,14 +124,15 @@ class Queue(Protocol):
         self, run: str, stage: str, token_of: Mapping[Uid, int], rows: Sequence[RowWrite]
     ) -> None:
         """`write` for rows that are not packed yet."""
-        await self.write(run, stage, packed_groups(token_of, rows, self.logprob_precision))
+        await self.write(run, stage, pack_rows(token_of, rows, self.logprob_precision))
 
-    async def append(self, run: str, stage: str, groups: Sequence[ProgressGroup]) -> None:
+    async def append(self, run: str, stage: str, blocks: Sequence[RowBlock]) -> None:
         """Store the progress of rows that a stage holds, durable on return; appending twice is appending once.
 
-        The next holder of a row of this stage gets it (`LeasedRow.prefix`); the stage's write deletes it. Frames hold
-        any columns, each with the same number of entries per row. Raises FencedError (with `uid`); ConflictError
-        (with `uid`) when entries before `starts` are missing; UserError (with `uid`) as `write` does.
+        The next holder of a row of this stage gets it (`LeasedRow.prefix`); the stage's write deletes it. A block
+        says its `starts`; its frame has any columns, each with the same number of entries per row. Raises FencedError
+        (with `uid`); ConflictError (with `uid`) when entries before `starts` are missing; UserError (with `uid`) as
+        `write` does.
         """
         ...
 
@@ -168,17 +166,17 @@ class Queue(Protocol):
         ...
 
     async def fetch(
-        self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
-    ) -> Sequence[PayloadGroup]:
-        """Payload of resident rows, in the frames in which it was written. Raises NotFoundError (with `uid`)."""
+        self, run: str, blocks: Sequence[RowBlock], columns: Sequence[str]
+    ) -> Sequence[RowBlock]:
+        """Payload of the resident rows that `blocks` name, in the same blocks. Raises NotFoundError (with `uid`)."""
         ...
 
     async def fetch_rows(
         self, run: str, uids: Sequence[Uid], columns: Sequence[str]
     ) -> Sequence[Columns]:
         """`fetch` by the row, in order."""
-        groups = await self.fetch(run, group_rows(run, uids), columns)
-        return [row for group in groups for row in group.columns()]
+        blocks = await self.fetch(run, blocks_of(run, uids), columns)
+        return [row for block in blocks for row in block.columns()]
 
     async def filter(self, run: str, *, epoch: int, uids: Sequence[Uid], reason: str) -> None:
         """Taken rows leave the run untrained, counted under `reason`.

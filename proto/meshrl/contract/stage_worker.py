@@ -305,17 +305,17 @@ class StageWorker:
             await asyncio.gather(asking, draining, return_exceptions=True)
 
     async def _readable(self, lease: Lease) -> list[LeasedRow]:
-        """Its rows. Those of a group whose payload is damaged fail, and keep no others from being worked on."""
+        """Its rows. Those of a block whose payload is damaged fail, and keep no others from being worked on."""
         rows: list[LeasedRow] = []
-        for group in lease.groups:
+        for block in lease.blocks:
             try:
-                rows += group.rows()
+                rows += block.rows()
             except CorruptError as error:
-                for uid in group.uids(lease.run):
+                for uid in block.uids(lease.run):
                     failure = Failure(
                         uid=uid, outcome=Outcome.INFRA_FAULT, reason=f"damaged: {error.message}"
                     )
-                    await self._fail(failure, group.token)
+                    await self._fail(failure, block.token)
         return rows
 
     async def _work(self, call: _Call, after: Collection[asyncio.Task[None]]) -> None:

@@ -36,7 +36,7 @@ from meshrl.contract.errors import (
     MeshError,
     UserError,
 )
-from meshrl.contract.frames import Flat, pack_flat
+from meshrl.contract.frames import Flat, Frame, pack_flat
 from meshrl.contract.ports import Queue
 from meshrl.contract.stage_worker import Progress
 from meshrl.contract.types import (
@@ -46,7 +46,7 @@ from meshrl.contract.types import (
     GenerateRequest,
     Int32,
     LeasedRow,
-    ProgressGroup,
+    RowBlock,
     Uid,
     Version,
 )
@@ -211,7 +211,7 @@ class GenerationCheckpointer(Progress):
         """Append all rows in one call; without a row that the queue refuses, the others are sent again."""
         while rows := [r for r in rows if self._rows.get(r.row.uid) is r]:
             try:
-                await self._queue.append(run, ROLLOUT_STAGE.name, _groups(rows))
+                await self._queue.append(run, ROLLOUT_STAGE.name, _blocks(rows))
             except MeshError as error:
                 if not self._refused(error, rows):
                     self._put_off(error)
@@ -391,19 +391,19 @@ def continuation(request: GenerateRequest, prefix: Sequence[GenerateDelta]) -> G
     )
 
 
-def _groups(rows: Sequence[RunningRow]) -> list[ProgressGroup]:
-    """One progress group, with one frame, for the rows of each group and fencing token."""
+def _blocks(rows: Sequence[RunningRow]) -> list[RowBlock]:
+    """A block for the rows of each group and fencing token."""
     bins: dict[tuple[str, int], list[RunningRow]] = defaultdict(list)
     for row in rows:
         bins[row.row.uid.task, row.row.token].append(row)
     return [
-        ProgressGroup(
+        RowBlock(
             task=task,
             indices=tuple(row.row.uid.index for row in members),
             attempts=tuple(row.row.uid.attempt for row in members),
             token=token,
             starts=tuple(row.saved for row in members),
-            frame=progress_frame([row.sending for row in members]),
+            frames=(Frame(progress_frame([row.sending for row in members])),),
         )
         for (task, token), members in bins.items()
     ]

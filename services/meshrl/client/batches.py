@@ -28,13 +28,13 @@ from meshrl.contract.types import (
     Batch,
     BatchRow,
     Columns,
-    PayloadGroup,
+    RowBlock,
     RunState,
     Trajectory,
     Uid,
     Version,
+    blocks_of,
     gathered,
-    group_rows,
 )
 
 
@@ -46,7 +46,7 @@ class TrainBatch:
     step: int
     """The optimizer step that the batch is for."""
     rows: tuple[BatchRow, ...]
-    groups: tuple[PayloadGroup, ...]
+    groups: tuple[RowBlock, ...]
     """The payload of `rows`, in the frames in which it was written."""
 
     @cached_property
@@ -84,7 +84,7 @@ async def fetch(
 ) -> TrainBatch:
     """The payload of a rank's share of a batch."""
     rows = share.rows_of(batch)
-    groups = await port.fetch(batch.run, group_rows(batch.run, (row.uid for row in rows)), columns)
+    groups = await port.fetch(batch.run, blocks_of(batch.run, (row.uid for row in rows)), columns)
     return TrainBatch(epoch=epoch, step=batch.step, rows=rows, groups=tuple(groups))
 
 

@@ -23,13 +23,13 @@ from typing import Any, Final
 import numpy as np
 
 from meshrl.contract.errors import FencedError, WaitTimeoutError
-from meshrl.contract.frames import pack
+from meshrl.contract.frames import Frame, pack
 from meshrl.contract.types import (
     ROLLOUT_STAGE,
-    LeasedGroup,
+    LeasedBlock,
     OnUpdate,
     Outcome,
-    PackedGroup,
+    RowBlock,
     RowFacts,
     RunSpec,
     SamplingParams,
@@ -76,7 +76,7 @@ class Outlook:
 class _Row:
     """One row in a slot."""
 
-    group: LeasedGroup
+    block: LeasedBlock
     position: int
     tokens: int
     turns_left: int
@@ -188,12 +188,12 @@ class _Worker:
             mesh.processor.charge(calls=0, rows=lease.num_rows)
             self.renew()
             self._taken += lease.num_rows
-            for group in lease.groups:
-                task = int(group.task)
-                for position, index in enumerate(group.indices):
-                    attempt = group.attempts[position]
+            for block in lease.blocks:
+                task = int(block.task)
+                for position, index in enumerate(block.indices):
+                    attempt = block.attempts[position]
                     tokens = setting.lengths.draw(setting.seed, task, index, attempt)
-                    row = _Row(group, position, tokens, setting.tool_calls, self.version)
+                    row = _Row(block, position, tokens, setting.tool_calls, self.version)
                     if self._updating:
                         self._waiting.append(row)
                     else:
@@ -237,38 +237,38 @@ class _Worker:
             rows, self._finished = self._finished, []
             by_grant: dict[tuple[str, int], list[_Row]] = {}
             for row in rows:
-                by_grant.setdefault((row.group.task, row.group.token), []).append(row)
+                by_grant.setdefault((row.block.task, row.block.token), []).append(row)
             await mesh.processor.spend(rows=len(rows))
-            groups = [self._packed(held) for held in by_grant.values()]
+            blocks = [self._packed(held) for held in by_grant.values()]
             with suppress(FencedError):
                 if mesh.setting.reward_s:
-                    mesh.beside(self._write_later(groups))
+                    mesh.beside(self._write_later(blocks))
                 else:
-                    await mesh.queue.write(RUN, ROLLOUT_STAGE.name, groups)
+                    await mesh.queue.write(RUN, ROLLOUT_STAGE.name, blocks)
             # The other stages: a lease and a write each, whose rows come together as these did.
             stages = mesh.setting.stages
             mesh.processor.charge(calls=2 * stages, rows=2 * stages * len(rows))
             if self._finished:
                 self._written.set()
 
-    async def _write_later(self, groups: list[PackedGroup]) -> None:
+    async def _write_later(self, blocks: list[RowBlock]) -> None:
         await asyncio.sleep(self._mesh.setting.reward_s)
         with suppress(FencedError):
-            await self._mesh.queue.write(RUN, ROLLOUT_STAGE.name, groups)
+            await self._mesh.queue.write(RUN, ROLLOUT_STAGE.name, blocks)
 
-    def _packed(self, rows: list[_Row]) -> PackedGroup:
-        group, mean = rows[0].group, self._mesh.setting.lengths.mean
+    def _packed(self, rows: list[_Row]) -> RowBlock:
+        block, mean = rows[0].block, self._mesh.setting.lengths.mean
         stored = tuple([max(1, round(SHORT_TOKENS * row.tokens / mean)) for row in rows])
         facts = [
             RowFacts(Outcome.OK, length, row.oldest, max(row.oldest, self.version))
             for row, length in zip(rows, stored, strict=True)
         ]
-        return PackedGroup(
-            task=group.task,
-            indices=tuple([group.indices[row.position] for row in rows]),
-            attempts=tuple([group.attempts[row.position] for row in rows]),
-            token=group.token,
-            frame=_frame(stored),
+        return RowBlock(
+            task=block.task,
+            indices=tuple([block.indices[row.position] for row in rows]),
+            attempts=tuple([block.attempts[row.position] for row in rows]),
+            token=block.token,
+            frames=(Frame(_frame(stored)),),
             facts=tuple(facts),
         )
 

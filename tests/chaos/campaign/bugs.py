@@ -10,16 +10,13 @@ from typing import Any
 import numpy as np
 
 from meshrl.contract.errors import FencedError
-from meshrl.contract.frames import pack
+from meshrl.contract.frames import Frame, pack
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import (
     Batch,
-    GroupRows,
     Lease,
     Ledger,
-    PackedGroup,
-    Part,
-    PayloadGroup,
+    RowBlock,
     Task,
 )
 
@@ -38,13 +35,13 @@ class Wrong:
     def __getattr__(self, verb: str) -> Any:
         return getattr(self.queue, verb)
 
-    async def write(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
-        await self.queue.write(run, stage, groups)
+    async def write(self, run: str, stage: str, blocks: Sequence[RowBlock]) -> None:
+        await self.queue.write(run, stage, blocks)
 
     async def fetch(
-        self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
-    ) -> Sequence[PayloadGroup]:
-        return await self.queue.fetch(run, groups, columns)
+        self, run: str, blocks: Sequence[RowBlock], columns: Sequence[str]
+    ) -> Sequence[RowBlock]:
+        return await self.queue.fetch(run, blocks, columns)
 
     def due(self) -> bool:
         self._chances += 1
@@ -54,23 +51,23 @@ class Wrong:
 class DropsAWrite(Wrong):
     """Acknowledges a write and forgets it."""
 
-    async def write(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+    async def write(self, run: str, stage: str, blocks: Sequence[RowBlock]) -> None:
         if stage != "reward" or not self.due():
-            await self.queue.write(run, stage, groups)
+            await self.queue.write(run, stage, blocks)
 
 
 class TakesFencedWrites(Wrong):
     """Lets a lease expire under its holder, and acknowledges the write that comes too late."""
 
-    async def write(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+    async def write(self, run: str, stage: str, blocks: Sequence[RowBlock]) -> None:
         if stage == "rollout" and self.due():
             ledger = await self.queue.run_state(run)
             await asyncio.sleep(3 * ledger.spec.lease_ttl_s)
             try:
-                await self.queue.write(run, stage, groups)
+                await self.queue.write(run, stage, blocks)
             except FencedError:
                 return
-        await self.queue.write(run, stage, groups)
+        await self.queue.write(run, stage, blocks)
 
 
 class GrantsTwice(Wrong):
@@ -117,8 +114,8 @@ class ResurrectsACommittedRow(Wrong):
         if self._first is None:
             self._first = lease
         if self._committed and self.due():
-            ghosts = tuple(replace(g, token=g.token + 10**6) for g in self._first.groups)
-            return replace(lease, groups=(*lease.groups, *ghosts))
+            ghosts = tuple(replace(g, token=g.token + 10**6) for g in self._first.blocks)
+            return replace(lease, blocks=(*lease.blocks, *ghosts))
         return lease
 
 
@@ -126,14 +123,14 @@ class AltersContent(Wrong):
     """Flips a bit of what was stored."""
 
     async def fetch(
-        self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
-    ) -> Sequence[PayloadGroup]:
-        first, *rest = await self.queue.fetch(run, groups, columns)
+        self, run: str, blocks: Sequence[RowBlock], columns: Sequence[str]
+    ) -> Sequence[RowBlock]:
+        first, *rest = await self.queue.fetch(run, blocks, columns)
         if self.due():
             rows = first.columns()
             tokens: Any = rows[0]["tokens"] ^ np.int32(1)
             frame = pack([{**rows[0], "tokens": tokens}, *rows[1:]])
-            first = replace(first, parts=(Part(rows=tuple(range(len(rows))), frame=frame),))
+            first = replace(first, frames=(Frame(frame, tuple(range(len(rows)))),))
         return [first, *rest]
 
 

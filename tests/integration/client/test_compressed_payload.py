@@ -11,7 +11,7 @@ import pytest
 from meshrl.client import LeasedRow, Queue, RowWrite
 from meshrl.contract import codec
 from meshrl.contract.codec.compression import TAKES_COMPRESSED, Mode
-from meshrl.contract.types import group_rows
+from meshrl.contract.types import blocks_of
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
 
@@ -61,7 +61,7 @@ async def test_payload_is_sent_compressed_to_a_caller_that_asks_for_it(
             break
         uids = [row.uid for row in batch.rows]
     request = pb.FetchRowsRequest(
-        run=mode, rows=codec.encode_rows(group_rows(mode, uids)), columns=["tokens"]
+        run=mode, rows=codec.encode_rows(blocks_of(mode, uids)), columns=["tokens"]
     )
     plain = await fetched(address, request)
     small = await fetched(address, request, TAKES_COMPRESSED)

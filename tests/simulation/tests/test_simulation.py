@@ -16,7 +16,7 @@ import pytest
 
 from meshrl.contract.errors import InfraError
 from meshrl.contract.frames import Frame, pack
-from meshrl.contract.types import Batch, GroupRows, PayloadGroup, StalePolicy
+from meshrl.contract.types import Batch, RowBlock, StalePolicy
 from meshrl.trainer.loop.loop import Trainer
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, Table
@@ -252,10 +252,10 @@ class _DamagesWhatIsTaken(TransferQueue):
     _fetches = 0
 
     async def fetch(
-        self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
-    ) -> Sequence[PayloadGroup]:
-        self._fetches += bool(groups) and "reward" in columns
-        group = self._run(run).by_task.get(groups[0].task) if groups else None
+        self, run: str, blocks: Sequence[RowBlock], columns: Sequence[str]
+    ) -> Sequence[RowBlock]:
+        self._fetches += bool(blocks) and "reward" in columns
+        group = self._run(run).by_task.get(blocks[0].task) if blocks else None
         if "reward" in columns and self._fetches % 5 == 1 and group is not None:
             frame = group.frames[0 if "tokens" in columns else -1]
             key = group.frame_key(frame.number)
@@ -264,7 +264,7 @@ class _DamagesWhatIsTaken(TransferQueue):
             damaged = bytes(len(value))
             await self._store.apply([Operation(Table.PAYLOAD, key, damaged)])
             self._payload.forget()
-        return await super().fetch(run, groups, columns)
+        return await super().fetch(run, blocks, columns)
 
 
 class _MixesUpMasks(TransferQueue):
@@ -273,25 +273,24 @@ class _MixesUpMasks(TransferQueue):
     _fetches = 0
 
     async def fetch(
-        self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
-    ) -> Sequence[PayloadGroup]:
-        found = list(await super().fetch(run, groups, columns))
-        if "loss_mask" not in columns or not groups:
+        self, run: str, blocks: Sequence[RowBlock], columns: Sequence[str]
+    ) -> Sequence[RowBlock]:
+        found = list(await super().fetch(run, blocks, columns))
+        if "loss_mask" not in columns or not blocks:
             return found
         self._fetches += 1
         if self._fetches % 5 == 1:
-            _mixed_up.add(groups[0].task)
-        return [self._mixed(group) if group.task in _mixed_up else group for group in found]
+            _mixed_up.add(blocks[0].task)
+        return [self._mixed(block) if block.task in _mixed_up else block for block in found]
 
-    def _mixed(self, group: PayloadGroup) -> PayloadGroup:
-        parts = []
-        for part in group.parts:
-            frame = Frame(part.frame)
+    def _mixed(self, block: RowBlock) -> RowBlock:
+        frames = []
+        for frame in block.frames:
             rows = [frame.row(position) for position in range(frame.rows)]
             if "loss_mask" in frame.columns:
                 rows = [{**row, "loss_mask": row["loss_mask"] + np.uint8(7)} for row in rows]
-            parts.append(replace(part, frame=pack(rows)))
-        return replace(group, parts=tuple(parts))
+            frames.append(Frame(pack(rows), frame.places))
+        return replace(block, frames=tuple(frames))
 
 
 _mixed_up: set[str] = set()

@@ -13,10 +13,10 @@ from hypothesis.extra import numpy as hnp
 from meshrl.contract import codec
 from meshrl.contract.codec.control import DTYPES
 from meshrl.contract.types import (
-    BatchGroup,
     GroupPolicy,
     Message,
     Outcome,
+    RowBlock,
     RowFacts,
     RunSpec,
     SamplingParams,
@@ -106,21 +106,21 @@ counts = st.dictionaries(texts, large, max_size=3)
 
 
 @st.composite
-def batch_groups(draw: st.DrawFn) -> BatchGroup:
+def batch_groups(draw: st.DrawFn) -> RowBlock:
     rows = draw(st.integers(0, 3))
 
     def of_rows(values: st.SearchStrategy[Any]) -> Any:
         return draw(st.lists(values, min_size=rows, max_size=rows).map(tuple))
 
-    return BatchGroup(
+    manifest_facts = st.builds(
+        RowFacts, st.sampled_from(Outcome), large, versions, versions, st.just("")
+    )
+    return RowBlock(
         task=draw(names),
         indices=of_rows(small),
         attempts=of_rows(small),
-        size=draw(small),
-        num_tokens=of_rows(large),
-        oldest=of_rows(versions),
-        newest=of_rows(versions),
-        outcomes=of_rows(st.sampled_from(Outcome)),
+        group_size=draw(small),
+        facts=of_rows(manifest_facts),
     )
 
 

@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 from meshrl.contract import codec
 from meshrl.contract.codec import compression
 from meshrl.contract.errors import UserError
+from meshrl.contract.frames import Frame
 from meshrl.contract.types import (
-    GroupRows,
     Lease,
-    LeasedGroup,
-    PackedGroup,
-    Part,
-    PayloadGroup,
+    LeasedBlock,
+    RowBlock,
     RowFacts,
     Task,
 )
@@ -73,12 +71,9 @@ def groups(draw: st.DrawFn) -> dict[str, Any]:
 def payloads(draw: st.DrawFn) -> dict[str, Any]:
     fields = draw(groups())
     rows = range(len(fields["indices"]))
-    part = st.builds(
-        Part,
-        rows=st.lists(st.sampled_from(rows)).map(tuple) if rows else st.just(()),
-        frame=plain_frames,
-    )
-    return {**fields, "parts": draw(st.lists(part, max_size=2).map(tuple))}
+    places = st.lists(st.sampled_from(rows)).map(tuple) if rows else st.just(())
+    frame = st.builds(Frame, plain_frames, places)
+    return {**fields, "frames": draw(st.lists(frame, max_size=2).map(tuple))}
 
 
 @given(st.lists(st.tuples(payloads(), tasks), max_size=3))
@@ -87,8 +82,8 @@ def test_leases_come_back(several: list[Any]) -> None:
         stage="rollout",
         worker="w",
         ttl_s=3.5,
-        groups=tuple(
-            LeasedGroup(
+        blocks=tuple(
+            LeasedBlock(
                 **{**fields, "task": task.task_id},
                 token=number,
                 deliveries=tuple(range(len(fields["indices"]))),
@@ -105,11 +100,11 @@ def test_writes_come_back(several: list[Any], fact: RowFacts) -> None:
     call = codec.WriteCall(
         run="r",
         stage="rollout",
-        groups=tuple(
-            PackedGroup(
+        blocks=tuple(
+            RowBlock(
                 **fields,
                 token=token,
-                frame=frame,
+                frames=(Frame(frame),),
                 facts=(fact,) * len(fields["indices"]) if sampled else (),
             )
             for fields, token, frame, sampled in several
@@ -121,16 +116,16 @@ def test_writes_come_back(several: list[Any], fact: RowFacts) -> None:
 def test_a_written_frame_keeps_no_message_in_memory() -> None:
     groups = (written("a", 400_000), written("b", 1_000), written("c", 0))
     messages = over_the_network(
-        codec.encode_write(codec.WriteCall(run="r", stage="reward", groups=groups))
+        codec.encode_write(codec.WriteCall(run="r", stage="reward", blocks=groups))
     )
     assert len(messages) == 1
-    arrived = codec.decode_write(messages).groups
-    assert [type(group.frame) for group in arrived] == [bytes] * 3
+    arrived = codec.decode_write(messages).blocks
+    assert [type(block.frame.value) for block in arrived] == [bytes] * 3
     assert same(groups, arrived)
 
 
-@given(st.lists(payloads().map(lambda fields: PayloadGroup(**fields)), max_size=3))
-def test_fetched_payload_comes_back(fetched: list[PayloadGroup]) -> None:
+@given(st.lists(payloads().map(lambda fields: RowBlock(**fields)), max_size=3))
+def test_fetched_payload_comes_back(fetched: list[RowBlock]) -> None:
     messages = over_the_network(list(codec.encode_fetched(fetched)))
     assert same(fetched, codec.decode_fetched(messages, fetched))
 
@@ -139,9 +134,7 @@ def test_fetched_payload_comes_back(fetched: list[PayloadGroup]) -> None:
 @settings(max_examples=20)
 def test_frames_share_messages_of_a_mebibyte(sizes: list[int]) -> None:
     fetched = [
-        PayloadGroup(
-            task=f"t{at}", indices=(0,), attempts=(0,), parts=(Part(rows=(0,), frame=bytes(size)),)
-        )
+        RowBlock(task=f"t{at}", indices=(0,), attempts=(0,), frames=(Frame(bytes(size), (0,)),))
         for at, size in enumerate(sizes)
     ]
     messages = list(codec.encode_fetched(fetched))
@@ -150,13 +143,13 @@ def test_frames_share_messages_of_a_mebibyte(sizes: list[int]) -> None:
     assert same(fetched, codec.decode_fetched(over_the_network(messages), fetched))
 
 
-def written(task: str, nbytes: int = 8) -> PackedGroup:
-    return PackedGroup(task=task, indices=(0,), attempts=(0,), token=1, frame=bytes(nbytes))
+def written(task: str, nbytes: int = 8) -> RowBlock:
+    return RowBlock(task=task, indices=(0,), attempts=(0,), token=1, frames=(Frame(bytes(nbytes)),))
 
 
 def test_a_stream_that_was_cut_short_is_refused() -> None:
     call = codec.WriteCall(
-        run="r", stage="s", groups=tuple(written(f"t{n}", 400_000) for n in range(5))
+        run="r", stage="s", blocks=tuple(written(f"t{n}", 400_000) for n in range(5))
     )
     messages = codec.encode_write(call)
     assert len(messages) > 1
@@ -169,12 +162,12 @@ def test_a_stream_that_was_cut_short_is_refused() -> None:
 
 
 def test_a_stream_with_too_many_or_too_few_frames_is_refused() -> None:
-    [bulk] = codec.encode_write(codec.WriteCall(run="r", stage="s", groups=(written("t"),)))
+    [bulk] = codec.encode_write(codec.WriteCall(run="r", stage="s", blocks=(written("t"),)))
     with pytest.raises(UserError, match="1 groups with 1 tokens, 2 frames"):
         codec.decode_write([codec.Bulk(bulk.message, [b"", b""])])
     with pytest.raises(UserError, match="1 groups with 1 tokens, 0 frames"):
         codec.decode_write([codec.Bulk(bulk.message, [])])
-    group = PayloadGroup(task="t", indices=(0,), attempts=(0,), parts=(Part(rows=(0,), frame=b""),))
+    group = RowBlock(task="t", indices=(0,), attempts=(0,), frames=(Frame(b"", (0,)),))
     [fetched] = codec.encode_fetched([group])
     for frames in ([b"", b""], []):
         with pytest.raises(UserError, match=f"1 parts with {len(frames)} frames"):
@@ -219,20 +212,20 @@ def test_bulk_takes_what_protobuf_takes_and_nothing_else(data: bytes) -> None:
 
 
 def test_lists_that_do_not_fit_each_other_are_refused() -> None:
-    [message] = codec.encode_write(codec.WriteCall(run="r", stage="s", groups=(written("t"),)))
+    [message] = codec.encode_write(codec.WriteCall(run="r", stage="s", blocks=(written("t"),)))
     message.message.rows.indices.append(1)
     with pytest.raises(UserError, match="1 rows with 2 indices"):
         codec.decode_write([message])
 
 
 def test_a_frame_of_rows_that_nobody_asked_for_is_refused() -> None:
-    group = PayloadGroup(task="t", indices=(0,), attempts=(0,), parts=(Part(rows=(1,), frame=b""),))
+    group = RowBlock(task="t", indices=(0,), attempts=(0,), frames=(Frame(b"", (1,)),))
     with pytest.raises(UserError, match="for a group of 1 rows"):
         codec.decode_fetched(list(codec.encode_fetched([group])), [group])
 
 
 def test_fetched_rows_must_be_the_rows_asked_for() -> None:
-    group = PayloadGroup(task="t", indices=(0,), attempts=(0,))
-    sent = GroupRows(task="t", indices=(1,), attempts=(0,))
+    group = RowBlock(task="t", indices=(0,), attempts=(0,))
+    sent = RowBlock(task="t", indices=(1,), attempts=(0,))
     with pytest.raises(UserError, match="not the ones"):
         codec.decode_fetched(list(codec.encode_fetched([group])), [sent])

@@ -23,13 +23,12 @@ from meshrl.contract.frames import (
     with_checksum,
 )
 from meshrl.contract.types import (
-    Part,
-    PayloadGroup,
+    RowBlock,
     RowWrite,
     Uid,
+    blocks_of,
     gathered,
-    group_rows,
-    packed_groups,
+    pack_rows,
 )
 
 
@@ -140,7 +139,7 @@ def test_a_value_cut_short_is_noticed(value: bytes) -> None:
 @settings(max_examples=300)
 def test_nonsense_with_a_checksum_is_a_corrupt_error_and_nothing_else(body: bytes) -> None:
     try:
-        Frame(with_checksum(body), "row 7")
+        Frame(with_checksum(body), what="row 7").columns  # noqa: B018
     except CorruptError as error:
         assert "row 7" in str(error)
 
@@ -157,7 +156,7 @@ def test_rows_are_packed_by_group_token_and_signature() -> None:
     ]
     rows += [write("a", 2, x=np.arange(4.0)), write("a", 3, x=np.arange(1))]
     token_of = {row.uid: 7 for row in rows} | {rows[-1].uid: 8}
-    found = packed_groups(token_of, rows)
+    found = pack_rows(token_of, rows)
     assert [(g.task, g.indices, g.token) for g in found] == [
         ("a", (0, 1), 7),
         ("b", (0,), 7),
@@ -165,29 +164,32 @@ def test_rows_are_packed_by_group_token_and_signature() -> None:
         ("a", (3,), 8),
     ]
     with pytest.raises(UserError, match=r"r/a/0\.0: no lease token"):
-        packed_groups({}, rows)
+        pack_rows({}, rows)
 
 
 def test_rows_beyond_the_size_of_a_frame_start_another_one() -> None:
     third = np.zeros(FRAME_BYTES // 3, np.uint8)
     rows = [write("a", index, x=third) for index in range(8)]
-    found = packed_groups({row.uid: 1 for row in rows}, rows)
+    found = pack_rows({row.uid: 1 for row in rows}, rows)
     assert sorted(index for group in found for index in group.indices) == list(range(8))
     assert [len(group) for group in found] == [3, 3, 2]
 
 
 def test_a_column_is_gathered_over_groups_and_frames_in_the_order_of_the_rows() -> None:
-    def part(rows: tuple[int, ...], *arrays: np.ndarray) -> Part:
-        return Part(rows=rows, frame=pack([{"x": array} for array in arrays]))
+    def frame(places: tuple[int, ...], *arrays: np.ndarray) -> Frame:
+        return Frame(pack([{"x": array} for array in arrays]), places)
 
-    whole = PayloadGroup(
-        task="a", indices=(0, 1), attempts=(0, 0), parts=(part((0, 1), np.arange(2), np.arange(3)),)
+    whole = RowBlock(
+        task="a",
+        indices=(0, 1),
+        attempts=(0, 0),
+        frames=(frame((0, 1), np.arange(2), np.arange(3)),),
     )
-    mixed = PayloadGroup(
+    mixed = RowBlock(
         task="b",
         indices=(0, 1, 2),
         attempts=(0, 0, 0),
-        parts=(part((2, 0), np.full(1, 9), np.full(2, 7)), part((1,), np.full(1, 8))),
+        frames=(frame((2, 0), np.full(1, 9), np.full(2, 7)), frame((1,), np.full(1, 8))),
     )
     flat = gathered([whole, mixed], ("x",))["x"]
     assert flat.values.tolist() == [0, 1, 0, 1, 2, 7, 7, 8, 9]
@@ -203,18 +205,19 @@ def test_a_gathered_row_is_as_long_as_its_first_axis_however_its_frames_lie(
 ) -> None:
     arrays = [np.full(shape, row, np.int32) for row in range(2)]
     rows = {"task": "a", "indices": (0, 1), "attempts": (0, 0)}
-    together = Part(rows=(0, 1), frame=pack([{"x": array} for array in arrays]))
-    apart = tuple(Part(rows=(row,), frame=pack([{"x": array}])) for row, array in enumerate(arrays))
-    groups = [PayloadGroup(**rows, parts=(together,)), PayloadGroup(**rows, parts=apart)]
+    together = Frame(pack([{"x": array} for array in arrays]))
+    apart = tuple(Frame(pack([{"x": array}]), (row,)) for row, array in enumerate(arrays))
+    groups = [RowBlock(**rows, frames=(together,)), RowBlock(**rows, frames=apart)]
     flat = gathered(groups, ("x",))["x"]
     assert flat.lengths is not None and flat.lengths.tolist() == [length] * 4
     assert flat.values.tolist() == np.concatenate([*map(np.atleast_1d, arrays)] * 2).tolist()
 
 
 def test_columns_gathered_together_are_checked_and_as_gathered_one_by_one() -> None:
-    def group(kind: str, *frames: bytes) -> PayloadGroup:
-        parts = tuple(Part(rows=(0, 1), frame=frame) for frame in frames)
-        return PayloadGroup(task=kind, indices=(0, 1), attempts=(0, 0), parts=parts)
+    def group(kind: str, *frames: bytes) -> RowBlock:
+        return RowBlock(
+            task=kind, indices=(0, 1), attempts=(0, 0), frames=tuple(map(Frame, frames))
+        )
 
     def frame(name: str, kind: str) -> bytes:
         return pack([{name: np.arange(length, dtype=kind)} for length in (2, 3)])
@@ -237,7 +240,7 @@ def test_columns_gathered_together_are_checked_and_as_gathered_one_by_one() -> N
 def test_entries_of_different_shapes_are_refused_before_memory_is_taken_for_them() -> None:
     shapes = [(0, 1 << 31, 1 << 20), (2, 3, 1)]
     groups = [
-        PayloadGroup(task="a", indices=(0,), attempts=(0,), parts=(Part(rows=(0,), frame=frame),))
+        RowBlock(task="a", indices=(0,), attempts=(0,), frames=(Frame(frame),))
         for frame in (pack([{"x": np.empty(shape, np.uint8)}]) for shape in shapes)
     ]
     with pytest.raises(CorruptError, match="column x has entries of different shapes"):
@@ -246,8 +249,8 @@ def test_entries_of_different_shapes_are_refused_before_memory_is_taken_for_them
 
 def test_rows_are_named_by_their_groups() -> None:
     uids = [Uid("r", "a", 1), Uid("r", "a", 0, 2), Uid("r", "b", 0), Uid("r", "a", 3)]
-    found = group_rows("r", uids)
+    found = blocks_of("r", uids)
     assert [uid for group in found for uid in group.uids("r")] == uids
     assert [group.task for group in found] == ["a", "b", "a"]
     with pytest.raises(UserError, match="is not of run s"):
-        group_rows("s", uids)
+        blocks_of("s", uids)

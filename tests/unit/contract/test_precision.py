@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshrl.contract.frames import Frame
-from meshrl.contract.types import RowWrite, Uid, packed_groups
+from meshrl.contract.types import RowWrite, Uid, pack_rows
 from meshrl.testing.contract.queue_actors import Actors, rollout_of, spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
@@ -16,8 +15,8 @@ THIRD = np.full(6, -1 / 3, np.float32)
 def test_only_log_probs_are_rounded() -> None:
     uid = Uid(run="run", task="t", index=0, attempt=0)
     row = RowWrite(uid=uid, columns={"ref_logprobs": THIRD, "values": THIRD})
-    [packed] = packed_groups({uid: 1}, [row], "fp16")
-    made = Frame(packed.frame).row(0)
+    [packed] = pack_rows({uid: 1}, [row], "fp16")
+    [made] = packed.columns()
     assert made["ref_logprobs"].tolist() == [-0.333251953125] * 6
     assert made["values"].tolist() == THIRD.tolist()
 

@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 
 from meshrl.contract.errors import UserError
-from meshrl.contract.frames import pack
+from meshrl.contract.frames import Frame, pack
 from meshrl.contract.stage_worker import Failure, Intake, StageWorker
 from meshrl.contract.types import (
     ROLLOUT_STAGE,
     Lease,
     LeasedRow,
     Outcome,
-    PackedGroup,
-    Part,
+    RowBlock,
     RowWrite,
     Uid,
     Version,
@@ -41,9 +40,9 @@ class Shut(TransferQueue):
         super().__init__(store)
         self.accepts = asyncio.Event()
 
-    async def write(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+    async def write(self, run: str, stage: str, blocks: Sequence[RowBlock]) -> None:
         await self.accepts.wait()
-        await super().write(run, stage, groups)
+        await super().write(run, stage, blocks)
 
 
 @pytest.fixture
@@ -243,10 +242,10 @@ async def test_rows_that_are_damaged_fail_and_the_others_are_worked_on(queue: Sh
 
     async def damaging(*arguments: Any, **named: Any) -> Lease:
         leased = await lease(*arguments, **named)
-        first, *others = leased.groups
+        first, *others = leased.blocks
         frame = b"no" + pack([{"tokens": np.arange(3, dtype=np.int32)}])[2:]
-        damaged = replace(first, parts=(Part(rows=(0,), frame=frame),))
-        return replace(leased, groups=(damaged, *others))
+        damaged = replace(first, frames=(Frame(frame),))
+        return replace(leased, blocks=(damaged, *others))
 
     async def handle(rows: Sequence[LeasedRow]) -> list[RowWrite]:
         worked.update(row.uid.task for row in rows)

@@ -10,7 +10,7 @@ import pytest
 
 from meshrl.contract.errors import FencedError, UnavailableError, UserError
 from meshrl.contract.held_rows import Refusal, WriteBack
-from meshrl.contract.types import LeasedRow, PackedGroup, RowWrite, Uid, Version
+from meshrl.contract.types import LeasedRow, RowBlock, RowWrite, Uid, Version
 from meshrl.testing.contract.queue_actors import Actors, rollout_of, spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
@@ -29,11 +29,11 @@ class Watched(TransferQueue):
         self.begun = asyncio.Event()
         self.sizes: list[int] = []
 
-    async def write(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
-        self.sizes.append(sum(len(group.indices) for group in groups))
+    async def write(self, run: str, stage: str, blocks: Sequence[RowBlock]) -> None:
+        self.sizes.append(sum(len(block) for block in blocks))
         self.begun.set()
         await self.gate.wait()
-        await super().write(run, stage, groups)
+        await super().write(run, stage, blocks)
 
 
 @pytest.fixture

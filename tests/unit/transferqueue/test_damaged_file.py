@@ -83,7 +83,7 @@ async def test_damaged_rows_leave_and_the_others_reach_their_workers(
             lease = await actors.queue.lease(
                 ["run"], stage, worker="w", limit=99, version=actors.version, wait_s=0
             )
-            leased += sum(len(group.indices) for group in lease.groups)
+            leased += sum(len(group.indices) for group in lease.blocks)
     letters = await actors.queue.dead_letters("run")
     assert letters and leased, "the damaged rows leave, the others reach their workers"
     for letter in letters:

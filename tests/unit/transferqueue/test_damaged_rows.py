@@ -199,11 +199,11 @@ async def test_what_was_appended_is_checked_before_the_next_worker_gets_it(
     actors = await opened(store)
     await actors.feed(tasks(2))
     lease = await actors.lease()
-    for group in lease.groups:
+    for group in lease.blocks:
         await actors.queue.append("run", "rollout", [more_of(group, 0, 3)])
     await actors.queue.release("run", "rollout", {row.uid: row.token for row in lease.rows})
     await damage(store, np.arange(100, 103, dtype=np.int32).tobytes())
-    (left,) = (await actors.lease()).groups
+    (left,) = (await actors.lease()).blocks
     (reason, *_) = (await reasons(actors)).values()
     assert reason.startswith("damaged in the store: ")
     assert left.progress

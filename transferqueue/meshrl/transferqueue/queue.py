@@ -38,13 +38,10 @@ from meshrl.contract.types import (
     MEDIA,
     Batch,
     DeadLetter,
-    GroupRows,
     Lease,
     Ledger,
     Outcome,
-    PackedGroup,
-    PayloadGroup,
-    ProgressGroup,
+    RowBlock,
     RunSpec,
     RunState,
     Task,
@@ -409,25 +406,24 @@ class TransferQueue(HeartbeatQueue):
         self._expiry.stop()
 
     @override
-    async def write(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
+    async def write(self, run: str, stage: str, blocks: Sequence[RowBlock]) -> None:
         """Raises CapacityError for a full disk: nothing is written, the lease goes on."""
         state = self._worked(run)
         spec = state.stages[stage]
-        writes = leases.checked(state, spec, groups)
+        writes = leases.checked(state, spec, blocks)
         if writes:
-            self._space.check(run, f"stage {stage}", sum([len(item.frame) for item in writes]))
+            self._space.check(run, f"stage {stage}", _frame_bytes(writes))
             leases.write(state, spec, writes)
         await self._commit_log.flush()
 
     @override
-    async def append(self, run: str, stage: str, groups: Sequence[ProgressGroup]) -> None:
+    async def append(self, run: str, stage: str, blocks: Sequence[RowBlock]) -> None:
         """Raises CapacityError for a full disk: nothing is stored, the lease goes on."""
         state = self._worked(run)
         spec = state.stages[stage]
-        appends = progress.checked(state, spec, groups)
+        appends = progress.checked(state, spec, blocks)
         if appends:
-            nbytes = sum(len(item.frame) for item in appends)
-            self._space.check(run, f"progress of stage {stage}", nbytes)
+            self._space.check(run, f"progress of stage {stage}", _frame_bytes(appends))
             progress.append(state, spec, appends)
         await self._commit_log.flush()
 
@@ -486,24 +482,24 @@ class TransferQueue(HeartbeatQueue):
 
     @override
     async def fetch(
-        self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
-    ) -> Sequence[PayloadGroup]:
+        self, run: str, blocks: Sequence[RowBlock], columns: Sequence[str]
+    ) -> Sequence[RowBlock]:
         """Arrays are read-only. Raises UserError for a column that no stage writes."""
         state = self._worked(run)
         with_media = MEDIA in columns
         if with_media:
             columns = [name for name in columns if name != MEDIA]
         stages = state.stages.of_columns(columns)
-        wanted: list[payload.Extract] = []
-        for rows in groups:
+        wanted: list[payload.Unread] = []
+        for rows in blocks:
             group, mask = state.resident(rows)
-            wanted.append(payload.extract(group, rows, mask, stages, columns))
+            wanted.append(payload.wanted(group, rows, mask, stages, columns))
         await self._commit_log.flush()
         try:
             found = await self._payload.read(wanted, columns, state.stages.writes)
             return await self._payload.with_media(wanted, found) if with_media else found
         except NotFoundError:
-            for rows in groups:
+            for rows in blocks:
                 if fault := self._lost(state, rows):
                     raise CorruptError(fault, task=rows.task) from None
             raise
@@ -618,30 +614,25 @@ class TransferQueue(HeartbeatQueue):
         granted = leases.grant(run, stage, worker, limit)
         try:
             await self._commit_log.flush()
-            groups, damaged = await self._payload.leased(
-                [each.extract for each in granted],
-                stage.reads,
-                run.stages.writes,
-                [(each.token, each.deliveries) for each in granted],
-            )
-            found = {*damaged, *[group.task for group in groups]}
+            blocks, damaged = await self._payload.leased(granted, stage.reads, run.stages.writes)
+            found = {*damaged, *[block.task for block in blocks]}
             for each in granted:
-                task = each.extract.task
-                if task not in found and (fault := self._lost(run, each.extract.rows)):
+                task = each.block.task
+                if task not in found and (fault := self._lost(run, each.block)):
                     damaged[task] = fault
             if damaged:
                 await self._quarantine(run, stage, granted, damaged)
-                if not groups:
+                if not blocks:
                     return None
         except asyncio.CancelledError:
             if self._runs.get(run.name) is run and not self._closing:
                 tokens = {
-                    uid: each.token for each in granted for uid in each.extract.rows.uids(run.name)
+                    uid: each.block.token for each in granted for uid in each.block.uids(run.name)
                 }
                 leases.release(run, stage, tokens)
             raise
         return Lease(
-            stage=stage.name, worker=worker, ttl_s=run.spec.lease_ttl_s, groups=tuple(groups)
+            stage=stage.name, worker=worker, ttl_s=run.spec.lease_ttl_s, blocks=tuple(blocks)
         )
 
     async def _sound(self, run: Run, batch: TakenBatch) -> bool:
@@ -680,18 +671,18 @@ class TransferQueue(HeartbeatQueue):
         return lifecycle.read_manifest(run, taken, value)
 
     async def _quarantine(
-        self, run: Run, stage: Stage, granted: Sequence[leases.Granted], damaged: Mapping[str, str]
+        self, run: Run, stage: Stage, granted: Sequence[payload.Unread], damaged: Mapping[str, str]
     ) -> None:
         """Granted rows of `damaged` tasks, with what is wrong, become dead letters: the others reach their worker."""
         if self._runs.get(run.name) is not run:
             return  # the queue went back to what is stored, where nobody was granted these rows
         for each in granted:
-            if fault := damaged.get(each.extract.task):
+            if fault := damaged.get(each.block.task):
                 log.error("run %s: rows become dead letters: %s", run.name, fault)
-                dead_letters.quarantine_leased(run, stage, each.extract.rows, each.token, fault)
+                dead_letters.quarantine_leased(run, stage, each.block, fault)
         await self._commit_log.flush()
 
-    def _lost(self, run: Run, rows: GroupRows) -> str:
+    def _lost(self, run: Run, rows: RowBlock) -> str:
         """What to say of `rows` whose payload the store lacks; empty if they have left."""
         try:
             self._run(run.name).resident(rows)
@@ -720,6 +711,10 @@ class TransferQueue(HeartbeatQueue):
         self._runs_signal.notify()
         for run in discarded.values():
             run.notify_all()
+
+
+def _frame_bytes(blocks: Sequence[leases.CheckedBlock]) -> int:
+    return sum([len(block.frame.value) for _, _, block in blocks])
 
 
 def _check_name(what: str, name: str) -> None:

@@ -9,7 +9,8 @@ from typing import NamedTuple, TypeVar
 
 from meshrl.contract.codec.control import decoder, encoder, malformed, require
 from meshrl.contract.codec.types import OUTCOMES
-from meshrl.contract.types import Batch, BatchGroup, GroupRows, Part, RowFacts, Version
+from meshrl.contract.frames import Frame
+from meshrl.contract.types import Batch, RowBlock, RowFacts, Version
 from meshrl.v1 import queue_pb2 as pb
 
 T = TypeVar("T")
@@ -37,22 +38,22 @@ def per_group(values: Sequence[T], counts: Sequence[int], what: str) -> list[tup
 
 
 @encoder
-def encode_rows(groups: Sequence[GroupRows]) -> pb.GroupRows:
-    """Any rows."""
+def encode_rows(blocks: Sequence[RowBlock]) -> pb.GroupRows:
+    """The names of any rows."""
     return pb.GroupRows(
-        tasks=[group.task for group in groups],
-        counts=[len(group.indices) for group in groups],
-        indices=chain.from_iterable([group.indices for group in groups]),
-        attempts=chain.from_iterable([group.attempts for group in groups]),
+        tasks=[block.task for block in blocks],
+        counts=[len(block.indices) for block in blocks],
+        indices=chain.from_iterable([block.indices for block in blocks]),
+        attempts=chain.from_iterable([block.attempts for block in blocks]),
     )
 
 
 @decoder
-def decode_rows(message: pb.GroupRows) -> list[GroupRows]:
-    """Raises UserError for rows that no uid can name."""
+def decode_rows(message: pb.GroupRows) -> list[RowBlock]:
+    """Blocks of names alone. Raises UserError for rows that no uid can name."""
     rows = named_rows(message)
     return [
-        GroupRows(task=task, indices=indices, attempts=attempts)
+        RowBlock(task=task, indices=indices, attempts=attempts)
         for task, indices, attempts in zip(rows.tasks, rows.indices, rows.attempts, strict=True)
     ]
 
@@ -70,18 +71,20 @@ def named_rows(message: pb.GroupRows) -> Rows:
     return Rows(tasks, counts, *of_groups)
 
 
-def encode_parts(parts: Sequence[Sequence[Part]]) -> pb.Parts:
-    """Of each group."""
-    every = list(chain.from_iterable(parts))
+def encode_parts(blocks: Sequence[RowBlock], frames: Sequence[Sequence[Frame]]) -> pb.Parts:
+    """Of which rows the `frames` of each block are."""
+    every = [
+        block.places(frame) for block, own in zip(blocks, frames, strict=True) for frame in own
+    ]
     return pb.Parts(
-        counts=[len(of_group) for of_group in parts],
-        sizes=[len(part.rows) for part in every],
-        rows=chain.from_iterable([part.rows for part in every]),
+        counts=[len(own) for own in frames],
+        sizes=[len(places) for places in every],
+        rows=chain.from_iterable(every),
     )
 
 
-def decode_parts(message: pb.Parts, frames: Sequence[bytes], of: Rows) -> list[tuple[Part, ...]]:
-    """Of each group. Raises ValueError."""
+def decode_parts(message: pb.Parts, frames: Sequence[bytes], of: Rows) -> list[tuple[Frame, ...]]:
+    """The frames of each block. Raises ValueError."""
     counts, sizes = message.counts[:], message.sizes[:]
     if len(counts) != len(of.counts):
         malformed(f"{len(of.counts)} groups, parts of {len(counts)}")
@@ -92,12 +95,13 @@ def decode_parts(message: pb.Parts, frames: Sequence[bytes], of: Rows) -> list[t
     if len(frames) != len(sizes):
         malformed(f"{len(sizes)} parts with {len(frames)} frames")
     named = per_group(message.rows, sizes, "rows")
-    every = [Part(rows=rows, frame=frame) for rows, frame in zip(named, frames, strict=True)]
+    every = list(map(Frame, frames, named))
     found = per_group(every, counts, "parts")
     for parts, size in zip(found, of.counts, strict=True):
-        for part in parts:
-            if part.rows and not 0 <= min(part.rows) <= max(part.rows) < size:
-                malformed(f"a frame with columns of rows {part.rows} for a group of {size} rows")
+        for frame in parts:
+            places = frame.places
+            if places and not 0 <= min(places) <= max(places) < size:
+                malformed(f"a frame with columns of rows {places} for a group of {size} rows")
     return found
 
 
@@ -160,16 +164,17 @@ def decode_facts(message: pb.Facts, counts: Sequence[int]) -> list[tuple[RowFact
 def encode_batch(batch: Batch) -> pb.Batch:
     """The manifest."""
     groups = batch.groups
-    outcomes = chain.from_iterable([group.outcomes for group in groups])
+    every = list(chain.from_iterable([group.facts for group in groups]))
+    outcomes, num_tokens, oldest, newest, _ = zip(*every, strict=True) if every else ((),) * 5
     return pb.Batch(
         batch_id=batch.batch_id,
         run=batch.run,
         step=batch.step,
         rows=encode_rows(groups),
-        sizes=[group.size for group in groups],
-        num_tokens=chain.from_iterable([group.num_tokens for group in groups]),
-        oldest=_encode_versions([version for group in groups for version in group.oldest]),
-        newest=_encode_versions([version for group in groups for version in group.newest]),
+        sizes=[group.group_size for group in groups],
+        num_tokens=num_tokens,
+        oldest=_encode_versions(oldest),
+        newest=_encode_versions(newest),
         outcomes=map(OUTCOMES.number_of.__getitem__, outcomes),
     )
 
@@ -181,30 +186,23 @@ def decode_batch(message: pb.Batch) -> Batch:
     if len(message.sizes) != len(tasks):
         malformed(f"{len(tasks)} groups with {len(message.sizes)} sizes")
     rows = sum(counts)
-    outcomes = list(map(OUTCOMES.member_of.__getitem__, message.outcomes[:]))
-    columns = zip(
-        tasks,
-        indices,
-        attempts,
-        message.sizes,
-        per_group(message.num_tokens, counts, "lengths"),
-        per_group(_decode_versions(message.oldest, rows), counts, "oldest versions"),
-        per_group(_decode_versions(message.newest, rows), counts, "newest versions"),
-        per_group(outcomes, counts, "outcomes"),
-        strict=True,
+    columns = (
+        list(map(OUTCOMES.member_of.__getitem__, message.outcomes[:])),
+        message.num_tokens[:],
+        _decode_versions(message.oldest, rows),
+        _decode_versions(message.newest, rows),
+        [""] * rows,
     )
+    if any(len(column) != rows for column in columns):
+        malformed(f"{rows} rows, facts of {sorted({len(column) for column in columns})}")
+    facts = per_group([_facts(row) for row in zip(*columns, strict=True)], counts, "facts")
     groups = [
-        BatchGroup(
-            task=task,
-            indices=indices,
-            attempts=attempts,
-            size=size,
-            num_tokens=num_tokens,
-            oldest=oldest,
-            newest=newest,
-            outcomes=ended,
+        RowBlock(
+            task=task, indices=of_indices, attempts=of_attempts, group_size=size, facts=of_facts
         )
-        for task, indices, attempts, size, num_tokens, oldest, newest, ended in columns
+        for task, of_indices, of_attempts, size, of_facts in zip(
+            tasks, indices, attempts, message.sizes, facts, strict=True
+        )
     ]
     return Batch(
         batch_id=message.batch_id, run=message.run, step=message.step, groups=tuple(groups)

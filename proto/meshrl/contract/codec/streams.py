@@ -23,18 +23,8 @@ from meshrl.contract.codec.rows import (
     per_group,
 )
 from meshrl.contract.codec.types import TASK, unpack_task
-from meshrl.contract.types import (
-    GroupRows,
-    Lease,
-    LeasedGroup,
-    PackedGroup,
-    PackedTask,
-    Part,
-    PayloadGroup,
-    ProgressGroup,
-    RowFacts,
-    Task,
-)
+from meshrl.contract.frames import Frame
+from meshrl.contract.types import Lease, LeasedBlock, PackedTask, RowBlock, RowFacts, Task
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import trajectory_pb2
 
@@ -51,11 +41,11 @@ class AdmitCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteCall:
-    """The arguments of `Queue.write`, and of `append`, whose groups are of ProgressGroup."""
+    """The arguments of `Queue.write`, and of `append`, whose blocks have starts."""
 
     run: str
     stage: str
-    groups: tuple[PackedGroup, ...]
+    blocks: tuple[RowBlock, ...]
 
 
 @encoder
@@ -92,27 +82,27 @@ def encode_lease(lease: Lease) -> list[Bulk[pb.LeaseResponse]]:
     messages = [
         Bulk(
             pb.LeaseResponse(
-                prompts=[group.packed.data for group in groups],
-                rows=encode_rows(groups),
-                tokens=[group.token for group in groups],
-                deliveries=chain.from_iterable([group.deliveries for group in groups]),
-                parts=encode_parts([group.parts for group in groups]),
-                journal=encode_parts([group.progress for group in groups]),
+                prompts=[block.packed.data for block in page],
+                rows=encode_rows(page),
+                tokens=[block.token for block in page],
+                deliveries=chain.from_iterable([block.deliveries for block in page]),
+                parts=encode_parts(page, [block.frames for block in page]),
+                journal=encode_parts(page, [block.progress for block in page]),
             ),
             [
-                *(part.frame for group in groups for part in group.parts),
-                *(part.frame for group in groups for part in group.progress),
+                *(frame.value for block in page for frame in block.frames),
+                *(frame.value for block in page for frame in block.progress),
             ],
         )
-        for groups in pages(
-            lambda group: (
-                len(group.packed.data) + _frame_bytes(group.parts) + _frame_bytes(group.progress)
+        for page in pages(
+            lambda block: (
+                len(block.packed.data) + _frame_bytes(block.frames) + _frame_bytes(block.progress)
             ),
-            lease.groups,
+            lease.blocks,
         )
     ]
     header = pb.LeaseHeader(
-        stage=lease.stage, worker=lease.worker, ttl_s=lease.ttl_s, num_groups=len(lease.groups)
+        stage=lease.stage, worker=lease.worker, ttl_s=lease.ttl_s, num_groups=len(lease.blocks)
     )
     messages[0].message.header.CopyFrom(header)
     return messages
@@ -122,7 +112,7 @@ def encode_lease(lease: Lease) -> list[Bulk[pb.LeaseResponse]]:
 def decode_lease(messages: Sequence[Bulk[pb.LeaseResponse]]) -> Lease:
     """Raises UserError."""
     header = _header([bulk.message for bulk in messages])
-    leased: list[LeasedGroup] = []
+    leased: list[LeasedBlock] = []
     for bulk in messages:
         message, frames = bulk.message, bulk.frames
         rows = named_rows(message.rows)
@@ -141,43 +131,41 @@ def decode_lease(messages: Sequence[Bulk[pb.LeaseResponse]]) -> Lease:
             decode_parts(message.journal, frames[num_parts:], rows),
         )
         leased += [
-            LeasedGroup(
+            LeasedBlock(
                 task=task,
                 indices=indices,
                 attempts=attempts,
-                parts=parts,
+                frames=own,
                 token=token,
                 deliveries=deliveries,
                 packed=PackedTask(prompt, unpack_task),
                 progress=progress,
             )
-            for task, indices, attempts, prompt, token, deliveries, parts, progress in zip(
+            for task, indices, attempts, prompt, token, deliveries, own, progress in zip(
                 *columns, strict=True
             )
         ]
     if len(leased) != header.num_groups:
         malformed(f"{header.num_groups} groups were announced, {len(leased)} came")
-    return Lease(stage=header.stage, worker=header.worker, ttl_s=header.ttl_s, groups=tuple(leased))
+    return Lease(stage=header.stage, worker=header.worker, ttl_s=header.ttl_s, blocks=tuple(leased))
 
 
 @encoder
 def encode_write(call: WriteCall) -> list[Bulk[pb.WriteRequest]]:
-    """Any groups; their frames are packed already."""
+    """Any blocks; their frames are packed already."""
     messages = [
         Bulk(
             pb.WriteRequest(
-                rows=encode_rows(groups),
-                tokens=[group.token for group in groups],
-                facts=encode_facts([group.facts for group in groups]),
-                starts=chain.from_iterable(
-                    [group.starts for group in groups if isinstance(group, ProgressGroup)]
-                ),
+                rows=encode_rows(page),
+                tokens=[block.token for block in page],
+                facts=encode_facts([block.facts for block in page]),
+                starts=chain.from_iterable([block.starts for block in page]),
             ),
-            [group.frame for group in groups],
+            [block.frame.value for block in page],
         )
-        for groups in pages(lambda group: len(group.frame), call.groups)
+        for page in pages(lambda block: len(block.frame.value), call.blocks)
     ]
-    header = pb.WriteHeader(run=call.run, stage=call.stage, num_groups=len(call.groups))
+    header = pb.WriteHeader(run=call.run, stage=call.stage, num_groups=len(call.blocks))
     messages[0].message.header.CopyFrom(header)
     return messages
 
@@ -186,7 +174,7 @@ def encode_write(call: WriteCall) -> list[Bulk[pb.WriteRequest]]:
 def decode_write(messages: Sequence[Bulk[pb.WriteRequest]]) -> WriteCall:
     """Raises UserError. The queue checks the frames; they are copies, which keep no message in memory."""
     header = _header([bulk.message for bulk in messages])
-    written: list[PackedGroup] = []
+    written: list[RowBlock] = []
     for bulk in messages:
         message, frames = bulk.message, bulk.frames
         rows = named_rows(message.rows)
@@ -196,69 +184,66 @@ def decode_write(messages: Sequence[Bulk[pb.WriteRequest]]) -> WriteCall:
         facts: list[tuple[RowFacts, ...]] = [()] * len(frames)
         if message.HasField("facts"):
             facts = decode_facts(message.facts, rows.counts)
-        groups = [
-            PackedGroup(
+        starts: list[tuple[int, ...]] = [()] * len(frames)
+        if message.starts:
+            starts = per_group(message.starts, rows.counts, "starts")
+        written += [
+            RowBlock(
                 task=task,
                 indices=indices,
                 attempts=attempts,
                 token=token,
-                frame=bytes(frame),
-                facts=of_rows,
+                frames=(Frame(bytes(frame)),),
+                facts=of_facts,
+                starts=of_starts,
             )
-            for task, indices, attempts, token, frame, of_rows in zip(
+            for task, indices, attempts, token, frame, of_facts, of_starts in zip(
                 rows.tasks,
                 rows.indices,
                 rows.attempts,
                 message.tokens,
                 frames,
                 facts,
+                starts,
                 strict=True,
             )
         ]
-        if message.starts:
-            starts = per_group(message.starts, rows.counts, "starts")
-            written += [
-                ProgressGroup(**vars(group), starts=of_rows)
-                for group, of_rows in zip(groups, starts, strict=True)
-            ]
-        else:
-            written += groups
     if len(written) != header.num_groups:
         malformed(f"{header.num_groups} groups were announced, {len(written)} came")
-    return WriteCall(run=header.run, stage=header.stage, groups=tuple(written))
+    return WriteCall(run=header.run, stage=header.stage, blocks=tuple(written))
 
 
-def encode_fetched(groups: Sequence[PayloadGroup]) -> Iterator[Bulk[pb.FetchRowsResponse]]:
+def encode_fetched(blocks: Sequence[RowBlock]) -> Iterator[Bulk[pb.FetchRowsResponse]]:
     """Made message by message, so that a batch's payload is never in memory twice."""
-    for number, page in enumerate(pages(lambda group: _frame_bytes(group.parts), groups)):
+    for number, page in enumerate(pages(lambda block: _frame_bytes(block.frames), blocks)):
         message = pb.FetchRowsResponse(
-            num_groups=0 if number else len(groups),
+            num_groups=0 if number else len(blocks),
             rows=encode_rows(page),
-            parts=encode_parts([group.parts for group in page]),
+            parts=encode_parts(page, [block.frames for block in page]),
         )
-        yield Bulk(message, [part.frame for group in page for part in group.parts])
+        yield Bulk(message, [frame.value for block in page for frame in block.frames])
 
 
 @decoder
 def decode_fetched(
-    messages: Sequence[Bulk[pb.FetchRowsResponse]], asked: Sequence[GroupRows]
-) -> list[PayloadGroup]:
+    messages: Sequence[Bulk[pb.FetchRowsResponse]], asked: Sequence[RowBlock]
+) -> list[RowBlock]:
     """The payload of `asked`, in order; raises UserError when the answer holds other rows."""
-    found: list[PayloadGroup] = []
+    found: list[RowBlock] = []
     for bulk in messages:
         rows = named_rows(bulk.message.rows)
         every = decode_parts(bulk.message.parts, bulk.frames, rows)
         found += [
-            PayloadGroup(task=task, indices=indices, attempts=attempts, parts=parts)
-            for task, indices, attempts, parts in zip(
+            RowBlock(task=task, indices=indices, attempts=attempts, frames=frames)
+            for task, indices, attempts, frames in zip(
                 rows.tasks, rows.indices, rows.attempts, every, strict=True
             )
         ]
     announced = messages[0].message.num_groups if messages else 0
     if len(found) != announced:
         malformed(f"{announced} groups were announced, {len(found)} came")
-    for group, wanted in zip(found, asked, strict=True):
-        if (group.task, group.indices, group.attempts) != (
+    for block, wanted in zip(found, asked, strict=True):
+        if (block.task, block.indices, block.attempts) != (
             wanted.task,
             wanted.indices,
             wanted.attempts,
@@ -267,9 +252,8 @@ def decode_fetched(
     return found
 
 
-def _frame_bytes(parts: Sequence[Part]) -> int:
-    """Bytes of the frames."""
-    return sum([len(part.frame) for part in parts])
+def _frame_bytes(frames: Sequence[Frame]) -> int:
+    return sum([len(frame.value) for frame in frames])
 
 
 def _header(messages: Sequence[Any]) -> Any:

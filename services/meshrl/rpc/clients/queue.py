@@ -16,13 +16,10 @@ from meshrl.contract.ports import Queue
 from meshrl.contract.types import (
     Batch,
     DeadLetter,
-    GroupRows,
     Lease,
     Ledger,
     Outcome,
-    PackedGroup,
-    PayloadGroup,
-    ProgressGroup,
+    RowBlock,
     RunSpec,
     RunState,
     Task,
@@ -183,13 +180,13 @@ class QueueClient(GrpcClient, Queue):
         await self._renewer.renew_held(held_leases)
 
     @override
-    async def write(self, run: str, stage: str, groups: Sequence[PackedGroup]) -> None:
-        call = codec.WriteCall(run=run, stage=stage, groups=tuple(groups))
+    async def write(self, run: str, stage: str, blocks: Sequence[RowBlock]) -> None:
+        call = codec.WriteCall(run=run, stage=stage, blocks=tuple(blocks))
         await self._connection.call_with_stream(self._write, self._bulk(call), discard)
 
     @override
-    async def append(self, run: str, stage: str, groups: Sequence[ProgressGroup]) -> None:
-        call = codec.WriteCall(run=run, stage=stage, groups=tuple(groups))
+    async def append(self, run: str, stage: str, blocks: Sequence[RowBlock]) -> None:
+        call = codec.WriteCall(run=run, stage=stage, blocks=tuple(blocks))
         await self._connection.call_with_stream(self._append, self._bulk(call), discard)
 
     def _bulk(self, call: codec.WriteCall) -> Sequence[codec.Bulk[pb.WriteRequest]]:
@@ -237,11 +234,11 @@ class QueueClient(GrpcClient, Queue):
 
     @override
     async def fetch(
-        self, run: str, groups: Sequence[GroupRows], columns: Sequence[str]
-    ) -> Sequence[PayloadGroup]:
-        request = pb.FetchRowsRequest(run=run, rows=codec.encode_rows(groups), columns=columns)
+        self, run: str, blocks: Sequence[RowBlock], columns: Sequence[str]
+    ) -> Sequence[RowBlock]:
+        request = pb.FetchRowsRequest(run=run, rows=codec.encode_rows(blocks), columns=columns)
         return await self._connection.call_for_stream(
-            self._fetch, request, lambda answer: codec.decode_fetched(answer, groups)
+            self._fetch, request, lambda answer: codec.decode_fetched(answer, blocks)
         )
 
     @override

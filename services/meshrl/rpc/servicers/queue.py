@@ -12,9 +12,7 @@ from google.protobuf.message import Message
 
 from meshrl.contract import codec
 from meshrl.contract.codec.compression import TAKES_COMPRESSED
-from meshrl.contract.errors import UserError
 from meshrl.contract.ports import HeartbeatQueue
-from meshrl.contract.types import ProgressGroup
 from meshrl.rpc.identity import caller_of_quota, require_stage, served_stages
 from meshrl.rpc.interceptors import Context, bounded, collected, full_name
 from meshrl.v1 import queue_pb2 as pb
@@ -93,7 +91,7 @@ class QueueServicer(rpc.QueueServicer):
     ) -> Ack:
         call = codec.decode_write(await collected(request_iterator))
         require_stage(call.stage)
-        await self._queue.write(call.run, call.stage, call.groups)
+        await self._queue.write(call.run, call.stage, call.blocks)
         return Ack()
 
     async def Append(  # type: ignore[override]  # payload beside the message
@@ -101,10 +99,7 @@ class QueueServicer(rpc.QueueServicer):
     ) -> Ack:
         call = codec.decode_write(await collected(request_iterator))
         require_stage(call.stage)
-        groups = [group for group in call.groups if isinstance(group, ProgressGroup)]
-        if len(groups) != len(call.groups):
-            raise UserError("append: a group has no starts")
-        await self._queue.append(call.run, call.stage, groups)
+        await self._queue.append(call.run, call.stage, call.blocks)
         return Ack()
 
     async def Redo(self, request: pb.RedoRequest, context: Context) -> pb.RedoResponse:
@@ -139,8 +134,8 @@ class QueueServicer(rpc.QueueServicer):
         self, request: pb.FetchRowsRequest, context: Context
     ) -> AsyncIterator[codec.Bulk[pb.FetchRowsResponse]]:
         asked = codec.decode_rows(request.rows)
-        groups = await self._queue.fetch(request.run, asked, list(request.columns))
-        for message in self._bulk(codec.encode_fetched(groups), context):
+        blocks = await self._queue.fetch(request.run, asked, list(request.columns))
+        for message in self._bulk(codec.encode_fetched(blocks), context):
             yield message
 
     async def Filter(self, request: pb.FilterRowsRequest, context: Context) -> Ack:

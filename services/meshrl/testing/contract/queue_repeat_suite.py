@@ -8,31 +8,38 @@ import numpy as np
 import pytest
 
 from meshrl.contract.errors import ConflictError, FencedError, UserError
-from meshrl.contract.frames import pack
+from meshrl.contract.frames import Frame, pack
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import (
     REFERENCE_STAGE,
     REWARD_STAGE,
     ROLLOUT_STAGE,
-    LeasedGroup,
+    LeasedBlock,
     Outcome,
-    ProgressGroup,
+    RowBlock,
     RowWrite,
     StageSpec,
 )
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks, tokens_of
 
 
-def more_of(group: LeasedGroup, start: int, stop: int, rows: int = 2) -> ProgressGroup:
-    """Entries `[start, stop)` of the first rows of a group; row i says 100 i + the entry."""
-    return ProgressGroup(
-        task=group.task,
-        indices=group.indices[:rows],
-        attempts=group.attempts[:rows],
-        token=group.token,
+def more_of(block: LeasedBlock, start: int, stop: int, rows: int = 2) -> RowBlock:
+    """Entries `[start, stop)` of the first rows of a block; row i says 100 i + the entry."""
+    return RowBlock(
+        task=block.task,
+        indices=block.indices[:rows],
+        attempts=block.attempts[:rows],
+        token=block.token,
         starts=(start,) * rows,
-        frame=pack(
-            [{"tokens": np.arange(start, stop, dtype=np.int32) + 100 * i} for i in range(rows)]
+        frames=(
+            Frame(
+                pack(
+                    [
+                        {"tokens": np.arange(start, stop, dtype=np.int32) + 100 * i}
+                        for i in range(rows)
+                    ]
+                )
+            ),
         ),
     )
 
@@ -43,16 +50,16 @@ class AppendPromises:
         await actors.start()
         await actors.feed(tasks(1))
         lease = await actors.lease()
-        (group,) = lease.groups
+        (block,) = lease.blocks
         assert all(not row.prefix for row in lease.rows)
-        await queue.append("run", "rollout", [more_of(group, 0, 3)])
-        await queue.append("run", "rollout", [more_of(group, 3, 5, rows=1)])
+        await queue.append("run", "rollout", [more_of(block, 0, 3)])
+        await queue.append("run", "rollout", [more_of(block, 3, 5, rows=1)])
         uid = lease.rows[0].uid
-        await queue.fail("run", "rollout", uid, group.token, Outcome.INFRA_FAULT, "engine died")
+        await queue.fail("run", "rollout", uid, block.token, Outcome.INFRA_FAULT, "engine died")
         (again,) = (await actors.lease()).rows
         assert (again.uid, again.delivery) == (uid, 2)
         assert again.prefix["tokens"].tolist() == [0, 1, 2, 3, 4]
-        await queue.release("run", "rollout", {lease.rows[1].uid: group.token})
+        await queue.release("run", "rollout", {lease.rows[1].uid: block.token})
         (other,) = (await actors.lease()).rows
         assert other.prefix["tokens"].tolist() == [100, 101, 102]
 
@@ -60,20 +67,20 @@ class AppendPromises:
         actors = Actors(queue)
         await actors.start()
         await actors.feed(tasks(1))
-        (group,) = (await actors.lease()).groups
+        (block,) = (await actors.lease()).blocks
         with pytest.raises(UserError, match="appended to twice in one call"):
-            await queue.append("run", "rollout", [more_of(group, 0, 3), more_of(group, 0, 1)])
-        await queue.append("run", "rollout", [more_of(group, 0, 3)])
+            await queue.append("run", "rollout", [more_of(block, 0, 3), more_of(block, 0, 1)])
+        await queue.append("run", "rollout", [more_of(block, 0, 3)])
 
     async def test_appending_twice_is_appending_once(self, queue: Queue) -> None:
         actors = Actors(queue)
         await actors.start()
         await actors.feed(tasks(1))
         lease = await actors.lease()
-        (group,) = lease.groups
+        (block,) = lease.blocks
         for _ in range(2):
-            await queue.append("run", "rollout", [more_of(group, 0, 3)])
-            await queue.append("run", "rollout", [more_of(group, 3, 4)])
+            await queue.append("run", "rollout", [more_of(block, 0, 3)])
+            await queue.append("run", "rollout", [more_of(block, 3, 4)])
         await queue.release("run", "rollout", tokens_of(lease))
         assert [row.prefix["tokens"].tolist() for row in (await actors.lease()).rows] == [
             [0, 1, 2, 3],
@@ -85,7 +92,7 @@ class AppendPromises:
         await actors.start()
         await actors.feed(tasks(1))
         lease = await actors.lease()
-        await queue.append("run", "rollout", [more_of(lease.groups[0], 0, 3)])
+        await queue.append("run", "rollout", [more_of(lease.blocks[0], 0, 3)])
         await actors.write(lease)
         judged = await actors.lease("reward")
         assert all(not row.prefix for row in judged.rows)
@@ -99,13 +106,13 @@ class AppendPromises:
         await actors.start()
         await actors.feed(tasks(1))
         lease = await actors.lease()
-        (group,) = lease.groups
+        (block,) = lease.blocks
         with pytest.raises(ConflictError, match="entries 0 to 2 were never appended") as gap:
-            await queue.append("run", "rollout", [more_of(group, 2, 3)])
+            await queue.append("run", "rollout", [more_of(block, 2, 3)])
         assert gap.value.details["uid"] == str(lease.rows[0].uid)
         await queue.release("run", "rollout", tokens_of(lease))
         with pytest.raises(FencedError, match="the lease ended"):
-            await queue.append("run", "rollout", [more_of(group, 0, 1)])
+            await queue.append("run", "rollout", [more_of(block, 0, 1)])
 
     @pytest.mark.parametrize(
         ("columns", "said"),
@@ -122,9 +129,9 @@ class AppendPromises:
         await actors.start(spec(vocabulary=9))
         await actors.feed(tasks(1))
         lease = await actors.lease()
-        good = more_of(lease.groups[0], 0, 3, rows=1)
+        good = more_of(lease.blocks[0], 0, 3, rows=1)
         with pytest.raises(UserError, match=said) as refused:
-            await queue.append("run", "rollout", [replace(good, frame=pack([columns]))])
+            await queue.append("run", "rollout", [replace(good, frames=(Frame(pack([columns])),))])
         assert refused.value.details["uid"] == str(lease.rows[0].uid)
         await queue.append("run", "rollout", [good])
         await queue.release("run", "rollout", tokens_of(lease))
@@ -135,9 +142,9 @@ class AppendPromises:
         await actors.start()
         await actors.feed(tasks(1))
         await actors.write(await actors.lease())
-        (group,) = (await actors.lease("reward")).groups
+        (block,) = (await actors.lease("reward")).blocks
         with pytest.raises(UserError, match="stage reward reads columns"):
-            await queue.append("run", "reward", [more_of(group, 0, 1)])
+            await queue.append("run", "reward", [more_of(block, 0, 1)])
 
 
 class RedoPromises:

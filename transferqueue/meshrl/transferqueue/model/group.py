@@ -16,7 +16,7 @@ from functools import lru_cache
 from orjson import Fragment
 
 from meshrl.contract.frames import checksum_of
-from meshrl.contract.types import GroupRows, Json, Outcome, RowFacts, Uid, Version
+from meshrl.contract.types import Json, Outcome, RowBlock, RowFacts, Uid, Version
 from meshrl.transferqueue.model.fair_share import Holder
 from meshrl.transferqueue.model.records import TakenBatch, TaskMetadata
 from meshrl.transferqueue.store import FRAME, encode_record, to_json
@@ -227,7 +227,7 @@ class Group:
 
     # --- sets of rows
 
-    def mask_of(self, rows: GroupRows) -> int:
+    def mask_of(self, rows: RowBlock) -> int:
         """The mask of `rows`; 0 unless exactly these attempts of them are all present."""
         if rows.indices == bits(self.present) and list(rows.attempts) == self.attempts:
             return self.present

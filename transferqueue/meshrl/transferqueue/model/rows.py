@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final
 
 from meshrl.contract.errors import NotFoundError
-from meshrl.contract.types import GroupRows, RowFacts, RunSpec, Uid
+from meshrl.contract.types import RowBlock, RunSpec, Uid
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.model.fair_share import FairShare, Holder
 from meshrl.transferqueue.model.group import Counts, Grant, Group, StoredFrame, bits, count_sampled
@@ -102,7 +102,7 @@ class Rows:
         group = self._by_task.get(uid.task)
         return group if group is not None and group.has(uid.index, uid.attempt) else None
 
-    def resident(self, rows: GroupRows) -> tuple[Group, int]:
+    def resident(self, rows: RowBlock) -> tuple[Group, int]:
         """The group of rows that are all resident, and the rows' mask. Raises NotFoundError, with `uid`."""
         group = self._by_task.get(rows.task)
         if group is not None and ((mask := group.mask_of(rows)) or not rows.indices):
@@ -224,49 +224,30 @@ class Rows:
         grant.deadline = deadline
         grant.renewed = True
 
-    def write(
-        self,
-        stage: Stage,
-        group: Group,
-        rows: tuple[int, ...],
-        mask: int,
-        *,
-        frame: bytes,
-        token: int,
-        facts: Sequence[RowFacts],
-    ) -> list[Holder]:
-        """`stage` has written `rows` (indices in the frame's order; `mask` is their set), held under `token`.
-
-        Returns the worker that held them.
-        """
+    def write(self, stage: Stage, group: Group, mask: int, block: RowBlock) -> list[Holder]:
+        """`stage` has written the rows of `block`, whose set is `mask`. Returns the worker that held them."""
         number, now = stage.number, self.clock()
-        self._store_frame(group, number, rows, mask, frame)
+        self._store_frame(group, number, mask, block)
         holders: list[Holder] = []
         for grant in group.grants:
-            if grant.holder is not None and grant.stage == number and grant.token == token:
-                grant.holder.finished([row.num_tokens for row in facts], now - grant.since)
+            if grant.holder is not None and grant.stage == number and grant.token == block.token:
+                grant.holder.finished([row.num_tokens for row in block.facts], now - grant.since)
                 holders.append(grant.holder)
-        group.mark_written(number, rows, mask, token)
+        group.mark_written(number, block.indices, mask, block.token)
         self._drop_frames(group, group.drop_progress(number, mask))
-        if facts:
-            group.set_facts(rows, facts)
-            self.open_tokens += sum([row.num_tokens for row in facts])
+        if block.facts:
+            group.set_facts(block.indices, block.facts)
+            self.open_tokens += sum([row.num_tokens for row in block.facts])
         group.since = now
         self._refresh(group)
         return holders
 
-    def append(
-        self,
-        stage: Stage,
-        group: Group,
-        rows: tuple[int, ...],
-        entries: Sequence[int],
-        frame: bytes,
-    ) -> None:
-        """`stage` has made progress on `rows`, which have so many `entries` each by now."""
-        mask = sum(1 << index for index in rows)
-        self._store_frame(group, stage.number, rows, mask, frame, partial=True)
-        group.set_progress(rows, entries)
+    def append(self, stage: Stage, group: Group, mask: int, block: RowBlock) -> None:
+        """`stage` has made progress on the rows of `block`, whose set is `mask`."""
+        self._store_frame(group, stage.number, mask, block, partial=True)
+        lengths = next(iter(block.frame.columns.values())).lengths or ()
+        ends = [start + length for start, length in zip(block.starts, lengths, strict=True)]
+        group.set_progress(block.indices, ends)
 
     def return_rows(
         self, stage: Stage, group: Group, mask: int, *, undelivered: bool = False
@@ -330,16 +311,10 @@ class Rows:
     # --- bookkeeping
 
     def _store_frame(
-        self,
-        group: Group,
-        stage: int,
-        rows: tuple[int, ...],
-        mask: int,
-        frame: bytes,
-        *,
-        partial: bool = False,
+        self, group: Group, stage: int, mask: int, block: RowBlock, *, partial: bool = False
     ) -> None:
-        key = group.add_frame(stage, rows, mask, frame, partial=partial)
+        frame = block.frame.value
+        key = group.add_frame(stage, block.indices, mask, frame, partial=partial)
         self._commit_log.put(Table.PAYLOAD, key, frame)
         self.open_bytes += len(frame)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from meshrl.contract.rows import DAMAGED, UNTRAINABLE
-from meshrl.contract.types import DeadLetter, GroupRows, Outcome, Uid
+from meshrl.contract.types import DeadLetter, Outcome, RowBlock, Uid
 from meshrl.transferqueue.model.group import Group, bits, task_key
 from meshrl.transferqueue.model.records import DeadRow, TakenBatch
 from meshrl.transferqueue.model.run import Run
@@ -38,11 +38,11 @@ def dead_letter(
     run.save([group])
 
 
-def quarantine_leased(run: Run, stage: Stage, rows: GroupRows, token: int, fault: str) -> None:
+def quarantine_leased(run: Run, stage: Stage, rows: RowBlock, fault: str) -> None:
     """Leased rows whose payload is damaged leave as dead letters."""
     for uid in rows.uids(run.name):
         group = run.find(uid)  # a dead letter may take its siblings with it
-        if group is None or not group.held_under(stage.number, token) >> uid.index & 1:
+        if group is None or not group.held_under(stage.number, rows.token) >> uid.index & 1:
             continue
         run.return_rows(stage, group, 1 << uid.index)
         _quarantine(run, group, uid.index, stage, f"{DAMAGED}: {fault}")

@@ -4,40 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TypeAlias
 
 from meshrl.contract.errors import CorruptError, EndOfDataError, FencedError, UserError
-from meshrl.contract.frames import Frame
-from meshrl.contract.types import Outcome, PackedGroup, RowFacts, Uid, Version
+from meshrl.contract.types import Outcome, RowBlock, Uid, Version
 from meshrl.transferqueue.model.fair_share import Holder
 from meshrl.transferqueue.model.group import Grant, Group, bits
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.signals import Signal
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.operations import dead_letters, lifecycle, payload
-from meshrl.transferqueue.operations.payload import Extract, located
+from meshrl.transferqueue.operations.payload import Unread, stored_frames
 
 EXPIRED = "lease expired"
 
 
-class Granted(NamedTuple):
-    """Rows of one group that were granted; their payload is read when the grant is durable."""
-
-    extract: Extract
-    token: int
-    deliveries: tuple[int, ...]
-
-
-class CheckedWrite(NamedTuple):
-    """Checked columns of rows that are held under one token."""
-
-    group: Group
-    token: int
-    rows: tuple[int, ...]
-    """Row indices, in the order in which they lie in the frame."""
-    mask: int
-    facts: tuple[RowFacts, ...]
-    frame: bytes
+CheckedBlock: TypeAlias = tuple[Group, int, RowBlock]
+"""A group, the set of those of its rows that are to be written, and the block of these."""
 
 
 def leasable(runs: Mapping[str, Run], names: Sequence[str], stage: str) -> list[tuple[Run, Stage]]:
@@ -85,22 +68,24 @@ def enough(run: Run, stage: Stage, at_least: int) -> bool:
     return not upstream and not lifecycle.can_grow(run)
 
 
-def grant(run: Run, stage: Stage, worker: str, limit: int) -> list[Granted]:
+def grant(run: Run, stage: Stage, worker: str, limit: int) -> list[Unread]:
     """Deliver at most `limit` rows to `worker`."""
     grants = run.grant(stage, worker, limit)
-    granted: list[Granted] = []
+    granted: list[Unread] = []
     for each in grants:
         group, indices = each.group, bits(each.mask)
-        extract = located(
-            group,
-            indices,
-            each.mask,
-            stage.after,
-            progress_of=stage.number,
-        )
         deliveries = group.deliveries[stage.number]
-        counts = tuple([deliveries[index] for index in indices])
-        granted.append(Granted(extract, each.token, counts))
+        frames, progress = stored_frames(
+            group, indices, each.mask, stage.after, progress_of=stage.number
+        )
+        block = RowBlock(
+            task=group.task_id,
+            indices=indices,
+            attempts=tuple([group.attempts[index] for index in indices]),
+            token=each.token,
+        )
+        delivered = tuple([deliveries[index] for index in indices])
+        granted.append(Unread(block, group.task_key, frames, progress, delivered))
     run.save([each.group for each in grants])
     return granted
 
@@ -134,95 +119,73 @@ def _held_by(group: Group, stage: Stage, worker: str) -> int:
     return mask
 
 
-def checked(run: Run, stage: Stage, writes: Sequence[PackedGroup]) -> list[CheckedWrite]:
+def checked(run: Run, stage: Stage, blocks: Sequence[RowBlock]) -> list[CheckedBlock]:
     """The checked writes; rows that were written before under the same token are skipped.
 
     Raises:
         FencedError: with `uid`; another worker holds the row, or the lease ended.
         UserError: with `uid`; a column is wrong, or a row is named twice.
     """
-    checked_writes: list[CheckedWrite] = []
+    found: list[CheckedBlock] = []
     named: dict[int, int] = {}
-    for write in writes:
-        group, mask = _rows_to_write(run, stage, write)
-        frame = read_frame(run, write)
-        payload.check(run, write, frame, stage, group)
+    for block in blocks:
+        group, mask = _rows_to_write(run, stage, block)
+        check_frame(run, block)
+        payload.check(run, block, stage, group)
         if group is None or not mask:
             continue
         if named.get(group.number, 0) & mask:
             uid = group.uid(bits(named[group.number] & mask)[0])
             raise UserError(f"row {uid} is written twice in one call", uid=uid)
         named[group.number] = named.get(group.number, 0) | mask
-        checked_writes.append(_new_rows(group, write, mask, frame))
-    return checked_writes
+        if mask.bit_count() < len(block):
+            block = block.part([at for at, index in enumerate(block.indices) if mask >> index & 1])
+        found.append((group, mask, block))
+    return found
 
 
-def _new_rows(group: Group, write: PackedGroup, mask: int, frame: Frame) -> CheckedWrite:
-    """The part of a write that is about the rows in `mask`."""
-    if mask.bit_count() == len(write.indices):
-        return CheckedWrite(group, write.token, write.indices, mask, write.facts, write.frame)
-    positions = [at for at, index in enumerate(write.indices) if mask >> index & 1]
-    return CheckedWrite(
-        group,
-        write.token,
-        tuple([write.indices[at] for at in positions]),
-        mask,
-        tuple([write.facts[at] for at in positions]) if write.facts else (),
-        frame.select(frame.columns, positions),
-    )
-
-
-def _rows_to_write(run: Run, stage: Stage, write: PackedGroup) -> tuple[Group | None, int]:
-    """The group, and the mask of the rows to write: held under the write's token and not written yet."""
-    group = run.by_task.get(write.task)
-    held = group.held_under(stage.number, write.token) if group else 0
-    if group is not None and (all_of := group.mask_of(write)) and all_of & held == all_of:
+def _rows_to_write(run: Run, stage: Stage, block: RowBlock) -> tuple[Group | None, int]:
+    """The group, and the mask of the rows to write: held under the block's token and not written yet."""
+    group = run.by_task.get(block.task)
+    held = group.held_under(stage.number, block.token) if group else 0
+    if group is not None and (all_of := group.mask_of(block)) and all_of & held == all_of:
         return group, all_of
     mask = 0
-    for index, attempt in zip(write.indices, write.attempts, strict=True):
+    for index, attempt in zip(block.indices, block.attempts, strict=True):
         if group is not None and group.has(index, attempt):
             if held >> index & 1:
                 mask |= 1 << index
                 continue
             written = group.done[stage.number] >> index & 1
-            if written and group.writers[stage.number][index] == write.token:
+            if written and group.writers[stage.number][index] == block.token:
                 continue
-        raise fenced(run, stage, Uid(run.name, write.task, index, attempt), write.token)
+        raise fenced(run, stage, Uid(run.name, block.task, index, attempt), block.token)
     return group, mask
 
 
-def read_frame(run: Run, write: PackedGroup) -> Frame:
-    """The frame of a write, which must have as many rows as the write names. Raises UserError, with `uid`."""
-    if not write.indices:
-        raise UserError(f"a write to task {write.task!r} names no row", task=write.task)
-    uid = Uid(run.name, write.task, write.indices[0], write.attempts[0])
+def check_frame(run: Run, block: RowBlock) -> None:
+    """Compare the frame with its checksum and with the rows that the block names. Raises UserError, with `uid`."""
+    if not block.indices:
+        raise UserError(f"a write to task {block.task!r} names no row", task=block.task)
+    uid = Uid(run.name, block.task, block.indices[0], block.attempts[0])
+    frame = block.frame
     try:
-        frame = Frame(write.frame)
+        frame.columns  # noqa: B018
     except CorruptError as error:
         raise UserError(f"row {uid}: {error.message}", uid=uid) from error
-    if frame.rows != len(write.indices) or len(set(write.indices)) != frame.rows:
-        raise UserError(
-            f"row {uid}: {len(write.indices)} rows are named, the frame has {frame.rows}", uid=uid
-        )
-    return frame
+    rows = frame.rows
+    in_order = frame.places is None or frame.places == tuple(range(rows))
+    if rows != len(block) or len(set(block.indices)) != rows or not in_order:
+        raise UserError(f"row {uid}: {len(block)} rows are named, the frame has {rows}", uid=uid)
 
 
-def write(run: Run, stage: Stage, writes: Sequence[CheckedWrite]) -> None:
+def write(run: Run, stage: Stage, blocks: Sequence[CheckedBlock]) -> None:
     """Add the columns of checked writes."""
     holders: dict[Holder, None] = {}
-    for item in writes:
-        wrote = run.write(
-            stage,
-            item.group,
-            item.rows,
-            item.mask,
-            frame=item.frame,
-            token=item.token,
-            facts=item.facts,
-        )
-        holders.update(dict.fromkeys(wrote))
-        lifecycle.offer_if_complete(run, item.group)
-    run.save([item.group for item in writes])
+    for group, mask, block in blocks:
+        holders.update(dict.fromkeys(run.write(stage, group, mask, block)))
+        lifecycle.offer_if_complete(run, group)
+    run.save([group for group, _, _ in blocks])
     run.notify_shares(stage, holders)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -26,10 +27,12 @@ from meshrl.contract import codec
 from meshrl.contract.errors import ConflictError, EndOfDataError, NotFoundError, UserError
 from meshrl.contract.types import (
     Batch,
-    BatchGroup,
     GroupPolicy,
+    Json,
     Outcome,
     PackedTask,
+    RowBlock,
+    RowFacts,
     RunSpec,
     StalePolicy,
     Task,
@@ -317,10 +320,10 @@ def _taken(run: Run, groups: Sequence[Group], step: int, epoch: int, batch_id: s
         run.withdraw(group)
         if unfinished := group.unfinished:
             run.remove_rows(group, unfinished, Exit.FILTERED, SPARE)
-    manifest = tuple(map(_manifest, groups))
-    run.open_batch(batch_id, step, epoch, groups, _encoded(manifest))
+    blocks, records = zip(*map(_manifest, groups), strict=True)
+    run.open_batch(batch_id, step, epoch, groups, encode_record(records))
     run.save(groups)
-    return Batch(batch_id=batch_id, run=run.name, step=step, groups=manifest)
+    return Batch(batch_id=batch_id, run=run.name, step=step, groups=blocks)
 
 
 DEATHS = 2
@@ -350,38 +353,26 @@ def fresh_enough(run: Run, step: int, count: int) -> list[Group]:
             retire(run, group)
 
 
-def _manifest(group: Group) -> BatchGroup:
+def _manifest(group: Group) -> tuple[RowBlock, Json]:
+    """What a batch says of the group, and the same as it is stored."""
     indices = bits(group.present)
+    attempts = tuple([group.attempts[index] for index in indices])
     outcomes, num_tokens, oldest, newest, _ = zip(*group.facts_of(group.present), strict=True)
-    return BatchGroup(
+    columns = zip(outcomes, num_tokens, oldest, newest, repeat(""))
+    block = RowBlock(
         task=group.task_id,
         indices=indices,
-        attempts=tuple([group.attempts[index] for index in indices]),
-        size=group.size,
-        num_tokens=num_tokens,
-        oldest=oldest,
-        newest=newest,
-        outcomes=outcomes,
+        attempts=attempts,
+        group_size=group.size,
+        facts=tuple(map(_facts, repeat(RowFacts), columns)),
     )
+    # Plain tuples: orjson takes no others.
+    versions = list(map(tuple, oldest)), list(map(tuple, newest))
+    return block, (group.task_id, indices, attempts, group.size, num_tokens, *versions, outcomes)
 
 
-def _encoded(manifest: Sequence[BatchGroup]) -> bytes:
-    return encode_record(
-        [
-            (
-                group.task,
-                group.indices,
-                group.attempts,
-                group.size,
-                group.num_tokens,
-                # Plain tuples: orjson takes no others.
-                list(map(tuple, group.oldest)),
-                list(map(tuple, group.newest)),
-                group.outcomes,
-            )
-            for group in manifest
-        ]
-    )
+_facts = tuple.__new__
+"""`RowFacts._make` in C, for every row that is taken."""
 
 
 def shrink(run: Run, batch: TakenBatch) -> None:
@@ -397,23 +388,24 @@ def shrink(run: Run, batch: TakenBatch) -> None:
 
 def rewrite_manifest(run: Run, batch: TakenBatch) -> None:
     """The batch is answered with the groups that it has now."""
-    run.rewrite_manifest(batch, _encoded([_manifest(group) for group in run.groups_of(batch)]))
+    records = [_manifest(group)[1] for group in run.groups_of(batch)]
+    run.rewrite_manifest(batch, encode_record(records))
 
 
 def read_manifest(run: str, batch: TakenBatch, value: bytes) -> Batch:
     """The batch as `take` answered it. Raises CorruptError."""
     groups = tuple(
-        BatchGroup(
+        RowBlock(
             task=task,
             indices=tuple(indices),
             attempts=tuple(attempts),
-            size=size,
-            num_tokens=tuple(num_tokens),
-            oldest=tuple(Version(*version) for version in oldest),
-            newest=tuple(Version(*version) for version in newest),
-            outcomes=tuple(map(Outcome, outcomes)),
+            group_size=size,
+            facts=tuple(
+                RowFacts(Outcome(outcome), tokens, Version(*oldest), Version(*newest), "")
+                for outcome, tokens, oldest, newest in zip(outcomes, *columns, strict=True)
+            ),
         )
-        for task, indices, attempts, size, num_tokens, oldest, newest, outcomes in decode_record(
+        for task, indices, attempts, size, *columns, outcomes in decode_record(
             value, f"manifest of batch {batch.batch_id}"
         )
     )

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -25,13 +25,9 @@ from meshrl.contract.types import (
     ROLLOUT_TIMES,
     ROUTED_EXPERTS,
     ROW_MEDIA,
-    GroupRows,
-    LeasedGroup,
-    PackedGroup,
+    LeasedBlock,
     PackedTask,
-    Part,
-    PayloadGroup,
-    ProgressGroup,
+    RowBlock,
     Uid,
 )
 from meshrl.transferqueue.model.group import Group, StoredFrame, bits
@@ -84,12 +80,13 @@ class _Refused(Exception):
         self.position = position
 
 
-def check(run: Run, write: PackedGroup, frame: Frame, stage: Stage, group: Group | None) -> None:
-    """Check a write to `stage`, for all rows of the frame at once.
+def check(run: Run, write: RowBlock, stage: Stage, group: Group | None) -> None:
+    """Check a write to `stage`, for all its rows at once.
 
     Raises:
         UserError: with `uid`; names the column, what it is and what it must be.
     """
+    frame = write.frame
     try:
         _check_names(frame, stage)
         if stage.first:
@@ -105,16 +102,16 @@ def check(run: Run, write: PackedGroup, frame: Frame, stage: Stage, group: Group
         raise _named(refused, run, write) from None
 
 
-def check_progress(run: Run, write: ProgressGroup, frame: Frame, lengths: Sequence[int]) -> None:
+def check_progress(run: Run, write: RowBlock, lengths: Sequence[int]) -> None:
     """Check entries that are appended, `lengths` of them to each row. Raises UserError as `check` does."""
     try:
-        for name, column in frame.columns.items():
+        for name, column in write.frame.columns.items():
             _check_column(name, column, tuple(lengths), run.spec.vocabulary)
     except _Refused as refused:
         raise _named(refused, run, write) from None
 
 
-def _named(refused: _Refused, run: Run, rows: GroupRows) -> UserError:
+def _named(refused: _Refused, run: Run, rows: RowBlock) -> UserError:
     at = refused.position
     uid = Uid(run.name, rows.task, rows.indices[at], rows.attempts[at])
     return UserError(f"row {uid}: {refused}", uid=uid)
@@ -131,7 +128,7 @@ def _check_names(frame: Frame, stage: Stage) -> None:
         raise _Refused(f"{problem} in what stage {stage.name} writes: {stage.writes}")
 
 
-def _lengths_by_facts(write: PackedGroup, stage: Stage) -> tuple[int, ...]:
+def _lengths_by_facts(write: RowBlock, stage: Stage) -> tuple[int, ...]:
     if len(write.facts) != len(write.indices):
         raise _Refused(f"stage {stage.name} must give the row's facts")
     for position, facts in enumerate(write.facts):
@@ -202,47 +199,38 @@ TASKS_CACHED, TASK_BYTES_CACHED = 4096, 256 << 20
 """Packed tasks kept in RAM, and how large they may be together: siblings and later stages read the same one."""
 
 
+Stored: TypeAlias = Mapping[bytes, tuple[bytes | None, bool]]
+"""What was read, by key; True: it has been in RAM since it was compared with its checksum."""
+
+
 class NeededFrame(NamedTuple):
     """A stored frame, and which of its rows are needed."""
 
     key: bytes
     stage: int
-    rows: tuple[int, ...]
-    """For each needed row, its position among the rows of the request."""
+    places: tuple[int, ...]
+    """For each needed row, its place in the block."""
     positions: tuple[int, ...] | None
     """For each needed row, its position in the frame; None: every row of the frame, in order."""
     checksum: int
     """The checksum that the frame must have: it detects a store that returns the frame of another row."""
 
 
-class Stored(NamedTuple):
-    """What was read under a key."""
+class Unread(NamedTuple):
+    """A block whose frames are still to be read; it stays valid whatever happens to its group meanwhile."""
 
-    value: bytes | None
-    checked: bool
-    """It has been in RAM since it was compared with its checksum."""
-
-
-class Extract(NamedTuple):
-    """What to read for some rows of one group; it stays valid whatever happens to the group meanwhile."""
-
-    task: str
-    indices: tuple[int, ...]
-    attempts: tuple[int, ...]
+    block: RowBlock
     task_key: bytes
     frames: tuple[NeededFrame, ...]
     progress: tuple[NeededFrame, ...] = ()
     """The progress that was appended for the rows, in order."""
-
-    @property
-    def rows(self) -> GroupRows:
-        """The names of the rows."""
-        return GroupRows(task=self.task, indices=self.indices, attempts=self.attempts)
+    deliveries: tuple[int, ...] = ()
+    """Of leased rows."""
 
 
-def extract(
-    group: Group, rows: GroupRows, mask: int, stages: Sequence[Stage], names: Sequence[str]
-) -> Extract:
+def wanted(
+    group: Group, rows: RowBlock, mask: int, stages: Sequence[Stage], names: Sequence[str]
+) -> Unread:
     """Where the columns `names`, which `stages` write, lie for resident `rows`, whose set is `mask`.
 
     Raises:
@@ -250,43 +238,40 @@ def extract(
     """
     for stage in stages:
         if absent := mask & ~group.done[stage.number]:
-            uid, missing = (
-                group.uid(bits(absent)[0]),
-                next(n for n in names if n in stage.writes),
-            )
+            uid = group.uid(bits(absent)[0])
+            missing = next(name for name in names if name in stage.writes)
             raise NotFoundError(f"row {uid} has no column {missing} yet", uid=uid)
-    numbers = [stage.number for stage in stages]
-    return located(group, rows.indices, mask, numbers)
+    frames, _ = stored_frames(group, rows.indices, mask, [stage.number for stage in stages])
+    return Unread(rows, group.task_key, frames)
 
 
-def located(
+def stored_frames(
     group: Group,
     indices: tuple[int, ...],
     mask: int,
     stages: Sequence[int],
     *,
     progress_of: int = -1,
-) -> Extract:
-    """Where the columns of `stages` (numbers) and the progress of stage `progress_of` lie for the rows."""
+) -> tuple[tuple[NeededFrame, ...], tuple[NeededFrame, ...]]:
+    """Where the columns of `stages` (numbers), and the progress of stage `progress_of`, lie for the rows."""
     frames: list[NeededFrame] = []
     progress: list[NeededFrame] = []
     for frame in group.frames:
-        wanted = frame.stage == progress_of if frame.partial else frame.stage in stages
-        if wanted and frame.live & mask:
-            rows_, positions = _overlap(indices, frame, mask)
+        needed = frame.stage == progress_of if frame.partial else frame.stage in stages
+        if needed and frame.live & mask:
+            places, positions = _overlap(indices, frame, mask)
             (progress if frame.partial else frames).append(
                 NeededFrame(
-                    group.frame_key(frame.number), frame.stage, rows_, positions, frame.checksum
+                    group.frame_key(frame.number), frame.stage, places, positions, frame.checksum
                 )
             )
-    attempts = tuple([group.attempts[index] for index in indices])
-    return Extract(group.task_id, indices, attempts, group.task_key, tuple(frames), tuple(progress))
+    return tuple(frames), tuple(progress)
 
 
 def _overlap(
     indices: tuple[int, ...], frame: StoredFrame, mask: int
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """`rows` and `positions` of NeededFrame for those rows of a frame that are in `indices`, whose set is `mask`."""
+    """`places` and `positions` of NeededFrame for a frame's rows that are in `indices`, whose set is `mask`."""
     if frame.rows == indices and frame.live & mask == mask:
         return bits((1 << len(indices)) - 1), None
     place = {index: at for at, index in enumerate(indices)}
@@ -324,92 +309,91 @@ class PayloadReader:
             self._task_bytes -= len(oldest.data)
 
     async def read(
-        self, extracts: Sequence[Extract], names: Sequence[str], writes: Sequence[Sequence[str]]
-    ) -> list[PayloadGroup]:
-        """The columns `names` of each extract; `writes` has the columns of every stage.
+        self, unread: Sequence[Unread], names: Sequence[str], writes: Sequence[Sequence[str]]
+    ) -> list[RowBlock]:
+        """The blocks with the columns `names`; `writes` has the columns of every stage.
 
         Raises:
             NotFoundError: rows left while they were read.
         """
-        stored = await self._read([frame.key for each in extracts for frame in each.frames])
-        wanted = frozenset(names)
-        groups: list[PayloadGroup] = []
-        for each in extracts:
-            parts = _parts(each.frames, stored, wanted, writes)
-            if parts is None:
-                task = each.task
-                raise NotFoundError(f"rows of task {task} left while they were read", task=task)
-            groups.append(
-                PayloadGroup(
-                    task=each.task,
-                    indices=each.indices,
-                    attempts=each.attempts,
-                    parts=parts,
+        stored = await self._read([frame.key for each in unread for frame in each.frames])
+        some = frozenset(names)
+        blocks: list[RowBlock] = []
+        for each in unread:
+            block = each.block
+            frames = _frames(each.frames, stored, some, writes)
+            if frames is None:
+                raise NotFoundError(
+                    f"rows of task {block.task} left while they were read", task=block.task
+                )
+            blocks.append(
+                RowBlock(
+                    task=block.task,
+                    indices=block.indices,
+                    attempts=block.attempts,
+                    frames=frames,
                 )
             )
-        return groups
+        return blocks
 
     async def with_media(
-        self, extracts: Sequence[Extract], groups: Sequence[PayloadGroup]
-    ) -> list[PayloadGroup]:
-        """`groups`, which `read` has answered `extracts` with: the first row of each has its task's pictures, too.
+        self, unread: Sequence[Unread], blocks: Sequence[RowBlock]
+    ) -> list[RowBlock]:
+        """`blocks`, which `read` has answered `unread` with: the first row of each has its task's pictures, too.
 
         Raises:
             NotFoundError: rows left while they were read.
         """
-        missing = [each.task_key for each in extracts if each.task_key not in self._tasks]
+        missing = [each.task_key for each in unread if each.task_key not in self._tasks]
         stored = await self._read(missing)
-        found: list[PayloadGroup] = []
-        for each, group in zip(extracts, groups, strict=True):
+        found: list[RowBlock] = []
+        for each, block in zip(unread, blocks, strict=True):
             task = self._task(each, stored)
             if task is None:
-                raise NotFoundError(f"task {each.task} left while it was read", task=each.task)
+                raise NotFoundError(f"task {block.task} left while it was read", task=block.task)
             if media := task.task.media:
-                part = Part(rows=(0,), frame=pack([{MEDIA: codec.pack_media(media)}]))
-                group = replace(group, parts=(*group.parts, part))
-            found.append(group)
+                frame = Frame(pack([{MEDIA: codec.pack_media(media)}]), (0,))
+                block = replace(block, frames=(*block.frames, frame))
+            found.append(block)
         return found
 
     async def leased(
-        self,
-        extracts: Sequence[Extract],
-        names: Sequence[str],
-        writes: Sequence[Sequence[str]],
-        held: Sequence[tuple[int, tuple[int, ...]]],
-    ) -> tuple[list[LeasedGroup], dict[str, str]]:
-        """Like `read`, with tasks, progress, tokens and deliveries; groups that left in the meantime are left out.
+        self, unread: Sequence[Unread], names: Sequence[str], writes: Sequence[Sequence[str]]
+    ) -> tuple[list[LeasedBlock], dict[str, str]]:
+        """Like `read`, with tasks and progress; blocks whose groups left in the meantime are left out.
 
         A damaged group keeps no other from its worker: the second result says by task what is wrong with it.
         """
-        missing = [each.task_key for each in extracts if each.task_key not in self._tasks]
-        frames = [f.key for each in extracts for f in (*each.frames, *each.progress)]
-        stored = await self._read([*missing, *frames])
-        wanted = frozenset(names)
-        groups: list[LeasedGroup] = []
+        missing = [each.task_key for each in unread if each.task_key not in self._tasks]
+        keys = [f.key for each in unread for f in (*each.frames, *each.progress)]
+        stored = await self._read([*missing, *keys])
+        some = frozenset(names)
+        blocks: list[LeasedBlock] = []
         damaged: dict[str, str] = {}
-        for each, (token, deliveries) in zip(extracts, held, strict=True):
+        for each in unread:
+            block = each.block
             try:
                 task = self._task(each, stored)
-                parts = _parts(each.frames, stored, wanted, writes)
-                progress = _parts(each.progress, stored, None, writes)
+                frames = _frames(each.frames, stored, some, writes)
+                progress = _frames(each.progress, stored, None, writes)
             except CorruptError as error:
-                damaged[each.task] = error.message
+                damaged[block.task] = error.message
                 continue
-            if task is None or parts is None or progress is None:
+            if task is None or frames is None or progress is None:
                 continue
-            groups.append(
-                LeasedGroup(
-                    task=each.task,
-                    indices=each.indices,
-                    attempts=each.attempts,
-                    parts=parts,
-                    token=token,
-                    deliveries=deliveries,
+            blocks.append(
+                LeasedBlock(
+                    task=block.task,
+                    indices=block.indices,
+                    attempts=block.attempts,
+                    token=block.token,
+                    frames=frames,
+                    deliveries=each.deliveries,
                     packed=task,
                     progress=progress,
                 )
             )
-        return groups, damaged
+        return blocks, damaged
 
     async def damaged(self, run: Run, groups: Sequence[Group]) -> dict[int, Damage]:
         """What is damaged in the columns of complete `groups`, by their numbers; all of them are read.
@@ -430,7 +414,7 @@ class PayloadReader:
             part, frames = frames[:count], frames[count:]
             stored = await self._read([key for _, _, key in part])
             for group, frame, key in part:
-                if fault := _fault(key, stored[key], frame.checksum):
+                if fault := _fault(key, stored, frame.checksum):
                     fault = f"{DAMAGED}: task {group.task_id}, {fault}"
                     found.setdefault(
                         group.number, Damage(frame.live, run.stages.ordered[frame.stage], fault)
@@ -447,21 +431,24 @@ class PayloadReader:
                     found[key] = "".join(m.content for m in task.conversation[-1:])[:PROMPT_SHOWN]
         return found
 
-    async def _read(self, keys: Sequence[bytes]) -> dict[bytes, Stored]:
-        found = {key: Stored(value, True) for key, value in self._frames.recall(keys).items()}
+    async def _read(self, keys: Sequence[bytes]) -> Stored:
+        found = {key: (value, True) for key, value in self._frames.recall(keys).items()}
         missing = [key for key in keys if key not in found]
-        if missing:
-            values = await self._store.read(missing)
-            found |= {key: Stored(value, False) for key, value in zip(missing, values, strict=True)}
-        return found
+        if not missing:
+            return found
+        values = await self._store.read(missing)
+        return {
+            **found,
+            **{key: (value, False) for key, value in zip(missing, values, strict=True)},
+        }
 
-    def _task(self, each: Extract, stored: Mapping[bytes, Stored]) -> PackedTask | None:
+    def _task(self, each: Unread, stored: Stored) -> PackedTask | None:
         task = self._tasks.get(each.task_key)
-        read = stored.get(each.task_key)
-        if task is None and read is not None and read.value is not None:
-            what = f"task {each.task}"
-            task = PackedTask(bytes(strip_checksum(read.value, what)), codec.unpack_task)
-            if task.task.task_id != each.task:
+        value, _ = stored.get(each.task_key, (None, False))
+        if task is None and value is not None:
+            what = f"task {each.block.task}"
+            task = PackedTask(bytes(strip_checksum(value, what)), codec.unpack_task)
+            if task.task.task_id != each.block.task:
                 raise CorruptError(f"{what}: the store returns {task.task.task_id}")
             self.remember(each.task_key, task)
         return task
@@ -469,25 +456,25 @@ class PayloadReader:
 
 def _fault(key: bytes, stored: Stored, checksum: int) -> str:
     """What is wrong with a frame that the store returns; empty if nothing is."""
-    value = stored.value
+    value, checked = stored[key]
     if value is None:
         return f"frame {key.hex()}: the store has lost it"
     try:
         if checksum_of(value) != checksum:
             return f"frame {key.hex()}: the store returns another one"
-        if not stored.checked:
+        if not checked:
             strip_checksum(value, f"frame {key.hex()}")
     except CorruptError as error:
         return error.message
     return ""
 
 
-def _parts(
-    frames: Sequence[NeededFrame],
-    stored: Mapping[bytes, Stored],
+def _frames(
+    needed: Sequence[NeededFrame],
+    stored: Stored,
     names: frozenset[str] | None,
     writes: Sequence[Sequence[str]],
-) -> tuple[Part, ...] | None:
+) -> tuple[Frame, ...] | None:
     """The needed rows and columns of stored frames; None if one of the frames was deleted while they were read.
 
     A frame that has no others is passed on as it is. `names` None: all columns.
@@ -495,18 +482,17 @@ def _parts(
     Raises:
         CorruptError: the store returns another frame than the one that was written under its key.
     """
-    parts: list[Part] = []
-    for frame in frames:
-        found = stored[frame.key]
-        value = found.value
+    frames: list[Frame] = []
+    for each in needed:
+        value, _ = stored[each.key]
         if value is None:
             return None
-        if fault := _fault(frame.key, found, frame.checksum):
+        if fault := _fault(each.key, stored, each.checksum):
             raise CorruptError(fault)
-        whole = names is None or names.issuperset(writes[frame.stage])
-        if frame.positions is not None or not whole:
-            read = Frame(value, f"frame {frame.key.hex()}", checked=True)
-            wanted = [name for name in read.columns if names is None or name in names]
-            value = read.select(wanted, frame.positions)
-        parts.append(Part(rows=frame.rows, frame=value))
-    return tuple(parts)
+        whole = names is None or names.issuperset(writes[each.stage])
+        if each.positions is not None or not whole:
+            read = Frame(value, what=f"frame {each.key.hex()}", checked=True)
+            some = [name for name in read.columns if names is None or name in names]
+            value = read.select(some, each.positions)
+        frames.append(Frame(value, each.places))
+    return tuple(frames)

@@ -8,28 +8,16 @@ Each append is a frame; the stage's write, or the end of the row's attempt, dele
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from meshrl.contract.errors import ConflictError, UserError
-from meshrl.contract.frames import Frame
-from meshrl.contract.types import ProgressGroup, Uid
+from meshrl.contract.types import RowBlock, Uid
 from meshrl.transferqueue.model.group import Group
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.stages import Stage
 from meshrl.transferqueue.operations import leases, payload
 
 
-class CheckedAppend(NamedTuple):
-    """Checked entries that are new."""
-
-    group: Group
-    rows: tuple[int, ...]
-    entries: tuple[int, ...]
-    """Per row: the number of entries including these."""
-    frame: bytes
-
-
-def checked(run: Run, stage: Stage, groups: Sequence[ProgressGroup]) -> list[CheckedAppend]:
+def checked(run: Run, stage: Stage, blocks: Sequence[RowBlock]) -> list[leases.CheckedBlock]:
     """The checked appends; entries that were appended before are skipped.
 
     Raises:
@@ -39,26 +27,25 @@ def checked(run: Run, stage: Stage, groups: Sequence[ProgressGroup]) -> list[Che
     """
     if not stage.first:
         raise UserError(f"stage {stage.name} reads columns: only a stage that samples can append")
-    appends: list[CheckedAppend] = []
+    appends: list[leases.CheckedBlock] = []
     named: set[tuple[int, int]] = set()
-    for group_rows in groups:
-        frame = leases.read_frame(run, group_rows)
-        lengths = _lengths(run, group_rows, frame)
-        payload.check_progress(run, group_rows, frame, lengths)
-        group = run.by_task.get(group_rows.task)
-        held = group.held_under(stage.number, group_rows.token) if group else 0
+    for block in blocks:
+        if len(block.starts) != len(block):
+            raise UserError(f"append: {len(block)} rows of task {block.task} without their starts")
+        leases.check_frame(run, block)
+        lengths = _lengths(run, block)
+        payload.check_progress(run, block, lengths)
+        group = run.by_task.get(block.task)
+        held = group.held_under(stage.number, block.token) if group else 0
         new: list[int] = []
-        for at, (index, attempt) in enumerate(
-            zip(group_rows.indices, group_rows.attempts, strict=True)
-        ):
+        for at, (index, attempt) in enumerate(zip(block.indices, block.attempts, strict=True)):
             if group is None or not (group.has(index, attempt) and held >> index & 1):
-                raise leases.fenced(
-                    run, stage, Uid(run.name, group_rows.task, index, attempt), group_rows.token
-                )
+                uid = Uid(run.name, block.task, index, attempt)
+                raise leases.fenced(run, stage, uid, block.token)
             known = group.recorded_progress[index] if group.recorded_progress else 0
-            if group_rows.starts[at] > known:
+            if block.starts[at] > known:
                 raise ConflictError(
-                    f"row {group.uid(index)}: entries {known} to {group_rows.starts[at]} were never"
+                    f"row {group.uid(index)}: entries {known} to {block.starts[at]} were never"
                     f" appended",
                     uid=group.uid(index),
                 )
@@ -66,35 +53,29 @@ def checked(run: Run, stage: Stage, groups: Sequence[ProgressGroup]) -> list[Che
                 uid = group.uid(index)
                 raise UserError(f"row {uid} is appended to twice in one call", uid=uid)
             named.add((group.number, index))
-            if group_rows.starts[at] == known and lengths[at]:
+            if block.starts[at] == known and lengths[at]:
                 new.append(at)
         if group is not None and new:
-            appends.append(
-                CheckedAppend(
-                    group,
-                    tuple([group_rows.indices[at] for at in new]),
-                    tuple([group_rows.starts[at] + lengths[at] for at in new]),
-                    frame.select(frame.columns, new),
-                )
-            )
+            part = block if len(new) == len(block) else block.part(new)
+            appends.append((group, sum(1 << index for index in part.indices), part))
     return appends
 
 
-def _lengths(run: Run, group_rows: ProgressGroup, frame: Frame) -> list[int]:
-    lengths = {
-        column.lengths if column.lengths is not None else () for column in frame.columns.values()
-    }
+def _lengths(run: Run, block: RowBlock) -> Sequence[int]:
+    """Entries of each row, equally many in each column. Raises UserError, with `uid`."""
+    frame = block.frame
+    lengths = {column.lengths or () for column in frame.columns.values()}
     if len(lengths) != 1 or len(next(iter(lengths))) != frame.rows:
-        uid = Uid(run.name, group_rows.task, group_rows.indices[0], group_rows.attempts[0])
+        uid = Uid(run.name, block.task, block.indices[0], block.attempts[0])
         raise UserError(f"row {uid}: appended columns must have equally many entries", uid=uid)
-    return list(lengths.pop())
+    return lengths.pop()
 
 
-def append(run: Run, stage: Stage, appends: Sequence[CheckedAppend]) -> None:
+def append(run: Run, stage: Stage, appends: Sequence[leases.CheckedBlock]) -> None:
     """Store checked appends."""
-    for item in appends:
-        run.append(stage, item.group, item.rows, item.entries, item.frame)
-    run.save([item.group for item in appends])
+    for group, mask, block in appends:
+        run.append(stage, group, mask, block)
+    run.save([group for group, _, _ in appends])
 
 
 def redo(run: Run, stage: Stage, uids: Sequence[Uid]) -> int:
