@@ -21,9 +21,9 @@ from meshrl.rewardd.judge import build_judge
 from meshrl.rewardd.pool.rule import REWARDS, read_rule
 from meshrl.rollout.engines import build_engine
 from meshrl.rollout.streams import sample
-from meshrl.rollout.tools.building import ToolBuilder
 from meshrl.rollout.tools.config import ToolsConfig
 from meshrl.rollout.tools.ports import Caller, ToolCall
+from meshrl.rollout.tools.toolbox import ToolBuilder
 from meshrl.rollout.worker import ProgramCache
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, outcome_rewards
 from meshrl.trainer.algorithms.aggregation import Aggregator
@@ -32,13 +32,14 @@ from meshrl.trainer.algorithms.options import ADVANTAGES
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.data.feeder import CURRICULA
 from meshrl.trainer.data.files import file_rows
-from meshrl.trainer.learner.objective import actor_loss
+from meshrl.trainer.learner.policy_gradient import actor_loss
 from meshrl.trainer.loggers._types import LoggedRun
-from meshrl.trainer.metrics import open_loggers
+from meshrl.trainer.metrics.log import open_loggers
 from meshrl.transferqueue import sampling, stores
 from meshrl.transferqueue.sampling import CompleteGroup
 from meshrl.transferqueue.store import Operation, Table
-from meshrl.weights.carrier import RunPaths, load_carrier
+from meshrl.weights.carrier import RunPaths
+from meshrl.weights.transport import load_transport
 
 from ..rollout.chats import chat_tokenizer
 from ..rollout.checkpoints import request
@@ -143,7 +144,9 @@ async def tool(recipe: Recipe, folder: Path) -> None:
 
 
 def carrier(recipe: Recipe, folder: Path) -> None:
-    assert load_carrier(recipe.weights, RunPaths(directory=folder)).where == folder  # type: ignore[attr-defined]
+    transport = load_transport(recipe.weights, RunPaths(directory=folder))
+    assert transport.where == folder  # type: ignore[attr-defined]
+    assert transport.names == (NAME,)
 
 
 def stage(recipe: Recipe, folder: Path) -> None:
@@ -235,7 +238,9 @@ async def run(task, uid, engine, tokenizer):
         tool,
     ),
     "weight carrier": (
-        "class Carrier:\n    def __init__(self, config, paths):\n        self.where = paths.directory",
+        "from meshrl.weights.transport import Pairs\n"
+        "class Carrier(Pairs):\n    def __init__(self, config, paths):\n"
+        "        super().__init__(config)\n        self.where = paths.directory",
         "weights.carrier=NAME",
         carrier,
     ),
