@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, cast
+from typing import Final, Protocol, cast
 
 import grpc
 
@@ -111,15 +111,7 @@ class Network:
 
     def listen(self, address: str, servicers: Sequence[Servicer]) -> Endpoint:
         """Serve `servicers` in the process that runs, beside those that listen there and live."""
-
-        def table(name: str) -> Mapping[str, Callable[[Any], Any]]:
-            return {
-                f"/{servicer.service}/{method}": function
-                for servicer in servicers
-                for method, function in getattr(servicer, name, {}).items()
-            }
-
-        handlers = InterceptedHandlers((as_status,), table("parsers"), table("serializers"))
+        handlers = InterceptedHandlers((as_status,))
         for servicer in servicers:
             servicer.attach(cast("grpc.aio.Server", handlers))
         waits = frozenset(f"/{each.service}/{name}" for each in servicers for name in each.waits)

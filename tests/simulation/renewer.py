@@ -6,10 +6,9 @@ import asyncio
 
 import grpc
 
-from meshrl.contract import codec
 from meshrl.contract.held_rows import Held, HeldLeases
 from meshrl.rpc.clients.base import Connect
-from meshrl.rpc.clients.lease_renewer import REOPEN_S, Metadata, refusal, renewal
+from meshrl.rpc.clients.lease_renewer import RENEW, REOPEN_S, Metadata, refusal, renewal
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
 
@@ -66,5 +65,5 @@ class SimulatedRenewer:
             if error is not None:
                 raise error from failure
             return
-        if lost := codec.decode_uids(answer.lost):
+        if lost := RENEW.decode_answer(answer):
             held_leases.lost({uid: rows[uid] for uid in lost})

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -35,71 +35,30 @@ from meshrl.contract.errors import (
 )
 from meshrl.rpc.credentials import MeshRole, Reloaded, read_verifiers, role_of_stage, sha256
 from meshrl.rpc.interceptors import Behavior, Context
+from meshrl.rpc.methods import Table
+from meshrl.rpc.tables.operators import QueueAdminTable, RewardRegistryTable
+from meshrl.rpc.tables.queue import QueueTable
+from meshrl.rpc.tables.services import (
+    RewardTable,
+    RolloutTable,
+    TrainerTable,
+    WeightPatchesTable,
+    WeightsTable,
+)
 
-_EVERYBODY: Final = frozenset(MeshRole)
-_FEEDER, _TRAINER, _ROLLOUT = MeshRole.FEEDER, MeshRole.TRAINER, MeshRole.ROLLOUT
-_STAGES: Final = (MeshRole.ROLLOUT, MeshRole.REWARD, MeshRole.REFERENCE, MeshRole.STAGE)
-_SERVICES: Final = (*_STAGES, _FEEDER, _TRAINER)
-_READER, _SUBMITTER = MeshRole.READER, MeshRole.SUBMITTER
-
-
-def _methods(service: str, **roles: Iterable[MeshRole]) -> dict[str, frozenset[MeshRole]]:
-    return {
-        f"/meshrl.v1.{service}/{method}": frozenset((*those, MeshRole.OPERATOR))
-        for method, those in roles.items()
-    }
-
-
+TABLES: Final[Sequence[type[Table]]] = (
+    QueueTable,
+    QueueAdminTable,
+    RolloutTable,
+    RewardTable,
+    RewardRegistryTable,
+    TrainerTable,
+    WeightsTable,
+    WeightPatchesTable,
+)
 METHODS: Final[Mapping[str, frozenset[MeshRole]]] = {
-    **_methods(
-        "Queue",
-        OpenRun=(_FEEDER, _TRAINER),
-        GetRunState=(*_SERVICES, _READER),
-        Acquire=(_TRAINER,),
-        Admit=(_FEEDER, _TRAINER),  # the trainer admits the prompts of an evaluation
-        CloseFeed=(_FEEDER, _TRAINER),
-        Lease=_STAGES,
-        Renew=_STAGES,
-        Attend=_STAGES,
-        Write=_STAGES,
-        Append=_STAGES,
-        Redo=(_TRAINER,),
-        Fail=_STAGES,
-        Release=_STAGES,
-        Take=(_TRAINER,),
-        Fetch=(*_STAGES, _TRAINER),
-        Filter=(_TRAINER,),
-        Settle=(_TRAINER,),
-        Publish=(_TRAINER,),
-        Commit=(_TRAINER,),
-        Rewind=(_TRAINER,),
-        GetLedger=(*_SERVICES, _READER),
-        ListDeadLetters=(_TRAINER, _READER),
-        Replay=(),
-        WhyWaiting=(*_SERVICES, _READER),
-    ),
-    **_methods("QueueAdmin", Backup=(), Verify=(), ListRuns=(_READER,), RemoveRun=()),
-    **_methods("Rollout", GetStats=(_TRAINER, _READER)),
-    **_methods(
-        "Reward",
-        Score=(_TRAINER, _ROLLOUT, _READER),
-        GetInfo=(_TRAINER, _ROLLOUT, _READER),
-    ),
-    **_methods(
-        "RewardRegistry",
-        SubmitReward=(_SUBMITTER,),
-        ListRewards=(_SUBMITTER, _READER),
-        GetReward=(_SUBMITTER, _READER),
-        DiffRewards=(_SUBMITTER, _READER),
-        RollBackReward=(),
-        RetireReward=(),
-        TryReward=(_SUBMITTER, _READER),
-        CompareRewards=(_SUBMITTER, _READER),
-    ),
-    **_methods("Trainer", GetStatus=(_READER,), Watch=(_READER,)),
-    **_methods("Weights", Join=(_ROLLOUT,), Fleet=(_READER,), Drain=()),
-    **_methods("WeightPatches", Fetch=(_ROLLOUT,)),
-    f"/{reflection.SERVICE_NAME}/ServerReflectionInfo": _EVERYBODY,
+    **{method.path: method.row.roles for table in TABLES for method in table.methods.values()},
+    f"/{reflection.SERVICE_NAME}/ServerReflectionInfo": frozenset(MeshRole),
 }
 """The operator may call all of them."""
 
@@ -110,17 +69,20 @@ METRICS: Final = "/metrics"
 CLAIM: Final = "a claim of a session"
 VIEW: Final = "the view"
 PAGES: Final[Mapping[str, frozenset[MeshRole]]] = {
-    METRICS: frozenset((_READER, MeshRole.OPERATOR)),
+    METRICS: frozenset((MeshRole.READER, MeshRole.OPERATOR)),
     CLAIM: frozenset((MeshRole.AGENT, MeshRole.OPERATOR)),
-    VIEW: frozenset((_READER, MeshRole.OPERATOR)),
+    VIEW: frozenset((MeshRole.READER, MeshRole.OPERATOR)),
 }
 """What HTTP alone serves, and to whom. Its routes of the reward registry are methods of METHODS."""
 
 _REGISTRY: Final = "/meshrl.v1.RewardRegistry"
 TokenRole: TypeAlias = Literal["read", "submit", "operate", "claim"]
 TOKENS: Final[Mapping[TokenRole, tuple[MeshRole, frozenset[str]]]] = {
-    "read": (_READER, frozenset(name for name in METHODS if _READER in METHODS[name]) | {METRICS}),
-    "submit": (_SUBMITTER, frozenset((f"{_REGISTRY}/SubmitReward",))),
+    "read": (
+        MeshRole.READER,
+        frozenset(name for name in METHODS if MeshRole.READER in METHODS[name]) | {METRICS},
+    ),
+    "submit": (MeshRole.SUBMITTER, frozenset((f"{_REGISTRY}/SubmitReward",))),
     "operate": (
         MeshRole.OPERATOR,
         frozenset((f"{_REGISTRY}/RollBackReward", f"{_REGISTRY}/RetireReward")),

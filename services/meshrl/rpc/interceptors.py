@@ -26,7 +26,6 @@ from collections.abc import (
 from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
 from functools import cache, partial
-from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar
 
 import grpc
@@ -57,7 +56,6 @@ Behavior: TypeAlias = Callable[[Any, Context], Coroutine[Any, Any, Any]]
 Interceptor: TypeAlias = Callable[[str, Behavior], Behavior]
 """Takes a method's full name and its behavior, and returns the wrapped behavior. Called once per method."""
 Parse: TypeAlias = Callable[[bytes], Any]
-Serialize: TypeAlias = Callable[[Any], bytes]
 
 
 class InterceptedHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
@@ -68,16 +66,8 @@ class InterceptedHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
     for a small call.
     """
 
-    def __init__(
-        self,
-        interceptors: Sequence[Interceptor],
-        parsers: Mapping[str, Parse] = MappingProxyType({}),
-        serializers: Mapping[str, Serialize] = MappingProxyType({}),
-    ) -> None:
-        """`parsers` and `serializers`, by full method name, replace protobuf's own for requests and answers."""
+    def __init__(self, interceptors: Sequence[Interceptor]) -> None:
         self._interceptors = tuple(interceptors)
-        self._parsers = parsers
-        self._serializers = serializers
         self._offered: list[Handlers] = []
         self._wrapped: dict[str, Handler] = {}
         """By method. Never invalidated, because a servicer's methods do not change."""
@@ -103,16 +93,15 @@ class InterceptedHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
     def _wrap(self, handler: Handler, method: str) -> Handler:
         arity = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
-        parse = self._parsers.get(method, handler.request_deserializer)
+        parse = handler.request_deserializer
         if parse is not None:
             parse = _parse_or_refuse(parse, method)
         read = None if handler.request_streaming else parse
         run = _innermost(getattr(handler, arity), read)
         for interceptor in reversed(self._interceptors):
             run = interceptor(method, run)
-        serialize = self._serializers.get(method, handler.response_serializer)
         make = getattr(grpc, f"{arity}_rpc_method_handler")
-        wrapped: Handler = make(run, parse if read is None else None, serialize)
+        wrapped: Handler = make(run, parse if read is None else None, handler.response_serializer)
         return wrapped
 
 
@@ -304,18 +293,20 @@ def bounded(wait_s: float) -> float:
     return min(wait_s, MAX_WAIT_S)
 
 
-async def collected(requests: AsyncIterator[Request]) -> list[Request]:
-    """All messages of a streamed request. Raises CapacityError beyond MAX_STREAM_BYTES, BusyError."""
+async def collected(
+    requests: AsyncIterator[Request], most_bytes: int = MAX_STREAM_BYTES
+) -> list[Request]:
+    """All messages of a streamed request. Raises CapacityError beyond `most_bytes`, BusyError."""
     messages: list[Request] = []
     size, received = 0, RECEIVED.get()
     async for request in requests:
         size += (more := request.ByteSize())
         received(more)
-        if size > MAX_STREAM_BYTES:
+        if size > most_bytes:
             raise CapacityError(
-                f"a request of more than {MAX_STREAM_BYTES} bytes: send it in parts",
+                f"a request of more than {most_bytes} bytes: send it in parts",
                 size=size,
-                limit=MAX_STREAM_BYTES,
+                limit=most_bytes,
             )
         messages.append(request)
     return messages

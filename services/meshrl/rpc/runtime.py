@@ -183,14 +183,6 @@ class GrpcServer:
         self._metrics: MetricsEndpoint | None = None
         self._closing = ExitStack()
 
-    def _methods(self, table: str) -> dict[str, Callable[[Any], Any]]:
-        """The servicers' tables `parsers` or `serializers`, by full method name."""
-        return {
-            f"/{servicer.service}/{name}": function
-            for servicer in self._servicers
-            for name, function in getattr(servicer, table, {}).items()
-        }
-
     @property
     def address(self) -> str:
         """`host:port` for clients on this host."""
@@ -209,9 +201,7 @@ class GrpcServer:
             *tracer,
             *self._interceptors,
         )
-        handlers = InterceptedHandlers(
-            interceptors, self._methods("parsers"), self._methods("serializers")
-        )
+        handlers = InterceptedHandlers(interceptors)
         names = self._attach_to(cast("grpc.aio.Server", handlers))
         self._grpc = grpc.aio.server(
             handlers=[handlers], options=(*SERVER_OPTIONS, *self._limits.options)

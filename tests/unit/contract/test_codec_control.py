@@ -35,7 +35,6 @@ class Test:
 CASE = Codec(
     Test,
     reward_registry_pb2.RewardCase,
-    text=("response",),
     given={"response": Field(name="solution")},
 )
 

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from meshrl.contract import codec
 from meshrl.contract.errors import UserError
-from meshrl.contract.types import (
-    Task,
-)
-from meshrl.v1 import queue_pb2, trajectory_pb2
+from meshrl.contract.types import Score, Task, Uid
+from meshrl.v1 import queue_pb2, reward_pb2, trajectory_pb2
 
 
 @pytest.mark.parametrize(
@@ -74,15 +72,16 @@ def test_parts_that_do_not_fit_their_groups_are_refused(
 
 
 def test_what_is_no_member_of_an_enum_cannot_travel() -> None:
-    with pytest.raises(UserError, match="this outcome cannot be sent: 'lost' is no Outcome"):
-        codec.encode_outcome("lost")  # type: ignore[arg-type]
+    score = Score(uid=Uid("r", "t", 0), outcome="lost")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="this score cannot be sent: 'lost' is no Outcome"):
+        codec.SCORE.encode(score)
 
 
 def test_an_unknown_enum_number_and_a_missing_part_are_refused() -> None:
-    with pytest.raises(UserError, match="0 is no Outcome"):
-        codec.decode_outcome(0)
-    with pytest.raises(UserError, match="99 is no Outcome"):
-        codec.decode_outcome(99)
+    for number in (0, 99):
+        score = reward_pb2.Score(uid={"run": "r", "task": "t"}, outcome=number)
+        with pytest.raises(UserError, match=f"malformed score: {number} is no Outcome"):
+            codec.SCORE.decode(score)
     rows = queue_pb2.GroupRows(tasks=["t"], counts=[1], indices=[0], attempts=[0])
     write = queue_pb2.WriteRequest(header={}, rows=rows, tokens=[1], facts={"given": [True]})
     with pytest.raises(UserError, match="oldest is missing"):

@@ -33,7 +33,8 @@ class EchoServicer:
     waits = frozenset({"Wait"})
 
     def __init__(self) -> None:
-        self.serializers: dict[str, Callable[[Any], bytes]] = {}
+        self.serialize: Callable[[Any], bytes] | None = None
+        """Of what it repeats."""
         self.waiting = asyncio.Event()
         self.left = asyncio.Event()
 
@@ -41,7 +42,9 @@ class EchoServicer:
         parsing = {"request_deserializer": parse}
         methods = {
             "Say": grpc.unary_unary_rpc_method_handler(self.say, **parsing),
-            "Repeat": grpc.unary_stream_rpc_method_handler(self.repeat, **parsing),
+            "Repeat": grpc.unary_stream_rpc_method_handler(
+                self.repeat, response_serializer=self.serialize, **parsing
+            ),
             "Join": grpc.stream_unary_rpc_method_handler(self.join, **parsing),
             "Each": grpc.stream_stream_rpc_method_handler(self.each, **parsing),
             "Wait": grpc.unary_stream_rpc_method_handler(self.wait, **parsing),
@@ -211,7 +214,7 @@ async def test_an_answer_that_cannot_be_serialized_arrives_as_its_error() -> Non
         raise CapacityError("too much")
 
     servicer = EchoServicer()
-    servicer.serializers = {"Repeat": refuse}
+    servicer.serialize = refuse
     async with echoing(servicer) as (_, server, channel):
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await repeat(channel, b"b")

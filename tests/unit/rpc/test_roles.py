@@ -125,7 +125,7 @@ def filled(message: Descriptor, stage: str, held: tuple[Uid, int], depth: int = 
     uid, token = held
     made: Any = GetMessageClass(message)()
     if message.name == "Uid":
-        made.CopyFrom(codec.encode_uids([uid])[0])
+        made.CopyFrom(codec.UID.encode(uid))
         return made
     values: dict[str, Any] = {
         "run": "run", "runs": "run", "stage": stage, "token": token, "tokens": token,

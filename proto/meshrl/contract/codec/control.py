@@ -12,14 +12,14 @@ bytes with a dtype and a shape; decoding copies nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import inspect
 import json
 import math
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum, StrEnum
 from types import MappingProxyType
 from typing import Any, Final, Generic, NamedTuple, Never, ParamSpec, TypeVar
@@ -59,8 +59,9 @@ def decoder(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _checked(function: Callable[P, R], problem: str) -> Callable[P, R]:
+
     @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+    def within(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except MeshError:
@@ -68,7 +69,7 @@ def _checked(function: Callable[P, R], problem: str) -> Callable[P, R]:
         except MISTAKES as error:
             raise UserError(f"{problem}: {error}") from error
 
-    return checked
+    return within
 
 
 def malformed(why: str) -> Never:
@@ -213,10 +214,13 @@ class Field(NamedTuple):
     encode: Convert | None = None
     decode: Convert | None = None
     name: str = ""
-    """Of the message's field, where it is another than the value's."""
+    """Of the message's field, where it is another than the value's; `row.uid` is one of the message in `row`."""
     spread: bool = False
     """`encode` gives several fields of the message by name, and `decode` takes the message."""
 
+
+TEXT: Final = Field()
+"""Free text, in which what UTF-8 cannot encode is replaced; of a list or a map, each text."""
 
 _PLAIN: Final = {
     FieldDescriptor.CPPTYPE_INT32: int,
@@ -242,66 +246,104 @@ class Plan:
         message: type[Message],
         hints: Mapping[str, Any],
         *,
-        value: str = "value.@",
-        positional: bool = False,
+        name: str,
+        parameters: Sequence[inspect.Parameter] | None = None,
         given: Mapping[str, Field] = MappingProxyType({}),
-        defaults: Mapping[str, Any] = MappingProxyType({}),
-        text: Collection[str] = (),
-        told: Iterable[str] = (),
+        told: Collection[str] = (),
+        check: Callable[[Any], None] | None = None,
     ) -> None:
-        """`value` is the code that reads the value called @. The rest is as in Codec.
+        """`encode` takes the values by `parameters`, or one object that has them as attributes.
 
-        `defaults` stand for what is absent. `positional`: `kind` takes the values in order, not by name.
+        `name` is for errors, `hints` are the values' types; the rest is as in Codec.
 
         Raises:
             TypeError: a value and a field that do not fit, or one without the other.
         """
-        self._known: dict[str, Any] = {"kind": kind, "made": message, "malformed": malformed}
+        self._known: dict[str, Any] = {
+            "kind_": kind,
+            "message_": message,
+            "malformed_": malformed,
+            "check_": check,
+            "name_": name,
+            "MeshError_": MeshError,
+            "UserError_": UserError,
+            "MISTAKES_": MISTAKES,
+        }
         """What the code refers to."""
         fields: Mapping[str, Any] = message.DESCRIPTOR.fields_by_name
+        takes = "value" if parameters is None else self._signature(parameters)
+        read_value = "value.@" if parameters is None else "@"
+        made = {} if kind is dict else inspect.signature(kind).parameters
+        positional = kind is not dict and all(
+            each.kind is each.POSITIONAL_OR_KEYWORD for each in made.values()
+        )
         sent: list[str] = []
+        within: dict[str, list[str]] = {}
+        """The same of what lies in a message within the message."""
         read: list[str] = []
         missing: list[str] = []
         left = {*fields}
         for name, hint in hints.items():
-            own, at_hand = given.get(name), value.replace("@", name)
+            own, at_hand = given.get(name, Field()), read_value.replace("@", name)
             by_name = "" if positional else f"{name}="
-            if own is not None and own.spread:
+            if own.spread:
                 sent.append(f"**{self._name(own.encode)}({at_hand})")
                 read.append(f"{by_name}{self._name(own.decode)}(message)")
                 left.clear()
                 continue
-            at = own.name if own is not None and own.name else name
+            at = own.name or name
             if at not in fields and f"{name}_json" in fields:
-                at, own = f"{name}_json", own or _json_field(hint)
-            if at not in fields:
+                at, own = f"{name}_json", _json_field(hint)
+            outer, _, inner = at.rpartition(".")
+            part, of = (
+                ("message", fields)
+                if not outer
+                else (f"message.{outer}", fields[outer].message_type.fields_by_name)
+            )
+            if inner not in of:
                 raise TypeError(f"{message.DESCRIPTOR.full_name} has no field for {name}")
-            left.discard(at)
+            left.discard(outer or inner)
+            target, presence = of[inner], of[inner].has_presence
             bare, optional = _optional(hint)
-            free = name in text
-            encode, decode = self._own(own) if own else self._field(bare, fields[at], free=free)
-            encoded, found = encode.replace("@", at_hand), decode.replace("@", f"message.{at}")
+            encode, decode = (
+                self._own(own)
+                if own.encode or own.decode
+                else self._field(bare, target, free=own is TEXT)
+            )
+            encoded, found = encode.replace("@", at_hand), decode.replace("@", f"{part}.{inner}")
             if optional and encode != "@":
                 encoded = f"None if {at_hand} is None else {encoded}"
-            if optional or (name in defaults and fields[at].message_type is None):
-                if fields[at].has_presence:
-                    default = None if optional else defaults[name]
-                    found = f"{found} if message.HasField({at!r}) else {self._name(default)}"
-            elif fields[at].has_presence:
-                missing.append(
-                    f"    if not message.HasField({at!r}): malformed('{at} is missing')\n"
-                )
-            sent.append(f"{at}={encoded}")
+            has_default = name in made and made[name].default is not inspect.Parameter.empty
+            if optional or (has_default and target.message_type is None):
+                if presence:
+                    default = None if optional else made[name].default
+                    found = f"{found} if {part}.HasField({inner!r}) else {self._name(default)}"
+            elif presence:
+                missing.append(f"if not {part}.HasField({inner!r}): malformed_('{at} is missing')")
+            (within.setdefault(outer, []) if outer else sent).append(f"{inner}={encoded}")
             read.append(by_name + found)
+        sent += [f"{outer}=dict({', '.join(parts)})" for outer, parts in within.items()]
         for name in told:
             left.discard(name)
             encode, _ = self._own(given.get(name, Field()))
-            sent.append(f"{name}={encode.replace('@', value.replace('@', name))}")
+            sent.append(f"{name}={encode.replace('@', read_value.replace('@', name))}")
         if left:
             raise TypeError(f"nothing fills {', '.join(sorted(left))} of {message.__name__}")
-        code = (
-            f"def encode(value):\n    return made({', '.join(sent)})\n"
-            f"def decode(message):\n{''.join(missing)}    return kind({', '.join(read)})\n"
+        code = "\n".join(
+            [
+                f"def encode({takes}):",
+                *_guarded(
+                    f"return message_({', '.join(sent)})", problem="this {name_} cannot be sent"
+                ),
+                "def decode(message):",
+                *_guarded(
+                    *missing,
+                    f"value = kind_({', '.join(read)})",
+                    *(["check_(value)"] if check is not None else []),
+                    "return value",
+                    problem="malformed {name_}",
+                ),
+            ]
         )
         exec(compile(code, f"<plan of {message.__name__}>", "exec"), self._known)
         self.encode: Callable[[Any], Any] = self._known["encode"]
@@ -311,6 +353,15 @@ class Plan:
         name = f"_{len(self._known)}"
         self._known[name] = constant
         return name
+
+    def _signature(self, parameters: Sequence[inspect.Parameter]) -> str:
+        parts: list[str] = []
+        for each in parameters:
+            if each.kind is each.KEYWORD_ONLY and "*" not in parts:
+                parts.append("*")
+            has_default = each.default is not each.empty
+            parts.append(f"{each.name}={self._name(each.default)}" if has_default else each.name)
+        return ", ".join(parts)
 
     def _own(self, field: Field) -> tuple[str, str]:
         """The code of both converters, with @ for what they convert."""
@@ -329,11 +380,10 @@ class Plan:
         if not (arguments := typing.get_args(hint)):
             raise TypeError(f"{field.full_name} is repeated, {hint} is not")
         encode, decode = self._single(arguments[0], field, free=free)
+        found = "@" if decode == "@" else f"[{decode.replace('@', 'each')} for each in @]"
         return (
             "@" if encode == "@" else f"[{encode.replace('@', 'each')} for each in @]",
-            "tuple(@)"
-            if decode == "@"
-            else f"tuple([{decode.replace('@', 'each')} for each in @])",
+            f"tuple({found})" if typing.get_origin(hint) is tuple else f"list({found})",
         )
 
     def _single(self, hint: Any, field: FieldDescriptor, *, free: bool) -> tuple[str, str]:
@@ -356,6 +406,18 @@ class Plan:
             return self._own(Field(encode_array, vector))
         nested = codec_of(hint, GetMessageClass(field.message_type))
         return self._own(Field(nested.encode, nested.decode))
+
+
+def _guarded(*lines: str, problem: str) -> list[str]:
+    """The body of a function, of which every mistake becomes a UserError."""
+    return [
+        " try:",
+        *(f"  {line}" for line in lines),
+        " except MeshError_:",
+        "  raise",
+        " except MISTAKES_ as error:",
+        f"  raise UserError_(f'{problem}: {{error}}') from error",
+    ]
 
 
 def _optional(hint: Any) -> tuple[Any, bool]:
@@ -385,7 +447,6 @@ class Codec(Generic[T, M]):
         message: type[M],
         *,
         check: Callable[[T], None] | None = None,
-        text: Collection[str] = (),
         told: Collection[str] = (),
         given: Mapping[str, Field] = MappingProxyType({}),
     ) -> None:
@@ -395,64 +456,43 @@ class Codec(Generic[T, M]):
             kind: A dataclass or a NamedTuple.
             message: Its message.
             check: Raises ValueError for a decoded value that makes no sense.
-            text: Fields of free text, in which what UTF-8 cannot encode is replaced.
             told: Properties that are sent, and follow from the rest for the receiver.
             given: The converters that do not follow from the types.
         """
         self._kind = kind
         self._message = message
         self._check = check
-        self._text = text
         self._told = told
         self._given = given
-        self._name = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", kind.__name__).lower()
         _CODECS[kind, message.DESCRIPTOR.full_name] = self
 
     @functools.cached_property
     def _plan(self) -> Plan:
         hints = typing.get_type_hints(self._kind)
-        defaults, positional = {}, True
-        if dataclasses.is_dataclass(self._kind):
-            own = [each for each in dataclasses.fields(self._kind) if each.init]
-            hints = {each.name: hints[each.name] for each in own}
-            defaults = {
-                each.name: each.default for each in own if each.default is not dataclasses.MISSING
-            }
-            positional = not any(each.kw_only for each in own)
         return Plan(
             self._kind,
             self._message,
-            hints,
-            positional=positional,
+            {name: hints[name] for name in inspect.signature(self._kind).parameters},
+            name=words(self._kind.__name__),
             given=self._given,
-            defaults=defaults,
-            text=self._text,
             told=self._told,
+            check=self._check,
         )
 
-    def encode(self, value: T) -> M:
-        """Raises UserError for a value that does not fit."""
-        plan = self._plan  # outside: what fails in there is no mistake of a value
-        try:
-            message: M = plan.encode(value)
-            return message
-        except MeshError:
-            raise
-        except MISTAKES as error:
-            raise UserError(f"this {self._name} cannot be sent: {error}") from error
+    @functools.cached_property
+    def encode(self) -> Callable[[T], M]:
+        """The message of a value. Raises UserError for one that does not fit."""
+        return self._plan.encode
 
-    def decode(self, message: M) -> T:
-        """Raises UserError for a message that makes no sense."""
-        plan = self._plan
-        try:
-            value: T = plan.decode(message)
-            if self._check is not None:
-                self._check(value)
-            return value
-        except MeshError:
-            raise
-        except MISTAKES as error:
-            raise UserError(f"malformed {self._name}: {error}") from error
+    @functools.cached_property
+    def decode(self) -> Callable[[M], T]:
+        """The value in a message. Raises UserError for one that makes no sense."""
+        return self._plan.decode
+
+
+def words(name: str) -> str:
+    """The name of a class as words, for a message to a person."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
 
 
 def codec_of(kind: type[T], message: type[M]) -> Codec[T, M]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Final
 
 import numpy as np
 from google.protobuf import message as protobuf
 
 from meshrl.contract.codec.control import (
+    TEXT,
     Codec,
     EnumCodec,
     Field,
@@ -158,55 +159,24 @@ TASK: Final = Codec(
 RUN_SPEC: Final = Codec(RunSpec, queue_pb2.RunSpec)
 RUN_STATE: Final = Codec(RunState, queue_pb2.RunState)
 LEDGER: Final = Codec(Ledger, queue_pb2.Ledger)
-DEAD_LETTER: Final = Codec(DeadLetter, queue_pb2.DeadLetter, text=("reason", "prompt"))
-WAITING: Final = Codec(Waiting, queue_pb2.Waiting, text=("who", "what", "owners"))
+DEAD_LETTER: Final = Codec(DeadLetter, queue_pb2.DeadLetter, given={"reason": TEXT, "prompt": TEXT})
+WAITING: Final = Codec(
+    Waiting, queue_pb2.Waiting, given={"who": TEXT, "what": TEXT, "owners": TEXT}
+)
 ENGINE_STATS: Final = Codec(EngineStats, rollout_pb2.EngineStats)
-SAMPLE: Final = Codec(Sample, reward_pb2.Sample, text=("solution",))
+SAMPLE: Final = Codec(Sample, reward_pb2.Sample, given={"solution": TEXT})
 SCORE: Final = Codec(
     Score,
     reward_pb2.Score,
-    text=("reason", "texts"),
     given={
+        "reason": TEXT,
+        "texts": TEXT,
         "token_rewards": Field(
             lambda rewards: encode_array(np.array(rewards, np.float64)), _decode_token_rewards
-        )
+        ),
     },
 )
-TRAINER_STATUS: Final = Codec(TrainerStatus, trainer_pb2.TrainerStatus, text=("waiting_for",))
-
-
-def encode_uids(uids: Iterable[Uid]) -> list[pb.Uid]:
-    """In order."""
-    return [UID.encode(uid) for uid in uids]
-
-
-def decode_uids(messages: Iterable[pb.Uid]) -> list[Uid]:
-    """In order. Raises UserError."""
-    return [UID.decode(message) for message in messages]
-
-
-@encoder
-def encode_outcome(outcome: Outcome) -> Any:
-    """Every member has a number."""
-    return OUTCOMES.number_of[outcome]
-
-
-@decoder
-def decode_outcome(number: int) -> Outcome:
-    """Raises UserError for an unknown number, UNSPECIFIED included."""
-    return OUTCOMES.member_of[number]
-
-
-@encoder
-def encode_held_rows(token_of: Mapping[Uid, int]) -> list[queue_pb2.HeldRow]:
-    """Rows with their fencing tokens."""
-    return [queue_pb2.HeldRow(uid=UID.encode(uid), token=token) for uid, token in token_of.items()]
-
-
-@decoder
-def decode_held_rows(messages: Iterable[queue_pb2.HeldRow]) -> dict[Uid, int]:
-    """Raises UserError."""
-    return {UID.decode(message.uid): message.token for message in messages}
+TRAINER_STATUS: Final = Codec(TrainerStatus, trainer_pb2.TrainerStatus, given={"waiting_for": TEXT})
 
 
 def pack_task(task: Task) -> PackedTask:

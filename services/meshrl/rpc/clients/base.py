@@ -15,10 +15,11 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Final, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import Message
+from typing_extensions import override
 
 from meshrl.common import tracing
 from meshrl.contract.errors import (
@@ -33,6 +34,7 @@ from meshrl.rpc import tls
 from meshrl.rpc.clients.patience import DiskFullWait, Patience, is_full
 from meshrl.rpc.credentials import Credential
 from meshrl.rpc.errors import from_rpc
+from meshrl.rpc.methods import Method, Table
 from meshrl.rpc.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SizedMessage
 
 log = logging.getLogger(__name__)
@@ -102,7 +104,7 @@ class LongPoll(Protocol):
 class Attempt(Protocol[Returned]):
     """A call of a Connection, with all but its wait."""
 
-    def __call__(self, *, wait_s: float) -> Awaitable[Returned]:
+    def __call__(self, *, wait_s: float | None) -> Awaitable[Returned]:
         """Send the request."""
         ...
 
@@ -268,8 +270,11 @@ class Connection:
         return size
 
 
-class GrpcClient:
-    """The base class of the clients: `async with QueueClient("127.0.0.1:7001") as queue`."""
+class GrpcClient(Table):
+    """The base class of the clients: `async with QueueClient("127.0.0.1:7001") as queue`.
+
+    What a row of its table says needs no method here: `call_remote` is the call.
+    """
 
     def __init__(
         self,
@@ -284,6 +289,7 @@ class GrpcClient:
         self._connection = Connection(
             service, address, retry_s, metadata, patience=patience, connect=connect
         )
+        self._remotes: dict[str, Any] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -299,6 +305,30 @@ class GrpcClient:
     async def close(self) -> None:
         """Cancel running calls and close the connection. Idempotent."""
         await self._connection.close()
+
+    @override
+    async def call_remote(self, method: Method, *args: Any, **kwargs: Any) -> Any:
+        request = method.encode_arguments(*args, **kwargs)
+        remote, decode = self.remote(method.row.name), method.decode_answer
+        attempt: Attempt[Any]
+        if method.arity == "unary_stream":
+            attempt = partial(self._connection.call_for_stream, remote, request, decode)
+        else:
+            again = method.row.repeatable
+            attempt = partial(self._connection.call, remote, request, decode, repeatable=again)
+        if method.polls:
+            return await self._connection.poll(request, attempt, request.wait_s)
+        return await attempt(wait_s=method.row.answer_s)
+
+    def remote(self, name: str) -> Any:
+        """A method of the channel, by its name in the .proto."""
+        if (found := self._remotes.get(name)) is None:
+            method = self.methods[name]
+            open_method = getattr(self._connection.channel, method.arity)
+            found = self._remotes[name] = open_method(
+                method.path, method.ask.serialize, method.answer.parse
+            )
+        return found
 
 
 async def _collect(

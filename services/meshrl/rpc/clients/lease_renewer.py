@@ -22,18 +22,19 @@ from typing import Final, Protocol, TypeAlias, cast
 
 import grpc
 
-from meshrl.contract import codec
 from meshrl.contract.errors import MeshError, UnavailableError, WaitTimeoutError
 from meshrl.contract.held_rows import Held, HeldLeases
 from meshrl.rpc import tls
 from meshrl.rpc.credentials import Credential
 from meshrl.rpc.errors import from_rpc
+from meshrl.rpc.tables.queue import QueueTable
 from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.v1 import queue_pb2 as pb
-from meshrl.v1.trajectory_pb2 import Ack
 
 log = logging.getLogger(__name__)
 
+RENEW: Final = QueueTable.methods["Renew"]
+ATTEND: Final = QueueTable.methods["Attend"]
 HUNG_S: Final = 60.0
 """Seconds after which an event loop that has run nothing counts as hanging."""
 REOPEN_S: Final = 0.2
@@ -158,13 +159,9 @@ class LeaseRenewer:
         self._channel = channel = tls.blocking_channel(
             self._address, CHANNEL_OPTIONS, self._credential
         )
-        self._renew_call = channel.unary_unary(
-            "/meshrl.v1.Queue/Renew",
-            pb.RenewRequest.SerializeToString,
-            pb.RenewResponse.FromString,
-        )
+        self._renew_call = channel.unary_unary(RENEW.path, RENEW.ask.serialize, RENEW.answer.parse)
         self._open_stream = channel.unary_stream(
-            "/meshrl.v1.Queue/Attend", pb.AttendRequest.SerializeToString, Ack.FromString
+            ATTEND.path, ATTEND.ask.serialize, ATTEND.answer.parse
         )
         self._thread = threading.Thread(target=self._run, name="lease-renewer", daemon=True)
         self._thread.start()
@@ -247,7 +244,7 @@ class LeaseRenewer:
             ]
         for owner, rows, answer in renewals:
             try:
-                lost = [codec.UID.decode(uid) for uid in answer.result().lost]
+                lost = RENEW.decode_answer(answer.result())
             except grpc.RpcError as failure:
                 self._failed(owner, failure)
             else:
@@ -269,12 +266,7 @@ class LeaseRenewer:
 
 def renewal(held_leases: HeldLeases, run: str, rows: Held) -> tuple[pb.RenewRequest, float]:
     """The request that renews `rows`, and its deadline in seconds."""
-    request = pb.RenewRequest(
-        run=run,
-        stage=held_leases.stage,
-        worker=held_leases.worker,
-        uids=map(codec.UID.encode, rows),
-    )
+    request = RENEW.encode_arguments(run, held_leases.stage, held_leases.worker, list(rows))
     return request, max(MIN_DEADLINE_S, held_leases.period_s)
 
 

@@ -9,18 +9,17 @@ from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Sample, Score
 from meshrl.rpc.clients.base import SERVICE_RETRY_S, GrpcClient
+from meshrl.rpc.tables.services import RewardTable
 from meshrl.v1 import reward_pb2 as pb
-from meshrl.v1 import reward_pb2_grpc as rpc
 
 
-class JudgeClient(GrpcClient):
+class JudgeClient(GrpcClient, RewardTable):
     """A remote Judge. Entering the context (or `open`) asks for its reward hash."""
 
     def __init__(
         self, address: str, *, retry_s: float = SERVICE_RETRY_S, deadline_s: float = 600.0
     ) -> None:
         super().__init__("reward", address, retry_s)
-        self._stub = rpc.RewardStub(self._connection.channel)
         self._deadline_s = deadline_s
         self._hash = ""
 
@@ -32,7 +31,7 @@ class JudgeClient(GrpcClient):
         """Read the present reward hash. Raises UnavailableError."""
         request = pb.GetRewardInfoRequest()
         self._hash = await self._connection.call(
-            self._stub.GetInfo, request, lambda answer: answer.reward_hash
+            self.remote("GetInfo"), request, lambda answer: answer.reward_hash
         )
 
     @property
@@ -53,7 +52,7 @@ class JudgeClient(GrpcClient):
         scores: list[Score] = []
         for request in _requests(samples, reward_hash):
             answer = await self._connection.call(
-                self._stub.Score,
+                self.remote("Score"),
                 request,
                 lambda answer: [codec.SCORE.decode(score) for score in answer.scores],
                 wait_s=self._deadline_s,

@@ -12,23 +12,15 @@ from meshrl.contract.errors import UnavailableError
 from meshrl.contract.types import TrainerStatus
 from meshrl.rpc.clients.base import INTERACTIVE_RETRY_S, MARGIN_S, GrpcClient, RetryBudget
 from meshrl.rpc.errors import from_rpc
+from meshrl.rpc.tables.services import TrainerTable
 from meshrl.v1 import trainer_pb2 as pb
-from meshrl.v1 import trainer_pb2_grpc as rpc
 
 
-class TrainerClient(GrpcClient):
+class TrainerClient(GrpcClient, TrainerTable):
     """A remote trainer, for the terminal view and `meshrl status`."""
 
     def __init__(self, address: str, *, retry_s: float = INTERACTIVE_RETRY_S) -> None:
         super().__init__("trainer", address, retry_s)
-        self._stub = rpc.TrainerStub(self._connection.channel)
-
-    async def status(self) -> TrainerStatus:
-        """How training does now."""
-        request = pb.GetTrainerStatusRequest()
-        return await self._connection.call(
-            self._stub.GetStatus, request, codec.TRAINER_STATUS.decode
-        )
 
     async def watch(self, *, every_s: float = 10.0) -> AsyncIterator[TrainerStatus]:
         """A status at once, after every change and at least every `every_s` seconds; the last has `phase.ended`.
@@ -50,7 +42,7 @@ class TrainerClient(GrpcClient):
 
     async def _watch_once(self, every_s: float) -> AsyncIterator[TrainerStatus]:
         """Statuses until the stream breaks. Then raises UnavailableError."""
-        call = self._stub.Watch(
+        call = self.remote("Watch")(
             pb.WatchTrainerRequest(every_s=every_s), metadata=self._connection.metadata
         )
         statuses = aiter(call)

@@ -4,31 +4,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
-
-import grpc
 
 from meshrl.contract import codec, types
 from meshrl.contract.errors import NotFoundError
 from meshrl.contract.ports import Judge
 from meshrl.rewardd.registry.active_reward import ActiveRewardJudge
-from meshrl.rpc.interceptors import Context, full_name
+from meshrl.rpc.interceptors import Context
+from meshrl.rpc.servicers.base import TableServicer
+from meshrl.rpc.tables.services import RewardTable
 from meshrl.v1 import reward_pb2 as pb
-from meshrl.v1 import reward_pb2_grpc as rpc
 
 
-class RewardServicer(rpc.RewardServicer):
+class RewardServicer(TableServicer, table=RewardTable):
     """Translates and delegates."""
 
-    service: Final = full_name(pb.DESCRIPTOR, "Reward")
-    waits: Final[frozenset[str]] = frozenset()
-
     def __init__(self, judge: Judge, versions: ActiveRewardJudge | None = None) -> None:
+        super().__init__(judge)
         self._judge = judge
         self._versions = versions
-
-    def attach(self, server: grpc.aio.Server) -> None:
-        rpc.add_RewardServicer_to_server(self, server)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         samples = [codec.SAMPLE.decode(sample) for sample in request.samples]

@@ -4,18 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, Protocol
+from typing import Protocol
 
-import grpc
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from meshrl.contract import codec
 from meshrl.contract.types import EngineStats
-from meshrl.rpc.interceptors import Context, full_name
-from meshrl.v1 import rollout_pb2 as pb
-from meshrl.v1 import rollout_pb2_grpc as rpc
+from meshrl.rpc.servicers.base import TableServicer
+from meshrl.rpc.tables.services import RolloutTable
 
 
 class Telling(Protocol):
@@ -24,20 +21,11 @@ class Telling(Protocol):
     def stats(self) -> EngineStats: ...
 
 
-class RolloutServicer(rpc.RolloutServicer):
-    """Translates and delegates."""
-
-    service: Final = full_name(pb.DESCRIPTOR, "Rollout")
-    waits: Final[frozenset[str]] = frozenset()
+class RolloutServicer(TableServicer, table=RolloutTable):
+    """What an engine says of itself."""
 
     def __init__(self, engine: Telling) -> None:
-        self._engine = engine
-
-    def attach(self, server: grpc.aio.Server) -> None:
-        rpc.add_RolloutServicer_to_server(self, server)
-
-    async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.EngineStats:
-        return codec.ENGINE_STATS.encode(self._engine.stats())
+        super().__init__(engine)
 
 
 class EngineCollector(Collector):

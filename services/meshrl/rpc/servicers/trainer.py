@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Final, Protocol
-
-import grpc
+from typing import Protocol
 
 from meshrl.contract import codec
 from meshrl.contract.types import TrainerStatus
-from meshrl.rpc.interceptors import Context, bounded, closing, full_name
+from meshrl.rpc.interceptors import Context, bounded, closing
+from meshrl.rpc.servicers.base import TableServicer
+from meshrl.rpc.tables.services import TrainerTable
 from meshrl.v1 import trainer_pb2 as pb
-from meshrl.v1 import trainer_pb2_grpc as rpc
 
 
 class Training(Protocol):
@@ -23,22 +22,12 @@ class Training(Protocol):
     def watch(self, every_s: float) -> AsyncIterator[TrainerStatus]: ...
 
 
-class TrainerServicer(rpc.TrainerServicer):
-    """Translates and delegates."""
-
-    service: Final = full_name(pb.DESCRIPTOR, "Trainer")
-    waits: Final = frozenset({"Watch"})
+class TrainerServicer(TableServicer, table=TrainerTable):
+    """The stream of statuses."""
 
     def __init__(self, trainer: Training) -> None:
+        super().__init__(trainer)
         self._trainer = trainer
-
-    def attach(self, server: grpc.aio.Server) -> None:
-        rpc.add_TrainerServicer_to_server(self, server)
-
-    async def GetStatus(
-        self, request: pb.GetTrainerStatusRequest, context: Context
-    ) -> pb.TrainerStatus:
-        return codec.TRAINER_STATUS.encode(self._trainer.status())
 
     async def Watch(
         self, request: pb.WatchTrainerRequest, context: Context

@@ -1,0 +1,1 @@
+"""One table per service: a row for each method."""
