@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
 
 from meshrl.contract.routed_experts import RoutedExperts
 from meshrl.contract.types import (
     Batch,
     BatchRow,
+    Int32,
     Outcome,
     Trajectory,
     Uid,
@@ -22,12 +26,17 @@ from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, ModelConfig
-from meshrl.trainer.learner.learner import Learner, RowContents, StepSettings
+from meshrl.trainer.learner.experience import Schedule
+from meshrl.trainer.learner.learner import Learned, Learner, RowContents, StepSettings
 from meshrl.trainer.learner.optimizer import Optimizers
+from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
+from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf
+from meshrl.trainer.model.snapshot import WeightSnapshot, take_snapshot
 from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.ranks.world import World
+from tests.unit.trainer import tiny
 
 PROMPT = 3
 VOCABULARY = 37
@@ -56,15 +65,95 @@ def trajectories() -> list[Trajectory]:
     return rows
 
 
-def batch(rows: list[Trajectory]) -> Batch:
-    manifest = tuple(
-        BatchRow(
-            uid=row.uid, group=row.uid.task, group_size=GROUP_SIZE, num_tokens=len(row.tokens),
-            oldest=Version(1, 0), newest=Version(1, 0), outcome=Outcome.OK,
-        )
-        for row in rows
+def manifest_row(uid: Uid, group_size: int, num_tokens: int) -> BatchRow:
+    return BatchRow(
+        uid=uid, group=uid.task, group_size=group_size, num_tokens=num_tokens,
+        oldest=Version(1, 0), newest=Version(1, 0), outcome=Outcome.OK,
     )  # fmt: skip
-    return Batch.of_rows(manifest, batch_id="b", run="r", step=0)
+
+
+def batch_of(rows: Sequence[BatchRow]) -> Batch:
+    return Batch.of_rows(tuple(rows), batch_id="b", run="r", step=0)
+
+
+def batch(rows: Sequence[Trajectory]) -> Batch:
+    return batch_of([manifest_row(row.uid, GROUP_SIZE, len(row.tokens)) for row in rows])
+
+
+def own_rows(made: Schedule, rows: Sequence[Trajectory], rank: int = 0) -> list[Trajectory]:
+    by_uid = {row.uid: row for row in rows}
+    return [by_uid[uid] for uid in made.uids(rank)]
+
+
+def learn(
+    learner: Learner,
+    rows: Sequence[Trajectory],
+    step: int = 0,
+    *,
+    of: Batch | None = None,
+    baselines: Mapping[str, float] | None = None,
+    observe: Callable[[Learned], None] | None = None,
+) -> dict[str, Any]:
+    """One step; returns its metrics."""
+    made = learner.schedule(of or batch(rows))
+    own = own_rows(made, rows, learner.world.data_rank)
+    return learner.learn(made, own, step, baselines, observe)
+
+
+def weights(policy: Policy) -> dict[str, torch.Tensor]:
+    return {n: p.full_tensor().detach().clone() for n, p in policy.named_tensors()}  # type: ignore[attr-defined]
+
+
+def exported(path: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(path).state_dict())
+
+
+def state(step: int, epoch: int = 1, **changes: Any) -> TrainerState:
+    given = {"run": "r", "seed": 0, "world_size": 1, "kl_coef": 0.1, **changes}
+    return TrainerState(step=step, epoch=epoch, **given)
+
+
+def fresh(
+    path: Path, world: World, optimizer: str = "adamw", **changes: Any
+) -> tuple[Policy, Optimizers]:
+    """A policy with an optimizer, and no algorithm."""
+    config = ModelConfig.model_validate({"path": path, **changes})
+    policy = build_policy(open_hf(path), world, config)
+    return policy, Optimizers(policy, OptimConfig(name=optimizer, lr=1e-2))  # type: ignore[arg-type]
+
+
+def nudge(policy: Policy, optimizers: Optimizers, seed: int, rate: float = 1e-2) -> None:
+    """A step that makes some rows likelier."""
+    rows = tiny.rows(4, seed=seed)
+    logprobs, entropies = policy(pack(rows, [2] * 4), 1.0)
+    (-logprobs.mean() - 0.1 * entropies.mean()).backward()
+    assert optimizers.step(rate) > 0
+
+
+def snapshot(policy: Policy, world: World, **changes: Any) -> WeightSnapshot:
+    """Version 1.1 as engines get it."""
+    given = {"dtype": "float32", "bucket_bytes": 1 << 14, **changes}
+    made = take_snapshot(policy, world, run="r", version=Version(1, 1), **given)
+    assert made is not None
+    return made
+
+
+def tensors_of(sent: WeightSnapshot) -> dict[str, torch.Tensor]:
+    kinds = {spec.name: getattr(torch, spec.dtype) for spec in sent.manifest.tensors}
+    return {
+        spec.name: torch.from_numpy(
+            sent.bucket(spec.bucket)[spec.offset : spec.offset + spec.nbytes].copy()
+        ).view(kinds[spec.name]).view(spec.shape)
+        for spec in sent.manifest.tensors
+    }  # fmt: skip
+
+
+def exact_logprobs(hf: Any, row: Int32, temperature: float = 1.0) -> torch.Tensor:
+    """What transformers says of each token but the first: [T - 1]."""
+    ids = torch.from_numpy(row)[None].long()
+    with torch.no_grad():
+        logprobs = (hf(ids).logits[0, :-1].float() / temperature).log_softmax(-1)
+    return logprobs.gather(1, ids[0, 1:, None])[:, 0]
 
 
 def make(model: Path, world: World, **options: Any) -> Learner:
@@ -134,15 +223,13 @@ def train(
     rows = taught(rows, top) if top else rows
     teaches = {"distillation": {"weight": 0.5, "top_k": top}} if top else {}
     learner = make(model, world, routed_experts=mixture, algorithm=teaches)
-    by_uid = {row.uid: row for row in rows}
     good = checkpoint.newest(target / "checkpoints")
-    state = TrainerState(run="r", step=0, epoch=1, seed=0, world_size=world.size, kl_coef=0.0)
+    reached = state(0, world_size=world.size)
     if good:
-        state = checkpoint.load(good[0], learner.policy, learner.optimizers)
-    for step in range(state.step, steps):
-        made = learner.schedule(batch(rows))
-        metrics = learner.learn(made, [by_uid[uid] for uid in made.uids(world.data_rank)], step)
-        saved = dataclasses.replace(state, step=step + 1)
+        reached = checkpoint.load(good[0], learner.policy, learner.optimizers)
+    for step in range(reached.step, steps):
+        metrics = learn(learner, rows, step)
+        saved = dataclasses.replace(reached, step=step + 1)
         checkpoint.save(
             target / "checkpoints", learner.policy, learner.optimizers, saved, world, keep=9
         )

@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -9,40 +15,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from meshrl.contract.errors import CorruptError, FencedError, InfraError
+from meshrl.contract.errors import CapacityError, CorruptError, FencedError, InfraError
 from meshrl.contract.types import Version
 from meshrl.trainer.checkpoint import checkpoint
-from meshrl.trainer.checkpoint.checkpoint import TrainerState
+from meshrl.trainer.checkpoint.checkpoint import Keep
+from meshrl.trainer.checkpoint.dcp import INDEX, SafeReader
 from meshrl.trainer.checkpoint.export import export_checkpoint, export_policy
-from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.learner.optimizer import Optimizers
-from meshrl.trainer.learner.optimizer_config import OptimConfig
-from meshrl.trainer.model.packing import pack
-from meshrl.trainer.model.policy import Policy, build_policy, open_hf
-from meshrl.trainer.model.snapshot import layout, take_snapshot
+from meshrl.trainer.model.snapshot import layout
 from meshrl.trainer.ranks.world import World
 
-from . import tiny
-
-
-def fresh(path: Path, world: World, optimizer: str = "adamw") -> tuple[Policy, Optimizers]:
-    policy = build_policy(open_hf(path), world, ModelConfig(path=path))
-    return policy, Optimizers(policy, OptimConfig(name=optimizer, lr=1e-2))  # type: ignore[arg-type]
-
-
-def learn(policy: Policy, optimizers: Optimizers, seed: int) -> None:
-    rows = tiny.rows(4, seed=seed)
-    logprobs, _ = policy(pack(rows, [2] * 4), 1.0)
-    (-logprobs.mean()).backward()
-    optimizers.step(1e-2)
-
-
-def weights(policy: Policy) -> dict[str, torch.Tensor]:
-    return {n: p.full_tensor().clone() for n, p in policy.named_tensors()}  # type: ignore[attr-defined]
-
-
-def state(step: int, epoch: int = 1) -> TrainerState:
-    return TrainerState(run="r", step=step, epoch=epoch, seed=0, world_size=1, kl_coef=0.1)
+from . import save_and_die
+from .rank_work import fresh, nudge, snapshot, state, tensors_of, weights
+from .ranks import Ranks
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -50,9 +34,9 @@ def test_a_loaded_model_and_optimizer_go_on_bit_for_bit(
     tmp_path: Path, tiny_path: Path, world: World, optimizer: str
 ) -> None:
     policy, optimizers = fresh(tiny_path, world, optimizer)
-    learn(policy, optimizers, 1)
+    nudge(policy, optimizers, 1)
     path = checkpoint.save(tmp_path, policy, optimizers, state(1), world, keep=2)
-    learn(policy, optimizers, 2)
+    nudge(policy, optimizers, 2)
     other, others = fresh(tiny_path, world, optimizer)
     gradients: set[int] = set()
     for part in others.parts:
@@ -61,7 +45,7 @@ def test_a_loaded_model_and_optimizer_go_on_bit_for_bit(
         )
     assert checkpoint.load(path, other, others) == state(1)
     assert gradients == {1}  # of zeros, which make the states; all at once would be a model more
-    learn(other, others, 2)
+    nudge(other, others, 2)
     expected, got = weights(policy), weights(other)
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 
@@ -155,45 +139,33 @@ def test_transformers_loads_an_export_of_the_live_model_and_of_the_checkpoint(
     tmp_path: Path, tiny_path: Path, world: World
 ) -> None:
     policy, optimizers = fresh(tiny_path, world)
-    learn(policy, optimizers, 1)
+    nudge(policy, optimizers, 1)
     checkpoint.save(tmp_path / "ckpt", policy, optimizers, state(1), world, keep=2)
     live = export_policy(policy, world, tmp_path / "live", tokenizer=tiny_path)
     stored = export_checkpoint(tmp_path / "ckpt", tmp_path / "stored", model=tiny_path)
     expected = weights(policy)
     for path in (live, stored):
-        hf = AutoModelForCausalLM.from_pretrained(path)
-        assert {n: p.shape for n, p in hf.named_parameters()} == {
-            n: p.shape for n, p in expected.items()
-        }
-        assert all(torch.equal(p, expected[n]) for n, p in hf.named_parameters())
+        found = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[n], expected[n]) for n in found)
         assert (path / "tokenizer.json").read_text() == "{}"
 
 
 def test_a_bfloat16_snapshot_holds_the_rounded_weights(tiny_path: Path, world: World) -> None:
     policy, _ = fresh(tiny_path, world)
-    made = take_snapshot(
-        policy, world, run="r", version=Version(1, 3), dtype="bfloat16", bucket_bytes=4096
-    )
-    assert made is not None
-    expected = weights(policy)
-    names = [spec.name for spec in made.manifest.tensors]
-    assert names[0] == "model.embed_tokens.weight"
-    assert "lm_head.weight" not in names  # tied: sent once
+    made = snapshot(policy, world, dtype="bfloat16", bucket_bytes=4096)
+    expected, sent = weights(policy), tensors_of(made)
+    assert next(iter(sent)) == "model.embed_tokens.weight"
+    assert "lm_head.weight" not in sent  # tied: sent once
     assert len(made.manifest.bucket_bytes) > 1
-    for spec in made.manifest.tensors:
-        data = made.bucket(spec.bucket)[spec.offset : spec.offset + spec.nbytes]
-        tensor = torch.from_numpy(data.copy()).view(torch.bfloat16).view(spec.shape)
-        assert torch.equal(tensor, expected[spec.name].to(torch.bfloat16))
+    assert all(torch.equal(sent[n], expected[n].to(torch.bfloat16)) for n in sent)
 
 
 def test_a_snapshot_does_not_move_when_training_goes_on(tiny_path: Path, world: World) -> None:
     policy, optimizers = fresh(tiny_path, world)
-    made = take_snapshot(
-        policy, world, run="r", version=Version(1, 3), dtype="float32", bucket_bytes=1 << 20
-    )
-    assert made is not None
+    made = snapshot(policy, world, bucket_bytes=1 << 20)
     before = made.bucket(0).copy()
-    learn(policy, optimizers, 1)
+    nudge(policy, optimizers, 1)
     assert np.array_equal(made.bucket(0), before)
 
 
@@ -210,3 +182,132 @@ def test_tensors_lie_aligned_in_order_and_a_large_one_alone() -> None:
         (2, 0, 16),
         (2, 16, 4),
     ]
+
+
+@pytest.mark.parametrize(("count", "rounds"), [(1, 12), (2, 6)])
+def test_kill_9_while_saving_beside_training_leaves_the_last_committed_one(
+    tmp_path: Path, tiny_path: Path, world: World, ranks: Ranks, count: int, rounds: int
+) -> None:
+    arguments = [tiny_path, tmp_path, count, rounds]
+    ranks.run("save_and_die:main", *arguments, output=tmp_path / "output")
+    output = (tmp_path / "output").read_text()
+    lines = [[int(word) for word in line.split()] for line in output.splitlines()]
+    assert [number for number, _ in lines] == list(range(rounds))
+    policy, optimizers = fresh(tiny_path, world)
+    for number, committed in lines:
+        good = checkpoint.newest(tmp_path / str(number) / "checkpoints")
+        assert good is not None and good[1].step >= committed
+        loaded = checkpoint.load(good[0], policy, optimizers)
+        assert loaded.step == good[1].step and loaded.world_size == count
+        assert all(bool((tensor == loaded.step).all()) for tensor in weights(policy).values())
+
+
+def test_what_was_frozen_is_what_is_written(tmp_path: Path, tiny_path: Path, world: World) -> None:
+    policy, optimizers = fresh(tiny_path, world)
+    save_and_die.fill(policy, 1)
+    frozen = checkpoint.freeze(policy, optimizers)
+    save_and_die.fill(policy, 2)
+    path = checkpoint.write(tmp_path, frozen, state(1), world, keep=Keep(newest=1))
+    checkpoint.load(path, policy, optimizers)
+    assert all(bool((p == 1).all()) for p in policy.parameters())
+
+
+def test_the_newest_stay_and_every_nth() -> None:
+    versions = [Version(1, step) for step in (9, 8, 7, 6, 5, 4, 3)]
+    assert Keep(newest=2).drops(versions) == versions[2:]
+    assert [v.step for v in Keep(newest=2, every=3).drops(versions)] == [7, 5, 4]
+
+
+def test_a_write_that_another_trainer_swept_is_one_line(
+    tmp_path: Path, tiny_path: Path, world: World
+) -> None:
+    frozen = checkpoint.freeze(*fresh(tiny_path, world))
+    (tmp_path / "taken").write_text("a file where the directory should be")
+    with pytest.raises(InfraError, match="cannot write the checkpoint of step 1"):
+        checkpoint.write(tmp_path / "taken", frozen, state(1), world, keep=Keep(newest=1))
+
+
+def full(*args: object, **kwargs: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def full_below_an_archive(*args: object, **kwargs: object) -> None:
+    """As torch's archive writer says it: with a complaint of its own on top."""
+    try:
+        full()
+    finally:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+
+@pytest.mark.parametrize("save", [full, full_below_an_archive])
+def test_a_full_disk_is_one_line_and_the_last_checkpoint_stays(
+    tmp_path: Path,
+    tiny_path: Path,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    save: Callable[..., None],
+) -> None:
+    frozen = checkpoint.freeze(*fresh(tiny_path, world))
+    checkpoint.write(tmp_path, frozen, state(1), world, keep=Keep(newest=1))
+    monkeypatch.setattr(torch, "save", save)  # inside DCP's own error handling
+    with pytest.raises(CapacityError, match=r"no space left in .* step 2; free some"):
+        checkpoint.write(tmp_path, frozen, state(2), world, keep=Keep(newest=1))
+    good = checkpoint.newest(tmp_path)
+    assert good is not None and good[1].step == 1
+
+
+class EnumsByName(pickle.Pickler):
+    """As Python 3.11.2 pickles them."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
+
+
+def test_the_index_of_a_python_that_stores_enums_by_name_is_read(
+    tmp_path: Path, tiny_path: Path, world: World
+) -> None:
+    path = checkpoint.save(tmp_path, *fresh(tiny_path, world), state(1), world, keep=1) / "tensors"
+    index = SafeReader(path).read_metadata()
+    with (path / INDEX).open("wb") as file:
+        EnumsByName(file).dump(index)
+    assert b"getattr" in (path / INDEX).read_bytes()
+    assert SafeReader(path).read_metadata().state_dict_metadata == index.state_dict_metadata
+
+
+class OfWhatIsNoEnum:
+    def __reduce__(self) -> tuple[object, tuple[object, str]]:
+        return getattr, (OrderedDict, "fromkeys")
+
+
+class Planted:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(Path(__file__).parent / "planted"),)
+
+
+def test_an_index_with_code_in_it_is_refused_and_not_run(tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_bytes(pickle.dumps(Planted()))
+    with pytest.raises(CorruptError, match=r"not an index that DCP wrote \(posix.mkdir\)"):
+        SafeReader(tmp_path).read_metadata()
+    assert not (Path(__file__).parent / "planted").exists()
+    (tmp_path / INDEX).write_bytes(pickle.dumps(OfWhatIsNoEnum()))
+    with pytest.raises(CorruptError, match=r"getattr of <class 'collections.OrderedDict'>, 'from"):
+        SafeReader(tmp_path).read_metadata()
+
+
+def test_an_index_that_is_refused_is_named_by_who_loads(
+    tmp_path: Path, tiny_path: Path, world: World
+) -> None:
+    parts = fresh(tiny_path, world)
+    path = checkpoint.save(tmp_path, *parts, state(1), world, keep=1)
+    (path / "tensors" / INDEX).write_bytes(pickle.dumps(Planted()))
+    with pytest.raises(CorruptError, match=r"tensors/\.metadata: not an index that DCP wrote"):
+        checkpoint.load(path, *parts)
+
+
+def test_two_ranks_save_while_the_fleet_takes_a_version_slowly(
+    tmp_path: Path, tiny_path: Path, ranks: Ranks
+) -> None:
+    ranks.run(
+        "publish_slowly:main", tiny_path, tmp_path / "run", output=tmp_path / "output", ranks=2
+    )
+    assert (tmp_path / "output").read_text().splitlines() == ["1 2"]

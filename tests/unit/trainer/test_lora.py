@@ -10,21 +10,18 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import InfraError, UserError
-from meshrl.contract.types import Version
 from meshrl.trainer.checkpoint import checkpoint, export
-from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.export import export_checkpoint, export_policy
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.learner.optimizer import Optimizers
-from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model import lora
 from meshrl.trainer.model.lora import BaseModel
 from meshrl.trainer.model.packing import pack
 from meshrl.trainer.model.policy import Policy, build_policy, load_hf, open_hf, random_hf
-from meshrl.trainer.model.snapshot import take_snapshot
 from meshrl.trainer.ranks.world import World
 
-from . import tiny
+from . import rank_work, tiny
+from .rank_work import state, weights
 
 PROMPT = 2
 
@@ -32,20 +29,11 @@ PROMPT = 2
 def fresh(
     path: Path, world: World, optimizer: str = "adamw", **changes: Any
 ) -> tuple[Policy, Optimizers]:
-    config = ModelConfig.model_validate({"path": path, "lora_rank": 4, **changes})
-    policy = build_policy(open_hf(path), world, config)
-    return policy, Optimizers(policy, OptimConfig(name=optimizer, lr=1e-2))  # type: ignore[arg-type]
+    return rank_work.fresh(path, world, optimizer, **{"lora_rank": 4, **changes})
 
 
 def learn(policy: Policy, optimizers: Optimizers, seed: int) -> None:
-    rows = tiny.rows(4, seed=seed)
-    logprobs, _ = policy(pack(rows, [PROMPT] * 4), 1.0)
-    (-logprobs.mean()).backward()
-    assert optimizers.step(5e-2) > 0
-
-
-def state(step: int) -> TrainerState:
-    return TrainerState(run="r", step=step, epoch=1, seed=0, world_size=1, kl_coef=0.1)
+    rank_work.nudge(policy, optimizers, seed, 5e-2)
 
 
 def test_an_adapter_starts_as_the_model_and_only_it_is_trained(
@@ -57,12 +45,11 @@ def test_an_adapter_starts_as_the_model_and_only_it_is_trained(
     with torch.no_grad():
         assert torch.equal(policy(packed, 1.0)[0], plain(packed, 1.0)[0])
     policy.reshard()  # type: ignore[operator]
-    before = {n: p.full_tensor().clone() for n, p in policy.named_tensors()}  # type: ignore[attr-defined]
+    before = weights(policy)
     learn(policy, optimizers, 1)
     learn(policy, optimizers, 2)  # B was 0, so A moves from the second step on
-    for name, parameter in policy.named_tensors():
-        moved = not torch.equal(parameter.full_tensor(), before[name])  # type: ignore[attr-defined]
-        assert moved == (".lora_" in name), name
+    for name, tensor in weights(policy).items():
+        assert torch.equal(tensor, before[name]) == (".lora_" not in name), name
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -78,10 +65,8 @@ def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_bit_for_bit(
     other, others = fresh(tiny_path, world, optimizer)
     assert checkpoint.load(path, other, others).adapter == policy.adapter
     learn(other, others, 2)
-    for (name, ours), (_, theirs) in zip(
-        policy.named_tensors(), other.named_tensors(), strict=True
-    ):
-        assert torch.equal(ours.full_tensor(), theirs.full_tensor()), name  # type: ignore[attr-defined]
+    ours, theirs = weights(policy), weights(other)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_export_and_snapshot_are_merged_and_decode_greedily_as_the_policy_does(
@@ -96,10 +81,7 @@ def test_export_and_snapshot_are_merged_and_decode_greedily_as_the_policy_does(
         tmp_path / "ckpt", tmp_path / "stored", model=tiny_path, max_shard_size="10KB"
     )
     assert len(list((tmp_path / "stored").glob("model-*-of-*.safetensors"))) > 1
-    sent = take_snapshot(
-        policy, world, run="r", version=Version(1, 1), dtype="float32", bucket_bytes=1 << 20
-    )
-    assert sent is not None
+    sent = rank_work.snapshot(policy, world)
     prompt = tiny.rows(1, seed=9)[0][:4]
     start = AutoModelForCausalLM.from_pretrained(tiny_path)
     for name in ("live", "stored"):
@@ -110,8 +92,7 @@ def test_export_and_snapshot_are_merged_and_decode_greedily_as_the_policy_does(
         assert not torch.equal(text, start.generate(ids, max_new_tokens=12, do_sample=False)[0])
         made = pack([text.numpy().astype("int32")], [len(prompt)])
         assert bool(policy.is_greedy(made).all())  # teacher forced: the policy would say the same
-        exact = torch.log_softmax(hf(text[None]).logits[0].float(), -1)
-        exact = exact[len(prompt) - 1 : -1].gather(1, text[len(prompt) :, None])[:, 0]
+        exact = rank_work.exact_logprobs(hf, text.numpy())[len(prompt) - 1 :]
         torch.testing.assert_close(policy(made, 1.0)[0], exact, rtol=0, atol=1e-5)
 
 
@@ -142,10 +123,8 @@ def test_peft_reads_what_is_exported_and_training_starts_from_it(
     assert not any("down_proj" in name for name in lora.targets(policy.hf))
 
     other, _ = fresh(tiny_path, world, lora_adapter_path=stored, **settings)
-    for (name, ours), (_, theirs) in zip(
-        policy.named_tensors(), other.named_tensors(), strict=True
-    ):
-        assert torch.equal(ours.full_tensor(), theirs.full_tensor()), name  # type: ignore[attr-defined]
+    ours, theirs = weights(policy), weights(other)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     whole, whole_optimizers = fresh(tiny_path, world, lora_rank=0)
     checkpoint.save(tmp_path / "whole", whole, whole_optimizers, state(1), world, keep=2)
     with pytest.raises(UserError, match="the run trains all weights"):
@@ -173,24 +152,20 @@ def test_dora_is_pefts_and_engines_get_it_merged(tiny_path: Path, world: World) 
         torch.testing.assert_close(policy(packed, 1.0)[0], plain(packed, 1.0)[0])
     policy.reshard()  # type: ignore[operator]
     theirs = dict(peft.named_parameters())
-    for name, parameter in policy.named_tensors():
+    for name, tensor in weights(policy).items():
         if "magnitude" in name:
-            torch.testing.assert_close(parameter.full_tensor(), theirs[name])  # type: ignore[attr-defined]
+            torch.testing.assert_close(tensor, theirs[name])
     for seed in range(3):
         learn(policy, optimizers, seed)
     with torch.no_grad():
-        for name, parameter in policy.named_tensors():
-            theirs[name].copy_(parameter.full_tensor())  # type: ignore[attr-defined]
+        for name, tensor in weights(policy).items():
+            theirs[name].copy_(tensor)
     row = tiny.rows(1, seed=9)[0]
     ids = torch.from_numpy(row)[None].long()
-    exact = torch.log_softmax(peft(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+    exact = rank_work.exact_logprobs(peft, row)
     ours = policy(pack([row], [PROMPT]), 1.0)[0]
     torch.testing.assert_close(ours, exact[PROMPT - 1 :], rtol=0, atol=1e-5)
-    sent = take_snapshot(
-        policy, world, run="r", version=Version(1, 1), dtype="float32", bucket_bytes=1 << 20,
-        adapters_only=True,
-    )  # fmt: skip
-    assert sent is not None and sent.manifest.adapter is None
+    assert rank_work.snapshot(policy, world, adapters_only=True).manifest.adapter is None
     unpeft = {name: weight.whole(torch.float32) for name, weight in policy.named_weights()}
     merged: Any = AutoModelForCausalLM.from_pretrained(tiny_path)
     merged.load_state_dict(unpeft, strict=False)
