@@ -44,8 +44,8 @@ from reward_bench.services import measure
 from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.pool.pool import PoolJudge
-from meshrl.rewardd.pool.rule import FunctionSpec, Rule
-from meshrl.rewardd.pool.signatures import Kind
+from meshrl.rewardd.pool.rule import FunctionSpec, RewardRule
+from meshrl.rewardd.pool.signatures import FunctionKind
 from meshrl.rewardd.rewards import gsm8k
 from meshrl.sandbox.sandbox import Isolation, open_sandbox
 
@@ -94,7 +94,7 @@ def samples(count: int) -> list[Sample]:
 
 
 def judge_of(
-    source: str, level: Isolation, kind: Kind = Kind.COMPUTE_SCORE, **limits: Any
+    source: str, level: Isolation, kind: FunctionKind = FunctionKind.COMPUTE_SCORE, **limits: Any
 ) -> PoolJudge:
     """One process of a submitted function."""
     config = RewardConfig.model_validate({"limits": {"deadline_s": 60} | limits})
@@ -102,7 +102,9 @@ def judge_of(
         component="compute_score", weight=1, kwargs={}, name="compute_score", digest="0" * 32,
         path="/reward/source.py", source=source, kind=kind,
     )  # fmt: skip
-    return PoolJudge(Rule(functions=(spec,)), config, sandbox=open_sandbox(level, config.limits))
+    return PoolJudge(
+        RewardRule(functions=(spec,)), config, sandbox=open_sandbox(level, config.limits)
+    )
 
 
 def verl_function(root: Path) -> Any:
@@ -260,7 +262,7 @@ async def main() -> None:
     judges = {
         "off": judge_of(SINGLE, Isolation.OFF),
         "strict": judge_of(SINGLE, Isolation.STRICT),
-        "strict_batch": judge_of(BATCHED, Isolation.STRICT, Kind.BATCH),
+        "strict_batch": judge_of(BATCHED, Isolation.STRICT, FunctionKind.BATCH),
     }
     executor = ProcessPoolExecutor(1, initializer=_load_verl, initargs=(options.verl,))
     rounds: dict[str, Round] = {"plain": plain}

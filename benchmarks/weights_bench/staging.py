@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshrl.contract.types import TensorSpec, Uint8, Version, WeightManifest
-from meshrl.rollout.engines.torch.architecture import Architecture, read_architecture
+from meshrl.rollout.engines.torch.architecture import DecoderArchitecture, read_architecture
 from meshrl.rollout.engines.torch.staging import Staging, stage
 
 DTYPE, CPU = torch.bfloat16, torch.device("cpu")
@@ -65,7 +65,7 @@ def figures(total_bytes: int, updates: int) -> dict[Staging, dict[str, float]]:
     return {kind: _figures(kind, architecture, updates) for kind in ("device", "host")}
 
 
-def _figures(kind: Staging, architecture: Architecture, updates: int) -> dict[str, float]:
+def _figures(kind: Staging, architecture: DecoderArchitecture, updates: int) -> dict[str, float]:
     manifest, buckets = _version(architecture)
     live = stage("device", manifest, buckets, architecture, DTYPE, CPU).serve(None, CPU)
     before, at_commit, staging_s, pauses_s = 0, 0, [], []
@@ -92,7 +92,7 @@ def _figures(kind: Staging, architecture: Architecture, updates: int) -> dict[st
     }
 
 
-def _version(architecture: Architecture) -> tuple[WeightManifest, list[Uint8]]:
+def _version(architecture: DecoderArchitecture) -> tuple[WeightManifest, list[Uint8]]:
     shapes = list(architecture.shapes().items())
     total = sum(2 * prod(shape) for _, shape in shapes)
     tensors: list[TensorSpec] = []

@@ -14,7 +14,7 @@ from typing import Any
 
 from meshrl.common.config import read_options
 from meshrl.contract.types import OnUpdate, Version
-from meshrl.rollout.server_engine.checkpoint import Checkpoint
+from meshrl.rollout.server_engine.checkpoint import CheckpointFacts
 from meshrl.rollout.server_engine.config import ServerConfig
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.server_engine.http import HttpClient
@@ -53,7 +53,7 @@ class MyServer:
         self._config = config
 
     def arguments(
-        self, checkpoint: Checkpoint, *, max_length: int, slots: int, port: str
+        self, checkpoint: CheckpointFacts, *, max_length: int, slots: int, port: str
     ) -> Sequence[str]:
         """Appended to `python -m my_server`, or to `rollout.engine.command`."""
         return (
@@ -77,7 +77,7 @@ class MyServer:
         """A client of the server at `url`, which presents `key`."""
         return MyClient(url, key, self._config)
 
-    async def check(self, client: MyClient, checkpoint: Checkpoint, max_length: int) -> None:
+    async def check(self, client: MyClient, checkpoint: CheckpointFacts, max_length: int) -> None:
         """Raises UserError for a server that would fail later."""
         models = await client.call("GET", "/v1/models")
         check_max_length(self.name, client.url, models, max_length)

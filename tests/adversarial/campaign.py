@@ -16,7 +16,7 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Outcome, Sample, Score, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import PoolJudge
-from meshrl.rewardd.pool.rule import FunctionSpec, Rule
+from meshrl.rewardd.pool.rule import FunctionSpec, RewardRule
 from meshrl.rewardd.registry.building import submitted_sandbox
 from meshrl.sandbox import landlock, seccomp
 from meshrl.sandbox.limits import ScoringLimits
@@ -130,7 +130,7 @@ def judge_of(source: str, directory: Path, level: Isolation, **limits: float) ->
     )  # fmt: skip
     config = RewardConfig(sandbox=level, workers=1, limits=ScoringLimits(deadline_s=60))
     sandbox = submitted_sandbox(directory, config, limits=LIMITS | limits)
-    return PoolJudge(Rule(functions=(spec,)), config, sandbox=sandbox)
+    return PoolJudge(RewardRule(functions=(spec,)), config, sandbox=sandbox)
 
 
 def sample(solution: str, index: int) -> Sample:

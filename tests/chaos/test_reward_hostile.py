@@ -12,7 +12,7 @@ import pytest
 from meshrl.contract.errors import ConfigError
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.pool.pool import PoolJudge
-from meshrl.rewardd.pool.rule import FunctionSpec, Rule
+from meshrl.rewardd.pool.rule import FunctionSpec, RewardRule
 from meshrl.rewardd.registry.building import submitted_sandbox
 from meshrl.sandbox.sandbox import Isolation, no_bubblewrap
 from tests.adversarial.attacks import ATTACKS, Attack, table
@@ -91,7 +91,7 @@ def test_a_wheel_that_unpacks_to_more_than_its_memory_is_refused(tmp_path: Path)
     )  # fmt: skip
     config = RewardConfig()
     sandbox = submitted_sandbox(tmp_path, config, limits=LIMITS | {"memory_bytes": 256 << 20})
-    judge = PoolJudge(Rule(functions=(spec,)), config, sandbox=sandbox)
+    judge = PoolJudge(RewardRule(functions=(spec,)), config, sandbox=sandbox)
 
     async def start() -> None:
         try:

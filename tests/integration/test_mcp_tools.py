@@ -20,7 +20,7 @@ from meshrl.images.messages import taken_out
 from meshrl.launcher.address_book import free_port
 from meshrl.rollout.tools import mcp_servers
 from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
-from meshrl.rollout.tools.ports import Caller, ToolCall
+from meshrl.rollout.tools.ports import ToolCall, ToolCaller
 from meshrl.rollout.tools.toolbox import TaskTools, ToolBuilder
 
 from ..processes import python
@@ -66,7 +66,7 @@ class Bench:
         return self.tools
 
     async def say(self, name: str, row: int = 0, **arguments: Any) -> str:
-        caller = Caller(task=task(TOKENIZER), uid=Uid("run", "t0", row))
+        caller = ToolCaller(task=task(TOKENIZER), uid=Uid("run", "t0", row))
         found: str = await self.tools.call(
             ToolCall(name=name, arguments=arguments), caller, TOKENIZER
         )
@@ -90,7 +90,7 @@ async def test_a_servers_picture_is_a_part_for_a_model_that_sees_and_a_word_for_
     bench: Bench,
 ) -> None:
     tools = await bench.open(only=["draw"])
-    caller = Caller(task=task(TOKENIZER), uid=Uid("run", "t0", 0))
+    caller = ToolCaller(task=task(TOKENIZER), uid=Uid("run", "t0", 0))
     png = b"\x89PNG\r\n\x1a\nnot looked into"
     call = ToolCall(name="draw", arguments={"data": base64.b64encode(png).decode()})
     seen = await tools.call(call, caller, Seeing())

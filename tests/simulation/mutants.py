@@ -25,7 +25,7 @@ from meshrl.contract.types import (
     WeightManifest,
 )
 from meshrl.http.gateway.sessions import SessionTable
-from meshrl.rollout.agents.session import Address, Session
+from meshrl.rollout.agents.session import Address, AgentSession
 from meshrl.rollout.ports import UNSERVED
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.queue import QueueClient
@@ -269,7 +269,7 @@ class _SavesNoObservations(RolloutWorker):
 
 
 class _GivesASessionTwice(SessionTable):
-    def hand_over(self, session: Session, address: Address) -> bool:
+    def hand_over(self, session: AgentSession, address: Address) -> bool:
         claims = [claim for claim in self._claims if not claim.done()]
         for claim in claims[:2]:
             claim.set_result(session)
@@ -277,7 +277,7 @@ class _GivesASessionTwice(SessionTable):
 
 
 class _FindsTheNewestSession(SessionTable):
-    def find(self, authorization: str, session_id: str | None = None) -> Session:
+    def find(self, authorization: str, session_id: str | None = None) -> AgentSession:
         found = super().find(authorization, session_id)
         return next(reversed(self._open.values()), found)
 

@@ -10,7 +10,7 @@ import asyncio
 import random
 import string
 
-from meshrl.rollout.tools.ports import Caller
+from meshrl.rollout.tools.ports import ToolCaller
 
 GOES_ON = 0.6
 """Chains are geometric."""
@@ -31,7 +31,7 @@ def seconds(row: str, key: str) -> float:
     return random.Random(f"{row}/{key}").uniform(*TOOL_S)
 
 
-async def look_up(key: str, caller: Caller) -> str:
+async def look_up(key: str, caller: ToolCaller) -> str:
     """Find what a key leads to.
 
     Args:

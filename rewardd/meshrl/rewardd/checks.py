@@ -18,7 +18,7 @@ from meshrl.common.config import Machine
 from meshrl.contract.errors import ConfigError, MeshError
 from meshrl.rewardd.config import JUDGES, OTHER_PACKAGES, RewardConfig, RewardFunctionConfig
 from meshrl.rewardd.pool.rule import REWARDS, SIGNATURE, check_call, find_function
-from meshrl.rewardd.pool.signatures import Kind
+from meshrl.rewardd.pool.signatures import FunctionKind
 from meshrl.sandbox.sandbox import Isolation
 
 
@@ -79,6 +79,6 @@ def _check_file(
         source = machine.text(path)
         node = find_function(source, function.name, wanted, str(path), ConfigError)
         if node is not None:
-            check_call(node, Kind.COMPUTE_SCORE, function.kwargs, str(path))
+            check_call(node, FunctionKind.COMPUTE_SCORE, function.kwargs, str(path))
     except MeshError as error:
         yield (*at, "path"), f"{dotted(at)}: {error}"

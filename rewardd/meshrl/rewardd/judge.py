@@ -23,7 +23,7 @@ from meshrl.contract.ports import Judge
 from meshrl.contract.types import Outcome, Sample, Score
 from meshrl.rewardd.config import JUDGES, OTHER_PACKAGES, JudgeConfig, RewardConfig
 from meshrl.rewardd.pool.pool import PoolJudge
-from meshrl.rewardd.pool.rule import Rule, read_rule
+from meshrl.rewardd.pool.rule import RewardRule, read_rule
 
 
 class StartableJudge(Judge, Protocol):
@@ -35,7 +35,7 @@ class StartableJudge(Judge, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class WeightedJudge:
     """One judge among several."""
 
     label: str
@@ -49,7 +49,7 @@ class Part:
 class CompositeJudge(StartableJudge):
     """Several judges as one."""
 
-    def __init__(self, parts: Sequence[Part], reward_hash: str) -> None:
+    def __init__(self, parts: Sequence[WeightedJudge], reward_hash: str) -> None:
         self._parts = tuple(parts)
         self._hash = reward_hash
 
@@ -129,16 +129,16 @@ def build_judge(config: RewardConfig) -> PoolJudge | CompositeJudge:
     return judge_of(read_rule(config), config)
 
 
-def judge_of(rule: Rule, config: RewardConfig) -> PoolJudge | CompositeJudge:
+def judge_of(rule: RewardRule, config: RewardConfig) -> PoolJudge | CompositeJudge:
     """As `build_judge`, with a rule that has been read. Raises ConfigError."""
     functions = PoolJudge(rule, config) if rule.functions else None
     if functions is not None and not config.judges:
         return functions
-    parts = [] if functions is None else [Part(label="", judge=functions)]
+    parts = [] if functions is None else [WeightedJudge(label="", judge=functions)]
     return CompositeJudge([*parts, *map(build_part, config.judges)], rule.reward_hash)
 
 
-def build_part(config: JudgeConfig) -> Part:
+def build_part(config: JudgeConfig) -> WeightedJudge:
     """One entry of `reward.judges`, with its place in the sum.
 
     Raises:
@@ -151,7 +151,7 @@ def build_part(config: JudgeConfig) -> Part:
         raise ConfigError(
             f"reward.judges: {config.kind!r} cannot be imported: {error} (pip install 'meshrl[rewards]', or [torch])"
         ) from error
-    return Part(
+    return WeightedJudge(
         label=config.component,
         judge=_build(config, build, options),
         weight=config.weight,

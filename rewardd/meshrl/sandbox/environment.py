@@ -37,7 +37,7 @@ TMP_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
+class InstalledPackages:
     """The dependencies that this service does not have itself."""
 
     requirements: tuple[str, ...]
@@ -128,7 +128,7 @@ def missing(requirements: Sequence[str]) -> tuple[str, ...]:
 
 def environment_of(
     requirements: Sequence[str], wheelhouse: Path | None, cache: Path
-) -> Environment | None:
+) -> InstalledPackages | None:
     """The environment to build for `requirements`; None when all of them are installed already.
 
     Raises:
@@ -141,7 +141,7 @@ def environment_of(
         raise ConfigError(
             f"dependency {wanted[0]!r} is not installed beside the service, and reward.wheelhouse is not set"
         )
-    return Environment(requirements=wanted, wheelhouse=wheelhouse, cache=cache)
+    return InstalledPackages(requirements=wanted, wheelhouse=wheelhouse, cache=cache)
 
 
 def _installed(text: str) -> bool:

@@ -17,7 +17,7 @@ from meshrl.contract.errors import ConfigError, WaitTimeoutError
 from meshrl.contract.types import ROLLOUT_STAGE, Version
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.planning.loop import START_S
-from meshrl.rollout.agents.session import Session
+from meshrl.rollout.agents.session import AgentSession
 from meshrl.rpc.interceptors import Context
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue.model.waiting import CLAIM_S
@@ -55,7 +55,7 @@ def test_a_session_that_comes_in_the_moment_of_a_deadline_reaches_somebody(seed:
 
         async def give() -> None:
             await asyncio.sleep(draw.randrange(1, 7))
-            session = cast(Session, SimpleNamespace(finished=asyncio.Event()))
+            session = cast(AgentSession, SimpleNamespace(finished=asyncio.Event()))
             if table.hand_over(session, cast(Any, None)):
                 given.append(session)
 

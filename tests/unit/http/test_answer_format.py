@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshrl.http.gateway.answers import AnswerFormat
-from meshrl.rollout.agents.requests import Answer
+from meshrl.rollout.agents.requests import SessionAnswer
 
 
 class Measured(str):
@@ -29,7 +29,7 @@ class Stars:
 
 def test_each_token_of_a_completion_says_where_its_text_begins() -> None:
     lengths = [2, 1, 0, 3] * 1000
-    answer = Answer(
+    answer = SessionAnswer(
         text="",
         tail="",
         tool_calls=(),

@@ -11,21 +11,21 @@ import pytest
 from meshrl.contract.errors import WaitTimeoutError
 from meshrl.contract.types import Task, Uid
 from meshrl.http.gateway.sessions import SessionTable, address
-from meshrl.rollout.agents.session import Session
+from meshrl.rollout.agents.session import AgentSession
 
 from ..rollout.chats import chat_tokenizer
 from ..rollout.scripted import Scripted
 
 
 @pytest.fixture
-async def session() -> Session:
+async def session() -> AgentSession:
     task = Task(run="run", task_id="t", prompt_ids=np.array([5], dtype=np.int32))
     tokenizer = chat_tokenizer()
-    return Session(task, Uid("run", "t", 0), Scripted(tokenizer, []), tokenizer)
+    return AgentSession(task, Uid("run", "t", 0), Scripted(tokenizer, []), tokenizer)
 
 
 async def test_a_session_that_comes_at_the_deadline_of_a_claim_is_the_callers(
-    session: Session,
+    session: AgentSession,
 ) -> None:
     table = SessionTable(prompt_tokens=None)
     claiming = asyncio.create_task(table.claim(0.01))
@@ -39,14 +39,14 @@ async def test_a_session_that_comes_at_the_deadline_of_a_claim_is_the_callers(
     assert given == [True]
 
 
-async def test_a_claim_past_its_deadline_takes_no_session(session: Session) -> None:
+async def test_a_claim_past_its_deadline_takes_no_session(session: AgentSession) -> None:
     table = SessionTable(prompt_tokens=None)
     with pytest.raises(WaitTimeoutError, match="no row came"):
         await table.claim(0.01)
     assert not table.hand_over(session, address("", session))
 
 
-async def test_a_caller_that_leaves_gives_its_session_back(session: Session) -> None:
+async def test_a_caller_that_leaves_gives_its_session_back(session: AgentSession) -> None:
     table = SessionTable(prompt_tokens=None)
     claiming = asyncio.create_task(table.claim(60))
     await asyncio.sleep(0)

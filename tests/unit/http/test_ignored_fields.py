@@ -10,7 +10,7 @@ import pytest
 
 from meshrl.contract.types import SamplingParams, Task, Uid
 from meshrl.http.gateway.models import ChatBody, CompletionBody
-from meshrl.rollout.agents.session import Session
+from meshrl.rollout.agents.session import AgentSession
 
 from ...chat_model import Scripted, chat_tokenizer
 
@@ -33,7 +33,7 @@ async def test_a_session_tells_of_each_field_once(
     tokenizer = chat_tokenizer(tmp_path)
     sampling = SamplingParams(max_tokens=4)
     task = Task(run="r", task_id="t", prompt_ids=np.zeros(1, np.int32), sampling=sampling)
-    session = Session(task, Uid("r", "t", 0), Scripted(tokenizer), tokenizer)
+    session = AgentSession(task, Uid("r", "t", 0), Scripted(tokenizer), tokenizer)
     with caplog.at_level(logging.WARNING):
         for fields in (("min_p",), (), ("min_p", "top_k"), ("top_k",)):
             session.tell_ignored(fields)

@@ -10,7 +10,7 @@ import numpy as np
 from meshrl.contract.types import SamplingParams, Task, Uid
 from meshrl.http.gateway.app import build_app
 from meshrl.http.gateway.sessions import SessionTable
-from meshrl.rollout.agents.session import Session, SessionRules
+from meshrl.rollout.agents.session import AgentSession, SessionRules
 
 from ...chat_model import Scripted, chat_tokenizer
 
@@ -23,7 +23,7 @@ async def test_a_request_belongs_to_the_conversation_that_its_header_names(tmp_p
     task = Task(run="r", task_id="t", prompt_ids=np.zeros(1, np.int32), sampling=sampling)
     engine = Scripted(tokenizer, "one", "two", "three")
     rules = SessionRules(conversations=True)
-    session = Session(task, Uid("r", "t", 0), engine, tokenizer, rules)
+    session = AgentSession(task, Uid("r", "t", 0), engine, tokenizer, rules)
     transport = httpx.ASGITransport(app)
     with sessions.opened(session) as address:
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:

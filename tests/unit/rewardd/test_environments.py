@@ -17,9 +17,9 @@ from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import START_DEADLINE_S, RewardConfig
 from meshrl.rewardd.pool.pool import PoolJudge
-from meshrl.rewardd.pool.rule import FunctionSpec, Rule
+from meshrl.rewardd.pool.rule import FunctionSpec, RewardRule
 from meshrl.rewardd.registry.building import submitted_sandbox
-from meshrl.sandbox.environment import Environment, environment_of, missing
+from meshrl.sandbox.environment import InstalledPackages, environment_of, missing
 from meshrl.sandbox.limits import Limits, ScoringLimits
 from meshrl.sandbox.sandbox import Isolation, no_bubblewrap
 
@@ -79,7 +79,7 @@ async def test_a_function_imports_what_it_depends_on(
         component="f", weight=1, kwargs={}, name="compute_score", digest="d", path="/reward/r.py", source=SOURCE
     )  # fmt: skip
     sandbox = submitted_sandbox(tmp_path, config, environment=environment)
-    judge = PoolJudge(Rule(functions=(spec,)), config, sandbox=sandbox)
+    judge = PoolJudge(RewardRule(functions=(spec,)), config, sandbox=sandbox)
     sample = Sample(
         uid=Uid("r", "t", 0), data_source="", solution="", ground_truth=0, extra_info={}
     )
@@ -91,7 +91,7 @@ async def test_a_function_imports_what_it_depends_on(
 
 
 async def test_building_at_once_is_building_once(wheelhouse: Path, tmp_path: Path) -> None:
-    environment = Environment(
+    environment = InstalledPackages(
         requirements=("counting-apples",), wheelhouse=wheelhouse, cache=tmp_path / "cache"
     )
     await asyncio.gather(*(asyncio.to_thread(environment.build) for _ in range(2)))
@@ -106,7 +106,9 @@ def test_a_killed_builder_leaves_no_environment(wheelhouse: Path, tmp_path: Path
         time.sleep(0.001)
     builder.send_signal(signal.SIGKILL)
     builder.wait()
-    environment = Environment(requirements=("counting-apples",), wheelhouse=wheelhouse, cache=cache)
+    environment = InstalledPackages(
+        requirements=("counting-apples",), wheelhouse=wheelhouse, cache=cache
+    )
     assert not environment.path.exists()
     environment.build()
     assert (environment.path / "apple_trees.py").is_file()

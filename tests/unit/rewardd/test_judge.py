@@ -541,12 +541,12 @@ async def test_a_slot_that_crashes_again_and_again_waits_longer_each_time(tmp_pa
     ids=lambda answer: repr(answer)[:60],
 )
 def test_an_answer_that_our_code_does_not_send_is_none(answer: Any) -> None:
-    item = pool._Item(1, Uid("r", "t", 0), None, tokens=3)  # type: ignore[arg-type]  # nobody waits
+    item = pool._PoolSample(1, Uid("r", "t", 0), None, tokens=3)  # type: ignore[arg-type]  # nobody waits
     assert pool._score(answer, item, "hash") is None
 
 
 def test_a_reason_is_cut_and_holds_text_only() -> None:
-    item = pool._Item(1, Uid("r", "t", 0), None)  # type: ignore[arg-type]  # nobody waits
+    item = pool._PoolSample(1, Uid("r", "t", 0), None)  # type: ignore[arg-type]  # nobody waits
     answer = {"id": 1, "fault": "infra_fault", "reason": "a\ud800\x1b[31m\nb" + "x" * 9000}
     score = pool._score(answer, item, "hash")
     assert score is not None

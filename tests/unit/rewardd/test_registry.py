@@ -26,7 +26,7 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
-from meshrl.rewardd.pool.signatures import Kind
+from meshrl.rewardd.pool.signatures import FunctionKind
 from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.checks import checked
 from meshrl.rewardd.registry.config import RegistryConfig
@@ -339,14 +339,14 @@ def compute_score_batched(data_sources, solution_strs, ground_truths, extra_info
 
 async def test_a_batch_function_is_called_with_lists(opened: Open) -> None:
     registry = await opened()
-    await registry.submit("ann", constant(1, source=BATCH, kind=Kind.BATCH))
+    await registry.submit("ann", constant(1, source=BATCH, kind=FunctionKind.BATCH))
     assert [s for s, _ in await scored(registry, sample("x", 0), sample("y", 1))] == [1.0, 0.0]
 
 
 async def test_a_process_function_gives_step_scores_whose_sum_is_the_reward(opened: Open) -> None:
     registry = await opened()
     source = HEAD + "    return [1, 0.5, -0.25]\n"
-    await registry.submit("ann", constant(1, source=source, kind=Kind.PROCESS))
+    await registry.submit("ann", constant(1, source=source, kind=FunctionKind.PROCESS))
     (score,) = await registry.judge.score([sample()])
     assert score.score == 1.25
     wanted = {"compute_score": 1.25, "steps": 3.0, "step_min": -0.25, "step_mean": 1.25 / 3}
@@ -387,7 +387,7 @@ async def test_limits_that_the_operator_does_not_allow_are_named(
 async def test_a_kind_that_returns_another_shape_gives_a_fault_that_says_so(opened: Open) -> None:
     registry = await opened()
     source = HEAD + "    return 1.0\n"
-    await registry.submit("ann", constant(1, source=source, kind=Kind.PROCESS))
+    await registry.submit("ann", constant(1, source=source, kind=FunctionKind.PROCESS))
     (score,) = await registry.judge.score([sample()])
     assert score.outcome is Outcome.INFRA_FAULT
     assert "returned float; want a list of step scores" in score.reason

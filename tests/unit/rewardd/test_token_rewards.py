@@ -12,12 +12,12 @@ import pytest
 
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import Outcome, Sample, Score, Uid
-from meshrl.rewardd.judge import CompositeJudge, Part
+from meshrl.rewardd.judge import CompositeJudge, WeightedJudge
 from meshrl.rewardd.pool.functions import Scorer, combine
 from meshrl.rewardd.pool.messages import MAX_TEXT, MAX_TEXTS
-from meshrl.rewardd.pool.pool import _Item, _score
+from meshrl.rewardd.pool.pool import _PoolSample, _score
 from meshrl.rewardd.pool.rule import FunctionSpec
-from meshrl.rewardd.pool.signatures import BadShapeError, Kind, as_compute_score
+from meshrl.rewardd.pool.signatures import BadShapeError, FunctionKind, as_compute_score
 from meshrl.rewardd.reward_stage import token_ends
 
 TEXT = "2 + 2 = 4\n\nso 4\n+ 1 = 5\n \n#### 5"
@@ -26,7 +26,7 @@ ENDS = [1, 9, 11, 15, 23, 26, len(TEXT)]
 
 
 def steps(result: Any, text: str = TEXT, ends: Sequence[int] = ENDS) -> dict[str, Any]:
-    call = as_compute_score(Kind.PROCESS, lambda **arguments: result)
+    call = as_compute_score(FunctionKind.PROCESS, lambda **arguments: result)
     return call(  # type: ignore[no-any-return]
         data_source="", solution_str=text, ground_truth="", extra_info={"token_ends": list(ends)}
     )
@@ -100,7 +100,7 @@ async def test_texts_that_our_code_does_not_send_are_no_score(texts: object) -> 
         uid=Uid("r", "t", 0), data_source="", solution="", ground_truth=None, extra_info={}
     )
     message = {"score": 1.0, "components": {}, "texts": texts}
-    item = _Item(number=0, uid=row.uid, done=asyncio.Future())
+    item = _PoolSample(number=0, uid=row.uid, done=asyncio.Future())
     assert _score(message, item, "h") is None
 
 
@@ -126,8 +126,10 @@ class Fixed:
 
 async def test_judges_add_up_per_token_as_functions_do() -> None:
     def parts(*judges: Fixed, gate: float | None = None) -> CompositeJudge:
-        parts = [Part(label=str(n), judge=judge, weight=2.0) for n, judge in enumerate(judges)]
-        parts[0] = Part(label="0", judge=judges[0], weight=2.0, gate=gate)
+        parts = [
+            WeightedJudge(label=str(n), judge=judge, weight=2.0) for n, judge in enumerate(judges)
+        ]
+        parts[0] = WeightedJudge(label="0", judge=judges[0], weight=2.0, gate=gate)
         return CompositeJudge(parts, "h")
 
     row = Sample(

@@ -7,7 +7,7 @@ import threading
 from typing import Literal
 
 from meshrl.contract.errors import InfraError
-from meshrl.rollout.tools.ports import Caller
+from meshrl.rollout.tools.ports import ToolCaller
 
 calls: list[str] = []
 hanging = threading.Event()
@@ -77,7 +77,7 @@ def python(code: str) -> str:
     return f"read {code!r}"
 
 
-def who(caller: Caller, secret: str = "", guess: str = "") -> str:
+def who(caller: ToolCaller, secret: str = "", guess: str = "") -> str:
     """Say who calls.
 
     Args:

@@ -12,7 +12,7 @@ import pytest
 from meshrl.contract.types import GenerateDelta, GenerateRequest, OnUpdate, Version
 from meshrl.rollout.end_tokens import StopStrings
 from meshrl.rollout.generation_checkpoint import continuation
-from meshrl.rollout.server_engine.checkpoint import Checkpoint as CheckpointFacts
+from meshrl.rollout.server_engine.checkpoint import CheckpointFacts
 from meshrl.rollout.server_engine.config import ServerConfig
 from meshrl.rollout.server_engine.request import ServerRequest, ended_before, read_request
 from meshrl.rollout.server_engine.response import Chunk, ResponseReader

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from meshrl.rollout.engines.torch.architecture import read_architecture
-from meshrl.rollout.engines.torch.batch import Batch, Row
+from meshrl.rollout.engines.torch.batch import DecodeBatch, DecodeRow
 from meshrl.rollout.engines.torch.cache import KvCache
 from meshrl.rollout.engines.torch.forward import Decoder
 from meshrl.rollout.engines.torch.graphs import (
@@ -90,11 +90,11 @@ class Story:
         decoder = Decoder(architecture, torch.float32, device, LENGTH)
         self.recorder = recorder(self.cache) if recorder else None
         steps = StaticSteps(decoder, self.cache, SLOTS, self.recorder) if recorder else None
-        self.batch = Batch(
+        self.batch = DecodeBatch(
             decoder, self.cache, slots=SLOTS, max_prefill_tokens=512, static_steps=steps
         )
         self.weights = self.read(model)
-        self.rows: list[Row] = []
+        self.rows: list[DecodeRow] = []
 
     def read(self, model: Checkpoint) -> Weights:
         return from_checkpoint(
@@ -107,7 +107,7 @@ class Story:
             sampling = samplings[index % len(samplings)] | {"max_tokens": tokens + index % 5}
             made = request(str(index), prompt, seed=3, **sampling)
             self.rows.append(
-                Row(
+                DecodeRow(
                     request=made,
                     deliver=lambda _: None,
                     limit=made.sampling.max_tokens,

@@ -174,7 +174,9 @@ async def test_a_picture_is_read_once_for_conversation_and_engine_and_not_on_the
 
     policy = Policy(tokenizer, *["red <|im_end|>"] * 3)
     await SessionProgram(play, Config(function="x.y"))(task(tokenizer), UID, policy, tokenizer)
-    session = agents.Session(task(tokenizer), UID, Policy(tokenizer, "red <|im_end|>"), tokenizer)
+    session = agents.AgentSession(
+        task(tokenizer), UID, Policy(tokenizer, "red <|im_end|>"), tokenizer
+    )
     messages = as_openai((Message(role="user", content=f"{MARK}{MARK} which colour ?"),), (A, C))
     request = SessionRequest(messages=tuple(messages))
     await session.look_at(request)
@@ -298,7 +300,7 @@ async def test_an_agent_says_pictures_through_openais_api(
 ) -> None:
     asked = task(tokenizer, A)
     policy = Policy(tokenizer, "red <|im_end|>", "blue <|im_end|>")
-    session = agents.Session(asked, UID, policy, tokenizer)
+    session = agents.AgentSession(asked, UID, policy, tokenizer)
     messages = as_openai(asked.messages, asked.media)
     for shown in (None, B):
         if shown is not None:
@@ -315,7 +317,7 @@ async def test_an_agent_says_pictures_through_openais_api(
     assert [each.media for each in policy.requests] == [(A,), (A, B)]
     check(images, session.rollout(), asked, A, B)
     assert session.rollout().messages[1]["content"] == f"{MARK}?"
-    each = agents.Session(
+    each = agents.AgentSession(
         asked, UID, policy, tokenizer, agents.SessionRules(branch=agents.Branch.EACH)
     )
     with pytest.raises(UserError, match="branch: each trains text only"):
@@ -350,7 +352,7 @@ async def test_a_hostile_picture_of_an_agent_is_one_line_and_no_request(
     tokenizer: HuggingFaceTokenizer, url: str, problem: str
 ) -> None:
     policy = Policy(tokenizer, "red")
-    session = agents.Session(task(tokenizer), UID, policy, tokenizer)
+    session = agents.AgentSession(task(tokenizer), UID, policy, tokenizer)
     parts = [{"type": "image_url", "image_url": {"url": url, "detail": "high"}}]
     with pytest.raises((UserError, ValidationError), match=problem) as caught:
         messages = [{"role": "user", "content": parts}]

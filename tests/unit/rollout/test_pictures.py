@@ -19,7 +19,7 @@ from meshrl.images import ImageFeatures, ImageProcessor
 from meshrl.rollout.engines.sglang import Config as SglangConfig
 from meshrl.rollout.engines.sglang import SglangClient, SglangServer
 from meshrl.rollout.engines.vllm import PICTURE_ARGUMENTS, RAW_TENSOR, Config, VllmServer, features
-from meshrl.rollout.server_engine.checkpoint import Checkpoint, check_version
+from meshrl.rollout.server_engine.checkpoint import CheckpointFacts, check_version
 from meshrl.rollout.server_engine.request import Picture
 from meshrl.rollout.server_engine.sglang_messages import image_data
 from meshrl.rollout.streams import check_request
@@ -129,7 +129,7 @@ def test_an_engine_of_text_refuses_pictures_in_one_line() -> None:
 @pytest.mark.parametrize("names", [("model.x",), ("model.visual.a", "model.x")])
 def test_a_version_has_all_weights_of_a_tower_or_none(names: tuple[str, ...]) -> None:
     shapes = {"model.x": (2,), "model.visual.a": (2,), "model.visual.b": (2,)}
-    checkpoint = Checkpoint(
+    checkpoint = CheckpointFacts(
         path=Path("model"),
         num_bytes=0,
         shapes=shapes,
@@ -175,7 +175,7 @@ class Served(NamedTuple):
 def test_a_vllm_server_is_started_for_pictures_and_for_fewer_bits(
     served: Served, wanted: set[str], absent: set[str]
 ) -> None:
-    checkpoint = Checkpoint(
+    checkpoint = CheckpointFacts(
         path=Path("model"),
         num_bytes=0,
         shapes={},

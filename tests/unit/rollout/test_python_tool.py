@@ -16,7 +16,7 @@ from meshrl.contract.types import Outcome, Uid
 from meshrl.rollout.programs import tools as program
 from meshrl.rollout.tools import python_sandbox
 from meshrl.rollout.tools.config import ToolsConfig
-from meshrl.rollout.tools.ports import Caller, ToolCall
+from meshrl.rollout.tools.ports import ToolCall, ToolCaller
 from meshrl.rollout.tools.toolbox import TaskTools, ToolBuilder
 from meshrl.sandbox.interpreters import MAX_OUTPUT, BoundedOutput
 from meshrl.sandbox.sandbox import no_bubblewrap
@@ -67,7 +67,7 @@ def config(*, timeout_s: float = 1, **python: Any) -> ToolsConfig:
 
 
 async def say(tools: TaskTools, uid: Uid, code: Any, name: str = "python") -> str:
-    caller = Caller(task=task(TOKENIZER), uid=uid)
+    caller = ToolCaller(task=task(TOKENIZER), uid=uid)
     return await tools.call(ToolCall(name=name, arguments={"code": code}), caller, TOKENIZER)
 
 
@@ -158,7 +158,7 @@ async def test_a_sandbox_that_ends_fails_the_rows_that_have_variables_in_it_and_
     # One that has stopped answers nothing: it is ended.
     (offer,) = tools._offers.values()
     with pytest.raises(InfraError, match="did not answer"):
-        await offer.tool.check(Caller(task=task(TOKENIZER), uid=UIDS[0]))
+        await offer.tool.check(ToolCaller(task=task(TOKENIZER), uid=UIDS[0]))
     assert sandbox._process is None
     await builder.close()
 

@@ -14,7 +14,7 @@ from meshrl.contract.rows import column_posted
 from meshrl.contract.types import POSTED_REWARD, Outcome, PostedReward, SamplingParams, Task, Uid
 from meshrl.rollout.agents.agent import AgentError, Led
 from meshrl.rollout.agents.requests import ContextLengthError, SessionRequest
-from meshrl.rollout.agents.session import Address, Session
+from meshrl.rollout.agents.session import Address, AgentSession
 from meshrl.rollout.ports import Rollout
 from meshrl.rollout.programs.openai import Config, OpenAIProgram
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer
@@ -41,11 +41,11 @@ class Desk:
         self.reward = reward
 
     @contextmanager
-    def opened(self, session: Session) -> Iterator[Address]:
+    def opened(self, session: AgentSession) -> Iterator[Address]:
         self.session = session
         yield Address(base_url="", api_key="")
 
-    def hand_over(self, session: Session, address: Address) -> bool:
+    def hand_over(self, session: AgentSession, address: Address) -> bool:
         return False
 
     async def __call__(self, task: Mapping[str, Any], address: Address) -> Led:

@@ -17,7 +17,7 @@ from meshrl.contract.types import Json, Uid
 from meshrl.rollout.programs import tools as program
 from meshrl.rollout.tools.config import SearchConfig, ToolsConfig
 from meshrl.rollout.tools.formats import search_r1
-from meshrl.rollout.tools.ports import Caller, ToolCall
+from meshrl.rollout.tools.ports import ToolCall, ToolCaller
 from meshrl.rollout.tools.search import passages, search_function
 from meshrl.rollout.tools.toolbox import ToolBuilder
 
@@ -32,7 +32,7 @@ async def found(query: str, **search: Any) -> str:
     config = read_options(ToolsConfig, {"tools": [{"search": search}]}, where="o")
     tools = (await ToolBuilder(config).toolbox()).of(task(TOKENIZER))
     call = ToolCall(name="search", arguments={"query": query})
-    return await tools.call(call, Caller(task=task(TOKENIZER), uid=UID), TOKENIZER)
+    return await tools.call(call, ToolCaller(task=task(TOKENIZER), uid=UID), TOKENIZER)
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ async def test_a_retriever_that_hangs_is_a_fault_and_no_observation() -> None:
             )
         )
         tools = (await builder.toolbox()).of(task(TOKENIZER))
-        caller = Caller(task=task(TOKENIZER), uid=Uid("run", "t0", 0))
+        caller = ToolCaller(task=task(TOKENIZER), uid=Uid("run", "t0", 0))
         asked = ToolCall(name="search", arguments={"query": "Belod"})
         with pytest.raises(InfraError, match=f"the retriever {url} does not answer in time"):
             await tools.call(asked, caller, TOKENIZER)
@@ -217,7 +217,7 @@ async def test_the_connections_of_a_retriever_end_with_the_tools() -> None:
         builder = ToolBuilder(config)
         tools = (await builder.toolbox()).of(task(TOKENIZER))
         call = ToolCall(name="search", arguments={"query": "x"})
-        await tools.call(call, Caller(task=task(TOKENIZER), uid=UID), TOKENIZER)
+        await tools.call(call, ToolCaller(task=task(TOKENIZER), uid=UID), TOKENIZER)
         assert not ended.is_set()
         await builder.close()
         async with asyncio.timeout(10):

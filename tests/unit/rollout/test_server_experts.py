@@ -13,12 +13,12 @@ from meshrl.contract.errors import InfraError
 from meshrl.rollout.config import RolloutConfig
 from meshrl.rollout.engines import build_engine, sglang, vllm
 from meshrl.rollout.server_engine import sglang_messages
-from meshrl.rollout.server_engine.checkpoint import Checkpoint
+from meshrl.rollout.server_engine.checkpoint import CheckpointFacts
 from meshrl.rollout.server_engine.request import ServerRequest
 from meshrl.rollout.server_engine.response import Chunk, ResponseReader
 
 from .checkpoints import FIRST
-from .checkpoints import Checkpoint as Saved
+from .checkpoints import CheckpointFacts as Saved
 
 EXPERTS = np.arange(5 * 3 * 2).reshape(5, 3, 2)
 """Of five tokens, by three layers."""
@@ -127,7 +127,7 @@ def test_too_few_experts_are_a_fault_of_the_server(told: np.ndarray[Any, Any] | 
 @pytest.mark.parametrize("kind", [vllm.VllmServer, sglang.SglangServer])
 def test_a_server_is_started_so_that_it_tells(kind: Any, qwen3: Saved) -> None:
     module = vllm if kind is vllm.VllmServer else sglang
-    checkpoint = Checkpoint(
+    checkpoint = CheckpointFacts(
         path=qwen3.path, num_bytes=0, shapes={}, tied=False, vocab_size=9, max_length=9,
         eos_token_ids=(),
     )  # fmt: skip

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from meshrl.contract.errors import UserError
-from meshrl.rollout.server_engine.checkpoint import Checkpoint
+from meshrl.rollout.server_engine.checkpoint import CheckpointFacts
 from meshrl.rollout.server_engine.kind import check_same_model
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "vocab_size": 99}
 
 
-def model(path: Path, **changes: object) -> Checkpoint:
+def model(path: Path, **changes: object) -> CheckpointFacts:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(CONFIG | changes))
-    return Checkpoint(
+    return CheckpointFacts(
         path=path, num_bytes=0, shapes={}, tied=False, vocab_size=99, max_length=8, eos_token_ids=()
     )
 

@@ -32,13 +32,13 @@ from meshrl.contract.types import (
 )
 from meshrl.rollout.agents.answer_stream import VisibleText
 from meshrl.rollout.agents.requests import (
-    Answer,
+    ClientToolCall,
     ContextLengthError,
+    SessionAnswer,
     SessionEndedError,
     SessionRequest,
-    ToolCall,
 )
-from meshrl.rollout.agents.session import Branch, Session, SessionRules
+from meshrl.rollout.agents.session import AgentSession, Branch, SessionRules
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer
 
 from ...chat_model import FIRST, SECOND, Scripted, chat_tokenizer
@@ -66,15 +66,15 @@ def session_of(
     engine: Scripted,
     rules: SessionRules | None = None,
     **sampling: Any,
-) -> Session:
-    return Session(task(**sampling), Uid("run", "t", 0), engine, tokenizer, rules)
+) -> AgentSession:
+    return AgentSession(task(**sampling), Uid("run", "t", 0), engine, tokenizer, rules)
 
 
 def user(content: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def assistant(content: str, *calls: ToolCall) -> dict[str, Any]:
+def assistant(content: str, *calls: ClientToolCall) -> dict[str, Any]:
     """The message as a client sends it back; arguments as an object, as the gateway passes them."""
     given = [
         {"id": c.id, "function": {"name": c.name, "arguments": json.loads(c.arguments)}}
@@ -83,15 +83,15 @@ def assistant(content: str, *calls: ToolCall) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **({"tool_calls": given} if given else {})}
 
 
-async def say(session: Session, *messages: Any, **options: Any) -> Answer:
+async def say(session: AgentSession, *messages: Any, **options: Any) -> SessionAnswer:
     return await session.ask(SessionRequest(messages=messages, **options)).whole()
 
 
-async def write(session: Session, prompt: Any, **options: Any) -> Answer:
+async def write(session: AgentSession, prompt: Any, **options: Any) -> SessionAnswer:
     return await session.ask(SessionRequest(prompt=prompt, **options)).whole()
 
 
-def row(session: Session) -> Trajectory:
+def row(session: AgentSession) -> Trajectory:
     return session.rollout().trajectory
 
 
@@ -163,7 +163,7 @@ async def test_tool_calls_are_recognised_by_their_ids_however_the_client_formats
     (call,) = first.tool_calls
     assert (call.name, json.loads(call.arguments)) == ("add", {"a": 1, "b": 2})
     # The content is dropped, and the arguments are in another order.
-    back = assistant("", ToolCall(id=call.id, name="add", arguments='{"b": 2,   "a": 1}'))
+    back = assistant("", ClientToolCall(id=call.id, name="add", arguments='{"b": 2,   "a": 1}'))
     result = {"role": "tool", "content": "3", "tool_call_id": call.id}
     await say(session, user("1+2?"), back, result, tools=(ADD,))
     found = row(session)
@@ -293,9 +293,13 @@ async def test_only_the_row_s_conversation_makes_it_too_long(
 @pytest.mark.parametrize(
     "change",
     [
-        lambda call: assistant("", ToolCall(id="other", name="add", arguments=call.arguments)),
-        lambda call: assistant("", ToolCall(id=call.id, name="sub", arguments=call.arguments)),
-        lambda call: assistant("", ToolCall(id=call.id, name="add", arguments='{"a": 9}')),
+        lambda call: assistant(
+            "", ClientToolCall(id="other", name="add", arguments=call.arguments)
+        ),
+        lambda call: assistant(
+            "", ClientToolCall(id=call.id, name="sub", arguments=call.arguments)
+        ),
+        lambda call: assistant("", ClientToolCall(id=call.id, name="add", arguments='{"a": 9}')),
         lambda call: assistant("other words", call),
         lambda call: assistant(CALL),
     ],

@@ -14,7 +14,7 @@ from meshrl.contract.types import Uid
 from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
 from meshrl.rollout.tools.formats import hermes, llama3_json, python_fence
 from meshrl.rollout.tools.functions import FunctionTool, as_text
-from meshrl.rollout.tools.ports import Caller, ToolCall, ToolError
+from meshrl.rollout.tools.ports import ToolCall, ToolCaller, ToolError
 from meshrl.rollout.tools.toolbox import GAP, Cut, TaskTools, ToolBuilder
 
 from . import some_tools
@@ -26,8 +26,8 @@ TOKENIZER = chat_tokenizer()
 UID = Uid("run", "t0", 0)
 
 
-def caller(**extra_info: Any) -> Caller:
-    return Caller(task=task(TOKENIZER, extra_info=extra_info), uid=UID)
+def caller(**extra_info: Any) -> ToolCaller:
+    return ToolCaller(task=task(TOKENIZER, extra_info=extra_info), uid=UID)
 
 
 async def tools_of(

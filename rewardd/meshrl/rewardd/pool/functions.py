@@ -29,7 +29,7 @@ from meshrl.rewardd.pool.messages import (
     MAX_TEXTS,
 )
 from meshrl.rewardd.pool.rule import SIGNATURE, FunctionSpec
-from meshrl.rewardd.pool.signatures import ARGUMENTS, Kind, as_compute_score
+from meshrl.rewardd.pool.signatures import ARGUMENTS, FunctionKind, as_compute_score
 
 RESERVED = ("score", "token_rewards", "outcome")
 """Keys of a result that are not components."""
@@ -66,7 +66,7 @@ class Scorer:
         columns = {
             plural: [sample[single] for sample in samples]
             for single, plural in zip(
-                ARGUMENTS[Kind.COMPUTE_SCORE], ARGUMENTS[Kind.BATCH], strict=True
+                ARGUMENTS[FunctionKind.COMPUTE_SCORE], ARGUMENTS[FunctionKind.BATCH], strict=True
             )
         }
         results = self.together(**columns, **self.arguments)
@@ -111,10 +111,12 @@ def load(spec: FunctionSpec) -> Scorer:
             arguments = {"config": config(**spec.kwargs)}
         except pydantic.ValidationError as error:
             raise ConfigError(_refusal(spec, config, error)) from error
-    if _takes_columns(call) and spec.kind is Kind.COMPUTE_SCORE:
-        spec = replace(spec, kind=Kind.BATCH)
+    if _takes_columns(call) and spec.kind is FunctionKind.COMPUTE_SCORE:
+        spec = replace(spec, kind=FunctionKind.BATCH)
     _check_signature(where, spec, call, arguments)
-    together = call if spec.kind is Kind.BATCH and not inspect.iscoroutinefunction(call) else None
+    together = (
+        call if spec.kind is FunctionKind.BATCH and not inspect.iscoroutinefunction(call) else None
+    )
     call = as_compute_score(spec.kind, call)
     prepare = getattr(module, "prepare", None) if spec.module else None
     if prepare is not None:
@@ -168,7 +170,7 @@ def _refusal(
 def _takes_columns(call: Callable[..., Any]) -> bool:
     """Are its parameters the plural ones of verl's batch manager?"""
     try:
-        return set(inspect.signature(call).parameters).issuperset(ARGUMENTS[Kind.BATCH])
+        return set(inspect.signature(call).parameters).issuperset(ARGUMENTS[FunctionKind.BATCH])
     except (TypeError, ValueError):
         return False  # written in C: it has no signature to look at
 

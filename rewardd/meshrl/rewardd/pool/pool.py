@@ -38,8 +38,8 @@ from meshrl.rewardd.pool.messages import (
     MAX_TEXTS,
     printable,
 )
-from meshrl.rewardd.pool.rule import Rule
-from meshrl.rewardd.pool.worker import Worker
+from meshrl.rewardd.pool.rule import RewardRule
+from meshrl.rewardd.pool.worker import ScoringWorker
 from meshrl.sandbox.sandbox import Sandbox, open_sandbox
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ OVERDUE_GRACE_S = 0.05
 
 
 @dataclass(slots=True, eq=False)
-class _Item:
+class _PoolSample:
     """One sample in the pool."""
 
     number: int
@@ -77,8 +77,8 @@ class _Slot:
     def __init__(self, index: int, sandbox: Sandbox) -> None:
         self.index = index
         self.wake = asyncio.Event()
-        self.worker = Worker(f"judge-{index}", self.wake, sandbox)
-        self.in_flight: dict[int, _Item] = {}
+        self.worker = ScoringWorker(f"judge-{index}", self.wake, sandbox)
+        self.in_flight: dict[int, _PoolSample] = {}
         self.since: dict[int, float] = {}
         """Time at which the deadline of each sample in flight began to run."""
         self.sent = 0
@@ -94,7 +94,7 @@ class PoolJudge:
 
     def __init__(
         self,
-        rule: Rule,
+        rule: RewardRule,
         config: RewardConfig,
         *,
         reward_hash: str = "",
@@ -116,8 +116,8 @@ class PoolJudge:
         built_in = all(function.is_built_in for function in rule.functions)
         self._policy_answers = built_in or config.own_timeout == "policy_fault"
         """Whether a sample that takes too much time or memory is the policy's fault."""
-        self._pending: deque[_Item] = deque()
-        self._suspects: deque[_Item] = deque()
+        self._pending: deque[_PoolSample] = deque()
+        self._suspects: deque[_PoolSample] = deque()
         self._slots: list[_Slot] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._starting = asyncio.Lock()
@@ -165,10 +165,10 @@ class PoolJudge:
             ConfigError, UnavailableError: as `start`.
         """
         await self.start()
-        items: list[_Item] = []
+        items: list[_PoolSample] = []
         for sample in samples:
             self._number += 1
-            item = _Item(self._number, sample.uid, asyncio.get_running_loop().create_future())
+            item = _PoolSample(self._number, sample.uid, asyncio.get_running_loop().create_future())
             items.append(item)
             arguments = {
                 "id": self._number,
@@ -211,7 +211,7 @@ class PoolJudge:
             while waiting:
                 self._fail(waiting.popleft(), outcome, reason)
 
-    def _fail(self, item: _Item, outcome: Outcome, reason: str) -> None:
+    def _fail(self, item: _PoolSample, outcome: Outcome, reason: str) -> None:
         if not item.done.done():
             fault = Score(
                 uid=item.uid, outcome=outcome, reason=reason, reward_hash=self.reward_hash
@@ -252,7 +252,7 @@ class PoolJudge:
     async def _restart(self, slot: _Slot) -> None:
         failures = 0
         while True:
-            slot.worker = Worker(f"judge-{slot.index}", slot.wake, self._sandbox)
+            slot.worker = ScoringWorker(f"judge-{slot.index}", slot.wake, self._sandbox)
             try:
                 await slot.worker.start(self._rule)
             except (MeshError, OSError) as error:
@@ -307,7 +307,7 @@ class PoolJudge:
         """Send as many samples as the process should hold; a suspect only when it holds none."""
         if any(item.deaths for item in slot.in_flight.values()):
             return
-        batch: list[_Item] = []
+        batch: list[_PoolSample] = []
         while self._suspects and not slot.in_flight and not batch:
             item = self._suspects.popleft()
             if not item.done.done():
@@ -393,7 +393,7 @@ class PoolJudge:
             self._exceeded(suspects, Outcome.INFRA_FAULT, reason)
         self._requeue(slot, suspects)
 
-    def _exceeded(self, suspects: list[_Item], outcome: Outcome, reason: str) -> None:
+    def _exceeded(self, suspects: list[_PoolSample], outcome: Outcome, reason: str) -> None:
         """Answer the only suspect with its fault, or leave it to be scored once more: as it is, then as if empty."""
         (item,) = suspects
         if not self._policy_answers:
@@ -422,17 +422,17 @@ class PoolJudge:
             texts={"policy_fault": why},
         )
 
-    def _suspects_of(self, slot: _Slot) -> list[_Item]:
+    def _suspects_of(self, slot: _Slot) -> list[_PoolSample]:
         """Samples that may have run when the process ended: the oldest for plain functions, else all."""
         held = list(slot.in_flight.values())
         return held if slot.worker.concurrent or slot.worker.batched else held[:1]
 
-    def _suspect(self, items: Sequence[_Item]) -> None:
+    def _suspect(self, items: Sequence[_PoolSample]) -> None:
         for item in items:
             item.deaths += 1
             self._suspects.append(item)
 
-    def _requeue(self, slot: _Slot, suspects: list[_Item]) -> None:
+    def _requeue(self, slot: _Slot, suspects: list[_PoolSample]) -> None:
         self._suspect(suspects)
         others = [
             item
@@ -450,7 +450,7 @@ def _backoff_s(failures: int) -> float:
     return min(0.1 * 2.0 ** min(failures, 10), 5.0)
 
 
-def _score(message: Json, item: _Item, reward_hash: str) -> Score | None:
+def _score(message: Json, item: _PoolSample, reward_hash: str) -> Score | None:
     """The score that an answer gives; None for one that our code does not send: a function wrote it into the pipe."""
     uid = item.uid
     try:
@@ -486,7 +486,7 @@ def _score(message: Json, item: _Item, reward_hash: str) -> Score | None:
     )
 
 
-def _recipe_sandbox(rule: Rule, config: RewardConfig) -> Sandbox:
+def _recipe_sandbox(rule: RewardRule, config: RewardConfig) -> Sandbox:
     """At level `strict` functions see the folders of their files, so that they can import from them."""
     folders = {Path(function.path).parent for function in rule.functions if function.source}
     return open_sandbox(config.recipe_sandbox, config.recipe_limits, readable=sorted(folders))

@@ -20,7 +20,7 @@ from meshrl.common.plugins import find, known, where_it_stands
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json
 from meshrl.rewardd.config import RewardConfig, RewardFunctionConfig
-from meshrl.rewardd.pool.signatures import ARGUMENTS, Kind
+from meshrl.rewardd.pool.signatures import ARGUMENTS, FunctionKind
 
 REWARDS = "meshrl.rewardd.rewards"
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None, **reward_kwargs)"
@@ -40,7 +40,7 @@ class FunctionSpec:
     path: str = ""
     """… compile `source`, whose traceback lines name this file."""
     source: str = ""
-    kind: Kind = Kind.COMPUTE_SCORE
+    kind: FunctionKind = FunctionKind.COMPUTE_SCORE
     """How it is called."""
     gate: float | None = None
     """Below this score the reward is this function's alone."""
@@ -54,7 +54,7 @@ class FunctionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class RewardRule:
     """The weighted sum of `functions`."""
 
     functions: tuple[FunctionSpec, ...]
@@ -75,20 +75,20 @@ class Rule:
         return [asdict(function) for function in self.functions]
 
     @classmethod
-    def from_json(cls, value: Json) -> Rule:
+    def from_json(cls, value: Json) -> RewardRule:
         """The inverse of `to_json`."""
-        specs = ({**function, "kind": Kind(function["kind"])} for function in value)
+        specs = ({**function, "kind": FunctionKind(function["kind"])} for function in value)
         return cls(functions=tuple(FunctionSpec(**spec) for spec in specs))
 
 
-def read_rule(config: RewardConfig) -> Rule:
+def read_rule(config: RewardConfig) -> RewardRule:
     """Read and check what a recipe names, without running any of it.
 
     Raises:
         ConfigError: an unknown name, a file that is missing, does not parse or does not define the function,
             arguments that are not JSON.
     """
-    return Rule(
+    return RewardRule(
         functions=tuple(_read(function) for function in config.scorers),
         judges=tuple(judge.model_dump(mode="json") for judge in config.judges),
     )
@@ -176,7 +176,10 @@ def find_function(
 
 
 def check_call(
-    node: ast.FunctionDef | ast.AsyncFunctionDef, kind: Kind, kwargs: Iterable[str], where: str
+    node: ast.FunctionDef | ast.AsyncFunctionDef,
+    kind: FunctionKind,
+    kwargs: Iterable[str],
+    where: str,
 ) -> None:
     """Check, without running the file, that a function takes the arguments it is called with.
 

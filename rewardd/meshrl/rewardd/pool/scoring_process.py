@@ -24,7 +24,7 @@ from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Json, Outcome
 from meshrl.rewardd.pool.functions import Scorer, combine, describe, load, where
 from meshrl.rewardd.pool.messages import encode_frame, read_frame
-from meshrl.rewardd.pool.rule import Rule
+from meshrl.rewardd.pool.rule import RewardRule
 from meshrl.sandbox import confinement
 
 WHERE_SIGNAL = signal.SIGUSR2
@@ -160,7 +160,7 @@ def main() -> None:
         return
     confinement.confine(message["confinement"], message["limits"])
     try:
-        scorers = tuple(load(spec) for spec in Rule.from_json(message["load"]).functions)
+        scorers = tuple(load(spec) for spec in RewardRule.from_json(message["load"]).functions)
     except MeshError as error:
         replies.write(encode_frame({"refused": error.message}))
         return

@@ -17,7 +17,7 @@ PARAGRAPH = re.compile(r"\S(?:.*?)(?=\n\s*\n|\s*\Z)", re.DOTALL)
 """A step, unless the function says where steps end: text up to an empty line."""
 
 
-class Kind(StrEnum):
+class FunctionKind(StrEnum):
     """How a function is called, always with keywords."""
 
     COMPUTE_SCORE = "compute_score"
@@ -29,10 +29,10 @@ class Kind(StrEnum):
     end, score); the reward is their sum; if the run rewards tokens, each step's last token gets its score."""
 
 
-ARGUMENTS: Mapping[Kind, tuple[str, ...]] = {
-    Kind.COMPUTE_SCORE: ("data_source", "solution_str", "ground_truth", "extra_info"),
-    Kind.BATCH: ("data_sources", "solution_strs", "ground_truths", "extra_infos"),
-    Kind.PROCESS: ("data_source", "solution_str", "ground_truth", "extra_info"),
+ARGUMENTS: Mapping[FunctionKind, tuple[str, ...]] = {
+    FunctionKind.COMPUTE_SCORE: ("data_source", "solution_str", "ground_truth", "extra_info"),
+    FunctionKind.BATCH: ("data_sources", "solution_strs", "ground_truths", "extra_infos"),
+    FunctionKind.PROCESS: ("data_source", "solution_str", "ground_truth", "extra_info"),
 }
 """Keywords that each kind is called with."""
 
@@ -41,11 +41,11 @@ class BadShapeError(MeshError):
     """A function returned something else than its kind requires."""
 
 
-def as_compute_score(kind: Kind, function: Callable[..., Any]) -> Callable[..., Any]:
+def as_compute_score(kind: FunctionKind, function: Callable[..., Any]) -> Callable[..., Any]:
     """A callable with verl's signature; `async def` stays `async def`."""
-    if kind is Kind.BATCH:
+    if kind is FunctionKind.BATCH:
         return _wrapped(function, _as_lists, lambda name, result, _: _only(name, result))
-    if kind is Kind.PROCESS:
+    if kind is FunctionKind.PROCESS:
         return _wrapped(function, dict, _of_steps)
     return function
 
@@ -73,7 +73,9 @@ def _wrapped(
 
 def _as_lists(arguments: dict[str, Any]) -> dict[str, Any]:
     """One sample as a batch of one; other keywords stay as they are."""
-    plural = dict(zip(ARGUMENTS[Kind.COMPUTE_SCORE], ARGUMENTS[Kind.BATCH], strict=True))
+    plural = dict(
+        zip(ARGUMENTS[FunctionKind.COMPUTE_SCORE], ARGUMENTS[FunctionKind.BATCH], strict=True)
+    )
     return {plural.get(key, key): [v] if key in plural else v for key, v in arguments.items()}
 
 

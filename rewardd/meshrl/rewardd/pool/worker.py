@@ -23,7 +23,7 @@ from typing import IO
 from meshrl.contract.errors import ConfigError, CorruptError, InfraError
 from meshrl.contract.types import Json
 from meshrl.rewardd.pool.messages import HEADER, encode_frame, printable
-from meshrl.rewardd.pool.rule import Rule
+from meshrl.rewardd.pool.rule import RewardRule
 from meshrl.sandbox.sandbox import Isolation, Launch, Sandbox
 
 log = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ class _Output:
         self._hidden += data[4096:].count(b"\n")
 
 
-class Worker:
+class ScoringWorker:
     """One scoring process with a rule loaded. `wake` is set when it sent a message or ended."""
 
     def __init__(self, name: str, wake: asyncio.Event, sandbox: Sandbox) -> None:
@@ -213,7 +213,7 @@ class Worker:
         assert self._process is not None
         return self._process.pid
 
-    async def start(self, rule: Rule) -> None:
+    async def start(self, rule: RewardRule) -> None:
         """Start a fresh interpreter and load the rule in it; on a failure nothing is left running.
 
         Raises:
@@ -250,7 +250,7 @@ class Worker:
         )
         await self._await_ready(rule, limits.start_deadline_s)
 
-    async def _await_ready(self, rule: Rule, deadline_s: float) -> None:
+    async def _await_ready(self, rule: RewardRule, deadline_s: float) -> None:
         files = ", ".join(f.path or f.module for f in rule.functions)
         try:
             async with asyncio.timeout(deadline_s):

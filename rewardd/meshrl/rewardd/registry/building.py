@@ -12,13 +12,13 @@ from meshrl.contract.types import Json
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import StartableJudge, judge_of
 from meshrl.rewardd.pool.pool import PoolJudge
-from meshrl.rewardd.pool.rule import FunctionSpec, Rule, read_rule
+from meshrl.rewardd.pool.rule import FunctionSpec, RewardRule, read_rule
 from meshrl.rewardd.registry.active_reward import ActiveRewardJudge
 from meshrl.rewardd.registry.judge_cache import JudgeCache
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rewardd.registry.store import MANIFEST, VersionStore
 from meshrl.rewardd.registry.types import Manifest
-from meshrl.sandbox.environment import Environment, environment_of
+from meshrl.sandbox.environment import InstalledPackages, environment_of
 from meshrl.sandbox.sandbox import Sandbox, open_sandbox
 
 ENVIRONMENTS = "environments"
@@ -68,7 +68,7 @@ def _version_judge(directory: Path, config: RewardConfig) -> PoolJudge:
         limits=manifest.limits,
         environment=environment_of(manifest.deps, config.wheelhouse, environments),
     )
-    rule = Rule(functions=(_function(directory / manifest.content, manifest),))
+    rule = RewardRule(functions=(_function(directory / manifest.content, manifest),))
     return PoolJudge(rule, config, reward_hash=directory.name, sandbox=sandbox)
 
 
@@ -92,7 +92,7 @@ def submitted_sandbox(
     config: RewardConfig,
     *,
     limits: Mapping[str, Json] | None = None,
-    environment: Environment | None = None,
+    environment: InstalledPackages | None = None,
 ) -> Sandbox:
     """The sandbox of a submitted version: it sees its own directory and its dependencies.
 

@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.rewardd.pool.rule import find_function
-from meshrl.rewardd.pool.signatures import ARGUMENTS, Kind
+from meshrl.rewardd.pool.signatures import ARGUMENTS, FunctionKind
 from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.registry.types import Case, Submission, checked_name
 from meshrl.sandbox.limits import Limits
@@ -106,11 +106,11 @@ def _checked_source(submission: Submission, config: RegistryConfig) -> Submissio
     return replace(submission, entry_point=entry)
 
 
-def _default_entry(kind: Kind) -> str:
-    return "compute_score_batched" if kind is Kind.BATCH else "compute_score"
+def _default_entry(kind: FunctionKind) -> str:
+    return "compute_score_batched" if kind is FunctionKind.BATCH else "compute_score"
 
 
-def _check_function(source: str, entry: str, kind: Kind, where: str) -> None:
+def _check_function(source: str, entry: str, kind: FunctionKind, where: str) -> None:
     wanted = f"{entry}({', '.join(ARGUMENTS[kind])})"
     function = find_function(source, entry, wanted, where)
     if function is not None:
@@ -118,7 +118,7 @@ def _check_function(source: str, entry: str, kind: Kind, where: str) -> None:
 
 
 def _check_arguments(
-    function: ast.FunctionDef | ast.AsyncFunctionDef, kind: Kind, where: str, wanted: str
+    function: ast.FunctionDef | ast.AsyncFunctionDef, kind: FunctionKind, where: str, wanted: str
 ) -> None:
     arguments = function.args
     names = {a.arg for a in (*arguments.args, *arguments.kwonlyargs)}

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.types import Json
-from meshrl.rewardd.pool.signatures import Kind
+from meshrl.rewardd.pool.signatures import FunctionKind
 
 HASH_DIGITS = 32
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
@@ -42,7 +42,7 @@ class Submission:
     """… a pure Python wheel."""
     entry_point: str = ""
     """A function of the file (`compute_score` when empty); of a wheel `module:function`."""
-    kind: Kind = Kind.COMPUTE_SCORE
+    kind: FunctionKind = FunctionKind.COMPUTE_SCORE
     deps: tuple[str, ...] = ()
     """Packages that it imports, by name or as `name==version`."""
     cases: tuple[Case, ...] = ()
@@ -64,7 +64,7 @@ class Manifest:
     hash: str
     """32 hex digits: the version."""
     entry_point: str
-    kind: Kind
+    kind: FunctionKind
     content: str
     """The file beside this one: `source.py` or `<name>.whl`."""
     deps: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class Manifest:
     def from_json(cls, value: Mapping[str, Any]) -> Manifest:
         """The inverse. Raises CorruptError."""
         try:
-            fields = {**value, "kind": Kind(value["kind"]), "deps": tuple(value["deps"])}
+            fields = {**value, "kind": FunctionKind(value["kind"]), "deps": tuple(value["deps"])}
             return cls(**fields)
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptError(f"the manifest of a reward version is broken: {error}") from error

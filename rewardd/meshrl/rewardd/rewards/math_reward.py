@@ -22,7 +22,7 @@ class Config(config.Config):
     """`verl`: verl's numbers, its mistakes included."""
 
 
-class UnreadableError(Exception):
+class NoSpellingError(Exception):
     """A string that has no normal spelling."""
 
 
@@ -81,12 +81,12 @@ def equal(left: str, right: str) -> bool:
     """Equal in their normal spelling; if one has none, equal as they are."""
     try:
         return normal(left) == normal(right)
-    except UnreadableError:
+    except NoSpellingError:
         return left == right
 
 
 def normal(text: str) -> str:
-    """The one spelling of an answer. Raises `UnreadableError`."""
+    """The one spelling of an answer. Raises `NoSpellingError`."""
     for old, new in SPELLINGS:
         text = text.replace(old, new)
     text = _without_unit(text)
@@ -107,7 +107,7 @@ def _without_unit(text: str) -> str:
     r"""The text before `\text{ unit}`."""
     parts = text.split("\\text{ ")
     if len(parts) > 2:
-        raise UnreadableError(text)
+        raise NoSpellingError(text)
     return parts[0]
 
 
@@ -124,13 +124,13 @@ def _arguments(text: str, command: str, braced: Callable[[str], str | None]) -> 
 
 def _root(rest: str) -> str:
     if not rest:
-        raise UnreadableError("a root of nothing")
+        raise NoSpellingError("a root of nothing")
     return rest if rest[0] == "{" else f"{{{rest[0]}}}{rest[1:]}"
 
 
 def _fraction(rest: str) -> str | None:
     if not rest:
-        raise UnreadableError("a fraction of nothing")
+        raise NoSpellingError("a fraction of nothing")
     if rest[0] == "{":
         return rest
     if len(rest) < 2:

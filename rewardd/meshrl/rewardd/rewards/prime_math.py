@@ -282,7 +282,7 @@ def _spelling(text: str) -> str:
     text = match[1].strip() if match else text.strip()
     try:
         return math_reward.normal(text)
-    except math_reward.UnreadableError:
+    except math_reward.NoSpellingError:
         return text
 
 

@@ -8,7 +8,7 @@ from typing import Self
 
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.types import GenerateDelta, GenerateRequest
-from meshrl.rollout.agents.requests import Answer, AnswerPart, ToolCall, parse_calls
+from meshrl.rollout.agents.requests import AnswerPart, ClientToolCall, SessionAnswer, parse_calls
 from meshrl.rollout.ports import Generator
 from meshrl.rollout.streams import Response, closing, response_of
 from meshrl.rollout.tokenizer import Tokenizer
@@ -62,13 +62,13 @@ class VisibleText:
         self._shown += end
         return text[:end]
 
-    def end(self) -> tuple[str, str, tuple[ToolCall, ...]]:
+    def end(self) -> tuple[str, str, tuple[ClientToolCall, ...]]:
         """The whole text, the part of it not shown yet, and the tool calls after it."""
         text = self._tokenizer.decode(self._ids)
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         cut = min(found, default=len(text))
         text, self.hidden = text[:cut], text[cut:]
-        calls: tuple[ToolCall, ...] = ()
+        calls: tuple[ClientToolCall, ...] = ()
         if self._tools:
             text, calls = parse_calls(text)
         return text, text[self._shown :], calls
@@ -111,12 +111,12 @@ class AnswerStream:
         request: GenerateRequest,
         visible: VisibleText,
         *,
-        ended: Callable[[Response, Answer], None],
+        ended: Callable[[Response, SessionAnswer], None],
         fault: Callable[[MeshError], None],
         conversation: str = "",
     ) -> None:
         """`ended` gets a complete response, before the client gets its end; `fault` gets a fault of the engine."""
-        self.answer: Answer | None = None
+        self.answer: SessionAnswer | None = None
         self.conversation = conversation
         """The name of the conversation that it continues."""
         self._engine = engine
@@ -138,7 +138,7 @@ class AnswerStream:
             raise event
         return event
 
-    async def whole(self) -> Answer:
+    async def whole(self) -> SessionAnswer:
         """Wait for the complete answer. Raises the error that ended it early."""
         async for _ in self:
             pass
@@ -168,7 +168,7 @@ class AnswerStream:
             self._events.put_nowait(fault)
         else:
             text, tail, calls = self._visible.end()
-            self.answer = Answer(
+            self.answer = SessionAnswer(
                 text=text,
                 tail=tail,
                 tool_calls=calls,

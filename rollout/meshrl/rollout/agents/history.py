@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from meshrl.contract.types import Json, Media, RowPart, Trajectory, Uint8, VersionSpan
-from meshrl.rollout.agents.requests import ToolCall, same_call
+from meshrl.rollout.agents.requests import ClientToolCall, same_call
 from meshrl.rollout.conversation import ChatMessage
 from meshrl.rollout.streams import Response
 
@@ -32,10 +32,10 @@ Key: TypeAlias = bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Turn:
+class RecordedTurn:
     """One response, and the conversation before it."""
 
-    parent: Turn | None
+    parent: RecordedTurn | None
     observed: tuple[int, ...]
     """Tokens between the parent's response and this one, not sampled; of a first turn: the prompt."""
     response: Response
@@ -46,9 +46,9 @@ class Turn:
     conversation: str = ""
     """The name that its client gave to the conversation."""
 
-    def path(self) -> list[Turn]:
+    def path(self) -> list[RecordedTurn]:
         """From the first turn to this one."""
-        turns: list[Turn] = [self]
+        turns: list[RecordedTurn] = [self]
         while (parent := turns[-1].parent) is not None:
             turns.append(parent)
         return turns[::-1]
@@ -64,7 +64,7 @@ class ShownMessage:
     """An assistant's message as the client received it."""
 
     text: str
-    tool_calls: tuple[ToolCall, ...] = ()
+    tool_calls: tuple[ClientToolCall, ...] = ()
 
     def is_message(self, message: Mapping[str, Any]) -> bool:
         """Whether `message`, sent by the client, is this one."""
@@ -86,34 +86,34 @@ class Completion:
     hidden: str
     """Sampled text after `text`, usually a stop string. If the next prompt repeats it, it is not added again."""
     tokens: tuple[int, ...]
-    turn: Turn
+    turn: RecordedTurn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class TreePlace:
     """The place in the history that a request continues."""
 
-    turn: Turn | None
+    turn: RecordedTurn | None
     """None: the request begins a conversation."""
     known: int
     """How many messages (chat), characters or tokens (completion) of the request are recorded already."""
     key: Key = b""
-    """Of the whole request, for `History.add_chat`."""
+    """Of the whole request, for `TurnTree.add_chat`."""
 
 
-class History:
+class TurnTree:
     """The turns of one session, in the order in which they ended."""
 
     def __init__(self) -> None:
-        self.turns: list[Turn] = []
-        self._chats: dict[Key, Turn] = {}
+        self.turns: list[RecordedTurn] = []
+        self._chats: dict[Key, RecordedTurn] = {}
         self._shown: list[tuple[Key, ShownMessage, Key]] = []
         """The conversation before a message, the message, the conversation with it."""
         self._completions: list[Completion] = []
 
     def find_chat(
         self, messages: Sequence[ChatMessage], tools: Sequence[Json], *, conversation: str = ""
-    ) -> Place:
+    ) -> TreePlace:
         """The longest conversation of that name that `messages` repeat, under the same tools."""
         key = _chain(b"", [conversation, *tools])
         turn, known = None, 0
@@ -121,34 +121,34 @@ class History:
             key = self._step(key, message)
             if key in self._chats:
                 turn, known = self._chats[key], number + 1
-        return Place(turn=turn, known=known, key=key)
+        return TreePlace(turn=turn, known=known, key=key)
 
-    def add_chat(self, place: Place, turn: Turn, message: ShownMessage) -> None:
+    def add_chat(self, place: TreePlace, turn: RecordedTurn, message: ShownMessage) -> None:
         """Record a turn that answered the conversation at `place`."""
         after = _chain(place.key, {"turn": len(self.turns)})
         self._shown.append((place.key, message, after))
         self._chats[after] = turn
         self.turns.append(turn)
 
-    def find_text(self, prompt: str, *, conversation: str = "") -> tuple[Place, str]:
+    def find_text(self, prompt: str, *, conversation: str = "") -> tuple[TreePlace, str]:
         """The longest recorded text that `prompt` begins with; the rest of `prompt` that is new."""
         known = self._of(conversation)
         matches = [w for w in known if w.text and prompt.startswith(w.text)]
         if not matches:
-            return Place(turn=None, known=0), prompt
+            return TreePlace(turn=None, known=0), prompt
         best = max(reversed(matches), key=lambda completion: len(completion.text))
-        return Place(turn=best.turn, known=len(best.text)), prompt[len(best.text) :].removeprefix(
-            best.hidden
-        )
+        return TreePlace(turn=best.turn, known=len(best.text)), prompt[
+            len(best.text) :
+        ].removeprefix(best.hidden)
 
-    def find_tokens(self, prompt: Sequence[int], *, conversation: str = "") -> Place:
+    def find_tokens(self, prompt: Sequence[int], *, conversation: str = "") -> TreePlace:
         """As `find_text`, for token ids."""
         ids = tuple(prompt)
         matches = [w for w in self._of(conversation) if ids[: len(w.tokens)] == w.tokens]
         if not matches:
-            return Place(turn=None, known=0)
+            return TreePlace(turn=None, known=0)
         best = max(reversed(matches), key=lambda completion: len(completion.tokens))
-        return Place(turn=best.turn, known=len(best.tokens))
+        return TreePlace(turn=best.turn, known=len(best.tokens))
 
     def add_completion(self, completion: Completion) -> None:
         """Record a completion."""
@@ -178,7 +178,7 @@ def _chain(key: Key, content: Any) -> Key:
 
 
 def joined(
-    turns: Sequence[Turn], row_of: Callable[[Turn], Trajectory]
+    turns: Sequence[RecordedTurn], row_of: Callable[[RecordedTurn], Trajectory]
 ) -> tuple[Trajectory, tuple[RowPart, ...]]:
     """All branches of a session as one row, in the order in which their first new turns ended.
 
@@ -194,7 +194,7 @@ def joined(
     """
     number = {turn: index for index, turn in enumerate(turns)}
     parents = {turn.parent for turn in turns}
-    trained: set[Turn] = set()
+    trained: set[RecordedTurn] = set()
     rows: list[Trajectory] = []
     parts: list[RowPart] = []
     leaves = [turn for turn in turns if turn not in parents]
@@ -223,7 +223,7 @@ def joined(
 
 
 def _new_turns(
-    row: Trajectory, path: Sequence[Turn], trained: set[Turn]
+    row: Trajectory, path: Sequence[RecordedTurn], trained: set[RecordedTurn]
 ) -> tuple[Trajectory, tuple[str, ...]]:
     """A branch whose known turns are context, and what each run of new tokens answers."""
     keep: Uint8 = np.zeros(len(row.tokens), dtype=np.uint8)
@@ -256,7 +256,7 @@ def _within(span: VersionSpan, keep: Uint8) -> list[VersionSpan]:
     ]
 
 
-def _observation(turn: Turn) -> str:
+def _observation(turn: RecordedTurn) -> str:
     """A hash of what the policy was shown last: the last message before its answer, else the tokens."""
     asked = turn.messages[:-1]
     shown = json.dumps(asked[-1], sort_keys=True) if asked else json.dumps(turn.observed)

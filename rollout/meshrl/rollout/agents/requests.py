@@ -47,7 +47,7 @@ class SessionRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
+class ClientToolCall:
     """A function call of the policy."""
 
     id: str
@@ -69,14 +69,14 @@ class AnswerPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class SessionAnswer:
     """A complete answer, R tokens."""
 
     text: str
     """Without the stop string that ended it, without tool calls."""
     tail: str
     """The end of `text` that no part had."""
-    tool_calls: tuple[ToolCall, ...] = ()
+    tool_calls: tuple[ClientToolCall, ...] = ()
     finish_reason: str
     """`stop`, `length` or `tool_calls`."""
     prompt_tokens: int
@@ -86,14 +86,14 @@ class Answer:
     """float32[R]"""
 
 
-def parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
+def parse_calls(text: str) -> tuple[str, tuple[ClientToolCall, ...]]:
     """The text before the first call, and the calls.
 
     If a call cannot be read, or other text follows, there are no calls and everything is text: a client must not run
     half of the calls.
     """
     first = at = text.find(OPENING)
-    calls: list[ToolCall] = []
+    calls: list[ClientToolCall] = []
     while 0 <= at < len(text):
         end = text.find(CLOSING, at)
         if not text.startswith(OPENING, at) or end < 0:
@@ -108,12 +108,12 @@ def parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     return (text[:first] if calls else text), tuple(calls)
 
 
-def _read(text: str) -> ToolCall | None:
+def _read(text: str) -> ClientToolCall | None:
     found = call_of(from_json(text))
     if found.problem or not found.name:
         return None
     written = json.dumps(found.arguments, ensure_ascii=False)
-    return ToolCall(id=f"call_{secrets.token_hex(12)}", name=found.name, arguments=written)
+    return ClientToolCall(id=f"call_{secrets.token_hex(12)}", name=found.name, arguments=written)
 
 
 def read_arguments(text: str) -> Any:
@@ -124,7 +124,7 @@ def read_arguments(text: str) -> Any:
         return text
 
 
-def same_call(ours: ToolCall, theirs: Mapping[str, Any]) -> bool:
+def same_call(ours: ClientToolCall, theirs: Mapping[str, Any]) -> bool:
     """Whether a client's tool call is the one that it received; the JSON may be formatted differently."""
     function = theirs.get("function") or {}
     sent = function.get("arguments")

@@ -40,10 +40,17 @@ from meshrl.contract.types import (
 )
 from meshrl.images.messages import has_pictures, marked, taken_out
 from meshrl.rollout.agents.answer_stream import AnswerStream, VisibleText
-from meshrl.rollout.agents.history import Completion, History, Place, ShownMessage, Turn, joined
+from meshrl.rollout.agents.history import (
+    Completion,
+    RecordedTurn,
+    ShownMessage,
+    TreePlace,
+    TurnTree,
+    joined,
+)
 from meshrl.rollout.agents.requests import (
-    Answer,
     ContextLengthError,
+    SessionAnswer,
     SessionEndedError,
     SessionRequest,
 )
@@ -55,7 +62,7 @@ from meshrl.rollout.tokenizer import ChatTokenizer, look_at, picture_tokenizer, 
 log = logging.getLogger(__name__)
 
 TOKEN_PREFIX: Final = "mrs_"
-Ended: TypeAlias = Callable[[Turn, Answer], None]
+Ended: TypeAlias = Callable[[RecordedTurn, SessionAnswer], None]
 
 
 class Branch(StrEnum):
@@ -87,7 +94,7 @@ class SessionRules:
     prompt_tokens: int | None = None
     """The longest prompt of a conversation's first request; None: the engine's limit."""
     conversations: bool = False
-    """Requests name their conversation, of several; one of them becomes the row (`Session.conversation`)."""
+    """Requests name their conversation, of several; one of them becomes the row (`AgentSession.conversation`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +108,7 @@ class Observed:
     """For people who read the row; none of a completion of text."""
 
 
-def _said(answer: Answer) -> ChatMessage:
+def _said(answer: SessionAnswer) -> ChatMessage:
     calls: list[Json] = [
         {"name": call.name, "arguments": call.arguments} for call in answer.tool_calls
     ]
@@ -109,7 +116,7 @@ def _said(answer: Answer) -> ChatMessage:
     return {**message, "tool_calls": calls} if calls else message
 
 
-class Session:
+class AgentSession:
     """One row while it is sampled. Used on one event loop."""
 
     def __init__(
@@ -125,7 +132,7 @@ class Session:
         self.id = secrets.token_hex(12)
         self.token = TOKEN_PREFIX + secrets.token_urlsafe(32)
         """Authorises requests; 256 random bits."""
-        self.history = History()
+        self.history = TurnTree()
         self.reward: PostedReward | None = None
         self.conversation: str | None = None
         """The name of the conversation that becomes the row; None: whichever."""
@@ -241,7 +248,7 @@ class Session:
         chosen = self._chosen()
         return every - (chosen.sampled if chosen else 0)
 
-    def _chosen(self) -> Turn | None:
+    def _chosen(self) -> RecordedTurn | None:
         """The last turn of the branch that becomes the row."""
         turns = self._turns
         if self._rules.branch is Branch.LONGEST:
@@ -249,7 +256,7 @@ class Session:
         return turns[-1] if turns else None
 
     @property
-    def _turns(self) -> list[Turn]:
+    def _turns(self) -> list[RecordedTurn]:
         """Those of the conversation that becomes the row, in the order in which they ended."""
         name = self.conversation
         return [turn for turn in self.history.turns if name is None or turn.conversation == name]
@@ -257,7 +264,7 @@ class Session:
     def _name(self, request: SessionRequest) -> str:
         return request.conversation if self._rules.conversations else ""
 
-    def _find_chat(self, request: SessionRequest) -> Place:
+    def _find_chat(self, request: SessionRequest) -> TreePlace:
         return self.history.find_chat(
             request.messages, request.tools, conversation=self._name(request)
         )
@@ -286,7 +293,7 @@ class Session:
             observed = self._conversation(place.turn).rendered(messages)
         visible = VisibleText(self._tokenizer, stop=request.stop, tools=bool(request.tools))
 
-        def ended(turn: Turn, answer: Answer) -> None:
+        def ended(turn: RecordedTurn, answer: SessionAnswer) -> None:
             message = ShownMessage(text=answer.text, tool_calls=answer.tool_calls)
             self.history.add_chat(place, turn, message)
 
@@ -314,7 +321,7 @@ class Session:
             observed = list(prompt[place.known :])
         visible = VisibleText(self._tokenizer, stop=request.stop, tools=False)
 
-        def ended(turn: Turn, answer: Answer) -> None:
+        def ended(turn: RecordedTurn, answer: SessionAnswer) -> None:
             text = prompt + answer.text if isinstance(prompt, str) else ""
             tokens = tuple(self._conversation(turn).tokens.tolist())
             self.history.add_completion(
@@ -326,7 +333,7 @@ class Session:
     def _begin(
         self,
         asked: SessionRequest,
-        place: Place,
+        place: TreePlace,
         observed: Observed,
         visible: VisibleText,
         ended: Ended,
@@ -344,9 +351,9 @@ class Session:
         request = self._request(asked, self._before(place, observed, name))
         self.asked += 1
 
-        def complete(response: Response, answer: Answer) -> None:
+        def complete(response: Response, answer: SessionAnswer) -> None:
             said = (*observed.messages, _said(answer)) if asked.messages else ()
-            turn = Turn(
+            turn = RecordedTurn(
                 parent=place.turn,
                 observed=tuple(observed.tokens),
                 response=response,
@@ -371,7 +378,7 @@ class Session:
         if not self.fault.done():
             self.fault.set_result(error)
 
-    def _before(self, place: Place, observed: Observed, name: str) -> Conversation:
+    def _before(self, place: TreePlace, observed: Observed, name: str) -> Conversation:
         """The conversation up to the start of the answer. Raises ContextLengthError."""
 
         def too_long(why: str) -> ContextLengthError:
@@ -425,7 +432,7 @@ class Session:
         budget = Budget.of(self.task)
         return Conversation(self.uid, self._tokenizer, ids, budget=budget, media=media)
 
-    def _conversation(self, turn: Turn) -> Conversation:
+    def _conversation(self, turn: RecordedTurn) -> Conversation:
         """All turns up to the end of `turn`, joined as they were sampled."""
         first, *later = turn.path()
         conversation = self._beginning(first.observed, first.media)
@@ -452,11 +459,11 @@ class Gateway(Protocol):
         """The longest prompt that a row of the run may have; None: any that fits the engine."""
         ...
 
-    def opened(self, session: Session) -> AbstractContextManager[Address]:
+    def opened(self, session: AgentSession) -> AbstractContextManager[Address]:
         """Accept requests for `session` during the context."""
         ...
 
-    def hand_over(self, session: Session, address: Address) -> bool:
+    def hand_over(self, session: AgentSession, address: Address) -> bool:
         """Give an open session to the external agent that has waited longest; False when none waits."""
         ...
 

@@ -22,7 +22,7 @@ from meshrl.common.device_share import DeviceShare
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.images import PROCESSORS, ImageProcessor, processor_class
-from meshrl.rollout.server_engine.checkpoint import Checkpoint
+from meshrl.rollout.server_engine.checkpoint import CheckpointFacts
 from meshrl.rollout.server_engine.config import ServerConfig, quantization_arguments
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.server_engine.http import HttpClient
@@ -179,7 +179,7 @@ class SglangServer(ServerKind["SglangClient"]):
         self._config = config
 
     def arguments(
-        self, checkpoint: Checkpoint, *, max_length: int, slots: int, port: str
+        self, checkpoint: CheckpointFacts, *, max_length: int, slots: int, port: str
     ) -> Sequence[str]:
         """Command-line arguments of a server that is started here."""
         routed_experts = (ROUTED_EXPERTS,) if self._config.return_routed_experts else ()
@@ -227,7 +227,9 @@ class SglangServer(ServerKind["SglangClient"]):
             adapters=config.max_lora_rank > 0,
         )
 
-    async def check(self, client: SglangClient, checkpoint: Checkpoint, max_length: int) -> None:
+    async def check(
+        self, client: SglangClient, checkpoint: CheckpointFacts, max_length: int
+    ) -> None:
         """Try everything that generation and updates will need; also warms the server up.
 
         Raises:
@@ -312,7 +314,7 @@ class SglangServer(ServerKind["SglangClient"]):
             )
 
 
-def _sender(config: Config) -> Sender:
+def _sender(config: Config) -> BucketSender:
     from meshrl.rollout.native_updates.sglang import GroupSender  # imports torch
 
     return GroupSender(
@@ -323,7 +325,7 @@ def _sender(config: Config) -> Sender:
     )
 
 
-class Sender(Protocol):
+class BucketSender(Protocol):
     """Broadcasts a version to the server's ranks while the server is called to receive it."""
 
     async def send(
@@ -348,7 +350,7 @@ class SglangClient(HttpClient, AdapterClient):
         update: str,
         silence_s: float,
         update_s: float,
-        sender: Sender | None = None,
+        sender: BucketSender | None = None,
         adapters: bool = False,
     ) -> None:
         super().__init__("SGLang", url, key=key, silence_s=silence_s, update_s=update_s)

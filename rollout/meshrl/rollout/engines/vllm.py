@@ -27,7 +27,7 @@ from meshrl.common.device_share import DeviceShare
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.contract.types import OnUpdate, Version
 from meshrl.rollout.native_updates.vllm import NativeSender, RootBuilder
-from meshrl.rollout.server_engine.checkpoint import Checkpoint
+from meshrl.rollout.server_engine.checkpoint import CheckpointFacts
 from meshrl.rollout.server_engine.config import ServerConfig, quantization_arguments
 from meshrl.rollout.server_engine.engine import ServerEngine
 from meshrl.rollout.server_engine.http import HttpClient, error_message
@@ -159,7 +159,7 @@ class VllmServer(ServerKind["VllmClient"]):
             self._build_root(config.nccl)  # raises for wrong options now, not at the first update
 
     def arguments(
-        self, checkpoint: Checkpoint, *, max_length: int, slots: int, port: str
+        self, checkpoint: CheckpointFacts, *, max_length: int, slots: int, port: str
     ) -> Sequence[str]:
         """Command-line arguments of a server that is started here."""
         pictures = ("--skip-tokenizer-init",) if checkpoint.images is None else PICTURE_ARGUMENTS
@@ -218,7 +218,7 @@ class VllmServer(ServerKind["VllmClient"]):
             update_s=config.update_s,
         )
 
-    async def check(self, client: VllmClient, checkpoint: Checkpoint, max_length: int) -> None:
+    async def check(self, client: VllmClient, checkpoint: CheckpointFacts, max_length: int) -> None:
         """Try everything that generation and updates will need; also warms the server up.
 
         Raises:
@@ -453,7 +453,7 @@ def sampling_params(request: ServerRequest) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Item:
+class _PictureItem:
     """What vLLM takes for one picture: a whole picture of patches, or one tile."""
 
     name: str
@@ -479,11 +479,11 @@ def features(pictures: Sequence[Picture], salt: str) -> dict[str, Any]:
     }
 
 
-def _items(picture: Picture, salt: str) -> Iterator[_Item]:
+def _items(picture: Picture, salt: str) -> Iterator[_PictureItem]:
     image, name = picture.features(), f"{picture.media.sha256}-{salt}"
     if image.pixels.ndim == 2:
         data = _packed({"pixel_values": image.pixels}, {"image_grid_thw": image.grid})
-        yield _Item(name=name, start=picture.start, num_tokens=picture.num_tokens, data=data)
+        yield _PictureItem(name=name, start=picture.start, num_tokens=picture.num_tokens, data=data)
         return
     # Features stand side by side in an item, and other tokens between tiles: each tile is an item.
     tiles = image.embeds.reshape(len(image.pixels), -1)
@@ -493,7 +493,7 @@ def _items(picture: Picture, salt: str) -> Iterator[_Item]:
             {"pixel_values": pixels[None], "pixel_attention_mask": seen},
             {"num_patches": np.array(1)},
         )
-        yield _Item(
+        yield _PictureItem(
             name=f"{name}-{number}",
             start=picture.start + int(places[0]),
             num_tokens=len(places),

@@ -31,7 +31,7 @@ from meshrl.rollout.agents.agent import (
     task_json,
 )
 from meshrl.rollout.agents.agent_server import AgentServer
-from meshrl.rollout.agents.session import Address, Branch, Gateway, Session, SessionRules
+from meshrl.rollout.agents.session import Address, AgentSession, Branch, Gateway, SessionRules
 from meshrl.rollout.ports import Generator, GiveBackError, Program, Rollout
 from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer
 from meshrl.rollout.user_functions import check_function
@@ -146,7 +146,7 @@ class OpenAIProgram(Program):
         """One session from its first request to its end."""
         if not isinstance(tokenizer, ChatTokenizer):
             raise ConfigError("the program openai needs a tokenizer that encodes")
-        session = Session(task, uid, engine, tokenizer, self._rules)
+        session = AgentSession(task, uid, engine, tokenizer, self._rules)
         with self._gateway.opened(session) as address:
             try:
                 failure = await self._lead(session, address, tokenizer)
@@ -157,7 +157,7 @@ class OpenAIProgram(Program):
         return session.rollout(outcome=self._outcome(session, failure))
 
     async def _lead(
-        self, session: Session, address: Address, tokenizer: Tokenizer
+        self, session: AgentSession, address: Address, tokenizer: Tokenizer
     ) -> AgentError | None:
         """Wait for the end of the conversation; the agent's failure, if it failed.
 
@@ -182,7 +182,9 @@ class OpenAIProgram(Program):
             await asyncio.gather(leading, return_exceptions=True)
         return None
 
-    async def _conversation(self, session: Session, address: Address, tokenizer: Tokenizer) -> None:
+    async def _conversation(
+        self, session: AgentSession, address: Address, tokenizer: Tokenizer
+    ) -> None:
         if self._agent is None:
             if not self._gateway.hand_over(session, address):
                 raise GiveBackError
@@ -195,7 +197,7 @@ class OpenAIProgram(Program):
         if led.reward is not None:
             session.post(led.reward)
 
-    def _outcome(self, session: Session, failure: AgentError | None) -> Outcome | None:
+    def _outcome(self, session: AgentSession, failure: AgentError | None) -> Outcome | None:
         """None: the outcome of the last answer. Raises InfraError for a failure that is not the policy's."""
         if session.full:
             return Outcome.TRUNCATED

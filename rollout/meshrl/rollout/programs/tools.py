@@ -24,7 +24,7 @@ from meshrl.rollout.conversation import Budget, ChatMessage, Conversation, promp
 from meshrl.rollout.ports import Generator, Program, Rollout
 from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer, look_at, picture_tokenizer
 from meshrl.rollout.tools.config import ToolsConfig as Config
-from meshrl.rollout.tools.ports import Caller, ToolCall
+from meshrl.rollout.tools.ports import ToolCall, ToolCaller
 from meshrl.rollout.tools.search import check_folder
 from meshrl.rollout.tools.toolbox import TaskTools, ToolBuilder, named_tools
 from meshrl.rollout.user_functions import check_function
@@ -89,7 +89,7 @@ class ToolProgram(Program):
         tokenizer: ChatTokenizer,
         tools: TaskTools,
     ) -> Rollout:
-        config, caller = self._config, Caller(task=task, uid=uid)
+        config, caller = self._config, ToolCaller(task=task, uid=uid)
         budget = Budget.of(task, turn_tokens=config.max_turn_tokens, turns=config.max_turns)
         await look_at(tokenizer, task.media)
         prompt = self._prompt(task, tokenizer, tools)
@@ -140,7 +140,7 @@ class ToolProgram(Program):
         self,
         calls: Sequence[ToolCall],
         tools: TaskTools,
-        caller: Caller,
+        caller: ToolCaller,
         tokenizer: ChatTokenizer,
     ) -> list[ChatMessage]:
         """A message for each call. Calls of stateful tools run in order, others at the same time."""

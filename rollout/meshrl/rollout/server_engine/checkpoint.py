@@ -37,7 +37,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class CheckpointFacts:
     """What an engine needs to know of a model directory."""
 
     path: Path
@@ -56,7 +56,11 @@ class Checkpoint:
     """What reads the pictures of prompts; None: the model reads text."""
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+Checkpoint = CheckpointFacts
+"""Its name until 0.3, for engines of your own."""
+
+
+def read_checkpoint(path: Path) -> CheckpointFacts:
     """Read `config.json`, what ends a response, and the headers of the weights.
 
     Raises:
@@ -65,7 +69,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     config = _json(path / "config.json")
     text = config.get("text_config") or config  # multimodal models keep the decoder's part there
     try:
-        return Checkpoint(
+        return CheckpointFacts(
             path=path,
             num_bytes=sum(file.stat().st_size for file in path.glob("*.safetensors")),
             shapes=_shapes(path),
@@ -84,7 +88,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def check_version(
-    manifest: WeightManifest, buckets: Sequence[Sized], checkpoint: Checkpoint
+    manifest: WeightManifest, buckets: Sequence[Sized], checkpoint: CheckpointFacts
 ) -> None:
     """Compare a version with the model: names, shapes, layout; of the buckets only how long they are.
 
@@ -126,7 +130,7 @@ def check_version(
 
 
 def check_adapter(
-    manifest: WeightManifest, buckets: Sequence[Uint8], checkpoint: Checkpoint, most_rank: int
+    manifest: WeightManifest, buckets: Sequence[Uint8], checkpoint: CheckpointFacts, most_rank: int
 ) -> None:
     """Compare an adapter with the model that it is for.
 

@@ -51,7 +51,7 @@ from meshrl.rollout.server_engine.capacity import (
     TokenRate,
 )
 from meshrl.rollout.server_engine.checkpoint import (
-    Checkpoint,
+    CheckpointFacts,
     check_adapter,
     check_version,
     read_checkpoint,
@@ -94,7 +94,7 @@ class ServerEngine(Engine, AdapterSink, LendingSink):
         self._model = model
         self._tokenizer = tokenizer
         self._token_texts: dict[int, str] = {}
-        self._checkpoint: Checkpoint | None = None
+        self._checkpoint: CheckpointFacts | None = None
         self._staging: Staging | None = None
         self._watchdog: asyncio.Task[None] | None = None
         self._responses: set[asyncio.Task[None]] = set()
@@ -542,7 +542,7 @@ class ServerEngine(Engine, AdapterSink, LendingSink):
         self._limit.end(reason)
         self._up = False
 
-    def _loaded(self) -> Checkpoint:
+    def _loaded(self) -> CheckpointFacts:
         if self._checkpoint is None:
             raise EngineGoneError("the engine is not started")
         return self._checkpoint

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from meshrl.contract.errors import InfraError, MeshError, UserError
 from meshrl.contract.types import Media, OnUpdate, Version
 from meshrl.images import ImageProcessor
-from meshrl.rollout.server_engine.checkpoint import ADAPTER_FILE, Checkpoint
+from meshrl.rollout.server_engine.checkpoint import ADAPTER_FILE, CheckpointFacts
 from meshrl.rollout.server_engine.request import Picture, ServerRequest
 from meshrl.rollout.server_engine.response import Chunk
 
@@ -106,7 +106,7 @@ class ServerKind(Protocol[Client]):
     """A folder for the server's PYTHONPATH; None: nothing of ours runs in its workers."""
 
     def arguments(
-        self, checkpoint: Checkpoint, *, max_length: int, slots: int, port: str
+        self, checkpoint: CheckpointFacts, *, max_length: int, slots: int, port: str
     ) -> Sequence[str]:
         """Command-line arguments of a server that is started here."""
         ...
@@ -119,7 +119,7 @@ class ServerKind(Protocol[Client]):
         """A client of the server at `url`, which presents `key`."""
         ...
 
-    async def check(self, client: Client, checkpoint: Checkpoint, max_length: int) -> None:
+    async def check(self, client: Client, checkpoint: CheckpointFacts, max_length: int) -> None:
         """Try everything that generation and updates will need on a server that is up.
 
         Raises:
@@ -179,7 +179,7 @@ _SIZES = (
 
 
 def check_same_model(
-    name: str, url: str, models: Mapping[str, Any], checkpoint: Checkpoint
+    name: str, url: str, models: Mapping[str, Any], checkpoint: CheckpointFacts
 ) -> None:
     """Compare the model that an OpenAI `/v1/models` names with ours, where it is a directory that is seen here.
 

@@ -31,7 +31,7 @@ from meshrl.contract.errors import (
     UnauthenticatedError,
     UserError,
 )
-from meshrl.rollout.server_engine.checkpoint import Checkpoint
+from meshrl.rollout.server_engine.checkpoint import CheckpointFacts
 from meshrl.rollout.server_engine.config import ServerConfig
 from meshrl.rollout.server_engine.kind import AnyServerKind, ServerClient
 
@@ -191,7 +191,7 @@ class ManagedServer:
         """The server is a child process of this one."""
         return bool(self._command)
 
-    async def start(self, checkpoint: Checkpoint, max_length: int) -> None:
+    async def start(self, checkpoint: CheckpointFacts, max_length: int) -> None:
         """Start or find the server and wait until it is ready and passes the check of its kind.
 
         Raises:
@@ -270,7 +270,7 @@ class ManagedServer:
             self._process = None
 
     async def _start_child(
-        self, checkpoint: Checkpoint, max_length: int, port: str, key: str
+        self, checkpoint: CheckpointFacts, max_length: int, port: str, key: str
     ) -> ServerProcess:
         kind, config = self._kind, self._config
         arguments = kind.arguments(checkpoint, max_length=max_length, slots=self._slots, port=port)

@@ -10,7 +10,7 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.types import GenerateRequest, Media
 from meshrl.images import ImageFeatures, ImageProcessor
 from meshrl.rollout.end_tokens import StopStrings
-from meshrl.rollout.server_engine.checkpoint import Checkpoint
+from meshrl.rollout.server_engine.checkpoint import CheckpointFacts
 from meshrl.rollout.server_engine.config import ServerConfig
 from meshrl.rollout.streams import check_request, response_before
 
@@ -56,7 +56,7 @@ class Picture:
 def read_request(
     request: GenerateRequest,
     config: ServerConfig,
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointFacts,
     *,
     max_length: int,
     finds_strings: bool,
@@ -99,7 +99,7 @@ def read_request(
     )
 
 
-def _pictures(request: GenerateRequest, checkpoint: Checkpoint) -> tuple[Picture, ...]:
+def _pictures(request: GenerateRequest, checkpoint: CheckpointFacts) -> tuple[Picture, ...]:
     """Raises UserError for pictures that the model cannot read, or that the prompt has no places for."""
     if not request.media:
         return ()

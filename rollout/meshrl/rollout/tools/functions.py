@@ -16,12 +16,12 @@ from typing_extensions import override
 
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Json
-from meshrl.rollout.tools.ports import NO_PICTURE, Caller, Pictured, Tool, ToolError
+from meshrl.rollout.tools.ports import NO_PICTURE, Pictured, Tool, ToolCaller, ToolError
 
 PREFIX = "argument_"
 """Of the pydantic model's fields: some parameter names are not allowed for fields."""
 CALLER = "caller"
-"""A parameter of this name gets the `Caller`; the policy does not see it."""
+"""A parameter of this name gets the `ToolCaller`; the policy does not see it."""
 _ARGUMENT = re.compile(r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
@@ -61,7 +61,7 @@ class FunctionTool(Tool):
         self.parameters: Mapping[str, Json] = _without_titles(schema)
 
     @override
-    async def call(self, arguments: Mapping[str, Json], caller: Caller) -> str | Pictured:
+    async def call(self, arguments: Mapping[str, Json], caller: ToolCaller) -> str | Pictured:
         try:
             checked = self._model.model_validate({**arguments, **caller.given})
         except ValidationError as error:
@@ -77,7 +77,7 @@ class FunctionTool(Tool):
             raise ToolError(f"{type(error).__name__}: {error}") from error
 
     @override
-    async def check(self, caller: Caller) -> None:
+    async def check(self, caller: ToolCaller) -> None:
         if self._asks:
             raise InfraError(f"{self._asks} does not answer in time")
 

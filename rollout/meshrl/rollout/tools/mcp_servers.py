@@ -25,7 +25,7 @@ from meshrl.common import process_guard
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Json, Uid
 from meshrl.rollout.tools.config import ToolConfig
-from meshrl.rollout.tools.ports import Caller, Pictured, Tool, ToolError
+from meshrl.rollout.tools.ports import Pictured, Tool, ToolCaller, ToolError
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -64,7 +64,7 @@ class OneLine(logging.Filter):
 logging.getLogger("mcp.client.stdio").addFilter(OneLine())
 
 
-class Connection:
+class McpConnection:
     """One client of one server. May be opened, used and closed from any task: its own task holds it."""
 
     def __init__(self, config: ToolConfig, label: str) -> None:
@@ -179,8 +179,8 @@ class McpServer:
     def __init__(self, config: ToolConfig) -> None:
         self._config = config
         self.label = config.url or " ".join(config.command)
-        self._connections: dict[Uid | None, Connection] = {}
-        self._opening: dict[Uid | None, asyncio.Task[Connection]] = {}
+        self._connections: dict[Uid | None, McpConnection] = {}
+        self._opening: dict[Uid | None, asyncio.Task[McpConnection]] = {}
         self._closing: set[asyncio.Task[Any]] = set()
         self._failures = 0
 
@@ -216,7 +216,7 @@ class McpServer:
         return self._config.stateful
 
     async def call(self, name: str, arguments: Mapping[str, Json], uid: Uid) -> CallToolResult:
-        """Call a tool for a row. Raises what `Connection.request` does."""
+        """Call a tool for a row. Raises what `McpConnection.request` does."""
         connection = await self._opened(uid if self.stateful else None)
         return await connection.request(lambda client: client.call_tool(name, dict(arguments)))
 
@@ -257,7 +257,7 @@ class McpServer:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _opened(self, key: Uid | None) -> Connection:
+    async def _opened(self, key: Uid | None) -> McpConnection:
         """The connection of a row, or the shared one (None). All callers share one attempt to reconnect."""
         connection = self._connections.get(key)
         if connection is not None and not connection.broken:
@@ -268,11 +268,11 @@ class McpServer:
             opening.add_done_callback(partial(self._done_opening, key))
         return await asyncio.shield(self._opening[key])
 
-    def _done_opening(self, key: Uid | None, task: asyncio.Task[Connection]) -> None:
+    def _done_opening(self, key: Uid | None, task: asyncio.Task[McpConnection]) -> None:
         if self._opening.get(key) is task:
             del self._opening[key]
 
-    async def _open(self, key: Uid | None) -> Connection:
+    async def _open(self, key: Uid | None) -> McpConnection:
         broken = self._connections.pop(key, None)
         if broken is not None:
             await broken.close()
@@ -280,7 +280,7 @@ class McpServer:
         if self._failures:
             pause = FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, 16)
             await asyncio.sleep(min(pause, LONGEST_PAUSE_S))
-        connection = Connection(self._config, self.label)
+        connection = McpConnection(self._config, self.label)
         try:
             await connection.open()
         except InfraError:
@@ -302,7 +302,7 @@ class McpTool(Tool):
         self._server = server
 
     @override
-    async def call(self, arguments: Mapping[str, Json], caller: Caller) -> str | Pictured:
+    async def call(self, arguments: Mapping[str, Json], caller: ToolCaller) -> str | Pictured:
         result = await self._server.call(self.name, {**arguments, **caller.given}, caller.uid)
         text = text_of(result)
         if result.is_error:
@@ -311,7 +311,7 @@ class McpTool(Tool):
         return Pictured(text=text, pictures=pictures) if pictures else text
 
     @override
-    async def check(self, caller: Caller) -> None:
+    async def check(self, caller: ToolCaller) -> None:
         await self._server.check(caller.uid)
 
 

@@ -27,13 +27,17 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
+class ToolCaller:
     """The row for which a tool is called."""
 
     task: Task
     uid: Uid
     given: Mapping[str, Json] = field(default_factory=dict)
     """Arguments from the task that the policy does not see (`extra_info.tools_kwargs`)."""
+
+
+Caller = ToolCaller
+"""Its name until 0.3, for tools of your own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +66,7 @@ class Tool(Protocol):
     stateful: bool
     """Whether a call may change the results of later calls of its row: such calls are repeated on another worker."""
 
-    async def call(self, arguments: Mapping[str, Json], caller: Caller) -> str | Pictured:
+    async def call(self, arguments: Mapping[str, Json], caller: ToolCaller) -> str | Pictured:
         """The result as text, or with pictures.
 
         Raises:
@@ -71,7 +75,7 @@ class Tool(Protocol):
         """
         ...
 
-    async def check(self, caller: Caller) -> None:
+    async def check(self, caller: ToolCaller) -> None:
         """Called after a call that took too long and was cancelled.
 
         Raises:

@@ -21,7 +21,7 @@ from typing_extensions import override
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Json, Uid
 from meshrl.rollout.tools.config import ToolConfig
-from meshrl.rollout.tools.ports import Caller, Tool, ToolError
+from meshrl.rollout.tools.ports import Tool, ToolCaller, ToolError
 from meshrl.sandbox.limits import Limits
 from meshrl.sandbox.sandbox import Isolation, Launch, no_bubblewrap, open_sandbox
 
@@ -187,13 +187,13 @@ class PythonTool(Tool):
         self._sandbox = sandbox
 
     @override
-    async def call(self, arguments: Mapping[str, Json], caller: Caller) -> str:
+    async def call(self, arguments: Mapping[str, Json], caller: ToolCaller) -> str:
         given = {**arguments, **caller.given}
         if set(given) != {"code"} or not isinstance(given["code"], str):
             raise ToolError(f"{self.name}: want one argument, code, a text")
         return await self._sandbox.run(caller.uid, given["code"])
 
-    async def check(self, caller: Caller) -> None:
+    async def check(self, caller: ToolCaller) -> None:
         """The sandbox answers late runs itself, so that this one hangs: end it. Always raises InfraError."""
         await self._sandbox.close()
         raise InfraError("the sandbox of the tool python did not answer")

@@ -20,7 +20,7 @@ from meshrl.rollout.tokenizer import ChatTokenizer, reads_pictures
 from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
 from meshrl.rollout.tools.functions import FunctionTool
 from meshrl.rollout.tools.mcp_servers import McpServer
-from meshrl.rollout.tools.ports import Caller, Pictured, Tool, ToolCall, ToolError
+from meshrl.rollout.tools.ports import Pictured, Tool, ToolCall, ToolCaller, ToolError
 from meshrl.rollout.tools.python_sandbox import PythonSandbox, PythonTool
 from meshrl.rollout.tools.search import search_function
 from meshrl.rollout.user_functions import load_function
@@ -99,7 +99,7 @@ class TaskTools:
             for name, offer in self._offers.items()
         ]
 
-    async def call(self, call: ToolCall, caller: Caller, tokenizer: ChatTokenizer) -> Json:
+    async def call(self, call: ToolCall, caller: ToolCaller, tokenizer: ChatTokenizer) -> Json:
         """What the policy observes of `call`: a text, or content parts with pictures if it reads some.
 
         Raises:
@@ -112,7 +112,7 @@ class TaskTools:
         text = self._cut(whole(said.text), tokenizer)
         return said.content(text) if reads_pictures(tokenizer) else text
 
-    async def _said(self, call: ToolCall, caller: Caller) -> str | Pictured:
+    async def _said(self, call: ToolCall, caller: ToolCaller) -> str | Pictured:
         if call.problem:
             return f"Error: {call.problem}"
         offer = self._offers.get(call.name)

@@ -20,7 +20,7 @@ from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Json, Sample, Uid
 from meshrl.launcher.text_console import text_console
-from meshrl.rewardd.pool.signatures import Kind
+from meshrl.rewardd.pool.signatures import FunctionKind
 from meshrl.rewardd.registry.types import Case, Submission
 from meshrl.rpc.exit_codes import Exit
 
@@ -69,7 +69,9 @@ def _ask(context: click.Context, question: Callable[[Any], Awaitable[Answer]]) -
     "--entry-point", default="", help="A function of the file; of a wheel module:function."
 )
 @click.option(
-    "--kind", type=click.Choice([k.value for k in Kind]), default=Kind.COMPUTE_SCORE.value
+    "--kind",
+    type=click.Choice([k.value for k in FunctionKind]),
+    default=FunctionKind.COMPUTE_SCORE.value,
 )
 @click.option("--deps", default="", help="Packages that it imports, separated by commas.")
 @click.option("--tests", type=PATH, help="JSON lines: solution, score, ground_truth ...")
@@ -92,7 +94,7 @@ def submit(context: click.Context, /, file: Path, name: str | None, **options: A
         source="" if packed else _decoded(file, data),
         wheel=data if packed else b"",
         entry_point=options["entry_point"],
-        kind=Kind(options["kind"]),
+        kind=FunctionKind(options["kind"]),
         deps=tuple(dep.strip() for dep in options["deps"].split(",") if dep.strip()),
         cases=tuple(_cases(options["tests"])) if options["tests"] else (),
         limits=dict(map(_limit, options["limits"])),

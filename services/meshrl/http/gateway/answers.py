@@ -17,7 +17,7 @@ from meshrl.contract.errors import MeshError
 from meshrl.contract.types import Float32, Int32
 from meshrl.http.gateway.errors import error_body
 from meshrl.rollout.agents.answer_stream import AnswerStream
-from meshrl.rollout.agents.requests import Answer, ToolCall
+from meshrl.rollout.agents.requests import ClientToolCall, SessionAnswer
 from meshrl.rollout.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -37,7 +37,7 @@ class AnswerFormat:
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def complete(self, answer: Answer) -> dict[str, Any]:
+    def complete(self, answer: SessionAnswer) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason}
         if self.chat:
@@ -61,7 +61,7 @@ class AnswerFormat:
         logprobs: Float32 | None = None,
         finish_reason: str | None = None,
         first: bool = False,
-        calls: Sequence[ToolCall] = (),
+        calls: Sequence[ClientToolCall] = (),
     ) -> bytes:
         """A part of a streamed answer."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason, "logprobs": None}
@@ -78,12 +78,12 @@ class AnswerFormat:
             choice["logprobs"] = self._logprobs(tokens, logprobs)
         return _event(self._body([choice], chunk=True))
 
-    def usage_chunk(self, answer: Answer) -> bytes:
+    def usage_chunk(self, answer: SessionAnswer) -> bytes:
         """The last part of a streamed answer, if the client wants it."""
         return _event(self._body([], usage=answer, chunk=True))
 
     def _body(
-        self, choices: list[dict[str, Any]], *, chunk: bool, usage: Answer | None = None
+        self, choices: list[dict[str, Any]], *, chunk: bool, usage: SessionAnswer | None = None
     ) -> dict[str, Any]:
         kind = ("chat.completion" + ".chunk" * chunk) if self.chat else "text_completion"
         body: dict[str, Any] = {
@@ -160,7 +160,7 @@ class StreamedAnswer(StreamingResponse):
             self._asking.task.cancel()
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
+def _call(call: ClientToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 

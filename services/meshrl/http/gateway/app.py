@@ -27,7 +27,7 @@ from meshrl.http.server import presented_by
 from meshrl.rollout.agents.agent import task_json
 from meshrl.rollout.agents.answer_stream import AnswerStream
 from meshrl.rollout.agents.requests import SessionEndedError
-from meshrl.rollout.agents.session import Session
+from meshrl.rollout.agents.session import AgentSession
 from meshrl.rollout.tokenizer import ChatTokenizer
 from meshrl.rpc.identity import CLAIM, Identity
 
@@ -133,7 +133,7 @@ def _session_routes(sessions: SessionTable, tokenizer: ChatTokenizer) -> APIRout
     """Routes of OpenAI's API, and the route on which an agent posts its reward."""
     router = APIRouter(responses=PROBLEMS)
 
-    def find(request: Request, token: HTTPAuthorizationCredentials | None) -> Session:
+    def find(request: Request, token: HTTPAuthorizationCredentials | None) -> AgentSession:
         return sessions.find(_header(token), request.path_params.get("session_id"))
 
     async def answer(

@@ -18,11 +18,11 @@ from meshrl.contract.errors import (
 )
 from meshrl.contract.types import PostedReward
 from meshrl.rollout.agents.requests import SessionEndedError
-from meshrl.rollout.agents.session import Address, Session
+from meshrl.rollout.agents.session import Address, AgentSession
 
 REMEMBERED = 4096
 """Ended sessions that are remembered, so that their clients get 'ended' instead of 'unknown key'."""
-Claim: TypeAlias = asyncio.Future[Session]
+Claim: TypeAlias = asyncio.Future[AgentSession]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class SessionTable:
         """Sampled tokens of ended sessions that are not in their rows."""
         self.on_demand: Callable[[], None] = lambda: None
         """Called when another caller waits for a session; a worker sets it, and looks at `demand` when it starts."""
-        self._open: dict[str, Session] = {}
+        self._open: dict[str, AgentSession] = {}
         self._ended: OrderedDict[str, Ended] = OrderedDict()
         self._claims: deque[Claim] = deque()
         self._draining = False
@@ -65,7 +65,7 @@ class SessionTable:
         return sum(not claim.done() for claim in self._claims)
 
     @contextmanager
-    def opened(self, session: Session) -> Iterator[Address]:
+    def opened(self, session: AgentSession) -> Iterator[Address]:
         """Accept requests for `session` during the context."""
         key = _digest(session.token)
         self._open[key] = session
@@ -83,7 +83,7 @@ class SessionTable:
             if len(self._ended) > REMEMBERED:
                 self._ended.popitem(last=False)
 
-    def hand_over(self, session: Session, address: Address) -> bool:
+    def hand_over(self, session: AgentSession, address: Address) -> bool:
         """Give an open session to the external agent that has waited longest; False when none waits."""
         while self._claims:
             claim = self._claims.popleft()
@@ -92,7 +92,7 @@ class SessionTable:
                 return True
         return False
 
-    async def claim(self, wait_s: float) -> Session:
+    async def claim(self, wait_s: float) -> AgentSession:
         """A session for an external agent.
 
         Raises:
@@ -116,7 +116,7 @@ class SessionTable:
         finally:
             claim.cancel()
 
-    def find(self, authorization: str, session_id: str | None = None) -> Session:
+    def find(self, authorization: str, session_id: str | None = None) -> AgentSession:
         """The session of this key; `session_id`, if given, must be its id.
 
         Raises:
@@ -148,7 +148,7 @@ class SessionTable:
         self._claims.clear()
 
 
-def address(url: str, session: Session) -> Address:
+def address(url: str, session: AgentSession) -> Address:
     """Address of a session under `url`."""
     return Address(base_url=f"{url}/sessions/{session.id}/v1", api_key=session.token)
 

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat
 from meshrl.contract.codec import printable
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, Outcome, Sample, Score, Uid
-from meshrl.rewardd.pool.signatures import Kind
+from meshrl.rewardd.pool.signatures import FunctionKind
 from meshrl.rewardd.registry.comparison import Differences
 from meshrl.rewardd.registry.types import Case, Manifest, Name, Submission
 
@@ -62,7 +62,7 @@ class SubmitBody(_Model):
     """A pure Python wheel, in base64."""
     entry_point: Text = ""
     """A function of the file (`compute_score`); of a wheel `module:function`."""
-    kind: Kind = Kind.COMPUTE_SCORE
+    kind: FunctionKind = FunctionKind.COMPUTE_SCORE
     """How it is called."""
     deps: list[Text] = Field(default_factory=list)
     """Packages that it imports."""
@@ -185,7 +185,7 @@ class VersionModel(_Model):
 
     hash: str
     entry_point: str
-    kind: Kind
+    kind: FunctionKind
     deps: list[str]
     limits: dict[str, float]
     """The limits it asked for; the operator's apply to the others."""

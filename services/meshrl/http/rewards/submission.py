@@ -12,7 +12,7 @@ from starlette.datastructures import FormData, UploadFile
 
 from meshrl.contract.errors import UserError
 from meshrl.http.rewards import models as m
-from meshrl.rewardd.pool.signatures import Kind
+from meshrl.rewardd.pool.signatures import FunctionKind
 
 MAX_FORM_FIELDS = 32
 CONTENT = {
@@ -28,7 +28,7 @@ CONTENT = {
                         "name": {"type": "string"},
                         "file": {"type": "string", "format": "binary"},
                         "entry_point": {"type": "string"},
-                        "kind": {"type": "string", "enum": [k.value for k in Kind]},
+                        "kind": {"type": "string", "enum": [k.value for k in FunctionKind]},
                         "deps": {"type": "string", "description": "separated by commas"},
                         "tests": {"type": "string", "description": "a JSON list"},
                         "limits": {"type": "string", "description": "a JSON object"},

@@ -7,7 +7,7 @@ from typing import Final
 
 from meshrl.contract.codec import LEDGER, TEXT, Codec, EnumCodec, Field, printable
 from meshrl.contract.types import Sample, Score
-from meshrl.rewardd.pool.signatures import Kind
+from meshrl.rewardd.pool.signatures import FunctionKind
 from meshrl.rewardd.registry.comparison import Differences
 from meshrl.rewardd.registry.types import WATCHED, Case, Event, Name, Submission
 from meshrl.rpc.credentials import MeshRole
@@ -36,7 +36,9 @@ Codec(
     },
 )
 
-KINDS: Final = EnumCodec(Kind, pb.RewardKind.DESCRIPTOR, unspecified=Kind.COMPUTE_SCORE)
+KINDS: Final = EnumCodec(
+    FunctionKind, pb.RewardKind.DESCRIPTOR, unspecified=FunctionKind.COMPUTE_SCORE
+)
 CASE: Final = Codec(Case, pb.RewardCase, given={"solution": TEXT})
 SUBMISSION: Final = Codec(
     Submission,

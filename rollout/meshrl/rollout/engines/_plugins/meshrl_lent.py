@@ -25,7 +25,7 @@ PIECE = 2 << 20
 """Pieces are of whole blocks of the driver's: a smaller one would lend its neighbours, too."""
 
 
-class _Memory(Protocol):
+class _DeviceMemory(Protocol):
     gpu: str
     """By its PCI address."""
 
@@ -42,7 +42,7 @@ class _Memory(Protocol):
         ...
 
 
-class Lent:
+class LentMemory:
     """The memory of one version. Raises OSError where the device does not give it."""
 
     def __init__(self, kind: str, sizes: Sequence[int], device: torch.device) -> None:
@@ -68,7 +68,7 @@ class Lent:
         self._memory.close()
 
 
-def memory(kind: str, device: torch.device) -> _Memory:
+def memory(kind: str, device: torch.device) -> _DeviceMemory:
     """Raises OSError for one that this process does not have."""
     if kind == "cuda" and device.type == "cuda":
         return _Cuda(device)

@@ -16,7 +16,7 @@ from meshrl.rollout.end_tokens import eos_token_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mixture:
+class ExpertMixture:
     """The layers whose MLP is a mixture of experts: each token goes to the `chosen` with the greatest score."""
 
     layers: frozenset[int]
@@ -43,7 +43,7 @@ class Mixture:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
+class DecoderArchitecture:
     """A decoder-only transformer of the Llama family."""
 
     name: str
@@ -61,7 +61,7 @@ class Architecture:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    mixture: Mixture | None
+    mixture: ExpertMixture | None
     """None where every layer's MLP is dense."""
     max_length: int
     """Longest sequence that the checkpoint allows (its sliding window, where it has one)."""
@@ -113,7 +113,7 @@ class Architecture:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
 
-    def mixture_of(self, layer: int) -> Mixture | None:
+    def mixture_of(self, layer: int) -> ExpertMixture | None:
         """That of a layer; None where its MLP is dense."""
         mixture = self.mixture
         return mixture if mixture is not None and layer in mixture.layers else None
@@ -135,7 +135,7 @@ class Architecture:
         return shapes
 
 
-def read_architecture(checkpoint: Path) -> Architecture:
+def read_architecture(checkpoint: Path) -> DecoderArchitecture:
     """Read `config.json` of a checkpoint directory, and what ends a response.
 
     Raises:
@@ -166,7 +166,7 @@ def read_architecture(checkpoint: Path) -> Architecture:
     window = getattr(config, "sliding_window", None)
     windowed = bool(window) and (types is None or "sliding_attention" in types)
     longest = config.max_position_embeddings
-    return Architecture(
+    return DecoderArchitecture(
         name=names[0],
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -189,10 +189,10 @@ def read_architecture(checkpoint: Path) -> Architecture:
     )
 
 
-def _mixture(name: str, config: Any) -> Mixture | None:
+def _mixture(name: str, config: Any) -> ExpertMixture | None:
     """What `config` says of experts; None for a dense model."""
     if name == "MixtralForCausalLM":
-        return Mixture(
+        return ExpertMixture(
             layers=frozenset(range(config.num_hidden_layers)),
             experts=config.num_local_experts,
             chosen=config.num_experts_per_tok,
@@ -204,7 +204,7 @@ def _mixture(name: str, config: Any) -> Mixture | None:
     if name != "Qwen3MoeForCausalLM":
         return None
     dense = set(config.mlp_only_layers or ())
-    return Mixture(
+    return ExpertMixture(
         layers=frozenset(
             layer
             for layer in range(config.num_hidden_layers)

@@ -27,7 +27,7 @@ from meshrl.rollout.engines.torch.weights import Weights
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Row:
+class DecodeRow:
     """One request while it runs."""
 
     request: GenerateRequest
@@ -107,7 +107,7 @@ class Row:
         return False
 
 
-class Batch:
+class DecodeBatch:
     """Row `i` of the cache, of the sampling parameters and of `rows` belong together."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Batch:
         max_prefill_tokens: int,
         static_steps: StaticSteps | None = None,
     ) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[DecodeRow] = []
         self._static_steps = static_steps
         self._decoder = decoder
         self._cache = cache
@@ -140,9 +140,9 @@ class Batch:
         """Where it computes."""
         return self._decoder.device
 
-    def admit(self, weights: Weights, waiting: deque[Row]) -> list[Row]:
+    def admit(self, weights: Weights, waiting: deque[DecodeRow]) -> list[DecodeRow]:
         """Start the longest prefix of `waiting` that fits, all prompts together; returns the rows already done."""
-        joining: list[Row] = []
+        joining: list[DecodeRow] = []
         longest = self._longest()
         while waiting and len(self.rows) + len(joining) < self._slots:
             longest = max(longest, waiting[0].longest)
@@ -160,7 +160,7 @@ class Batch:
         logits = self._fill(weights, [row.request.prompt_ids for row in joining], first, joining)
         return self._sample(logits, first)
 
-    def step(self, weights: Weights) -> list[Row]:
+    def step(self, weights: Weights) -> list[DecodeRow]:
         """Sample one token for every row; returns the rows that are done and have left."""
         count = len(self.rows)
         if not count:
@@ -204,7 +204,7 @@ class Batch:
         if self._static_steps is not None:
             self._static_steps.forget()
 
-    def remove(self, leaving: Sequence[Row]) -> None:
+    def remove(self, leaving: Sequence[DecodeRow]) -> None:
         """Free the rows of `leaving`; those that do not run are ignored."""
         gone = {id(row) for row in leaving}
         for index in reversed(range(len(self.rows))):
@@ -227,7 +227,7 @@ class Batch:
     def _longest(self) -> int:
         return int(self._longest_of[: len(self.rows)].max(initial=0))
 
-    def _enter(self, index: int, row: Row) -> None:
+    def _enter(self, index: int, row: DecodeRow) -> None:
         sampling = row.request.sampling
         vocabulary = self._decoder.architecture.vocab_size
         self._sampling.temperature[index] = sampling.temperature
@@ -253,13 +253,13 @@ class Batch:
             self.rows[index] = self.rows[last]
         self.rows.pop()
 
-    def _sample(self, logits: torch.Tensor, first: int) -> list[Row]:
+    def _sample(self, logits: torch.Tensor, first: int) -> list[DecodeRow]:
         """Sample for the rows from `first` on."""
         rows = slice(first, len(self.rows))
         tokens, logprobs = self._sampling.sample(logits, rows, self._sampled[rows])
         return self._accept(rows, tokens.tolist(), logprobs.tolist())
 
-    def _accept(self, rows: slice, tokens: list[int], logprobs: list[float]) -> list[Row]:
+    def _accept(self, rows: slice, tokens: list[int], logprobs: list[float]) -> list[DecodeRow]:
         """Give each of the rows its token; those that are done leave."""
         self._last[rows] = tokens
         self._sampled[rows] += 1
@@ -273,7 +273,7 @@ class Batch:
         return done
 
     @staticmethod
-    def _tells(rows: Sequence[Row]) -> bool:
+    def _tells(rows: Sequence[DecodeRow]) -> bool:
         return any(row.tells_experts for row in rows)
 
     def _fill(
@@ -281,7 +281,7 @@ class Batch:
         weights: Weights,
         prompts: Sequence[Int32],
         first: int,
-        joining: Sequence[Row] = (),
+        joining: Sequence[DecodeRow] = (),
     ) -> torch.Tensor:
         """Prefill rows `first …` in bounded chunks; equal prompts in a chunk are computed once.
 

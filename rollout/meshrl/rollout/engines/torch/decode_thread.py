@@ -25,7 +25,7 @@ import torch
 
 from meshrl.contract.errors import EngineGoneError, FencedError, InfraError, MeshError
 from meshrl.contract.types import GenerateDelta, OnUpdate, Version
-from meshrl.rollout.engines.torch.batch import Batch, Row
+from meshrl.rollout.engines.torch.batch import DecodeBatch, DecodeRow
 from meshrl.rollout.engines.torch.staging import StagedVersion
 from meshrl.rollout.engines.torch.weights import Weights
 from meshrl.rollout.ports import UNSERVED
@@ -42,14 +42,14 @@ RATE_WINDOW_S = 2.0
 class Submit:
     """Requests that start together, in this order, as far as slots allow."""
 
-    rows: Sequence[Row]
+    rows: Sequence[DecodeRow]
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
     """A consumer has closed its stream."""
 
-    row: Row
+    row: DecodeRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class DecodeThread:
     """Owns the batch and the serving weights; other code sends it commands with `post`."""
 
     def __init__(
-        self, batch: Batch, loop: asyncio.AbstractEventLoop, *, stream_interval: int
+        self, batch: DecodeBatch, loop: asyncio.AbstractEventLoop, *, stream_interval: int
     ) -> None:
         self.version = UNSERVED
         self.tokens_generated = 0
@@ -95,7 +95,7 @@ class DecodeThread:
         self._loop = loop
         self._stream_interval = stream_interval
         self._weights: Weights | None = None
-        self._waiting: deque[Row] = deque()
+        self._waiting: deque[DecodeRow] = deque()
         self._swaps: deque[Swap] = deque()
         self._steps = 0
         self._flushed_at = self._rated_at = time.perf_counter()
@@ -175,7 +175,7 @@ class DecodeThread:
         startable = bool(self._waiting) and self._weights is not None
         return len(self._batch) > 0 or startable or bool(self._swaps)
 
-    def _abort(self, row: Row) -> None:
+    def _abort(self, row: DecodeRow) -> None:
         self._batch.remove([row])
         if row in self._waiting:
             self._waiting.remove(row)
@@ -228,7 +228,7 @@ class DecodeThread:
             raise
         command.done.set_result(None)
 
-    def _flush(self, done: Sequence[Row], *, everything: bool = False) -> None:
+    def _flush(self, done: Sequence[DecodeRow], *, everything: bool = False) -> None:
         """Deliver what is due: requests that ended, and at intervals what the others have sampled."""
         now = time.perf_counter()
         due = self._steps % self._stream_interval == 0 or now - self._flushed_at > FLUSH_S
@@ -247,7 +247,7 @@ class DecodeThread:
         if events:
             self._deliver(events)
 
-    def _deliver(self, events: Sequence[tuple[Row, GenerateDelta | MeshError]]) -> None:
+    def _deliver(self, events: Sequence[tuple[DecodeRow, GenerateDelta | MeshError]]) -> None:
         try:
             self._loop.call_soon_threadsafe(_dispatch, events)
         except RuntimeError:
@@ -282,6 +282,6 @@ class DecodeThread:
         self._waiting.clear()
 
 
-def _dispatch(events: Sequence[tuple[Row, GenerateDelta | MeshError]]) -> None:
+def _dispatch(events: Sequence[tuple[DecodeRow, GenerateDelta | MeshError]]) -> None:
     for row, event in events:
         row.deliver(event)

@@ -44,9 +44,9 @@ from meshrl.contract.types import (
 )
 from meshrl.rollout.config import TorchEngineConfig as Config
 from meshrl.rollout.end_tokens import StopStrings, with_end_of
-from meshrl.rollout.engines._plugins.meshrl_lent import Lent
-from meshrl.rollout.engines.torch.architecture import Architecture, read_architecture
-from meshrl.rollout.engines.torch.batch import Batch, Row
+from meshrl.rollout.engines._plugins.meshrl_lent import LentMemory
+from meshrl.rollout.engines.torch.architecture import DecoderArchitecture, read_architecture
+from meshrl.rollout.engines.torch.batch import DecodeBatch, DecodeRow
 from meshrl.rollout.engines.torch.cache import KvCache
 from meshrl.rollout.engines.torch.decode_thread import (
     Abort,
@@ -119,7 +119,7 @@ class TorchEngine(SleepingEngine, PinningSink, LendingSink):
         self._staged: dict[Version, StagedVersion] = {}
         self._staging = ""
         """Where the last version was staged that had one to wait for."""
-        self._lent: Lent | None = None
+        self._lent: LentMemory | None = None
         """Of the device, where versions arrive."""
         self._arrives = ""
         """Where the last version was to arrive."""
@@ -174,7 +174,7 @@ class TorchEngine(SleepingEngine, PinningSink, LendingSink):
         The same requests on an idle engine give the same bits, at any time.
         """
         streams = [TokenStream() for _ in requests]
-        rows: list[Row] = []
+        rows: list[DecodeRow] = []
         try:
             thread = self._serving_thread()
             for request, stream in zip(requests, streams, strict=True):
@@ -240,7 +240,7 @@ class TorchEngine(SleepingEngine, PinningSink, LendingSink):
         pairs = zip(lent.handles, lent.sizes, strict=True) if lent is not None else ()
         return [LentBucket(handle, nbytes) for handle, nbytes in pairs]
 
-    async def _room_to_lend(self, manifest: WeightManifest, receiver: DeviceReceiver) -> Lent:
+    async def _room_to_lend(self, manifest: WeightManifest, receiver: DeviceReceiver) -> LentMemory:
         """Raises UnavailableError or OSError, with the reason, where there is none that the receiver can open."""
         decoder, cache, lent = self._loaded_decoder(), self._cache, self._lent
         assert cache is not None
@@ -252,7 +252,7 @@ class TorchEngine(SleepingEngine, PinningSink, LendingSink):
         if where == "host":
             raise UnavailableError(why)
         sizes, device = manifest.bucket_bytes, decoder.device
-        lent = self._lent = await asyncio.to_thread(Lent, receiver.memory, sizes, device)
+        lent = self._lent = await asyncio.to_thread(LentMemory, receiver.memory, sizes, device)
         if lent.gpu != receiver.gpu:
             raise UnavailableError(
                 f"the receiver is on GPU {receiver.gpu}, the engine on {lent.gpu}"
@@ -350,7 +350,7 @@ class TorchEngine(SleepingEngine, PinningSink, LendingSink):
             return self._slots
         return self._cache.rows_of(max(self._lengths, default=self._max_length))
 
-    def _prepare(self) -> Batch:
+    def _prepare(self) -> DecodeBatch:
         config = self._config
         architecture = read_architecture(self._model)
         check_checkpoint(self._model, architecture)
@@ -378,7 +378,7 @@ class TorchEngine(SleepingEngine, PinningSink, LendingSink):
         if device.type == "cuda" and architecture.mixture is None:
             recorder = None if config.enforce_eager else CudaGraphs()
             steps = StaticSteps(decoder, cache, self._slots, recorder)
-        return Batch(
+        return DecodeBatch(
             decoder,
             cache,
             slots=self._slots,
@@ -388,7 +388,7 @@ class TorchEngine(SleepingEngine, PinningSink, LendingSink):
 
     def _row(
         self, request: GenerateRequest, deliver: Callable[[GenerateDelta | MeshError], None]
-    ) -> Row:
+    ) -> DecodeRow:
         """Check a request at the threshold."""
         sampling = request.sampling
         check_request(request)
@@ -410,7 +410,7 @@ class TorchEngine(SleepingEngine, PinningSink, LendingSink):
             )
         if sampling.stop and self._tokenizer is None:
             raise UserError("stop strings need a tokenizer, and the engine was built without one")
-        return Row(
+        return DecodeRow(
             request=request,
             deliver=deliver,
             limit=request.continued + min(sampling.max_tokens, room),
@@ -432,7 +432,7 @@ class TorchEngine(SleepingEngine, PinningSink, LendingSink):
         return self._decoder
 
 
-def _abort(thread: DecodeThread, row: Row) -> None:
+def _abort(thread: DecodeThread, row: DecodeRow) -> None:
     try:
         thread.post(Abort(row))
     except EngineGoneError:
@@ -450,7 +450,7 @@ def _default_cache_bytes(device: torch.device, weights: int) -> int:
     return max(0, int(min(own * CUDA_CACHE_SHARE, (own - weights) * CUDA_CACHE_REST)))
 
 
-def _max_length(config: Config, architecture: Architecture, cache: KvCache) -> int:
+def _max_length(config: Config, architecture: DecoderArchitecture, cache: KvCache) -> int:
     """What one request may hold, by configuration, checkpoint and cache."""
     asked = config.max_model_len or architecture.max_length
     if asked > architecture.max_length:

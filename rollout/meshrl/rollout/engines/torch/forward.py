@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from meshrl.contract.routed_experts import BYTE_EXPERTS
-from meshrl.rollout.engines.torch.architecture import Architecture
+from meshrl.rollout.engines.torch.architecture import DecoderArchitecture
 from meshrl.rollout.engines.torch.cache import KvCache, rounded
 from meshrl.rollout.engines.torch.operations import attend, attend_up_to, row_ends
 from meshrl.rollout.engines.torch.weights import LayerWeights, Weights
@@ -26,7 +26,11 @@ class Decoder:
     """Computes logits. Holds no weights and no state of a request: those are arguments."""
 
     def __init__(
-        self, architecture: Architecture, dtype: torch.dtype, device: torch.device, max_length: int
+        self,
+        architecture: DecoderArchitecture,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_length: int,
     ) -> None:
         self.architecture = architecture
         self.dtype = dtype

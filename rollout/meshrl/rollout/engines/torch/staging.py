@@ -22,7 +22,7 @@ import torch
 from meshrl.common.device_share import DeviceShare
 from meshrl.contract.errors import CapacityError
 from meshrl.contract.types import Uint8, WeightManifest
-from meshrl.rollout.engines.torch.architecture import Architecture
+from meshrl.rollout.engines.torch.architecture import DecoderArchitecture
 from meshrl.rollout.engines.torch.weights import (
     Reader,
     Weights,
@@ -72,7 +72,7 @@ class Arrived:
 
     read: Reader
     names: Collection[str]
-    architecture: Architecture
+    architecture: DecoderArchitecture
     dtype: torch.dtype
 
     def serve(self, live: Weights | None, device: torch.device) -> Weights:
@@ -93,7 +93,7 @@ def stage(
     where: Staging,
     manifest: WeightManifest,
     buckets: Sequence[Uint8 | torch.Tensor],
-    architecture: Architecture,
+    architecture: DecoderArchitecture,
     dtype: torch.dtype,
     device: torch.device,
 ) -> StagedVersion:

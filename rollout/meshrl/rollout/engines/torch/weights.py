@@ -14,7 +14,7 @@ import torch
 
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import TensorSpec, Uint8, WeightManifest
-from meshrl.rollout.engines.torch.architecture import Architecture, Mixture
+from meshrl.rollout.engines.torch.architecture import DecoderArchitecture, ExpertMixture
 from meshrl.rollout.engines.torch.operations import DenseMlp, RmsNorm, SparseMlp
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -87,7 +87,7 @@ Reader = Callable[[str], torch.Tensor]
 
 
 def from_checkpoint(
-    checkpoint: Path, architecture: Architecture, dtype: torch.dtype, device: torch.device
+    checkpoint: Path, architecture: DecoderArchitecture, dtype: torch.dtype, device: torch.device
 ) -> Weights:
     """Read `model.safetensors`, or the shards that `model.safetensors.index.json` names.
 
@@ -104,12 +104,12 @@ def from_checkpoint(
     return build(read, file_of.keys(), architecture, dtype, device)
 
 
-def check_checkpoint(checkpoint: Path, architecture: Architecture) -> None:
+def check_checkpoint(checkpoint: Path, architecture: DecoderArchitecture) -> None:
     """Read the headers only; raises what `from_checkpoint` would."""
     _checked_files(checkpoint, architecture)
 
 
-def _checked_files(checkpoint: Path, architecture: Architecture) -> dict[str, Any]:
+def _checked_files(checkpoint: Path, architecture: DecoderArchitecture) -> dict[str, Any]:
     """Parameter name to the open safetensors file that has it."""
     from safetensors import SafetensorError, safe_open
 
@@ -128,7 +128,9 @@ def _checked_files(checkpoint: Path, architecture: Architecture) -> dict[str, An
 
 
 def bucket_reader(
-    manifest: WeightManifest, buckets: Sequence[Uint8 | torch.Tensor], architecture: Architecture
+    manifest: WeightManifest,
+    buckets: Sequence[Uint8 | torch.Tensor],
+    architecture: DecoderArchitecture,
 ) -> tuple[Reader, Collection[str]]:
     """What reads a version from the wire layout, and the names that are in it.
 
@@ -154,7 +156,9 @@ def bucket_reader(
     return read, specs.keys()
 
 
-def check(shapes: Mapping[str, tuple[int, ...]], architecture: Architecture, *, where: str) -> None:
+def check(
+    shapes: Mapping[str, tuple[int, ...]], architecture: DecoderArchitecture, *, where: str
+) -> None:
     """Compare names and shapes with the model's; a tied `lm_head.weight` may be there or not.
 
     Raises:
@@ -182,7 +186,7 @@ def check(shapes: Mapping[str, tuple[int, ...]], architecture: Architecture, *, 
 def build(
     read: Reader,
     names: Collection[str],
-    architecture: Architecture,
+    architecture: DecoderArchitecture,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Weights:
@@ -199,7 +203,7 @@ def build(
 
 
 @torch.inference_mode()
-def overwrite(live: Weights, read: Reader, architecture: Architecture) -> None:
+def overwrite(live: Weights, read: Reader, architecture: DecoderArchitecture) -> None:
     """Put the checked tensors that `read` gives into weights of the same shapes. Beside them it needs one layer."""
     own = _owner(read, live.embedding.dtype, live.embedding.device)
     live.embedding.copy_(read(EMBEDDING))
@@ -230,7 +234,7 @@ def _owner(read: Reader, dtype: torch.dtype, device: torch.device) -> Reader:
     return own
 
 
-def _check_tied(read: Reader, names: Collection[str], architecture: Architecture) -> None:
+def _check_tied(read: Reader, names: Collection[str], architecture: DecoderArchitecture) -> None:
     if architecture.tied and HEAD in names and not torch.equal(read(HEAD), read(EMBEDDING)):
         raise UserError(
             f"{HEAD} differs from {EMBEDDING}, yet {architecture.name} ties them "
@@ -238,7 +242,7 @@ def _check_tied(read: Reader, names: Collection[str], architecture: Architecture
         )
 
 
-def _layer(index: int, own: Reader, architecture: Architecture) -> LayerWeights:
+def _layer(index: int, own: Reader, architecture: DecoderArchitecture) -> LayerWeights:
     prefix = f"model.layers.{index}."
 
     def joined(pattern: str, parts: Sequence[str]) -> torch.Tensor:
@@ -266,7 +270,9 @@ def _layer(index: int, own: Reader, architecture: Architecture) -> LayerWeights:
     )
 
 
-def _mlp(prefix: str, own: Reader, mixture: Mixture | None, *, bias: bool) -> DenseMlp | SparseMlp:
+def _mlp(
+    prefix: str, own: Reader, mixture: ExpertMixture | None, *, bias: bool
+) -> DenseMlp | SparseMlp:
     if mixture is None:
         gate, up, down = (f"{prefix}mlp.{name}_proj." for name in ("gate", "up", "down"))
         return DenseMlp(
