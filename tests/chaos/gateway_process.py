@@ -13,12 +13,12 @@ from meshrl.contract.types import OnUpdate, Version, WeightManifest
 from meshrl.http.gateway.app import build_app
 from meshrl.http.gateway.errors import refusal
 from meshrl.http.gateway.sessions import SessionTable
-from meshrl.http.server import serving_http
 from meshrl.rollout.config import RowSchedule
 from meshrl.rollout.programs import ProgramCache
 from meshrl.rollout.tokenizer import load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.queue import QueueClient
+from meshrl.rpc.http_server import serving_http
 from meshrl.testing.engines.echo import build
 
 RUN = "chaos"

@@ -32,13 +32,13 @@ from meshrl.contract.types import (
 from meshrl.http.gateway.app import build_app
 from meshrl.http.gateway.errors import refusal
 from meshrl.http.gateway.sessions import SessionTable
-from meshrl.http.server import serving_http
 from meshrl.rollout.config import CheckpointIntervals, RowSchedule
 from meshrl.rollout.engines import torch
 from meshrl.rollout.programs import ProgramCache
 from meshrl.rollout.streams import closing
 from meshrl.rollout.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from meshrl.rollout.worker import RolloutWorker
+from meshrl.rpc.http_server import serving_http
 from meshrl.rpc.identity import TokenStore
 from meshrl.rpc.runtime import ServerSettings
 from meshrl.transferqueue.queue import TransferQueue

@@ -25,7 +25,6 @@ from meshrl.contract import errors
 from meshrl.contract.types import Sample, Uid
 from meshrl.http.rewards.app import build_app
 from meshrl.http.rewards.errors import problem
-from meshrl.http.server import serving_http
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.registry import Registry
@@ -33,6 +32,7 @@ from meshrl.rewardd.registry.types import Case, Submission
 from meshrl.rpc.audit_log import AuditedChanges, RewardAuditLog
 from meshrl.rpc.clients.reward_registry import RewardRegistryClient
 from meshrl.rpc.credentials import MeshRole, new_token
+from meshrl.rpc.http_server import serving_http
 from meshrl.rpc.identity import TokenStore, registry_rates
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers.reward import RewardServicer

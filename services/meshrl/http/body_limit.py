@@ -7,7 +7,7 @@ import asyncio
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from meshrl.http.responses import Refuse
+from meshrl.rpc.web_origin import Refuse
 
 BODY_S = 60.0
 """Seconds for a whole body."""

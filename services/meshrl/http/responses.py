@@ -1,20 +1,20 @@
-"""What the responses of both HTTP apps share: JSON, error headers, and the first mistake of an invalid request."""
+"""What the HTTP apps share: who asks, JSON, error headers, and the first mistake of an invalid request."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 
 from meshrl.contract.errors import MeshError
+from meshrl.rpc.http_server import CERTIFICATE
+from meshrl.rpc.identity import Presented
 
 MAX_DETAIL = 2000
 """Most characters of an error message."""
-Refuse: TypeAlias = Callable[[int, str, str], Response]
-"""Makes the response to a request that a middleware refuses, from status, code and detail."""
 
 
 class AsciiJSON(JSONResponse):
@@ -39,3 +39,14 @@ def first_mistake(error: RequestValidationError) -> tuple[str, str]:
     """The first wrong field of the request (empty for the whole body), and what is wrong with it."""
     first = error.errors()[0]
     return ".".join(str(part) for part in first["loc"] if part != "body"), first["msg"]
+
+
+def presented_by(request: Request, subject: str = "") -> Presented:
+    """What the caller shows of itself; `subject` is what the request is about."""
+    return Presented(
+        authorization=request.headers.get("authorization", ""),
+        names=getattr(request.state, CERTIFICATE, None),
+        peer=request.client.host if request.client else "unknown",
+        door="http",
+        subject=subject,
+    )

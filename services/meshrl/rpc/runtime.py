@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, cast
@@ -53,6 +53,7 @@ from meshrl.rpc.call_limits import HEALTH_WATCH, CallLimits
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.errors import PortInUseError
 from meshrl.rpc.exit_codes import Exit
+from meshrl.rpc.http_server import serving_metrics
 from meshrl.rpc.identity import Identity, RateLimit, TokenStore
 from meshrl.rpc.interceptors import (
     CallMetrics,
@@ -62,7 +63,6 @@ from meshrl.rpc.interceptors import (
     as_status,
     traced,
 )
-from meshrl.rpc.metrics_endpoint import MetricsEndpoint
 from meshrl.rpc.process_memory import reuse_freed_memory
 from meshrl.rpc.transport import MAX_CONNECTIONS, SERVER_OPTIONS
 
@@ -180,8 +180,7 @@ class GrpcServer:
         self._stopping = asyncio.Event()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined] # unknown to its stubs
         self._grpc: grpc.aio.Server | None = None
-        self._metrics: MetricsEndpoint | None = None
-        self._closing = ExitStack()
+        self._closing = AsyncExitStack()
 
     @property
     def address(self) -> str:
@@ -211,18 +210,17 @@ class GrpcServer:
             undo.push_async_callback(self._grpc.stop, None)
             self.port = bind(self._grpc, self.settings)
             if self.settings.metrics_port is not None:
-                self._metrics = MetricsEndpoint(
-                    self.registry,
-                    self.settings.host,
-                    self.settings.metrics_port,
-                    self.settings.tls,
-                    identity=self._identity,
+                self.metrics_port = await undo.enter_async_context(
+                    serving_metrics(
+                        self.registry,
+                        self.settings.host,
+                        self.settings.metrics_port,
+                        self.settings.tls,
+                        identity=self._identity,
+                    )
                 )
-                self._metrics.start()
-                undo.push_async_callback(self._metrics.stop)
-                self.metrics_port = self._metrics.port
             await self._grpc.start()
-            undo.pop_all()
+            self._closing = undo.pop_all()
         log.info("serving %s on %s", ", ".join(names[:-1]), self.address)
         return self
 
@@ -235,9 +233,7 @@ class GrpcServer:
         try:
             await self.drain()
         finally:
-            self._closing.close()
-            if self._metrics is not None:
-                await self._metrics.stop()
+            await self._closing.aclose()
 
     def _attach_to(self, server: grpc.aio.Server) -> Sequence[str]:
         """Register health, servicers and reflection. Returns the services' names, without reflection's."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import grpc
 
@@ -22,12 +23,14 @@ from meshrl.common.files import check_private_file
 from meshrl.common.sockets import stays_here
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.rpc import credentials
-from meshrl.rpc.connections import reloaded, server_context
-from meshrl.rpc.credentials import Credential, Metadata, Reloaded
+from meshrl.rpc.credentials import RELOAD_S, Credential, Metadata, Reloaded
 
 CA_VARIABLE: Final = "MESHRL_TLS_CA"
 PROXY: Final = "MESHRL_GRPC_PROXY"
 """The variable that names a proxy for the mesh's own connections: `http://host:port`."""
+
+T = TypeVar("T")
+ServerTls: TypeAlias = Reloaded[ssl.SSLContext]
 
 _in_use = Certificates()
 
@@ -257,3 +260,40 @@ def _pem(tls: Certificates, name: str) -> bytes | None:
     if b"-----BEGIN" not in data:
         raise ConfigError(f"tls.{name}: {path} is not a PEM file")
     return data
+
+
+def server_tls(certificates: Certificates) -> ServerTls | None:
+    """How a server encrypts, for each connection as the files are then; None without a certificate.
+
+    Raises:
+        ConfigError: a file is not there, is no certificate, or is a key that others may read.
+    """
+    if certificates.cert is None:
+        return None
+    return reloaded(certificates, lambda _: server_context(certificates))
+
+
+def reloaded(certificates: Certificates, read: Callable[[Path], T]) -> Reloaded[T]:
+    """What `read` makes of the certificates, again when one of their files changes. Raises what `read` raises."""
+    paths = (getattr(certificates, file.name) for file in fields(certificates))
+    first, *also = (path for path in paths if path is not None)
+    return Reloaded(first, read, every_s=RELOAD_S, also=also)
+
+
+def server_context(certificates: Certificates) -> ssl.SSLContext:
+    """The context of a server with these certificates.
+
+    Raises:
+        ConfigError: as `server_tls`, or the key is not the certificate's.
+    """
+    assert certificates.cert is not None and certificates.key is not None
+    check_private_file(certificates.key, "tls.key")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificates.cert, certificates.key)
+        if certificates.client_ca is not None:
+            context.load_verify_locations(certificates.client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:
+        raise ConfigError(f"tls: {certificates.cert}: {error.strerror or error}") from error
+    return context

@@ -1,4 +1,4 @@
-"""Which requests a web page of another site may have sent: they are refused, whatever they ask for.
+"""Refuses the requests that a web page of another site may have sent, before an app sees them.
 
 A page can point a name of its own to this machine's address (DNS rebinding), and can send some requests to any
 address. The Host header shows the first, Origin and Sec-Fetch-Site the second; programs send neither of the latter.
@@ -8,14 +8,58 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, TypeAlias
 from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from meshrl.contract.errors import ForbiddenError
 
+FORM: Final = "multipart/form-data"
+JSON: Final = "application/json"
+CALLER_HEADER: Final = "x-meshrl"
+"""A form needs it, with any value, or a token: browsers send a form to other sites without asking, but no header of
+one's own."""
 ANY_ADDRESS = ("0.0.0.0", "::")
 OWN_PAGES = ("same-origin", "none")
 """Values of Sec-Fetch-Site: a page of this server, and an address that a person typed."""
+
+Refuse: TypeAlias = Callable[[int, str, str], ASGIApp]
+"""Makes the answer to a request that is refused, from status, code and detail."""
+
+
+class WebRequests:
+    """ASGI middleware: 403 for another Host or Origin, 415 for a body that is not declared as JSON or as a form."""
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str], refuse: Refuse) -> None:
+        self._app = app
+        self._hosts = hosts
+        self._refuse = refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        app = self._app
+        if scope["type"] == "http":
+            headers = headers_of(scope)
+            sent = Counter(name for name, _ in scope["headers"])
+            try:
+                if sent[b"host"] > 1 or sent[b"origin"] > 1:
+                    raise ForbiddenError("Host and Origin may be sent once")
+                check_origin(headers, self._hosts)
+            except ForbiddenError as error:
+                app = self._refuse(403, "forbidden", error.message)
+            else:
+                if problem := _content(headers):
+                    app = self._refuse(415, "content_type", problem)
+        await app(scope, receive, send)
+
+
+def headers_of(scope: Scope) -> dict[str, str]:
+    """The headers of a request, names in lower case; the first of several with one name."""
+    pairs = reversed(scope["headers"])
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}
 
 
 def hosts_of(bound: str, allowed: Iterable[str] = ()) -> frozenset[str]:
@@ -77,3 +121,22 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _content(headers: Mapping[str, str]) -> str:
+    """What is wrong with the declared type of the body; empty if nothing is, or if there is no body."""
+    has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not kind and not has_body:
+        return ""
+    if kind == FORM:
+        origin = headers.get("origin")
+        own_page = headers.get("sec-fetch-site") == "same-origin" or (
+            origin is not None and same_origin(origin, headers["host"])
+        )
+        if own_page or "authorization" in headers or CALLER_HEADER in headers:
+            return ""
+        return f"a form needs the header X-Meshrl (any value), or a token; or send {JSON}"
+    if kind == JSON:
+        return ""
+    return f"content type {kind[:80]!r}: want {JSON}, or {FORM} where a file is sent"

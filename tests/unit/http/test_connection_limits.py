@@ -20,9 +20,7 @@ from meshrl.common.certificates import Certificates
 from meshrl.contract.errors import ConfigError
 from meshrl.http.body_limit import BodyLimit
 from meshrl.http.rewards.errors import problem
-from meshrl.http.server import serving_http
-from meshrl.rpc.connections import ConnectionLimits
-from meshrl.rpc.metrics_endpoint import MetricsEndpoint
+from meshrl.rpc.http_server import ConnectionLimits, serving_http, serving_metrics
 
 HALF = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"
 WHOLE = HALF + b"Connection: close\r\n\r\n"
@@ -58,12 +56,8 @@ async def http(limits: ConnectionLimits) -> AsyncIterator[int]:
 async def metrics(
     limits: ConnectionLimits, tls: Certificates = PLAIN, host: str = "127.0.0.1"
 ) -> AsyncIterator[int]:
-    endpoint = MetricsEndpoint(CollectorRegistry(), host, 0, tls, limits=limits)
-    endpoint.start()
-    try:
-        yield endpoint.port
-    finally:
-        await endpoint.stop()
+    async with serving_metrics(CollectorRegistry(), host, 0, tls, limits=limits) as port:
+        yield port
 
 
 @pytest.fixture(params=[http, metrics], ids=["http", "metrics"])

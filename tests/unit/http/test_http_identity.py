@@ -14,10 +14,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from meshrl.http.gateway.app import build_app as build_gateway
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.http.rewards.app import build_app as build_registry
-from meshrl.http.server import CERTIFICATE
 from meshrl.rpc import credentials
 from meshrl.rpc.audit_log import AuditedChanges, RewardAuditLog
 from meshrl.rpc.credentials import MeshRole
+from meshrl.rpc.http_server import CERTIFICATE
 from meshrl.rpc.identity import Identity
 
 OPEN = {("GET", "/health")}

@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 from meshrl.common.certificates import Certificates
 from meshrl.http.gateway.errors import refusal
 from meshrl.http.rewards.errors import problem
-from meshrl.http.server import serving_http
+from meshrl.rpc.http_server import serving_http
 from meshrl.rpc.web_origin import hosts_of
 
 FORM = {"content-type": "multipart/form-data; boundary=b"}

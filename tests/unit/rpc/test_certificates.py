@@ -17,9 +17,8 @@ from prometheus_client import CollectorRegistry
 from starlette.responses import PlainTextResponse
 
 from meshrl.common.certificates import Certificates
-from meshrl.http.server import serving_http
-from meshrl.rpc import connections, tls
-from meshrl.rpc.metrics_endpoint import MetricsEndpoint
+from meshrl.rpc import tls
+from meshrl.rpc.http_server import serving_http, serving_metrics
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 
 from .test_runtime import health_of
@@ -29,7 +28,7 @@ SERVING = 1
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "RELOAD_S", 0.0)
+    monkeypatch.setattr(tls, "RELOAD_S", 0.0)
 
 
 @pytest.fixture
@@ -70,26 +69,24 @@ async def test_a_certificate_that_is_replaced_is_shown_to_new_connections_and_op
 ) -> None:
     mine = issue(tmp_path, authority)
     settings = ServerSettings(metrics_port=None, tls=mine)
-    metrics = MetricsEndpoint(CollectorRegistry(), "0.0.0.0", 0, mine)
     app = FastAPI()
     refuse = PlainTextResponse("no")
     monkeypatch.setenv("MESHRL_TLS_CA", str(mine.ca))
     async with (
         GrpcServer(settings, []) as server,
         serving_http(app, "127.0.0.1", 0, mine, refuse=lambda *_: refuse) as http,
+        serving_metrics(CollectorRegistry(), "0.0.0.0", 0, mine) as metrics_port,
         tls.channel(server.address) as channel,
     ):
-        metrics.start()
         await server.ready()
         assert await health_of(channel, "") == SERVING
-        servers = (server.address, http, f"127.0.0.1:{metrics.port}")
+        servers = (server.address, http, f"127.0.0.1:{metrics_port}")
         first = {await shown(each, authority) for each in servers}
         assert len(first) == 1
         issue(tmp_path, authority)
         second = {await shown(each, authority) for each in servers}
         assert len(second) == 1 and first != second
         assert await health_of(channel, "") == SERVING
-        await metrics.stop()
 
 
 async def test_a_certificate_that_does_not_fit_its_key_is_told_of_and_the_one_before_stays(

@@ -104,8 +104,8 @@ async def _serve(
 ) -> None:
     # Imported here: with it comes FastAPI, which `--help` can do without.
     from meshrl.http.rewards.errors import problem
-    from meshrl.http.server import serving_http
     from meshrl.http.view.app import Admission, build_app, viewed_runs
+    from meshrl.rpc.http_server import serving_http
 
     token, _ = new_token()
     shown = viewed_runs(directories)

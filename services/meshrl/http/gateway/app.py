@@ -22,8 +22,7 @@ from meshrl.http.gateway import models as m
 from meshrl.http.gateway.answers import AnswerFormat, StreamedAnswer
 from meshrl.http.gateway.errors import install, refusal, refused
 from meshrl.http.gateway.sessions import SessionTable, address
-from meshrl.http.responses import AsciiJSON
-from meshrl.http.server import presented_by
+from meshrl.http.responses import AsciiJSON, presented_by
 from meshrl.rollout.agents.agent import task_json
 from meshrl.rollout.agents.answer_stream import AnswerStream
 from meshrl.rollout.agents.requests import SessionEndedError

@@ -17,7 +17,7 @@ from meshrl.config.recipe import Recipe, uses_gateway
 from meshrl.contract.errors import UserError
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.rollout.tokenizer import ChatTokenizer
-from meshrl.rpc.connections import ConnectionLimits
+from meshrl.rpc.http_server import ConnectionLimits
 from meshrl.rpc.identity import CLAIM, Identity, RateLimit, TokenStore
 from meshrl.rpc.runtime import ServerSettings, permit_insecure
 
@@ -43,7 +43,7 @@ async def gateway_of(
     # Imported here: with it comes FastAPI, which a run without agents can do without.
     from meshrl.http.gateway.app import build_app
     from meshrl.http.gateway.errors import refusal
-    from meshrl.http.server import serving_http
+    from meshrl.rpc.http_server import serving_http
 
     config = recipe.rollout.gateway
     identity = _identity(recipe, settings)

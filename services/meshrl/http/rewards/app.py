@@ -12,11 +12,10 @@ from starlette.responses import PlainTextResponse, Response
 from typing_extensions import override
 
 from meshrl.http.body_limit import BodyLimit
-from meshrl.http.responses import AsciiJSON
+from meshrl.http.responses import AsciiJSON, presented_by
 from meshrl.http.rewards import models as m
 from meshrl.http.rewards import submission
 from meshrl.http.rewards.errors import install, problem
-from meshrl.http.server import presented_by
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rpc.audit_log import AuditedChanges
 from meshrl.rpc.identity import CALLER, Identity

@@ -14,7 +14,6 @@ from meshrl.common.sockets import is_loopback
 from meshrl.config.recipe import Recipe
 from meshrl.http.rewards.app import build_app
 from meshrl.http.rewards.errors import problem
-from meshrl.http.server import serving_http
 from meshrl.launcher.stage_service import (
     STAGE_GRACE_S,
     find_runs,
@@ -25,6 +24,7 @@ from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.reward_stage import RewardStage, token_ends
 from meshrl.rpc.audit_log import AuditedChanges, RewardAuditLog
+from meshrl.rpc.http_server import serving_http
 from meshrl.rpc.identity import Identity, TokenStore, registry_rates
 from meshrl.rpc.queue_connection import connect_mesh_queue
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, Servicer, permit_insecure

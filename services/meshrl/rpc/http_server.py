@@ -1,0 +1,485 @@
+"""Serves ASGI apps, each on a port of its own, with uvicorn: metrics, gateway, reward registry and view.
+
+Connections are accepted here, within limits that hold before anything is parsed or authenticated; uvicorn's protocol
+reads the requests of each and calls the app.
+
+    listening socket ──▶ HttpServer ──▶ HttpConnection ──▶ uvicorn ──▶ the app
+                          limits         busy or idle
+
+A connection is busy while a request of it runs, else idle: in its TLS handshake, half a request long, or kept alive.
+At a limit the oldest idle one makes room, so that only running requests hold places. Who begins a request has
+`header_s` to finish its headers.
+"""
+# ruff: noqa: D102 - of asyncio.Protocol
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import ssl
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from email.utils import formatdate
+from typing import Any, Final, TypeAlias, cast
+
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, make_asgi_app
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from meshrl.common.certificates import Certificates
+from meshrl.common.sockets import is_loopback, join_address
+from meshrl.contract.errors import ForbiddenError, InfraError, UnauthenticatedError, UserError
+from meshrl.rpc.errors import PortInUseError
+from meshrl.rpc.identity import METRICS, Identity, Presented
+from meshrl.rpc.tls import ServerTls, server_tls
+from meshrl.rpc.web_origin import Refuse, WebRequests, headers_of, hosts_of
+
+log = logging.getLogger(__name__)
+
+HEADER_S: Final = 10.0
+DRAIN_S: Final = 5.0
+"""Seconds that running requests get when the server stops."""
+IDLE_S: Final = 30
+"""Seconds for which a connection is kept alive between two requests."""
+BACKLOG: Final = 128
+OVERFLOW: Final = 32
+"""Connections beyond the limit that are still answered, with 503: there are too many."""
+ACCEPT_AGAIN_S: Final = 1.0
+"""Pause after a connection that could not be accepted, for example because no file descriptor is left."""
+CERTIFICATE: Final = "certificate"
+"""In the state of a request: the names of its client's certificate, or None."""
+CONNECTION: Final = "connection"
+
+MakeProtocol: TypeAlias = Callable[[dict[str, Any]], asyncio.Protocol]
+"""Makes the protocol of a connection; its argument becomes the state of each request."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """How many connections a server holds, and how long one may take to say what it wants."""
+
+    total: int
+    """From all peers."""
+    header_s: float = HEADER_S
+    """Seconds for a TLS handshake, and for the headers of a request."""
+
+    @property
+    def per_peer(self) -> int:
+        """From one address: three quarters of all, so that others find room."""
+        return max(1, self.total * 3 // 4)
+
+
+HTTP_LIMITS: Final = ConnectionLimits(256)
+METRICS_LIMITS: Final = ConnectionLimits(64)
+
+
+class HttpConnection(asyncio.Protocol):
+    """One accepted connection: hands everything on to a protocol of uvicorn, and is busy while the app runs."""
+
+    def __init__(self, server: HttpServer, peer: str) -> None:
+        self.peer = peer
+        self._server = server
+        self._running = 0
+        self._protocol: asyncio.Protocol | None = None
+        self._transport: asyncio.Transport | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._start_timer()
+
+    @property
+    def busy(self) -> bool:
+        """True while a request runs."""
+        return self._running > 0
+
+    async def open(self, accepted: socket.socket, tls: ssl.SSLContext | None) -> None:
+        """Begin to read; the connection is lost if the TLS handshake fails."""
+        self._opening = asyncio.current_task()
+        options: dict[str, Any] = {}
+        if tls is not None:
+            options = {"ssl": tls, "ssl_handshake_timeout": self._server.limits.header_s}
+        try:
+            loop = asyncio.get_running_loop()
+            await loop.connect_accepted_socket(lambda: self, accepted, **options)
+        except (OSError, TimeoutError) as error:  # ssl.SSLError is an OSError
+            log.debug("a connection of %s was not opened: %s", self.peer, error)
+            self._lost()
+        except asyncio.CancelledError:
+            accepted.close()
+            self._lost()
+            raise
+
+    def begins(self) -> None:
+        """A request runs."""
+        self._running += 1
+        self._stop_timer()
+
+    def ends(self) -> None:
+        """A request is answered; uvicorn keeps the connection for the next one."""
+        self._running -= 1
+        self._server.idles(self)
+
+    def close(self) -> None:
+        """End it now."""
+        if self._transport is not None:
+            self._transport.abort()
+        elif self._opening is not None:
+            self._opening.cancel()
+        self._lost()
+
+    def end(self) -> None:
+        """End it once what was written is sent."""
+        if self._transport is not None:
+            self._transport.close()
+        else:
+            self.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
+        state = {CERTIFICATE: _certificate_names(transport), CONNECTION: self}
+        self._protocol = self._server.protocol(state)
+        self._protocol.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._protocol is not None:
+            self._protocol.data_received(data)
+        if not self.busy:
+            self._start_timer()
+
+    def eof_received(self) -> bool | None:
+        return self._protocol.eof_received() if self._protocol is not None else None
+
+    def pause_writing(self) -> None:
+        if self._protocol is not None:
+            self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._protocol is not None:
+            self._protocol.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost()
+        if self._protocol is not None:
+            self._protocol.connection_lost(exc)
+
+    def _lost(self) -> None:
+        self._stop_timer()
+        self._server.forget(self)
+
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._server.limits.header_s, self.close)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class HttpServer:
+    """Serves an app on one listening socket."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        limits: ConnectionLimits,
+        tls: ServerTls | None = None,
+    ) -> None:
+        """Nothing is accepted before `run`."""
+        self.limits = limits
+        self._app = app
+        self._listener = listener
+        self._tls = tls
+        self._open: dict[HttpConnection, None] = {}
+        """In the order in which they became idle, or opened."""
+        self._by_peer: Counter[str] = Counter()
+        self._make: MakeProtocol | None = None
+        self._requests: set[asyncio.Task[None]] = set()
+        self._headers: list[tuple[bytes, bytes]] = []
+        """Of every answer."""
+
+    async def run(self) -> None:
+        """Accept until cancelled; then the listening socket is closed, and open connections go on."""
+        loop = asyncio.get_running_loop()
+        self._listener.setblocking(False)
+        try:
+            async with asyncio.TaskGroup() as opening:
+                while True:
+                    try:
+                        accepted, address = await loop.sock_accept(self._listener)
+                    except OSError as error:
+                        log.error("no connection can be accepted: %s", error.strerror or error)
+                        self._make_room(None)
+                        await asyncio.sleep(ACCEPT_AGAIN_S)
+                        continue
+                    connection = self._admit(str(address[0]))
+                    if connection is None:
+                        accepted.close()
+                    else:
+                        tls = self._tls.get() if self._tls is not None else None
+                        opening.create_task(connection.open(accepted, tls))
+        finally:
+            self._listener.close()
+
+    async def drain(self) -> None:
+        """Give running requests DRAIN_S to end, and close every connection."""
+        for connection in list(self._open):
+            if not connection.busy:
+                connection.end()
+        if self._requests:
+            _, late = await asyncio.wait(self._requests, timeout=DRAIN_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        for connection in list(self._open):
+            connection.end()
+
+    def protocol(self, state: dict[str, Any]) -> asyncio.Protocol:
+        """The protocol of a new connection."""
+        if self._make is None:
+            self._make = self._load()
+        return self._make(state)
+
+    def idles(self, connection: HttpConnection) -> None:
+        """A connection has become idle: it is the last of those that must make room."""
+        if connection in self._open:
+            self._open[connection] = self._open.pop(connection)
+
+    def forget(self, connection: HttpConnection) -> None:
+        """A connection is closed. Idempotent."""
+        if connection in self._open:
+            del self._open[connection]
+            self._by_peer[connection.peer] -= 1
+            if not self._by_peer[connection.peer]:
+                del self._by_peer[connection.peer]
+
+    def _load(self) -> MakeProtocol:
+        # Imported with the first connection, so that no service starts later because of it.
+        from uvicorn.config import Config
+        from uvicorn.server import ServerState
+
+        config = Config(
+            self._run,
+            interface="asgi3",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=IDLE_S,
+            limit_concurrency=self.limits.total + 1,
+        )
+        config.load()
+        state = ServerState()
+        self._requests, self._headers = state.tasks, state.default_headers
+        return lambda app_state: config.http_protocol_class(  # type: ignore[call-arg] # any of its own
+            config=config, server_state=state, app_state=app_state
+        )
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The app, as uvicorn calls it: one request."""
+        connection: HttpConnection = scope["state"].pop(CONNECTION)
+        self._headers[:] = [(b"date", formatdate(usegmt=True).encode())]
+        connection.begins()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            connection.ends()
+
+    def _admit(self, peer: str) -> HttpConnection | None:
+        """A connection of `peer`; None if there are too many, and all of them are busy."""
+        if self._by_peer[peer] >= self.limits.per_peer and not self._make_room(peer):
+            return None
+        if len(self._open) >= self.limits.total:
+            self._make_room(None)
+        if len(self._open) >= self.limits.total + OVERFLOW:
+            return None
+        connection = HttpConnection(self, peer)
+        self._open[connection] = None
+        self._by_peer[peer] += 1
+        return connection
+
+    def _make_room(self, peer: str | None) -> bool:
+        """Close the oldest idle connection, of `peer`, or of whoever has most idle ones; False if all are busy."""
+        if peer is None:
+            idle = Counter(each.peer for each in self._open if not each.busy)
+            if not idle:
+                return False
+            ((peer, _),) = idle.most_common(1)
+        for each in self._open:
+            if each.peer == peer and not each.busy:
+                each.close()
+                return True
+        return False
+
+
+@asynccontextmanager
+async def serving(
+    app: ASGIApp,
+    host: str,
+    port: int,
+    tls: Certificates,
+    limits: ConnectionLimits,
+    *,
+    name: str,
+    cannot: str = "cannot listen on",
+) -> AsyncIterator[int]:
+    """Serve `app` while the body runs; yields the port.
+
+    Args:
+        app: The app.
+        host: Address to listen on.
+        port: 0 picks a free one.
+        tls: Certificates.
+        limits: Most connections, and the time to send a request's headers.
+        name: Name in messages.
+        cannot: Begins the message of a port that cannot be used.
+
+    Raises:
+        PortInUseError, UserError: cannot listen on the port.
+        ConfigError: a certificate cannot be used.
+    """
+    context = server_tls(tls)
+    listener = _listen(host, port, cannot)
+    server = HttpServer(app, listener, limits, context)
+    accepting = asyncio.create_task(server.run(), name=f"{name} connections")
+    try:
+        yield listener.getsockname()[1]
+        if accepting.done():
+            raise InfraError(f"the HTTP server of the {name} ended: {accepting.exception()}")
+    finally:
+        accepting.cancel()
+        await asyncio.wait({accepting})
+        await server.drain()
+
+
+@asynccontextmanager
+async def serving_metrics(
+    registry: CollectorRegistry,
+    host: str,
+    port: int,
+    tls: Certificates = Certificates(),  # noqa: B008 - frozen
+    *,
+    identity: Identity | None = None,
+    limits: ConnectionLimits = METRICS_LIMITS,
+) -> AsyncIterator[int]:
+    """Answer GET on any path with the metrics of `registry` and of this process, as Prometheus' own server does.
+
+    On loopback it speaks plain HTTP and refuses what a web page of another site may have sent; elsewhere it has the
+    TLS of the service, mutual TLS included. Yields the port. Raises as `serving`.
+    """
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    app = _metrics_app(registry, identity or Identity(None, asks=False))
+    if is_loopback(host):
+        tls, app = Certificates(), WebRequests(app, hosts_of(host), _text)
+    cannot = "cannot serve metrics on"
+    async with serving(app, host, port, tls, limits, name="metrics", cannot=cannot) as used:
+        yield used
+
+
+def _metrics_app(registry: CollectorRegistry, identity: Identity) -> ASGIApp:
+    shown = make_asgi_app(registry, disable_compression=True)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        answer: ASGIApp = shown
+        authorization = headers_of(scope).get("authorization", "")
+        presented = Presented(authorization=authorization, names=scope["state"][CERTIFICATE])
+        if scope["method"] != "GET":
+            answer = _text(405, "", "want GET")
+        try:
+            identity.admit(METRICS, presented)
+        except UnauthenticatedError as error:
+            answer = _text(401, error.code, error.message)
+        except ForbiddenError as error:
+            answer = _text(403, error.code, error.message)
+        try:
+            await answer(scope, receive, send)
+        except UnicodeDecodeError:
+            await _text(400, "", "the request is not UTF-8")(scope, receive, send)
+
+    return app
+
+
+def _text(status: int, code: str, detail: str) -> ASGIApp:
+    """The answer to a request that is refused."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        kind = (b"content-type", b"text/plain; charset=utf-8")
+        await send({"type": "http.response.start", "status": status, "headers": [kind]})
+        await send({"type": "http.response.body", "body": f"{detail}\n".encode()})
+
+    return app
+
+
+@asynccontextmanager
+async def serving_http(
+    app: ASGIApp,
+    host: str,
+    port: int,
+    tls: Certificates,
+    *,
+    refuse: Refuse,
+    name: str = "reward registry",
+    limits: ConnectionLimits = HTTP_LIMITS,
+    allowed_hosts: Iterable[str] = (),
+) -> AsyncIterator[str]:
+    """Serve `app` to programs and to its own pages while the body runs; yields the address, `http://host:port`.
+
+    Args:
+        app: The app.
+        host: Address to listen on.
+        port: 0 picks a free one.
+        tls: Certificates.
+        refuse: Answers what a web page of another site may have sent, as the app answers its failures.
+        name: Name in log lines.
+        limits: Most connections, and the time to send a request's headers.
+        allowed_hosts: Names under which clients call the server, besides `localhost` and `host`.
+
+    Raises:
+        UserError: cannot listen on the port, or a certificate cannot be used.
+    """
+    guarded = WebRequests(app, hosts_of(host, allowed_hosts), refuse)
+    async with AsyncExitStack() as stack:
+        try:
+            opened = serving(guarded, host, port, tls, limits, name=name)
+            port = await stack.enter_async_context(opened)
+        except (
+            PortInUseError
+        ) as error:  # the recipe names this one: whoever restarts us has no other
+            raise UserError(error.message) from error
+        address = f"{'https' if tls.cert else 'http'}://{join_address(host, port)}"
+        log.info("%s on %s (pages: %s/docs)", name, address, address)
+        yield address
+
+
+def _certificate_names(transport: asyncio.BaseTransport) -> tuple[str, ...] | None:
+    """Common name and SANs of a client's certificate; None if it has none."""
+    certificate = transport.get_extra_info("peercert")
+    if not certificate:
+        return None
+    subject = (pair for part in certificate.get("subject", ()) for pair in part)
+    return (
+        *(value for key, value in subject if key == "commonName"),
+        *(value for _, value in certificate.get("subjectAltName", ())),
+    )
+
+
+def _listen(host: str, port: int, cannot: str) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        kind = PortInUseError if error.errno == errno.EADDRINUSE else UserError
+        raise kind(
+            f"{cannot} {join_address(host, port)}: {error.strerror or error}", port=port
+        ) from error
+    return listener
