@@ -19,7 +19,7 @@ from rich.terminal_theme import MONOKAI
 
 from meshrl.common.certificates import Certificates
 from meshrl.contract.types import EngineStats, Ledger, TrainerPhase, TrainerStatus, Version
-from meshrl.http.rewards.errors import problem
+from meshrl.http.common import problem
 from meshrl.http.view.app import Admission, build_app, viewed_runs
 from meshrl.launcher.supervisor import State
 from meshrl.launcher.view import MeshStatus, live_view

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from meshrl.common.certificates import Certificates
 from meshrl.contract.types import OnUpdate, Version, WeightManifest
+from meshrl.http.gateway.answers import refusal
 from meshrl.http.gateway.app import build_app
-from meshrl.http.gateway.errors import refusal
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.rollout.config import RowSchedule
 from meshrl.rollout.programs import ProgramCache

@@ -29,8 +29,8 @@ from meshrl.contract.types import (
     reward_stage,
     rollout_stage,
 )
+from meshrl.http.gateway.answers import refusal
 from meshrl.http.gateway.app import build_app
-from meshrl.http.gateway.errors import refusal
 from meshrl.http.gateway.sessions import SessionTable
 from meshrl.rollout.config import CheckpointIntervals, RowSchedule
 from meshrl.rollout.engines import torch

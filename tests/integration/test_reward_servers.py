@@ -23,8 +23,8 @@ from hypothesis.errors import Unsatisfiable
 from meshrl.common.certificates import Certificates
 from meshrl.contract import errors
 from meshrl.contract.types import Sample, Uid
+from meshrl.http.common import problem
 from meshrl.http.rewards.app import build_app
-from meshrl.http.rewards.errors import problem
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.registry import Registry

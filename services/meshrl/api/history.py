@@ -8,7 +8,7 @@ from pathlib import Path
 
 from meshrl.config.recipe import METRICS_NAME
 from meshrl.contract.errors import MeshError
-from meshrl.http.view.metrics import Curve, MetricsFile
+from meshrl.http.view.metrics import MetricCurve, MetricsFile
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, is_up
 from meshrl.launcher.run_directory import FINISHED_NAME
 
@@ -75,7 +75,7 @@ class RunHistory:
         """The newest value."""
         return next(reversed(self.values(metric)), None)
 
-    def _curve(self, metric: str) -> Curve | None:
+    def _curve(self, metric: str) -> MetricCurve | None:
         return self.metrics.curves((metric,)).get(metric)
 
 

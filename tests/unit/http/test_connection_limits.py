@@ -18,8 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from meshrl.common.certificates import Certificates
 from meshrl.contract.errors import ConfigError
-from meshrl.http.body_limit import BodyLimit
-from meshrl.http.rewards.errors import problem
+from meshrl.http.common import BodyLimit, problem
 from meshrl.rpc.http_server import ConnectionLimits, serving_http, serving_metrics
 
 HALF = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"

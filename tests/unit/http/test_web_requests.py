@@ -11,8 +11,8 @@ import pytest
 from fastapi import FastAPI, Request
 
 from meshrl.common.certificates import Certificates
-from meshrl.http.gateway.errors import refusal
-from meshrl.http.rewards.errors import problem
+from meshrl.http.common import problem
+from meshrl.http.gateway.answers import refusal
 from meshrl.rpc.http_server import serving_http
 from meshrl.rpc.web_origin import hosts_of
 

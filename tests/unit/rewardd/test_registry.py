@@ -31,7 +31,7 @@ from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.checks import checked
 from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.registry.registry import Registry
-from meshrl.rewardd.registry.store import VersionStore
+from meshrl.rewardd.registry.store import SubmissionStore
 from meshrl.rewardd.registry.types import Action, Case, Submission
 from meshrl.sandbox.limits import Limits
 from meshrl.sandbox.sandbox import no_bubblewrap
@@ -444,9 +444,9 @@ from pathlib import Path
 from meshrl.rewardd.registry.checks import checked
 from meshrl.rewardd.registry.config import RegistryConfig
 from meshrl.rewardd.registry.types import Action, Event, Name, Submission
-from meshrl.rewardd.registry.store import VersionStore
+from meshrl.rewardd.registry.store import SubmissionStore
 from meshrl.sandbox.limits import Limits
-store = VersionStore(Path(sys.argv[1]), 10_000)
+store = SubmissionStore(Path(sys.argv[1]), 10_000)
 name = store.names().get("reward", Name(name="reward"))
 print("go", flush=True)
 for number in range(len(name.versions), 100_000):
@@ -471,7 +471,7 @@ def test_a_kill_at_any_moment_loses_no_acknowledged_change(tmp_path: Path) -> No
         answered += [line for line in process.stdout.read().splitlines() if len(line) == 32]
         process.wait()
         process.stdout.close()
-        store = VersionStore(tmp_path, 10_000)
+        store = SubmissionStore(tmp_path, 10_000)
         names = store.names()
         known = names["reward"].versions if names else ()
         assert set(answered) <= set(known)

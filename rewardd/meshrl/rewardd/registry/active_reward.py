@@ -1,4 +1,4 @@
-"""The judge of a run whose reward may change while it trains: scores with the current version.
+"""The judges of submitted versions, and the judge of a run: it scores with the version that is current.
 
 A call ends with the version that it began with, and its scores carry that hash. So a batch may get rows of two
 versions; `meshrl.trainer.loop.reward_guard` gives each batch a single one.
@@ -6,14 +6,88 @@ versions; `meshrl.trainer.loop.reward_guard` gives each batch a single one.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections import deque
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from meshrl.contract.ports import Judge
 from meshrl.contract.types import Sample, Score
-from meshrl.rewardd.judge import score_unposted
-from meshrl.rewardd.registry.judge_cache import JudgeCache
+from meshrl.rewardd.judge import StartableJudge, score_unposted
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    judge: StartableJudge
+    holders: int = 0
+
+
+class JudgeCache:
+    """Judges by version: started on demand, at most `spare` of them kept that nobody holds.
+
+    consumes: versions. waits for: a judge's start. unblocked by: its start deadline. produces: started judges, each
+    closed only when nobody holds it, so a new version never interrupts rows that are being scored.
+    """
+
+    def __init__(self, build: Callable[[str], StartableJudge], *, spare: int = 2) -> None:
+        self._build = build
+        self._spare = spare
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def hold(self, version: str) -> StartableJudge:
+        """The started judge of `version`, until `release`.
+
+        Raises:
+            NotFoundError: no such version.
+            ConfigError: it cannot be loaded.
+        """
+        entry = self._entries.get(version)
+        if entry is None:
+            entry = self._entries[version] = _Entry(self._build(version))
+        self._entries.move_to_end(version)
+        entry.holders += 1
+        try:
+            await entry.judge.start()
+        except BaseException:
+            self._release(version, entry, broken=True)
+            raise
+        return entry.judge
+
+    def release(self, version: str) -> None:
+        """The inverse of one `hold`."""
+        self._release(version, self._entries[version])
+
+    @asynccontextmanager
+    async def borrow(self, version: str) -> AsyncIterator[StartableJudge]:
+        """Hold `version` while the body runs."""
+        judge = await self.hold(version)
+        try:
+            yield judge
+        finally:
+            self.release(version)
+
+    async def close(self) -> None:
+        """Close every judge; idempotent."""
+        while self._entries:
+            self._close(self._entries.popitem()[1])
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _release(self, version: str, entry: _Entry, *, broken: bool = False) -> None:
+        entry.holders -= 1
+        if broken and not entry.holders and self._entries.get(version) is entry:
+            self._close(self._entries.pop(version))
+        idle = [v for v, e in self._entries.items() if not e.holders]
+        for surplus in idle[: max(0, len(idle) - self._spare)]:
+            self._close(self._entries.pop(surplus))
+
+    def _close(self, entry: _Entry) -> None:
+        closing = asyncio.ensure_future(entry.judge.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
 
 log = logging.getLogger(__name__)
 

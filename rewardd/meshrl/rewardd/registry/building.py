@@ -13,10 +13,9 @@ from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import StartableJudge, judge_of
 from meshrl.rewardd.pool.pool import PoolJudge
 from meshrl.rewardd.pool.rule import FunctionSpec, RewardRule, read_rule
-from meshrl.rewardd.registry.active_reward import ActiveRewardJudge
-from meshrl.rewardd.registry.judge_cache import JudgeCache
+from meshrl.rewardd.registry.active_reward import ActiveRewardJudge, JudgeCache
 from meshrl.rewardd.registry.registry import Registry
-from meshrl.rewardd.registry.store import MANIFEST, VersionStore
+from meshrl.rewardd.registry.store import MANIFEST, SubmissionStore
 from meshrl.rewardd.registry.types import Manifest
 from meshrl.sandbox.environment import InstalledPackages, environment_of
 from meshrl.sandbox.sandbox import Sandbox, open_sandbox
@@ -40,7 +39,7 @@ async def open_registry(config: RewardConfig, directory: Path) -> AsyncIterator[
             return judge_of(rule, config)
         return _version_judge(store.directory(version), config)
 
-    store = VersionStore(directory, config.registry.max_versions)
+    store = SubmissionStore(directory, config.registry.max_versions)
     cache = JudgeCache(build)
     judge = ActiveRewardJudge(cache, keep_samples=config.registry.keep_samples)
     try:

@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from meshrl.contract.errors import CapacityError, ConflictError, NotFoundError, UserError
 from meshrl.contract.types import Sample, Score, Uid
 from meshrl.rewardd.config import START_DEADLINE_S, RewardConfig
-from meshrl.rewardd.registry.active_reward import ActiveRewardJudge
+from meshrl.rewardd.registry.active_reward import ActiveRewardJudge, JudgeCache
 from meshrl.rewardd.registry.checks import checked
-from meshrl.rewardd.registry.comparison import Differences
-from meshrl.rewardd.registry.judge_cache import JudgeCache
-from meshrl.rewardd.registry.store import VersionStore
+from meshrl.rewardd.registry.store import SubmissionStore
 from meshrl.rewardd.registry.types import (
     Action,
     Case,
+    Differences,
     Event,
     Manifest,
     Name,
@@ -76,7 +75,7 @@ class Registry:
 
     def __init__(
         self,
-        store: VersionStore,
+        store: SubmissionStore,
         cache: JudgeCache,
         judge: ActiveRewardJudge,
         config: RewardConfig,

@@ -26,7 +26,7 @@ from meshrl.rewardd.registry.types import Case, Manifest, Name, Submission, cont
 SOURCE, WHEEL, MANIFEST, TESTS = "source.py", "reward.whl", "manifest.json", "tests.json"
 
 
-class VersionStore:
+class SubmissionStore:
     """The files under `directory`. Its methods block, briefly."""
 
     def __init__(self, directory: Path, max_versions: int) -> None:

@@ -103,7 +103,7 @@ async def _serve(
     directories: Sequence[Path], settings: ServerSettings, allowed: Sequence[str]
 ) -> None:
     # Imported here: with it comes FastAPI, which `--help` can do without.
-    from meshrl.http.rewards.errors import problem
+    from meshrl.http.common import problem
     from meshrl.http.view.app import Admission, build_app, viewed_runs
     from meshrl.rpc.http_server import serving_http
 

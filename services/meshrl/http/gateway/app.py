@@ -17,12 +17,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from meshrl.contract.errors import CapacityError, ForbiddenError, UnauthenticatedError
 from meshrl.contract.types import PostedReward
-from meshrl.http.body_limit import BodyLimit
+from meshrl.http.common import AsciiJSON, BodyLimit, presented_by
 from meshrl.http.gateway import models as m
-from meshrl.http.gateway.answers import AnswerFormat, StreamedAnswer
-from meshrl.http.gateway.errors import install, refusal, refused
+from meshrl.http.gateway.answers import AnswerFormat, StreamedAnswer, install, refusal, refused
 from meshrl.http.gateway.sessions import SessionTable, address
-from meshrl.http.responses import AsciiJSON, presented_by
 from meshrl.rollout.agents.agent import task_json
 from meshrl.rollout.agents.answer_stream import AnswerStream
 from meshrl.rollout.agents.requests import SessionEndedError

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue
 
 from meshrl.contract.types import Json
-from meshrl.http.gateway.errors import ParameterError
+from meshrl.http.gateway.answers import ParameterError
 from meshrl.rollout.agents.requests import SessionRequest, read_arguments
 
 MAX_STOPS = 16

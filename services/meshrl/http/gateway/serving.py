@@ -41,8 +41,8 @@ async def gateway_of(
         yield None
         return
     # Imported here: with it comes FastAPI, which a run without agents can do without.
+    from meshrl.http.gateway.answers import refusal
     from meshrl.http.gateway.app import build_app
-    from meshrl.http.gateway.errors import refusal
     from meshrl.rpc.http_server import serving_http
 
     config = recipe.rollout.gateway

@@ -1,4 +1,4 @@
-"""The table of open sessions: finds them by API key, and queues callers who claim one."""
+"""The table of open sessions: finds them by API key, queues callers who claim one, and counts them for Prometheus."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from meshrl.contract.errors import (
     ForbiddenError,
@@ -167,3 +171,32 @@ def _bearer(authorization: str) -> str:
 
 def _digest(token: str) -> str:
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+class GatewayMetrics(Collector):
+    """Collected on each scrape."""
+
+    def __init__(self, sessions: SessionTable) -> None:
+        self._sessions = sessions
+
+    def collect(self) -> Iterator[Metric]:
+        """Two gauges, two counters."""
+        sessions = self._sessions
+        yield GaugeMetricFamily(
+            "meshrl_gateway_sessions", "Open sessions.", value=sessions.open_sessions
+        )
+        yield GaugeMetricFamily(
+            "meshrl_gateway_claims_waiting",
+            "External agents that wait for a row.",
+            value=sessions.demand,
+        )
+        yield CounterMetricFamily(
+            "meshrl_gateway_sessions_opened",
+            "Sessions opened since the start.",
+            value=sessions.opened_ever,
+        )
+        yield CounterMetricFamily(
+            "meshrl_gateway_tokens_left_out",
+            "Sampled tokens of ended sessions that lie on branches which are not trained.",
+            value=sessions.tokens_left_out,
+        )

@@ -12,8 +12,7 @@ from meshrl.contract.codec import printable
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import Json, Outcome, Sample, Score, Uid
 from meshrl.rewardd.pool.signatures import FunctionKind
-from meshrl.rewardd.registry.comparison import Differences
-from meshrl.rewardd.registry.types import Case, Manifest, Name, Submission
+from meshrl.rewardd.registry.types import Case, Differences, Manifest, Name, Submission
 
 
 def _text(value: str) -> str:

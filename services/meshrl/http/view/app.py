@@ -27,9 +27,7 @@ from meshrl.contract.errors import (
     UnauthenticatedError,
     UserError,
 )
-from meshrl.http.body_limit import BodyLimit
-from meshrl.http.responses import AsciiJSON
-from meshrl.http.rewards.errors import install, problem
+from meshrl.http.common import AsciiJSON, BodyLimit, install, problem
 from meshrl.http.view import settings
 from meshrl.http.view.metrics import MetricsFile
 from meshrl.http.view.spans import SpanFiles
@@ -414,7 +412,7 @@ def _add_rows(router: APIRouter) -> None:
         limit: Annotated[int, Query(ge=1, le=MOST_ROWS)] = 50,
     ) -> dict[str, Any]:
         def ask(rows: ModuleType) -> dict[str, Any]:
-            question = rows.Question(
+            question = rows.RowQuery(
                 sort=sort,
                 descending=descending,
                 where=where,

@@ -31,7 +31,7 @@ class _Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class MetricCurve:
     """Values by step, in the order of the file."""
 
     steps: list[float]
@@ -100,7 +100,7 @@ class MetricsFile:
         column = self._columns.get(name)
         return column.values if column is not None else ()
 
-    def curves(self, names: Iterable[str], after: int = 0) -> Mapping[str, Curve]:
+    def curves(self, names: Iterable[str], after: int = 0) -> Mapping[str, MetricCurve]:
         """The named metrics from line `after` on; unknown ones are left out."""
         found = {}
         for name in names:
@@ -148,13 +148,13 @@ class MetricsFile:
                     column.values.append(number_of)
 
 
-def _thinned(steps: array[int], values: array[float]) -> Curve:
+def _thinned(steps: array[int], values: array[float]) -> MetricCurve:
     """At most MOST_POINTS points: each the mean of its neighbours, at their mean step."""
     width = -(-len(steps) // MOST_POINTS)
     if width <= 1:
-        return Curve(list(steps), list(values))
+        return MetricCurve(list(steps), list(values))
     parts = [slice(at, at + width) for at in range(0, len(steps), width)]
-    return Curve(
+    return MetricCurve(
         [sum(steps[part]) / len(steps[part]) for part in parts],
         [sum(values[part]) / len(values[part]) for part in parts],
     )

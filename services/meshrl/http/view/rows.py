@@ -47,7 +47,7 @@ SCAN_ROWS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class RowQuery:
     """Which rows of a file are asked for, in which order."""
 
     sort: str = ""
@@ -68,7 +68,7 @@ def steps_of(run_dir: Path) -> list[dict[str, Any]]:
     return [{"split": file.split, "step": file.step, "bytes": file.size} for file in files]
 
 
-def page_of(run_dir: Path, split: Split, step: int, question: Question) -> dict[str, Any]:
+def page_of(run_dir: Path, split: Split, step: int, question: RowQuery) -> dict[str, Any]:
     """Rows `offset` to `offset + limit` of those asked for, and how many there are.
 
     Raises:
@@ -83,7 +83,7 @@ def page_of(run_dir: Path, split: Split, step: int, question: Question) -> dict[
     return _answer(table, len(chosen), rows)
 
 
-def groups_of(run_dir: Path, split: Split, step: int, question: Question) -> dict[str, Any]:
+def groups_of(run_dir: Path, split: Split, step: int, question: RowQuery) -> dict[str, Any]:
     """As `page_of`, in groups: those that hold a row asked for, in the order of their first, with all their rows."""
     path = _path(run_dir, split, step)
     with _reading(path):
@@ -151,7 +151,7 @@ def _read_summary(path: Path, mtime_ns: int, size: int) -> pa.Table:
     return file.read(columns=names)
 
 
-def _chosen(path: Path, table: pa.Table, question: Question) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _chosen(path: Path, table: pa.Table, question: RowQuery) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The numbers of the rows asked for, in their order."""
     keep = np.ones(table.num_rows, dtype=bool)
     if question.where:

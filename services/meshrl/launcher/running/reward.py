@@ -12,8 +12,8 @@ from contextlib import AsyncExitStack, closing
 
 from meshrl.common.sockets import is_loopback
 from meshrl.config.recipe import Recipe
+from meshrl.http.common import problem
 from meshrl.http.rewards.app import build_app
-from meshrl.http.rewards.errors import problem
 from meshrl.launcher.stage_service import (
     STAGE_GRACE_S,
     find_runs,

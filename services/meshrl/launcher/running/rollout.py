@@ -14,8 +14,8 @@ from contextlib import AsyncExitStack
 
 from meshrl.config.recipe import Recipe
 from meshrl.contract.errors import InfraError
-from meshrl.http.gateway.metrics import GatewayMetrics
 from meshrl.http.gateway.serving import gateway_of
+from meshrl.http.gateway.sessions import GatewayMetrics
 from meshrl.launcher.prompts import image_processor
 from meshrl.launcher.stage_service import (
     STAGE_GRACE_S,

@@ -8,8 +8,7 @@ from typing import Final
 from meshrl.contract.codec import LEDGER, TEXT, Codec, EnumCodec, Field, printable
 from meshrl.contract.types import Sample, Score
 from meshrl.rewardd.pool.signatures import FunctionKind
-from meshrl.rewardd.registry.comparison import Differences
-from meshrl.rewardd.registry.types import WATCHED, Case, Event, Name, Submission
+from meshrl.rewardd.registry.types import WATCHED, Case, Differences, Event, Name, Submission
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.methods import Table, bare_row, row, service
 from meshrl.transferqueue.operations.audit import Audit
