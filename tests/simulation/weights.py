@@ -21,9 +21,9 @@ from meshrl.config.weights import WeightsConfig
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.types import TensorSpec, Uint8, Version, WeightManifest
 from meshrl.weights.carrier import Channel, Link, RunPaths
-from meshrl.weights.carriers import disk, shm
+from meshrl.weights.carriers import auto, disk, shm
 from meshrl.weights.messages import digest
-from meshrl.weights.transport import Transport
+from meshrl.weights.transport import Pairs, Transport
 from tests.simulation.engine import SimulatedEngine, token_of
 from tests.simulation.host import Memory, SimulatedThread, Takes, this_process
 from tests.simulation.loop import Process, SimulatedLoop
@@ -163,13 +163,18 @@ class WeightSurroundings:
 
     def transport(self) -> Transport:
         """Of the process that runs."""
-        process, config = this_process(), self.config
+        if self.config.carrier == "auto":
+            return auto.Carrier(self.config, self.paths, self._load)
+        return self._load(self.config, self.paths)
+
+    def _load(self, config: WeightsConfig, paths: RunPaths) -> Pairs:
+        process = this_process()
         carrier: Any
         if config.carrier == "shm":
             memory = self.memory.of(process)
-            carrier = self._shm(config, self.paths, memory=memory, thread=self._thread)
+            carrier = self._shm(config, paths, memory=memory, thread=self._thread)
         elif config.carrier == "disk":
-            carrier = disk.Carrier(config, self.paths, thread=self._thread)
+            carrier = disk.Carrier(config, paths, thread=self._thread)
         else:
             raise ConfigError(f"carrier {config.carrier} is not simulated")
         whole: Callable[[Link], Channel] = carrier.channel
