@@ -23,7 +23,7 @@ from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc as rpc
 from meshrl.weights.carrier import host_id
-from meshrl.weights.fleet import ReplicaReport, drain_replica, encode_report
+from meshrl.weights.fleet import REPLICA_REPORT, ReplicaReport, drain_replica
 from meshrl.weights.messages import stamp
 from meshrl.weights.servicer import WeightsServicer
 
@@ -111,7 +111,7 @@ async def test_the_fleet_is_read_and_drained_without_a_call_to_an_address_of_a_w
         welcome = await stream.read()
         assert isinstance(welcome, pb.PlaneMessage) and welcome.HasField("welcome"), welcome
         about = stamp(RUN, welcome.stamp.generation, None)
-        await stream.write(pb.ReplicaMessage(stamp=about, report=encode_report(REPORT)))
+        await stream.write(pb.ReplicaMessage(stamp=about, report=REPLICA_REPORT.encode(REPORT)))
         await until(lambda: fleet.coordinator.fleet().replicas[0].report is not None)
 
         (member,) = (await read_membership(MeshAddress(trainer=trainer))).members.values()
@@ -161,5 +161,5 @@ async def test_a_report_that_is_none_costs_only_who_sends_it(tmp_path: Path) -> 
             while (told := await stream.read()) is not grpc.aio.EOF:
                 assert isinstance(told, pb.PlaneMessage)
                 if told.HasField("abort"):
-                    assert told.abort.final and "version" in told.abort.message
+                    assert told.abort.final and "engine is missing" in told.abort.message
         assert fleet.coordinator.fleet().replicas[0].report is None

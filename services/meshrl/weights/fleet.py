@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
+from typing import Any, Final
 
 import grpc
 
@@ -83,7 +84,7 @@ class FleetView:
 async def fetch_fleet(trainer: str, deadline_s: float) -> FleetView:
     """Ask the trainer's process at `host:port`. Raises UnavailableError when it cannot be reached."""
     async with _weights(trainer) as stub:
-        return decode_fleet(await stub.Fleet(pb.FleetRequest(), timeout=deadline_s))
+        return FLEET.decode(await stub.Fleet(pb.FleetRequest(), timeout=deadline_s))
 
 
 async def drain_replica(trainer: str, replica: str, deadline_s: float) -> None:
@@ -106,103 +107,36 @@ async def _weights(trainer: str) -> AsyncIterator[rpc.WeightsStub]:
             raise from_rpc(error, f"the trainer at {trainer}") from error
 
 
-def encode_report(report: ReplicaReport) -> pb.ReplicaReport:
-    """The protobuf form."""
-    worker = report.worker
-    return pb.ReplicaReport(
-        engine=codec.ENGINE_STATS.encode(report.engine),
-        held=worker.held,
-        slots=worker.slots,
-        leased=worker.rows.leased,
-        written=worker.rows.written,
-        failed=worker.rows.failed,
-        returned=worker.rows.returned,
-        lost=worker.rows.lost,
-        breaker=worker.breaker,
-        error_rate=worker.error_rate,
-        last_fault=codec.printable(worker.last_fault[:MAX_TEXT]),
-        opened=worker.opened,
-        continued=worker.continued,
-        draining=worker.draining,
-    )
+def _worker_fields(worker: WorkerReport) -> dict[str, object]:
+    found = asdict(worker)
+    fault = codec.printable(worker.last_fault[:MAX_TEXT])
+    return {**found.pop("rows"), **found, "last_fault": fault}
 
 
-def decode_report(message: pb.ReplicaReport) -> ReplicaReport:
-    """The inverse of `encode_report`. Raises UserError for what is no report."""
-    rows = StageStats(
-        leased=message.leased,
-        written=message.written,
-        failed=message.failed,
-        returned=message.returned,
-        lost=message.lost,
-    )
-    worker = WorkerReport(
-        held=message.held,
-        slots=message.slots,
-        rows=rows,
-        breaker=message.breaker[:MAX_TEXT],
-        error_rate=message.error_rate,
-        last_fault=message.last_fault[:MAX_TEXT],
-        opened=message.opened,
-        continued=message.continued,
-        draining=message.draining,
-    )
-    return ReplicaReport(engine=codec.ENGINE_STATS.decode(message.engine), worker=worker)
+def _worker(message: pb.ReplicaReport) -> WorkerReport:
+    def read(kind: type) -> dict[str, Any]:
+        found = {each.name: getattr(message, each.name, None) for each in fields(kind)}
+        return {
+            name: value[:MAX_TEXT] if isinstance(value, str) else value
+            for name, value in found.items()
+        }
+
+    return WorkerReport(**{**read(WorkerReport), "rows": StageStats(**read(StageStats))})
 
 
-def encode_fleet(fleet: FleetView) -> pb.FleetResponse:
-    """The protobuf form."""
-    return pb.FleetResponse(
-        run=fleet.run,
-        epoch=fleet.epoch,
-        committed=_text(fleet.committed),
-        proposed=_text(fleet.proposed),
-        replicas=[
-            pb.ReplicaInfo(
-                replica=view.name,
-                state=pb.ReplicaState.Value(f"REPLICA_STATE_{view.state.name}"),
-                generation=view.generation,
-                version=_text(view.version),
-                last_sync_s=view.last_sync_s,
-                pause_s=view.pause_s,
-                reason=view.reason,
-                carrier=view.carrier,
-                moved_bytes=view.moved_bytes,
-                report=encode_report(view.report) if view.report else None,
-            )
-            for view in fleet.replicas
-        ],
-    )
-
-
-def decode_fleet(message: pb.FleetResponse) -> FleetView:
-    """The inverse of `encode_fleet`."""
-    return FleetView(
-        run=message.run,
-        epoch=message.epoch,
-        committed=_version(message.committed),
-        proposed=_version(message.proposed),
-        replicas=tuple(
-            ReplicaView(
-                name=info.replica,
-                state=ReplicaState[pb.ReplicaState.Name(info.state).removeprefix("REPLICA_STATE_")],
-                generation=info.generation,
-                version=_version(info.version),
-                last_sync_s=info.last_sync_s,
-                pause_s=info.pause_s,
-                reason=info.reason,
-                carrier=info.carrier,
-                moved_bytes=info.moved_bytes,
-                report=decode_report(info.report) if info.HasField("report") else None,
-            )
-            for info in message.replicas
-        ),
-    )
-
-
-def _text(version: Version | None) -> str:
-    return "" if version is None else str(version)
-
-
-def _version(text: str) -> Version | None:
-    return Version.parse(text) if text else None
+_VERSION = codec.Field(str, lambda text: Version.parse(text) if text else None)
+"""`epoch.step`; empty when there is none."""
+REPLICA_REPORT: Final = codec.Codec(
+    ReplicaReport,
+    pb.ReplicaReport,
+    given={"worker": codec.Field(_worker_fields, _worker, spread=True)},
+)
+REPLICA_VIEW: Final = codec.Codec(
+    ReplicaView,
+    pb.ReplicaInfo,
+    text=("reason",),
+    given={"name": codec.Field(name="replica"), "version": _VERSION},
+)
+FLEET: Final = codec.Codec(
+    FleetView, pb.FleetResponse, given={"committed": _VERSION, "proposed": _VERSION}
+)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import grpc
 import xxhash
 
 from meshrl.common import chunk_digest as chunks
+from meshrl.contract import codec
 from meshrl.contract.errors import CorruptError, InfraError, UnavailableError
 from meshrl.contract.ports import GatheredSource, WeightSource
 from meshrl.contract.types import Adapter, TensorSpec, Uint8, Version, WeightManifest
@@ -22,6 +23,7 @@ from meshrl.weights.carrier import Link, host_id
 from meshrl.weights.waiting import within
 
 _T = TypeVar("_T")
+TENSOR: Final = codec.Codec(TensorSpec, pb.WeightTensor)
 
 
 def digest(bucket: Uint8) -> str:
@@ -124,19 +126,8 @@ def stamped_version(message: pb.WeightStamp) -> Version:
 
 def manifest_to_message(manifest: WeightManifest) -> pb.WeightManifest:
     """The protobuf form; run and version travel in the stamp."""
-    tensors = [
-        pb.WeightTensor(
-            name=tensor.name,
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            bucket=tensor.bucket,
-            offset=tensor.offset,
-            nbytes=tensor.nbytes,
-        )
-        for tensor in manifest.tensors
-    ]
     message = pb.WeightManifest(
-        tensors=tensors,
+        tensors=map(TENSOR.encode, manifest.tensors),
         bucket_bytes=manifest.bucket_bytes,
         bucket_hashes=manifest.bucket_hashes,
         tensor_hashes=manifest.tensor_hashes,
@@ -156,37 +147,24 @@ def manifest_to_message(manifest: WeightManifest) -> pb.WeightManifest:
 
 def manifest_from_message(about: pb.WeightStamp, message: pb.WeightManifest) -> WeightManifest:
     """The inverse of `manifest_message`."""
-    tensors = tuple(
-        TensorSpec(
-            name=tensor.name,
-            dtype=tensor.dtype,
-            shape=tuple(tensor.shape),
-            bucket=tensor.bucket,
-            offset=tensor.offset,
-            nbytes=tensor.nbytes,
+    adapter = None
+    if message.HasField("adapter"):
+        sent = message.adapter
+        adapter = Adapter(
+            base=sent.base,
+            rank=sent.rank,
+            scale=sent.scale,
+            targets=tuple(sent.targets),
+            merged=manifest_from_message(about, sent.merged),
         )
-        for tensor in message.tensors
-    )
     return WeightManifest(
         run=about.run,
         version=stamped_version(about),
-        tensors=tensors,
+        tensors=tuple(map(TENSOR.decode, message.tensors)),
         bucket_bytes=tuple(message.bucket_bytes),
         bucket_hashes=tuple(message.bucket_hashes),
         tensor_hashes=tuple(message.tensor_hashes),
-        adapter=_adapter_from_message(about, message.adapter)
-        if message.HasField("adapter")
-        else None,
-    )
-
-
-def _adapter_from_message(about: pb.WeightStamp, message: pb.WeightAdapter) -> Adapter:
-    return Adapter(
-        base=message.base,
-        rank=message.rank,
-        scale=message.scale,
-        targets=tuple(message.targets),
-        merged=manifest_from_message(about, message.merged),
+        adapter=adapter,
     )
 
 

@@ -9,7 +9,7 @@ from meshrl.contract.errors import CorruptError, from_detail
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Version
 from meshrl.v1 import weights_pb2 as pb
-from meshrl.weights.fleet import ReplicaReport, ReplicaState, ReplicaView, decode_report
+from meshrl.weights.fleet import REPLICA_REPORT, ReplicaReport, ReplicaState, ReplicaView
 from meshrl.weights.messages import Receiver
 from meshrl.weights.transport import Delivery, Transport
 
@@ -140,7 +140,7 @@ class Replica:
     def inspect(self, message: pb.ReplicaMessage) -> bool:
         """Raise the failure that the replica tells of, whatever this side waits for; keep what it says of itself."""
         if message.WhichOneof("body") == "report":
-            self.report = decode_report(message.report)
+            self.report = REPLICA_REPORT.decode(message.report)
             return True
         if message.WhichOneof("body") == "failed":
             raise from_detail(message.failed.code, f"{self.name}: {message.failed.message}", {})

@@ -32,7 +32,7 @@ from meshrl.contract.ports import AdapterSink, LendingSink, WeightSink
 from meshrl.contract.types import OnUpdate, Version, WeightManifest
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.weights.carrier import Link, host_id
-from meshrl.weights.fleet import ReplicaReport, encode_report
+from meshrl.weights.fleet import REPLICA_REPORT, ReplicaReport
 from meshrl.weights.lora_merging import Merger
 from meshrl.weights.messages import (
     CoordinatorStream,
@@ -305,7 +305,7 @@ class ReplicaController:
         about = stamp(self._run, generation, None)
         if self._own_report is None:
             return pb.ReplicaMessage(stamp=about, beat=pb.Beat())
-        return pb.ReplicaMessage(stamp=about, report=encode_report(self._own_report()))
+        return pb.ReplicaMessage(stamp=about, report=REPLICA_REPORT.encode(self._own_report()))
 
     def _check_welcome(self, message: pb.PlaneMessage) -> None:
         """Raises FencedError for a trainer whose epoch is over, or the coordinator's reason to refuse."""

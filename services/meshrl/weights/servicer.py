@@ -11,7 +11,7 @@ from meshrl.rpc.interceptors import Context, full_name
 from meshrl.v1 import weights_pb2 as pb
 from meshrl.v1 import weights_pb2_grpc as rpc
 from meshrl.weights.coordinator import WeightCoordinator
-from meshrl.weights.fleet import encode_fleet
+from meshrl.weights.fleet import FLEET
 from meshrl.weights.messages import stream_to_replica
 
 
@@ -38,7 +38,7 @@ class WeightsServicer(rpc.WeightsServicer):
 
     async def Fleet(self, request: pb.FleetRequest, context: Context) -> pb.FleetResponse:
         """The fleet at this instant."""
-        return encode_fleet(self._coordinator.fleet())
+        return FLEET.encode(self._coordinator.fleet())
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         """Ask one replica to leave."""
