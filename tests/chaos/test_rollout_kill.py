@@ -170,7 +170,7 @@ async def test_responses_outlive_the_processes_that_sample_them(tmp_path: Path) 
     went_on = {uid: (between.get(uid) or after[uid])[0] for uid in torn}
     assert 0 < len(torn) <= SLOTS and any(went_on.values())
     assert 0 <= sum(before[uid][1] - went_on[uid] for uid in torn) <= INTERVAL * len(torn)
-    # GroupRows that were done stay as they were.
+    # Groups that were done stay as they were.
     assert len(before.keys() - torn) >= GROUP
     assert all(before[uid][1] == LENGTHS[number_of(Uid.parse(uid))] for uid in before.keys() - torn)
 

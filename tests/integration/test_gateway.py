@@ -52,7 +52,7 @@ async def test_turns_streams_and_tool_results_are_one_row_of_what_was_sampled(
                 and "U:sure?<eos>A:" in answer
             )
             assert mesh.posted(uid) is None
-        # GroupRows draw for themselves.
+        # Groups draw for themselves.
         assert len({row.tokens.tobytes() for row in rows.values()}) == 6
 
 
