@@ -134,8 +134,7 @@ REPLICA_REPORT: Final = codec.Codec(
 REPLICA_VIEW: Final = codec.Codec(
     ReplicaView,
     pb.ReplicaInfo,
-    text=("reason",),
-    given={"name": codec.Field(name="replica"), "version": _VERSION},
+    given={"name": codec.Field(name="replica"), "reason": codec.TEXT, "version": _VERSION},
 )
 FLEET: Final = codec.Codec(
     FleetView, pb.FleetResponse, given={"committed": _VERSION, "proposed": _VERSION}
