@@ -1,4 +1,4 @@
-"""How much a server holds at once: connections, calls, bytes of requests; in all, for one address and for one role.
+"""How much a server holds at once: connections, calls, bytes; in all, for one address and for one role.
 
     connection ──▶ gRPC, which closes the one too many before it reads a byte
     call ──▶ `by_address` ──▶ identity ──▶ `by_role` ──▶ the servicer
@@ -19,8 +19,8 @@ from grpc_health.v1 import health
 from meshrl.contract.errors import BusyError
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.identity import CALLER
-from meshrl.rpc.interceptors import RECEIVED, Behavior, Context
-from meshrl.rpc.transport import MAX_CALLS, MAX_CONNECTIONS, MAX_REQUEST_BYTES
+from meshrl.rpc.interceptors import ANSWERED, RECEIVED, Behavior, Context
+from meshrl.rpc.transport import MAX_ANSWER_BYTES, MAX_CALLS, MAX_CONNECTIONS, MAX_REQUEST_BYTES
 
 HEALTH_CHECK: Final = f"/{health.SERVICE_NAME}/Check"
 HEALTH_WATCH: Final = f"/{health.SERVICE_NAME}/Watch"
@@ -36,9 +36,17 @@ class CallLimits:
         *,
         calls: int = MAX_CALLS,
         request_bytes: int = MAX_REQUEST_BYTES,
+        answer_bytes: int = MAX_ANSWER_BYTES,
         connections: int = MAX_CONNECTIONS,
     ) -> None:
-        """`request_bytes` are those of all requests that are received or worked on."""
+        """Limits of all calls at once.
+
+        Args:
+            calls: Calls that run.
+            request_bytes: Bytes of requests that are received or worked on.
+            answer_bytes: Bytes of payload that are read and not sent.
+            connections: Open connections.
+        """
         self.options = (
             ("grpc.max_allowed_incoming_connections", connections),
             # By default gRPC cancels calls at random when more than 1,000 begin at once: a fleet that starts.
@@ -48,6 +56,7 @@ class CallLimits:
         """Of the server."""
         self._calls = _Room("calls", calls)
         self._bytes = _Room("bytes of requests", request_bytes)
+        self._answers = _Room("bytes of answers", answer_bytes)
         self._roles = _Room("calls", calls)
 
     def by_address(self, method: str, behavior: Behavior) -> Behavior:
@@ -59,7 +68,9 @@ class CallLimits:
         async def run(request: Any, context: Context) -> Any:
             address = _address(context.peer())
             calls.take(address, 1)
-            received = _Received(held_bytes, address)
+            received = _Held(held_bytes, address)
+            answered = _Held(self._answers, address)
+            ANSWERED.set(answered)
             try:
                 if isinstance(request, bytes):
                     received(len(request))
@@ -67,8 +78,8 @@ class CallLimits:
                     RECEIVED.set(received)
                 return await behavior(request, context)
             finally:
-                if received.held:
-                    held_bytes.give_back(address, received.held)
+                received.end()
+                answered.end()
                 calls.give_back(address, 1)
 
         return run
@@ -103,8 +114,8 @@ def _role(roles: frozenset[MeshRole]) -> str:
     return f"the role {'+'.join(sorted(roles))}"
 
 
-class _Received:
-    """What one request has of the bytes that a server holds."""
+class _Held:
+    """Bytes that one call has of those that a server holds."""
 
     __slots__ = ("_holder", "_room", "held")
 
@@ -114,9 +125,16 @@ class _Received:
         self.held = 0
 
     def __call__(self, more: int) -> None:
-        """Hold `more`. Raises BusyError."""
-        self._room.take(self._holder, more)
+        """Hold `more`, or less if it is negative. Raises BusyError."""
+        if more > 0:
+            self._room.take(self._holder, more)
+        elif more:
+            self._room.give_back(self._holder, -more)
         self.held += more
+
+    def end(self) -> None:
+        """Hold nothing any more."""
+        self(-self.held)
 
 
 class _Room:

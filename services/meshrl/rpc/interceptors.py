@@ -275,6 +275,8 @@ class LongPolls:
 
 RECEIVED: ContextVar[Callable[[int], object]] = ContextVar("received", default=lambda _: None)
 """Is told the bytes of a streamed request as they come; may refuse more."""
+ANSWERED: ContextVar[Callable[[int], object]] = ContextVar("answered", default=lambda _: None)
+"""Is told the bytes of an answer that are in memory, less than 0 when they are sent; may refuse more."""
 Item = TypeVar("Item")
 Request = TypeVar("Request", bound=SizedMessage)
 

@@ -213,11 +213,19 @@ def decode_write(messages: Sequence[Bulk[pb.WriteRequest]]) -> WriteCall:
     return WriteCall(run=header.run, stage=header.stage, blocks=tuple(written))
 
 
-def encode_fetched(blocks: Sequence[RowBlock]) -> Iterator[Bulk[pb.FetchRowsResponse]]:
-    """Made message by message, so that a batch's payload is never in memory twice."""
+def encode_fetched(
+    blocks: Sequence[RowBlock], announced: int | None = None
+) -> Iterator[Bulk[pb.FetchRowsResponse]]:
+    """Make an answer, or a piece of one, message by message: a batch's payload is never in memory twice.
+
+    Args:
+        blocks: The payload of the piece.
+        announced: Groups of the whole answer, in its first piece, and 0 in each other one; by default the blocks.
+    """
+    announced = len(blocks) if announced is None else announced
     for number, page in enumerate(pages(lambda block: _frame_bytes(block.frames), blocks)):
         message = pb.FetchRowsResponse(
-            num_groups=0 if number else len(blocks),
+            num_groups=0 if number else announced,
             rows=encode_rows(page),
             parts=encode_parts(page, [block.frames for block in page]),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from google.protobuf.message import Message
 
@@ -13,13 +13,17 @@ from meshrl.contract import codec
 from meshrl.contract.codec.compression import TAKES_COMPRESSED
 from meshrl.contract.ports import HeartbeatQueue
 from meshrl.rpc.identity import caller_of_quota, require_stage, served_stages
-from meshrl.rpc.interceptors import Context, bounded
+from meshrl.rpc.interceptors import ANSWERED, Context, bounded
 from meshrl.rpc.servicers.base import TableServicer
 from meshrl.rpc.tables.queue import QueueTable
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1.trajectory_pb2 import Ack
 
 M = TypeVar("M", bound=Message)
+PIECE_BYTES: Final = 16 << 20
+"""Payload of one piece of an answer, by the size of the groups before it."""
+FIRST_GROUPS: Final = 4
+"""Groups of the first piece, whose size is not known."""
 
 
 class QueueServicer(TableServicer, table=QueueTable):
@@ -73,10 +77,23 @@ class QueueServicer(TableServicer, table=QueueTable):
     async def Fetch(
         self, request: pb.FetchRowsRequest, context: Context
     ) -> AsyncIterator[codec.Bulk[pb.FetchRowsResponse]]:
+        """Read and send piece by piece: a caller that does not read keeps one piece in memory."""
         asked = codec.decode_rows(request.rows)
-        blocks = await self._queue.fetch(request.run, asked, list(request.columns))
-        for message in self._bulk(codec.encode_fetched(blocks), context):
-            yield message
+        columns = list(request.columns)
+        answered = ANSWERED.get()
+        done, count = 0, FIRST_GROUPS
+        while not done or done < len(asked):
+            answered(PIECE_BYTES)
+            piece = asked[done : done + count]
+            blocks = await self._queue.fetch(request.run, piece, columns)
+            nbytes = sum(len(frame.value) for block in blocks for frame in block.frames)
+            answered(nbytes - PIECE_BYTES)
+            announced = 0 if done else len(asked)
+            for message in self._bulk(codec.encode_fetched(blocks, announced), context):
+                yield message
+            answered(-nbytes)
+            done += max(1, len(piece))
+            count = min(8 * count, max(1, count * PIECE_BYTES // max(1, nbytes)))
 
     @staticmethod
     def _bulk(messages: Iterable[codec.Bulk[M]], context: Context) -> Iterator[codec.Bulk[M]]:
