@@ -61,10 +61,10 @@ from meshrl.contract.types import (
 from meshrl.planning.scale import run_setting
 from meshrl.planning.setting import Lengths, Setting
 from meshrl.rpc.clients.base import connect
-from meshrl.rpc.clients.lease_renewer import LeaseRenewer
+from meshrl.rpc.clients.queue import LeaseRenewer
 from meshrl.rpc.queue_connection import connect_queue
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue

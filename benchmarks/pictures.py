@@ -39,7 +39,7 @@ from meshrl.images import ImageProcessor
 from meshrl.rollout.engines import sglang, vllm
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.runtime import GrpcServer
-from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.testing import vision
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.config import ModelConfig

@@ -48,7 +48,7 @@ from meshrl.config.loading import load_recipe
 from meshrl.contract.types import Json
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.trainer.metrics.log import MetricsLog
 from meshrl.trainer.ranks.world import World
 from meshrl.transferqueue.queue import TransferQueue

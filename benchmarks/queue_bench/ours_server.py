@@ -16,7 +16,7 @@ from pathlib import Path
 
 from meshrl.rpc.process_memory import collect_garbage_rarely, limit_malloc_arenas
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, run_service
-from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue

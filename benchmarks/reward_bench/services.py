@@ -39,8 +39,8 @@ from meshrl.contract.types import (
 from meshrl.launcher.address_book import Entry, free_port
 from meshrl.launcher.service import is_serving
 from meshrl.rpc import credentials
+from meshrl.rpc.clients.operators import RewardRegistryClient
 from meshrl.rpc.clients.queue import QueueClient
-from meshrl.rpc.clients.reward_registry import RewardRegistryClient
 
 RUN, GROUP, LEASED = "bench", 8, 1024
 PART = 2048

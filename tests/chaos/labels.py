@@ -48,7 +48,7 @@ from meshrl.contract.types import (
     WeightManifest,
 )
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 from meshrl.weights.carrier import RunPaths

@@ -15,8 +15,7 @@ from functools import partial
 
 from meshrl.contract.stage_worker import Intake, StageResult, StageWorker
 from meshrl.contract.types import ROLLOUT_STAGE, LeasedRow, Version
-from meshrl.rpc.clients.lease_renewer import HUNG_S, LeaseRenewer
-from meshrl.rpc.clients.queue import QueueClient
+from meshrl.rpc.clients.queue import HUNG_S, LeaseRenewer, QueueClient
 from meshrl.testing.contract.queue_actors import rollout_of
 
 RUN = "run"

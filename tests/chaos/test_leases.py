@@ -15,10 +15,9 @@ import pytest
 
 from meshrl.contract.errors import WaitTimeoutError
 from meshrl.contract.held_rows import HeldLeases
-from meshrl.rpc.clients.lease_renewer import LeaseRenewer
-from meshrl.rpc.clients.queue import QueueClient
+from meshrl.rpc.clients.queue import LeaseRenewer, QueueClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.testing.contract.queue_actors import WAIT_S, Actors, spec, tasks
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore

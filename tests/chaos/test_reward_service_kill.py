@@ -13,8 +13,8 @@ from meshrl.contract.errors import MeshError
 from meshrl.contract.ports import Queue
 from meshrl.contract.rows import column_text
 from meshrl.rewardd.registry.types import Case, Submission
+from meshrl.rpc.clients.operators import RewardRegistryClient
 from meshrl.rpc.clients.queue import QueueClient
-from meshrl.rpc.clients.reward_registry import RewardRegistryClient
 from meshrl.sandbox.sandbox import no_bubblewrap
 
 from ..waiting import until

@@ -13,7 +13,7 @@ from pathlib import Path
 from meshrl.contract import rows
 from meshrl.contract.types import ROLLOUT_COLUMNS, ROLLOUT_STAGE, RunSpec, Trajectory, Version
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 

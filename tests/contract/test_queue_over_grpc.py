@@ -12,7 +12,7 @@ from meshrl.contract.errors import NotFoundError
 from meshrl.contract.ports import Queue
 from meshrl.rpc.clients.queue import ClientOptions, QueueClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.testing.contract.queue_batch_suite import QueueBatchSuite
 from meshrl.testing.contract.queue_repeat_suite import QueueRepeatSuite
 from meshrl.testing.contract.queue_suite import QueueSuite

@@ -19,7 +19,7 @@ from meshrl.contract.held_rows import HeldLeases
 from meshrl.contract.types import REFERENCE_STAGE, REWARD_STAGE, ROLLOUT_STAGE, Ledger, Outcome
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.rpc.transport import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from meshrl.testing.contract.queue_actors import Actors, spec, task, tasks
 from meshrl.testing.contract.queue_repeat_suite import more_of

@@ -12,10 +12,10 @@ import pytest
 from meshrl.contract.errors import CapacityError, WaitTimeoutError
 from meshrl.contract.stage_worker import Intake, StageWorker
 from meshrl.contract.types import REWARD_STAGE, ROLLOUT_STAGE, LeasedRow, RowWrite, Version
-from meshrl.rpc.clients.patience import Patience
+from meshrl.rpc.clients.base import Patience
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.testing.contract.queue_actors import Actors, rollout_of, spec, tasks, waiting_entries
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, generate_latest, start_http_ser
 from meshrl.common.sockets import join_address
 from meshrl.contract.types import TrainerPhase, TrainerStatus, Version
 from meshrl.launcher.address_book import free_port
-from meshrl.rpc.trainer_metrics import TrainerCollector
+from meshrl.rpc.servicers import TrainerCollector
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -17,12 +17,11 @@ from meshrl.config.loading import save_recipe
 from meshrl.config.recipe import RECIPE_NAME
 from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook
-from meshrl.rpc.clients import queue_admin as admin_client
-from meshrl.rpc.clients.queue_admin import QueueAdminClient
+from meshrl.rpc.clients import operators as admin_client
+from meshrl.rpc.clients.operators import QueueAdminClient
 from meshrl.rpc.queue_metrics import QueueCollector
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers.queue import QueueServicer
-from meshrl.rpc.servicers.queue_admin import QueueAdminServicer
+from meshrl.rpc.servicers import QueueAdminServicer, QueueServicer
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.admin import QueueAdmin

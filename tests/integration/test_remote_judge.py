@@ -10,7 +10,7 @@ from meshrl.contract.errors import UnavailableError
 from meshrl.contract.types import Outcome, Sample, Uid
 from meshrl.rewardd.config import RewardConfig
 from meshrl.rewardd.judge import build_judge
-from meshrl.rpc.servicers.reward import RewardServicer
+from meshrl.rpc.servicers import RewardServicer
 
 from .test_servicers import LengthJudge, serving
 

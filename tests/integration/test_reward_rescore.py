@@ -13,8 +13,8 @@ from meshrl.config.stages import train_spec
 from meshrl.contract.ports import Queue
 from meshrl.contract.rows import column_text
 from meshrl.rewardd.registry.types import Submission
+from meshrl.rpc.clients.operators import RewardRegistryClient
 from meshrl.rpc.clients.queue import QueueClient
-from meshrl.rpc.clients.reward_registry import RewardRegistryClient
 from meshrl.sandbox.sandbox import no_bubblewrap
 
 from ..chaos.answered_rows import GROUP, admit_all, answer_all

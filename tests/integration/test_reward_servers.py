@@ -30,13 +30,12 @@ from meshrl.rewardd.registry.building import open_registry
 from meshrl.rewardd.registry.registry import Registry
 from meshrl.rewardd.registry.types import Case, Submission
 from meshrl.rpc.audit_log import AuditedChanges, RewardAuditLog
-from meshrl.rpc.clients.reward_registry import RewardRegistryClient
+from meshrl.rpc.clients.operators import RewardRegistryClient
 from meshrl.rpc.credentials import MeshRole, new_token
 from meshrl.rpc.http_server import serving_http
 from meshrl.rpc.identity import TokenStore, registry_rates
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers.reward import RewardServicer
-from meshrl.rpc.servicers.reward_registry import RewardRegistryServicer
+from meshrl.rpc.servicers import RewardRegistryServicer, RewardServicer
 from meshrl.sandbox.sandbox import no_bubblewrap
 from meshrl.v1 import reward_registry_pb2 as pb
 

@@ -23,13 +23,9 @@ from meshrl.contract.types import (
     Version,
 )
 from meshrl.rpc.clients.base import Connection
-from meshrl.rpc.clients.reward import JudgeClient
-from meshrl.rpc.clients.rollout import RolloutClient
-from meshrl.rpc.clients.trainer import TrainerClient
+from meshrl.rpc.clients.services import JudgeClient, RolloutClient, TrainerClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, Servicer
-from meshrl.rpc.servicers.reward import RewardServicer
-from meshrl.rpc.servicers.rollout import RolloutServicer
-from meshrl.rpc.servicers.trainer import TrainerServicer
+from meshrl.rpc.servicers import RewardServicer, RolloutServicer, TrainerServicer
 from meshrl.rpc.transport import MAX_MESSAGE_BYTES
 from meshrl.v1 import queue_pb2, reward_pb2, reward_pb2_grpc, trajectory_pb2
 

@@ -31,7 +31,7 @@ from meshrl.contract.types import Trajectory as Row
 from meshrl.launcher.address_book import free_port
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import build
@@ -229,7 +229,7 @@ async def test_a_lease_waits_for_a_task_that_comes_later() -> None:
 SERVICE = """
 import asyncio, sys
 from pathlib import Path
-from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, run_service
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue

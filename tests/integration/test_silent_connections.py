@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from meshrl.contract.types import Sample, Score
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers.reward import RewardServicer
+from meshrl.rpc.servicers import RewardServicer
 from meshrl.rpc.transport import CHANNEL_OPTIONS, SERVER_OPTIONS
 from meshrl.v1 import reward_pb2, reward_pb2_grpc
 

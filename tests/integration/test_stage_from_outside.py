@@ -16,7 +16,7 @@ from meshrl.config import eval_spec, load_recipe, train_spec
 from meshrl.contract.errors import ConfigError
 from meshrl.contract.rows import column_text
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.testing.contract.queue_actors import Actors, task
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore

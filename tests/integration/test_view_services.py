@@ -18,7 +18,7 @@ from meshrl.launcher.address_book import ADDRESS_BOOK_NAME, AddressBook, Entry, 
 from meshrl.launcher.up import view_page
 from meshrl.rpc.credentials import ensure_credentials, verifiers_file
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.queue import TransferQueue

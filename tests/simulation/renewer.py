@@ -8,7 +8,7 @@ import grpc
 
 from meshrl.contract.held_rows import Held, HeldLeases
 from meshrl.rpc.clients.base import Connect
-from meshrl.rpc.clients.lease_renewer import RENEW, REOPEN_S, Metadata, refusal, renewal
+from meshrl.rpc.clients.queue import RENEW, REOPEN_S, Metadata, refusal, renewal
 from meshrl.v1 import queue_pb2 as pb
 from meshrl.v1 import queue_pb2_grpc as rpc
 

@@ -31,9 +31,9 @@ from meshrl.rewardd.reward_stage import RewardStage
 from meshrl.rollout.config import CheckpointIntervals, RowSchedule
 from meshrl.rollout.programs import ProgramCache
 from meshrl.rollout.worker import RolloutWorker
-from meshrl.rpc.clients.patience import Patience
+from meshrl.rpc.clients.base import Patience
 from meshrl.rpc.clients.queue import QueueClient
-from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.trainer.checkpoint.resume import resume
 from meshrl.trainer.config import FilterGroupsConfig, TrainerConfig
 from meshrl.trainer.data.feeder import Feeder

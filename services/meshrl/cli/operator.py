@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from meshrl.cli.find_mesh import RETRY_S, Mesh
 from meshrl.launcher.address_book import run_lock
-from meshrl.rpc.clients.queue_admin import QueueAdminClient
+from meshrl.rpc.clients.operators import QueueAdminClient
 from meshrl.rpc.queue_connection import build_store
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.operations.audit import Audit, audit

@@ -19,8 +19,7 @@ from meshrl.launcher.address_book import AddressBook
 from meshrl.launcher.view import MeshStatus
 from meshrl.rollout.circuit_breaker import CircuitState
 from meshrl.rollout.ports import NO_BREAKER, UNSERVED
-from meshrl.rpc.clients.rollout import RolloutClient
-from meshrl.rpc.clients.trainer import TrainerClient
+from meshrl.rpc.clients.services import RolloutClient, TrainerClient
 from meshrl.rpc.queue_connection import connect_queue
 from meshrl.weights.fleet import FleetView, fetch_fleet
 

@@ -18,8 +18,7 @@ from meshrl.contract.stage_worker import Handler, Intake, StageWorker
 from meshrl.contract.types import RunSpec
 from meshrl.rpc.process_memory import freeze_startup_objects
 from meshrl.rpc.queue_connection import connect_mesh_queue
-from meshrl.rpc.runtime import GrpcServer
-from meshrl.rpc.service_context import ServiceContext
+from meshrl.rpc.runtime import GrpcServer, ServiceContext
 from meshrl.transferqueue.model.specs import joined_specs
 
 STAGE_GRACE_S = 10.0

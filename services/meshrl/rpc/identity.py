@@ -33,20 +33,20 @@ from meshrl.contract.errors import (
     MeshError,
     UnauthenticatedError,
 )
-from meshrl.rpc.credentials import MeshRole, Reloaded, read_verifiers, role_of_stage, sha256
-from meshrl.rpc.interceptors import Behavior, Context
-from meshrl.rpc.methods import Table
-from meshrl.rpc.tables.operators import QueueAdminTable, RewardRegistryTable
-from meshrl.rpc.tables.queue import QueueTable
-from meshrl.rpc.tables.services import (
+from meshrl.rpc.clients.operators import QueueAdminTable, RewardRegistryTable
+from meshrl.rpc.clients.queue import QueueTable
+from meshrl.rpc.clients.services import (
     RewardTable,
     RolloutTable,
     TrainerTable,
     WeightPatchesTable,
     WeightsTable,
 )
+from meshrl.rpc.credentials import MeshRole, Reloaded, read_verifiers, role_of_stage, sha256
+from meshrl.rpc.interceptors import Behavior, Context
+from meshrl.rpc.methods import MethodTable
 
-TABLES: Final[Sequence[type[Table]]] = (
+TABLES: Final[Sequence[type[MethodTable]]] = (
     QueueTable,
     QueueAdminTable,
     RolloutTable,

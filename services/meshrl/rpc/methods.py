@@ -1,11 +1,11 @@
 """The methods of a service as rows of one table, from which client, servicer, identity, limits and metrics follow.
 
-    class QueueTable(Table, Queue, service=…):                one row per method of the .proto
+    class QueueTable(MethodTable, Queue, service=…):                one row per method of the .proto
         settle = row("Settle", TRAINER)(Queue.settle)
           │
           ├─ client: `await queue.settle("run", epoch=1, …)` is the call, with the port's signature
-          ├─ servicer (servicers/base.py): the request's fields are the arguments of the port's method
-          └─ `Table.methods`: roles (identity.py), long polls (interceptors.py), bounds
+          ├─ servicer (servicers.py): the request's fields are the arguments of the port's method
+          └─ `MethodTable.methods`: roles (identity.py), long polls (interceptors.py), bounds
 
 Types, path and arity of a method stand in the generated descriptor, how its values travel follows from the signature
 (contract/codec/control.py). Streams are written by hand in client and servicer; their rows stand here too.
@@ -37,7 +37,7 @@ STAGES: Final = (MeshRole.ROLLOUT, MeshRole.REWARD, MeshRole.REFERENCE, MeshRole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class MethodRow:
     """What the .proto does not say of a method."""
 
     name: str
@@ -74,7 +74,7 @@ class Wire:
 class Method:
     """A row beside its descriptor, and the conversions that follow from both."""
 
-    def __init__(self, row: Row, descriptor: MethodDescriptor) -> None:
+    def __init__(self, row: MethodRow, descriptor: MethodDescriptor) -> None:
         self.row = row
         self.descriptor = descriptor
         asks, answers = descriptor.client_streaming, descriptor.server_streaming
@@ -154,7 +154,7 @@ class Method:
         return self._answer.decode
 
 
-class Table:
+class MethodTable:
     """The methods of one service; the base of its client.
 
     Raises:
@@ -164,14 +164,14 @@ class Table:
     service: ClassVar[ServiceDescriptor]
     methods: ClassVar[Mapping[str, Method]]
     """By name in the .proto, in its order."""
-    by_hand: ClassVar[Sequence[Row]] = ()
+    by_hand: ClassVar[Sequence[MethodRow]] = ()
     """Rows of methods that client and servicer have by hand, and that no port has."""
 
     def __init_subclass__(cls, *, service: ServiceDescriptor | None = None, **more: Any) -> None:
         super().__init_subclass__(**more)
         if service is None:
             return
-        rows: list[Row] = [*cls.by_hand]
+        rows: list[MethodRow] = [*cls.by_hand]
         rows += [each.row for each in vars(cls).values() if hasattr(each, "row")]
         named: Mapping[str, MethodDescriptor] = service.methods_by_name
         cls.service = service
@@ -194,9 +194,9 @@ def service(file: FileDescriptor, name: str) -> ServiceDescriptor:
     return found
 
 
-def bare_row(name: str, *roles: MeshRole, **more: Any) -> Row:
-    """A row without a port's method; `more` as in Row. The operator may call every method."""
-    return Row(name=name, roles=frozenset((*roles, MeshRole.OPERATOR)), **more)
+def bare_row(name: str, *roles: MeshRole, **more: Any) -> MethodRow:
+    """A row without a port's method; `more` as in MethodRow. The operator may call every method."""
+    return MethodRow(name=name, roles=frozenset((*roles, MeshRole.OPERATOR)), **more)
 
 
 def row(name: str, *roles: MeshRole, **more: Any) -> Callable[[F], F]:
@@ -204,7 +204,7 @@ def row(name: str, *roles: MeshRole, **more: Any) -> Callable[[F], F]:
 
     def made(port: F) -> F:
         @functools.wraps(port)
-        async def call(self: Table, /, *args: Any, **kwargs: Any) -> Any:
+        async def call(self: MethodTable, /, *args: Any, **kwargs: Any) -> Any:
             return await self.call_remote(self.methods[name], *args, **kwargs)
 
         call.row = bare_row(name, *roles, port=port, **more)  # type: ignore[attr-defined]

@@ -12,10 +12,9 @@ from meshrl.contract.codec.compression import Mode
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Precision
-from meshrl.rpc.clients.base import SERVICE_RETRY_S
-from meshrl.rpc.clients.patience import Patience
+from meshrl.rpc.clients.base import SERVICE_RETRY_S, Patience
 from meshrl.rpc.clients.queue import QueueClient
-from meshrl.rpc.service_context import ServiceContext
+from meshrl.rpc.runtime import ServiceContext
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Store

@@ -22,6 +22,7 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, cast
@@ -423,3 +424,28 @@ def _report(error: MeshError | OSError) -> int:
         if isinstance(error, kind):
             return code
     return Exit.FAILED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceContext:
+    """What `meshrl serve` passes to a service."""
+
+    name: str
+    """Unique in the mesh and the same after a restart; it identifies leases and replicas."""
+    settings: ServerSettings
+    kind: str = ""
+    """The kind of service: a built-in one, or the name of a stage of the recipe."""
+    node_rank: int = 0
+    """Which machine of the service this is, of one that has several."""
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    """Address (`host:port`) by kind of service (`queue`, `trainer`)."""
+    accept_changes: bool = False
+    """The run may go on with other data, another model or another reward than it began with."""
+
+    def address_of(self, kind: str) -> str:
+        """The address of a service. Raises UserError if it is unknown."""
+        if kind not in self.addresses:
+            raise UserError(
+                f"{self.name} must reach the {kind} service: give --{kind} HOST:PORT or --address-book FILE"
+            )
+        return self.addresses[kind]

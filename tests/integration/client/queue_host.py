@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers.queue import QueueServicer
+from meshrl.rpc.servicers import QueueServicer
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue

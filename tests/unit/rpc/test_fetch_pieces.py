@@ -16,7 +16,7 @@ from meshrl.contract.frames import Frame, pack
 from meshrl.contract.types import RowBlock
 from meshrl.rpc.call_limits import CallLimits
 from meshrl.rpc.interceptors import Context
-from meshrl.rpc.servicers.queue import FIRST_GROUPS, PIECE_BYTES, QueueServicer
+from meshrl.rpc.servicers import FETCH_BYTES, FIRST_GROUPS, QueueServicer
 from meshrl.v1 import queue_pb2 as pb
 
 from ...waiting import until
@@ -73,7 +73,7 @@ async def test_a_caller_that_reads_no_further_has_one_piece_in_memory() -> None:
         assert queue.read == [FIRST_GROUPS]
         rest = [message async for message in messages]
     assert sum(queue.read) == GROUPS
-    assert max(queue.read) * GROUP_BYTES <= PIECE_BYTES
+    assert max(queue.read) * GROUP_BYTES <= FETCH_BYTES
     assert len(rest) == GROUPS - 1
 
 
@@ -86,7 +86,7 @@ async def test_an_answer_in_pieces_is_one_answer(count: int) -> None:
 
 
 async def test_answers_that_nobody_reads_are_bounded_and_their_bytes_come_back() -> None:
-    limits = CallLimits(answer_bytes=4 * PIECE_BYTES)
+    limits = CallLimits(answer_bytes=4 * FETCH_BYTES)
     servicer = QueueServicer(cast("Any", Payload()))
     begun: list[int] = []
 

@@ -34,10 +34,9 @@ from meshrl.contract.errors import (
     UserError,
 )
 from meshrl.rpc import credentials, tls
+from meshrl.rpc.clients.operators import QueueAdminClient
 from meshrl.rpc.clients.queue import QueueClient
-from meshrl.rpc.clients.queue_admin import QueueAdminClient
-from meshrl.rpc.clients.rollout import RolloutClient
-from meshrl.rpc.clients.trainer import TrainerClient
+from meshrl.rpc.clients.services import RolloutClient, TrainerClient
 from meshrl.rpc.credentials import Credential, MeshRole, ensure_credentials, new_token
 from meshrl.rpc.identity import (
     CLAIM,

@@ -10,21 +10,19 @@ import pytest
 from meshrl.contract.errors import UserError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import Outcome, Uid, Version
-from meshrl.rpc.clients.queue import QueueClient
-from meshrl.rpc.clients.queue_admin import QueueAdminClient
-from meshrl.rpc.clients.reward import JudgeClient
-from meshrl.rpc.clients.reward_registry import RewardRegistryClient
-from meshrl.rpc.clients.rollout import RolloutClient
-from meshrl.rpc.clients.trainer import TrainerClient
+from meshrl.rpc.clients.operators import QueueAdminClient, RewardRegistryClient
+from meshrl.rpc.clients.queue import QueueClient, QueueTable
+from meshrl.rpc.clients.services import JudgeClient, RolloutClient, TrainerClient
 from meshrl.rpc.identity import TABLES
-from meshrl.rpc.methods import Method, Table, bare_row, row, service
-from meshrl.rpc.servicers.queue import QueueServicer
-from meshrl.rpc.servicers.queue_admin import QueueAdminServicer
-from meshrl.rpc.servicers.reward import RewardServicer
-from meshrl.rpc.servicers.reward_registry import RewardRegistryServicer
-from meshrl.rpc.servicers.rollout import RolloutServicer
-from meshrl.rpc.servicers.trainer import TrainerServicer
-from meshrl.rpc.tables.queue import QueueTable
+from meshrl.rpc.methods import Method, MethodTable, bare_row, row, service
+from meshrl.rpc.servicers import (
+    QueueAdminServicer,
+    QueueServicer,
+    RewardRegistryServicer,
+    RewardServicer,
+    RolloutServicer,
+    TrainerServicer,
+)
 from meshrl.v1 import rollout_pb2
 
 SERVICERS = (
@@ -100,12 +98,12 @@ def test_a_table_and_its_proto_have_the_same_methods() -> None:
     for rows in ((), (bare_row("GetStats"), bare_row("Stop"))):
         with pytest.raises(TypeError, match=r"differ in (GetStats|Stop)"):
 
-            class Wrong(Table, service=service(rollout_pb2.DESCRIPTOR, "Rollout")):
+            class Wrong(MethodTable, service=service(rollout_pb2.DESCRIPTOR, "Rollout")):
                 by_hand = rows
 
 
 def test_a_row_whose_arguments_its_request_lacks_is_a_mistake_of_the_program() -> None:
-    class Wrong(Table, service=service(rollout_pb2.DESCRIPTOR, "Rollout")):
+    class Wrong(MethodTable, service=service(rollout_pb2.DESCRIPTOR, "Rollout")):
         @row("GetStats")
         async def stats(self, run: str) -> Any: ...
 

@@ -29,8 +29,7 @@ from meshrl.rpc import credentials
 from meshrl.rpc.credentials import MeshRole, ensure_credentials, role_of, role_of_stage
 from meshrl.rpc.identity import METHODS
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.servicers.queue import QueueServicer
-from meshrl.rpc.servicers.queue_admin import QueueAdminServicer
+from meshrl.rpc.servicers import QueueAdminServicer, QueueServicer
 from meshrl.testing.contract.queue_actors import rollout_of, spec, tasks, tokens_of
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue

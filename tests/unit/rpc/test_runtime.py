@@ -20,8 +20,7 @@ from meshrl.common.process_guard import DRAIN_AT_EOF
 from meshrl.contract.errors import CapacityError, InfraError, MeshError, UserError
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, run_service
-from meshrl.rpc.servicers.reward import RewardServicer
-from meshrl.rpc.servicers.trainer import TrainerServicer
+from meshrl.rpc.servicers import RewardServicer, TrainerServicer
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -191,7 +190,7 @@ def test_a_bug_is_not_hidden() -> None:
 
 SERVICE = """
 import asyncio, logging, sys
-from meshrl.rpc.servicers.reward import RewardServicer
+from meshrl.rpc.servicers import RewardServicer
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, run_service
 
 async def main():

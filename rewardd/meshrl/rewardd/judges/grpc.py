@@ -12,7 +12,7 @@ from meshrl.contract.ports import Judge
 from meshrl.contract.types import Outcome, Sample, Score
 from meshrl.rewardd.judges._retrying import Retrier, RetryConfig
 
-CLIENT = "meshrl.rpc.clients.reward"
+CLIENT = "meshrl.rpc.clients.services"
 """Module of its client, imported by name on demand, because this package imports no gRPC."""
 
 

@@ -53,7 +53,7 @@ def _ask(context: click.Context, question: Callable[[Any], Awaitable[Answer]]) -
     """Ask the registry one question."""
     # Imported here, because it imports gRPC, which `--help` does not need.
     from meshrl.cli.find_mesh import reward_address
-    from meshrl.rpc.clients.reward_registry import RewardRegistryClient
+    from meshrl.rpc.clients.operators import RewardRegistryClient
 
     async def ask() -> Answer:
         async with RewardRegistryClient(reward_address(*context.obj)) as client:

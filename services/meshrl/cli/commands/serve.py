@@ -142,8 +142,7 @@ def _serve(service: str, recipe: Path, overrides: tuple[str, ...], options: dict
         _compare(loaded, service, node_rank, options["accept_changes"])
     # The runtime is imported here, not above: with it comes gRPC, which `--help` can do without.
     from meshrl.rpc import credentials, tls
-    from meshrl.rpc.runtime import ServerSettings, run_service
-    from meshrl.rpc.service_context import ServiceContext
+    from meshrl.rpc.runtime import ServerSettings, ServiceContext, run_service
 
     tls.use(loaded.tls.certificates)
     if options["allow_insecure_bind"]:  # of the processes that it starts, too

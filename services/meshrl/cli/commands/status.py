@@ -21,8 +21,7 @@ from meshrl.contract.types import EngineStats, Ledger, RunState, TrainerStatus
 from meshrl.launcher.address_book import newest_run_dir
 from meshrl.launcher.text_console import text_console
 from meshrl.launcher.view import clock, ledger_line, sparkline
-from meshrl.rpc.clients.rollout import RolloutClient
-from meshrl.rpc.clients.trainer import TrainerClient
+from meshrl.rpc.clients.services import RolloutClient, TrainerClient
 from meshrl.rpc.queue_connection import connect_queue
 from meshrl.weights.fleet import FleetView, ReplicaView, fetch_fleet
 

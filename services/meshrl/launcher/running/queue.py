@@ -11,10 +11,8 @@ from meshrl.contract.errors import CorruptError, UserError
 from meshrl.rpc.process_memory import collect_garbage_rarely, limit_malloc_arenas
 from meshrl.rpc.queue_connection import build_store
 from meshrl.rpc.queue_metrics import QueueCollector
-from meshrl.rpc.runtime import GrpcServer, Servicer
-from meshrl.rpc.service_context import ServiceContext
-from meshrl.rpc.servicers.queue import QueueServicer
-from meshrl.rpc.servicers.queue_admin import QueueAdminServicer
+from meshrl.rpc.runtime import GrpcServer, ServiceContext, Servicer
+from meshrl.rpc.servicers import QueueAdminServicer, QueueServicer
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.queue import TransferQueue
 

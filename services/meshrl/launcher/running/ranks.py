@@ -30,8 +30,7 @@ from meshrl.contract.errors import UserError
 from meshrl.launcher.address_book import free_port
 from meshrl.rpc import credentials
 from meshrl.rpc.exit_codes import Exit
-from meshrl.rpc.runtime import GrpcServer, ServerSettings
-from meshrl.rpc.service_context import ServiceContext
+from meshrl.rpc.runtime import GrpcServer, ServerSettings, ServiceContext
 
 MEETING_PORT = 29500
 """torchrun's."""

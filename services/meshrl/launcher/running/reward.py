@@ -27,10 +27,8 @@ from meshrl.rpc.audit_log import AuditedChanges, RewardAuditLog
 from meshrl.rpc.http_server import serving_http
 from meshrl.rpc.identity import Identity, TokenStore, registry_rates
 from meshrl.rpc.queue_connection import connect_mesh_queue
-from meshrl.rpc.runtime import GrpcServer, ServerSettings, Servicer, permit_insecure
-from meshrl.rpc.service_context import ServiceContext
-from meshrl.rpc.servicers.reward import RewardServicer
-from meshrl.rpc.servicers.reward_registry import RewardRegistryServicer
+from meshrl.rpc.runtime import GrpcServer, ServerSettings, ServiceContext, Servicer, permit_insecure
+from meshrl.rpc.servicers import RewardRegistryServicer, RewardServicer
 
 log = logging.getLogger(__name__)
 

@@ -32,9 +32,8 @@ from meshrl.rollout.user_functions import LoopWatchdog
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc import tls
 from meshrl.rpc.queue_connection import connect_mesh_queue
-from meshrl.rpc.runtime import GrpcServer, NoProgressError
-from meshrl.rpc.service_context import ServiceContext
-from meshrl.rpc.servicers.rollout import EngineCollector, RolloutServicer
+from meshrl.rpc.runtime import GrpcServer, NoProgressError, ServiceContext
+from meshrl.rpc.servicers import EngineCollector, RolloutServicer
 from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.fleet import ReplicaReport

@@ -30,14 +30,12 @@ from meshrl.images import reads_images
 from meshrl.launcher.learner import build_learner, training_steps
 from meshrl.launcher.prompts import eval_tasks
 from meshrl.launcher.stage_service import lease_device, open_run, open_runs, work_until_stopped
-from meshrl.rpc.clients.patience import Patience
-from meshrl.rpc.clients.reward import JudgeClient
+from meshrl.rpc.clients.base import Patience
+from meshrl.rpc.clients.services import JudgeClient
 from meshrl.rpc.exit_codes import Exit
 from meshrl.rpc.queue_connection import connect_mesh_queue
-from meshrl.rpc.runtime import GrpcServer, Servicer
-from meshrl.rpc.service_context import ServiceContext
-from meshrl.rpc.servicers.trainer import TrainerServicer
-from meshrl.rpc.trainer_metrics import TrainerCollector
+from meshrl.rpc.runtime import GrpcServer, ServiceContext, Servicer
+from meshrl.rpc.servicers import TrainerCollector, TrainerServicer
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.checkpoint.resume import require_shared, resume
 from meshrl.trainer.loggers._types import LoggedRun, flat

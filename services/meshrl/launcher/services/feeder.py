@@ -10,7 +10,7 @@ from meshrl.config.run_record import changes_accepted, mark_fed
 from meshrl.config.stages import ServiceKind, train_spec
 
 if TYPE_CHECKING:
-    from meshrl.rpc.service_context import ServiceContext
+    from meshrl.rpc.runtime import ServiceContext
     from meshrl.trainer.data.levels import LevelStream
     from meshrl.trainer.data.prompts import PromptSet
 

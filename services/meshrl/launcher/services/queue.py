@@ -8,7 +8,7 @@ from meshrl.config.recipe import Recipe
 from meshrl.config.stages import ServiceKind
 
 if TYPE_CHECKING:
-    from meshrl.rpc.service_context import ServiceContext
+    from meshrl.rpc.runtime import ServiceContext
 
 
 def _rows_are_lost(recipe: Recipe) -> str:

@@ -12,7 +12,7 @@ from meshrl.config.stages import Columns, ServiceKind, always, loads_a_model
 from meshrl.contract.types import REFERENCE_STAGE
 
 if TYPE_CHECKING:
-    from meshrl.rpc.service_context import ServiceContext
+    from meshrl.rpc.runtime import ServiceContext
 
 
 def _columns(recipe: Recipe, evaluation: bool) -> Columns | None:

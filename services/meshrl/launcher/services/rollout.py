@@ -9,7 +9,7 @@ from meshrl.config.stages import LONGEST_LOAD_S, Columns, ServiceKind
 from meshrl.contract.types import rollout_stage
 
 if TYPE_CHECKING:
-    from meshrl.rpc.service_context import ServiceContext
+    from meshrl.rpc.runtime import ServiceContext
 
 
 def _columns(recipe: Recipe, evaluation: bool) -> Columns:

@@ -8,7 +8,7 @@ from meshrl.config.recipe import Recipe
 from meshrl.config.stages import ServiceKind, always, loads_a_model
 
 if TYPE_CHECKING:
-    from meshrl.rpc.service_context import ServiceContext
+    from meshrl.rpc.runtime import ServiceContext
 
 
 SERVICE = ServiceKind(

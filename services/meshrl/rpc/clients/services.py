@@ -1,0 +1,180 @@
+"""Judges, trainer, engines and the weight plane: their methods, and clients for those that have one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Self
+
+import grpc
+
+from meshrl.contract import codec
+from meshrl.contract.errors import CorruptError, UnavailableError
+from meshrl.contract.types import EngineStats, Sample, Score, TrainerStatus
+from meshrl.rpc.clients.base import (
+    INTERACTIVE_RETRY_S,
+    MARGIN_S,
+    SERVICE_RETRY_S,
+    GrpcClient,
+    RetryBudget,
+)
+from meshrl.rpc.credentials import MeshRole
+from meshrl.rpc.errors import from_rpc
+from meshrl.rpc.methods import MethodTable, bare_row, row, service
+from meshrl.v1 import reward_pb2, rollout_pb2, trainer_pb2, weight_patches_pb2, weights_pb2
+
+TRAINER, ROLLOUT, READER = MeshRole.TRAINER, MeshRole.ROLLOUT, MeshRole.READER
+
+
+class RolloutTable(MethodTable, service=service(rollout_pb2.DESCRIPTOR, "Rollout")):
+    """meshrl.v1.Rollout."""
+
+    @row("GetStats", TRAINER, READER)
+    async def stats(self) -> EngineStats:
+        """The engine's present statistics."""
+        raise NotImplementedError
+
+
+class RewardTable(MethodTable, service=service(reward_pb2.DESCRIPTOR, "Reward")):
+    """meshrl.v1.Reward."""
+
+    by_hand = (
+        bare_row("Score", TRAINER, ROLLOUT, READER),
+        bare_row("GetInfo", TRAINER, ROLLOUT, READER),
+    )
+
+
+class TrainerTable(MethodTable, service=service(trainer_pb2.DESCRIPTOR, "Trainer")):
+    """meshrl.v1.Trainer."""
+
+    by_hand = (bare_row("Watch", READER, waits=True),)
+
+    @row("GetStatus", READER)
+    async def status(self) -> TrainerStatus:
+        """How training does now."""
+        raise NotImplementedError
+
+
+class WeightsTable(MethodTable, service=service(weights_pb2.DESCRIPTOR, "Weights")):
+    """meshrl.v1.Weights."""
+
+    by_hand = (
+        bare_row("Join", ROLLOUT, waits=True),
+        bare_row("Fleet", READER),
+        bare_row("Drain"),
+    )
+
+
+class WeightPatchesTable(
+    MethodTable, service=service(weight_patches_pb2.DESCRIPTOR, "WeightPatches")
+):
+    """meshrl.v1.WeightPatches."""
+
+    by_hand = (bare_row("Fetch", ROLLOUT, waits=True),)
+
+
+class RolloutClient(GrpcClient, RolloutTable):
+    """Client of a rollout process: the state of its engine."""
+
+    def __init__(self, address: str, *, retry_s: float = SERVICE_RETRY_S) -> None:
+        super().__init__("rollout", address, retry_s)
+
+
+class JudgeClient(GrpcClient, RewardTable):
+    """A remote Judge. Entering the context (or `open`) asks for its reward hash."""
+
+    def __init__(
+        self, address: str, *, retry_s: float = SERVICE_RETRY_S, deadline_s: float = 600.0
+    ) -> None:
+        super().__init__("reward", address, retry_s)
+        self._deadline_s = deadline_s
+        self._hash = ""
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def open(self) -> None:
+        """Read the present reward hash. Raises UnavailableError."""
+        request = reward_pb2.GetRewardInfoRequest()
+        self._hash = await self._connection.call(
+            self.remote("GetInfo"), request, lambda answer: answer.reward_hash
+        )
+
+    @property
+    def reward_hash(self) -> str:
+        """Content hash of the reward that scored last; before the first score, of the one in use at `open`."""
+        return self._hash
+
+    async def current(self) -> str:
+        """The hash of the reward in use now. Raises UnavailableError."""
+        await self.open()
+        return self._hash
+
+    async def score(self, samples: Sequence[Sample], *, reward_hash: str = "") -> Sequence[Score]:
+        """One Score per sample, in order, by the reward in use or by the reward `reward_hash`.
+
+        `deadline_s` applies to each message of at most a mebibyte of samples. Raises NotFoundError.
+        """
+        scores: list[Score] = []
+        for request in _requests(samples, reward_hash):
+            answer = await self._connection.call(
+                self.remote("Score"),
+                request,
+                lambda answer: [codec.SCORE.decode(score) for score in answer.scores],
+                wait_s=self._deadline_s,
+            )
+            scores += answer
+        if [score.uid for score in scores] != [sample.uid for sample in samples]:
+            raise CorruptError(f"{self._connection.name} scored other samples than it was asked to")
+        self._hash = next((s.reward_hash for s in reversed(scores) if s.reward_hash), self._hash)
+        return scores
+
+
+def _requests(samples: Sequence[Sample], reward_hash: str) -> Iterator[reward_pb2.ScoreRequest]:
+    for headers in codec.pages(reward_pb2.Sample.ByteSize, map(codec.SAMPLE.encode, samples)):
+        if headers:
+            yield reward_pb2.ScoreRequest(samples=headers, reward_hash=reward_hash)
+
+
+class TrainerClient(GrpcClient, TrainerTable):
+    """A remote trainer, for the terminal view and `meshrl status`."""
+
+    def __init__(self, address: str, *, retry_s: float = INTERACTIVE_RETRY_S) -> None:
+        super().__init__("trainer", address, retry_s)
+
+    async def watch(self, *, every_s: float = 10.0) -> AsyncIterator[TrainerStatus]:
+        """A status at once, after every change and at least every `every_s` seconds; the last has `phase.ended`.
+
+        If the trainer restarts within `retry_s`, the iterator goes on.
+
+        Raises UnavailableError if the trainer stays away or sends nothing.
+        """
+        budget = RetryBudget(self._connection.retry_s)
+        while True:
+            try:
+                async for status in self._watch_once(every_s):
+                    budget.reset()
+                    yield status
+                    if status.phase.ended:
+                        return
+            except UnavailableError as error:
+                await budget.pause(error)
+
+    async def _watch_once(self, every_s: float) -> AsyncIterator[TrainerStatus]:
+        """Statuses until the stream breaks. Then raises UnavailableError."""
+        call = self.remote("Watch")(
+            trainer_pb2.WatchTrainerRequest(every_s=every_s), metadata=self._connection.metadata
+        )
+        statuses = aiter(call)
+        try:
+            while True:
+                async with asyncio.timeout(every_s + MARGIN_S):
+                    message = await anext(statuses)
+                yield self._connection.decode(message, codec.TRAINER_STATUS.decode)
+        except grpc.aio.AioRpcError as failure:
+            raise from_rpc(failure, self._connection.name) from failure
+        except (TimeoutError, StopAsyncIteration) as error:
+            raise UnavailableError(f"{self._connection.name} stopped sending its status") from error
+        finally:
+            call.cancel()

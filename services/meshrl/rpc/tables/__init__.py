@@ -1,1 +1,0 @@
-"""One table per service: a row for each method."""
