@@ -101,7 +101,7 @@ def _found(
     most: float,
     per_token: bool,
 ) -> Iterator[Row]:
-    from meshrl.trainer.trajectories.reading import read_rows
+    from meshrl.trainer.trajectories.files import read_rows
 
     matching: Iterator[tuple[LoggedFile, Row]] = (
         (file, row)

@@ -18,10 +18,10 @@ from meshrl.contract.errors import UserError
 from meshrl.launcher.prompts import image_processor, load_prompt_tokenizer
 from meshrl.rpc.exit_codes import Exit
 from meshrl.trainer.data.files import FileRow, file_rows, rows_of
-from meshrl.trainer.data.mixture import quotas
+from meshrl.trainer.data.prompt_streams import quotas
 from meshrl.trainer.data.prompts import expanded, prompt_ids, prompt_text, read_prompt_row
 from meshrl.trainer.data.reasoning_gym import gym_rows
-from meshrl.trainer.data.statistics import Repeats, Split, leaked, repeated, scan
+from meshrl.trainer.data.statistics import Repeats, SplitStatistics, leaked, repeated, scan
 
 BAR = 40
 """Characters of the longest bar of a histogram."""
@@ -223,7 +223,7 @@ def _repeats(repeats: Repeats) -> dict[str, Any]:
     return {"rows": repeats.rows, "examples": repeats.examples}
 
 
-def _facts(split: Split, repeats: Repeats) -> dict[str, Any]:
+def _facts(split: SplitStatistics, repeats: Repeats) -> dict[str, Any]:
     return {
         "rows": split.rows,
         "bad": split.bad,
@@ -239,7 +239,7 @@ def _facts(split: Split, repeats: Repeats) -> dict[str, Any]:
     }
 
 
-def _table(split: Split, recipe: Recipe) -> Iterator[str]:
+def _table(split: SplitStatistics, recipe: Recipe) -> Iterator[str]:
     yield f"{split.name}: {counted(split.rows, 'row')}, {counted(split.tokens, 'token')} of prompts"
     length, where = split.longest
     middle, most = split.quantile(0.5), split.quantile(0.95)

@@ -26,8 +26,7 @@ from meshrl.contract.errors import UserError
 from meshrl.rollout.server_engine.checkpoint import read_header
 from meshrl.sandbox.sandbox import no_bubblewrap
 from meshrl.trainer.data.files import FileRow, file_rows
-from meshrl.trainer.data.gym_config import ReasoningGymConfig
-from meshrl.trainer.data.reasoning_gym import PACKAGE, check
+from meshrl.trainer.data.reasoning_gym import PACKAGE, ReasoningGymConfig, check
 
 LIBRARY = "libnvidia-ml.so.1"
 NAME_BYTES = 96

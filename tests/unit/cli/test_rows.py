@@ -12,10 +12,9 @@ from rich.cells import cell_len
 
 from meshrl.cli import main
 from meshrl.contract.types import Media
-from meshrl.trainer.trajectories.files import FOLDER, file_of
+from meshrl.trainer.trajectories.files import FOLDER, PER_TOKEN, file_of
 from meshrl.trainer.trajectories.pictures import FOLDER as PICTURES
 from meshrl.trainer.trajectories.pictures import PictureFiles
-from meshrl.trainer.trajectories.reading import PER_TOKEN
 from meshrl.trainer.trajectories.table import schema
 
 Command = Callable[..., tuple[int, str, str]]

@@ -12,8 +12,7 @@ import pytest
 from meshrl.contract.errors import UserError
 from meshrl.rewardd.rewards.reasoning_gym import EVALUATED, Config, compute_score
 from meshrl.sandbox import confinement
-from meshrl.trainer.data.gym_config import UNSCORABLE
-from meshrl.trainer.data.reasoning_gym import _plain
+from meshrl.trainer.data.reasoning_gym import UNSCORABLE, _plain
 
 factory = pytest.importorskip("reasoning_gym.factory")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the package's own, of open files and odd input

@@ -12,9 +12,9 @@ import pytest
 from meshrl.contract.errors import UserError
 from meshrl.contract.types import RunSpec, SamplingParams, Task, Version
 from meshrl.trainer.data.feeder import Feeder
-from meshrl.trainer.data.gym_config import ReasoningGymConfig, ReasoningGymCurriculumConfig
-from meshrl.trainer.data.levels import LevelHistory, LevelStream, level_scores
+from meshrl.trainer.data.prompt_streams import LevelHistory, LevelStream, level_scores
 from meshrl.trainer.data.prompts import Prompt, PromptSet, task_maker
+from meshrl.trainer.data.reasoning_gym import ReasoningGymConfig, ReasoningGymCurriculumConfig
 from meshrl.trainer.loop.evaluation import Evaluator
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.config import QueueConfig

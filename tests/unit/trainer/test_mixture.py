@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from meshrl.contract.errors import UserError
-from meshrl.trainer.data.mixture import Mixture
+from meshrl.trainer.data.prompt_streams import MixedStream
 from meshrl.trainer.data.prompts import Prompt
 from meshrl.trainer.learner.metrics import MOST_SOURCES, source_means
 
@@ -26,8 +26,8 @@ def prompts(**sizes: int) -> list[Prompt]:
     ]  # fmt: skip
 
 
-def mixture(made: list[Prompt], weights: dict[str, float], *, seed: int = 0) -> Mixture:
-    return Mixture(made, weights, shuffle=True, seed=seed)
+def mixture(made: list[Prompt], weights: dict[str, float], *, seed: int = 0) -> MixedStream:
+    return MixedStream(made, weights, shuffle=True, seed=seed)
 
 
 def test_any_stretch_of_the_stream_has_the_shares_whatever_the_sizes_are() -> None:

@@ -88,9 +88,9 @@ def test_more_bytes_than_a_message_carries_are_one_line(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = {"prompt": asks("<image><image>"), "images": [A.data, A.data]}
-    monkeypatch.setattr("meshrl.trainer.data.pictures.MOST_OF_ROW", 2 * len(A.data))
+    monkeypatch.setattr("meshrl.trainer.data.messages.MOST_OF_ROW", 2 * len(A.data))
     assert read(tmp_path, model, row).media == (A, A)
-    monkeypatch.setattr("meshrl.trainer.data.pictures.MOST_OF_ROW", 2 * len(A.data) - 1)
+    monkeypatch.setattr("meshrl.trainer.data.messages.MOST_OF_ROW", 2 * len(A.data) - 1)
     with pytest.raises(
         UserError,
         match=r"rows\.parquet:0: 'images' has [\d,]+ bytes of pictures, want 33,554,432 at most: smaller",

@@ -31,13 +31,13 @@ from meshrl.trainer.config import (
     PolicyLossConfig,
     RewardModelJudgeConfig,
 )
-from meshrl.trainer.data.pairs import read_pairs
 from meshrl.trainer.data.prompts import load_prompts, task_maker
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 from meshrl.trainer.model.reward_model import ModelJudge
 from meshrl.trainer.offline import dpo, reward_training
 from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig
-from meshrl.trainer.offline.loop import Progress
+from meshrl.trainer.offline.loop import OfflineProgress
+from meshrl.trainer.offline.pairs import read_pairs
 from meshrl.trainer.offline.reward_training import bradley_terry, load_classifier, scoring_pack
 
 from ...pictures import make_model
@@ -81,8 +81,8 @@ def settings(model: Path, tmp_path: Path, **changes: Any) -> Row:
     return fields | changes
 
 
-def learnt(config: DpoConfig) -> list[Progress]:
-    seen: list[Progress] = []
+def learnt(config: DpoConfig) -> list[OfflineProgress]:
+    seen: list[OfflineProgress] = []
     dpo.run(config, seen.append)
     return seen
 
@@ -404,7 +404,7 @@ def judged(path: Path, samples: list[Sample]) -> list[float]:
 def test_a_reward_model_is_trained_and_the_judge_prefers_what_was_preferred(
     text_model: Path, tmp_path: Path
 ) -> None:
-    seen: list[Progress] = []
+    seen: list[OfflineProgress] = []
     config = RewardModelConfig(**settings(text_model, tmp_path), center_rewards_coef=0.01)
     reward_training.run(config, seen.append)
     assert seen[-1].numbers["val/accuracy"] == 1.0
@@ -422,7 +422,7 @@ def test_a_reward_model_is_trained_and_the_judge_prefers_what_was_preferred(
 
 def test_a_reward_model_starts_at_zero_and_resumes(text_model: Path, tmp_path: Path) -> None:
     fields = settings(text_model, tmp_path, save_freq=4)
-    seen: list[Progress] = []
+    seen: list[OfflineProgress] = []
     first = RewardModelConfig(**(fields | {"steps": 8, "output_dir": tmp_path / "whole"}))
     reward_training.run(first, seen.append)
     reward_training.run(RewardModelConfig(**(fields | {"steps": 4})))

@@ -12,9 +12,15 @@ from pydantic import ValidationError
 
 from meshrl.contract.errors import ConfigError
 from meshrl.trainer.config import DataConfig
-from meshrl.trainer.data.gym_config import ReasoningGymConfig
 from meshrl.trainer.data.prompts import read_prompt_row
-from meshrl.trainer.data.reasoning_gym import _make, _Refusal, check, gym_rows, shares
+from meshrl.trainer.data.reasoning_gym import (
+    ReasoningGymConfig,
+    _make,
+    _Refusal,
+    check,
+    gym_rows,
+    shares,
+)
 
 
 def config(tasks: dict[str, Any], **options: Any) -> ReasoningGymConfig:

@@ -21,8 +21,8 @@ from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.offline import sft
 from meshrl.trainer.offline.config import DpoConfig, SftConfig
-from meshrl.trainer.offline.example import Example
-from meshrl.trainer.offline.sft import SftLesson, SftProgress, read_examples
+from meshrl.trainer.offline.examples import Example, read_examples
+from meshrl.trainer.offline.sft import SftLesson, SftProgress
 from meshrl.trainer.ranks.world import World
 
 from .ranks import Ranks

@@ -20,8 +20,8 @@ from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.offline import sft
 from meshrl.trainer.offline.config import SftConfig
-from meshrl.trainer.offline.example import Example
-from meshrl.trainer.offline.sft import SftLesson, exact_match, read_examples
+from meshrl.trainer.offline.examples import Example, read_examples
+from meshrl.trainer.offline.sft import SftLesson, exact_match
 from meshrl.trainer.ranks.world import World
 
 from ...pictures import make_model, picture

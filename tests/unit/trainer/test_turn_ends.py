@@ -14,12 +14,10 @@ import pytest
 
 from meshrl.contract.errors import UserError
 from meshrl.trainer.data.files import FileRow
-from meshrl.trainer.data.pairs import Pair
 from meshrl.trainer.offline import dpo, reward_training
 from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig, SftConfig
-from meshrl.trainer.offline.conversation_rows import conversation
-from meshrl.trainer.offline.example import Example
-from meshrl.trainer.offline.sft import tokenised
+from meshrl.trainer.offline.examples import Example, conversation, tokenised
+from meshrl.trainer.offline.pairs import Pair
 from meshrl.trainer.offline.turn_ends import turn_end, turn_end_id
 
 from .published_templates import PUBLISHED

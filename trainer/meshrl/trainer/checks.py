@@ -14,10 +14,9 @@ from meshrl.common.config import Machine
 from meshrl.contract.errors import UserError
 from meshrl.trainer.config import ActorConfig, DataConfig, ModelConfig, TrainerConfig
 from meshrl.trainer.data.files import FileRow, has_reader, readable_files
-from meshrl.trainer.data.gym_config import ReasoningGymConfig
-from meshrl.trainer.data.mixture import source_of
+from meshrl.trainer.data.prompt_streams import source_of
 from meshrl.trainer.data.prompts import PromptRow, own_answer, read_prompt_row
-from meshrl.trainer.data.reasoning_gym import PACKAGE
+from meshrl.trainer.data.reasoning_gym import PACKAGE, ReasoningGymConfig
 from meshrl.trainer.model.untrainable import WANTED, refusal
 
 CHECKPOINT = "a Hugging Face checkpoint (config.json, *.safetensors, tokenizer)"

@@ -24,7 +24,7 @@ from pydantic import (
 
 from meshrl.common.config import Config, Machine
 from meshrl.trainer.algorithms.options import with_options
-from meshrl.trainer.data.gym_config import ReasoningGymConfig
+from meshrl.trainer.data.reasoning_gym import ReasoningGymConfig
 from meshrl.trainer.learner.optimizer_config import OptimConfig
 
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")

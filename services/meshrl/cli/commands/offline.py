@@ -16,7 +16,7 @@ from meshrl.config.loading import Written
 from meshrl.trainer.offline.config import DpoConfig, RewardModelConfig, SftConfig
 
 if TYPE_CHECKING:
-    from meshrl.trainer.offline.loop import Progress
+    from meshrl.trainer.offline.loop import OfflineProgress
 
 
 @click.command()
@@ -74,8 +74,8 @@ def train_reward(recipe: Path, overrides: tuple[str, ...], as_json: bool) -> Non
     _say_end(config.output_dir, run(config, _reporter(as_json)), as_json)
 
 
-def _reporter(as_json: bool) -> Callable[[Progress], None]:
-    def report(progress: Progress) -> None:
+def _reporter(as_json: bool) -> Callable[[OfflineProgress], None]:
+    def report(progress: OfflineProgress) -> None:
         if as_json:
             say_json(json.dumps(asdict(progress)))
             return
@@ -86,6 +86,6 @@ def _reporter(as_json: bool) -> Callable[[Progress], None]:
     return report
 
 
-def _say_end(target: Path, done: Progress, as_json: bool) -> None:
+def _say_end(target: Path, done: OfflineProgress, as_json: bool) -> None:
     if not as_json:
         say(f"{target} after {counted(done.step, 'step')}, {done.seconds:.1f} s")

@@ -11,7 +11,7 @@ from meshrl.config.stages import ServiceKind, train_spec
 
 if TYPE_CHECKING:
     from meshrl.rpc.runtime import ServiceContext
-    from meshrl.trainer.data.levels import LevelStream
+    from meshrl.trainer.data.prompt_streams import LevelStream
     from meshrl.trainer.data.prompts import PromptSet
 
 
@@ -60,7 +60,7 @@ async def run(recipe: Recipe, context: ServiceContext) -> None:
 
 
 def _levels(recipe: Recipe, prompts: PromptSet) -> LevelStream | None:
-    from meshrl.trainer.data.levels import LevelStream
+    from meshrl.trainer.data.prompt_streams import LevelStream
 
     gym = recipe.data.reasoning_gym
     if gym is None or gym.curriculum is None:

@@ -23,8 +23,7 @@ from meshrl.common.plugins import load
 from meshrl.contract.errors import NotFoundError, UserError, WaitTimeoutError
 from meshrl.contract.ports import Queue
 from meshrl.contract.types import RunState, Task, Uid
-from meshrl.trainer.data.levels import LevelHistory, LevelStream
-from meshrl.trainer.data.mixture import Mixture
+from meshrl.trainer.data.prompt_streams import LevelHistory, LevelStream, MixedStream
 from meshrl.trainer.data.prompts import Prompt, PromptSet
 
 log = logging.getLogger(__name__)
@@ -69,7 +68,7 @@ class Feeder:
             shuffle: Another order in every epoch.
             seed: Of the order.
             curriculum: Orders each epoch instead of `shuffle`; see `meshrl.trainer.data.curricula`.
-            weights: Shares of the sources in each epoch; see `Mixture`. None: every prompt once.
+            weights: Shares of the sources in each epoch; see `MixedStream`. None: every prompt once.
             levels: Prompts of the level that each task has now, instead of all.
             chunk: Tasks per call.
             accept_changes: Go on with other prompts, or in another order, than were fed before: from their beginning.
@@ -99,7 +98,9 @@ class Feeder:
         )
         self._weights = dict(weights or {})
         self._mixture = (
-            Mixture(prompts.prompts, self._weights, shuffle=shuffle, seed=seed) if weights else None
+            MixedStream(prompts.prompts, self._weights, shuffle=shuffle, seed=seed)
+            if weights
+            else None
         )
         self._stop = asyncio.Event()
 

@@ -26,10 +26,10 @@ from meshrl.trainer.data.messages import (
     UNUSABLE,
     as_dicts,
     is_blank,
+    pictures_of,
     read_prompt,
     refuse_unusable,
 )
-from meshrl.trainer.data.pictures import pictures_of
 
 
 class PromptTokenizer(Protocol):

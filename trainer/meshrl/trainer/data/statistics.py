@@ -1,6 +1,6 @@
 """What stands in data files, found in one pass: tokens of each prompt, sources, rows that repeat, rows that are bad.
 
-    rows ──read, template, tokens──▶ Split: counters of lengths and sources, 16 bytes a row for what repeats
+    rows ──read, template, tokens──▶ SplitStatistics: counters of lengths and sources, 16 bytes a row for what repeats
 
 A prompt repeats another where role and text of each message, but for white space, and its pictures are the same.
 """
@@ -22,7 +22,7 @@ from meshrl.contract.errors import UserError
 from meshrl.images import ImageProcessor
 from meshrl.trainer.config import DataConfig
 from meshrl.trainer.data.files import FileRow, rows_of
-from meshrl.trainer.data.mixture import quotas, source_of
+from meshrl.trainer.data.prompt_streams import quotas, source_of
 from meshrl.trainer.data.prompts import (
     PromptRow,
     PromptTokenizer,
@@ -41,7 +41,7 @@ BUCKETS = 12
 
 
 @dataclass(slots=True)
-class Split:
+class SplitStatistics:
     """Rows for training, or held-out ones."""
 
     name: str
@@ -112,7 +112,7 @@ def scan(
     tokenizer: PromptTokenizer,
     report: Callable[[str], None],
     images: ImageProcessor | None = None,
-) -> Split:
+) -> SplitStatistics:
     """Read every row of `files`, then those that code has `made`.
 
     Args:
@@ -127,7 +127,7 @@ def scan(
     Raises:
         UserError: rows cannot be made.
     """
-    split = Split(name)
+    split = SplitStatistics(name)
     weighted = bool(config.weights) and name == "train"
     for row in (*(_good_rows(path, config, split, report) for path in files), made):
         for one in row:
@@ -146,7 +146,7 @@ def scan(
 
 
 def _good_rows(
-    path: Path, config: DataConfig, split: Split, report: Callable[[str], None]
+    path: Path, config: DataConfig, split: SplitStatistics, report: Callable[[str], None]
 ) -> Iterator[FileRow]:
     """The rows of a file; what is no row is reported, and the next one read where the reader can."""
     try:
@@ -167,7 +167,7 @@ def _good_rows(
 
 def _count(
     source: FileRow,
-    split: Split,
+    split: SplitStatistics,
     config: DataConfig,
     tokenizer: PromptTokenizer,
     images: ImageProcessor | None,
@@ -219,7 +219,7 @@ def _hash(row: PromptRow) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def repeated(split: Split) -> Repeats:
+def repeated(split: SplitStatistics) -> Repeats:
     """Rows of a split whose prompt an earlier row of it has."""
     hashes = _array(split)
     _, firsts, inverse = np.unique(hashes, return_index=True, return_inverse=True)
@@ -230,7 +230,7 @@ def repeated(split: Split) -> Repeats:
     return Repeats(len(later), pairs)
 
 
-def leaked(held_out: Split, train: Split) -> Repeats:
+def leaked(held_out: SplitStatistics, train: SplitStatistics) -> Repeats:
     """Held-out rows whose prompt is trained on too."""
     seen, firsts = np.unique(_array(train), return_index=True)
     mine = _array(held_out)
@@ -243,5 +243,5 @@ def leaked(held_out: Split, train: Split) -> Repeats:
     return Repeats(len(both), pairs)
 
 
-def _array(split: Split) -> npt.NDArray[np.uint64]:
+def _array(split: SplitStatistics) -> npt.NDArray[np.uint64]:
     return np.frombuffer(split.hashes, dtype=np.uint64) if split.hashes else np.zeros(0, np.uint64)

@@ -28,8 +28,8 @@ from meshrl.contract.types import (
     Trajectory,
     Version,
 )
-from meshrl.trainer.data.gym_config import ReasoningGymConfig
-from meshrl.trainer.data.levels import LevelHistory, level_scores
+from meshrl.trainer.data.prompt_streams import LevelHistory, level_scores
+from meshrl.trainer.data.reasoning_gym import ReasoningGymConfig
 from meshrl.trainer.learner.metrics import component_means, source_means
 from meshrl.trainer.loop.context import TrainerSettings
 from meshrl.trainer.loop.status import LiveStatus

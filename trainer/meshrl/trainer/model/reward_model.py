@@ -20,7 +20,7 @@ from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.ports import Judge
 from meshrl.contract.types import Outcome, Sample, Score
 from meshrl.trainer.config import RewardModelJudgeConfig as Config
-from meshrl.trainer.offline.conversation import NO_PAD, judged_text
+from meshrl.trainer.offline.turn_ends import NO_PAD, judged_text
 
 
 class ModelJudge(Judge):

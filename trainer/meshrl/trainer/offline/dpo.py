@@ -23,16 +23,14 @@ from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.config import ActorConfig, ModelConfig
-from meshrl.trainer.data.pairs import Pair, read_pairs
 from meshrl.trainer.learner.metrics import MetricSums
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model.packing import plan
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf
 from meshrl.trainer.offline.config import DpoConfig
-from meshrl.trainer.offline.example import Example, packed
-from meshrl.trainer.offline.loop import Lesson, Progress, Report, fit
-from meshrl.trainer.offline.pairwise import PairLearner
-from meshrl.trainer.offline.sft import tokenised
+from meshrl.trainer.offline.examples import Example, packed, tokenised
+from meshrl.trainer.offline.loop import Lesson, OfflineProgress, Report, fit
+from meshrl.trainer.offline.pairs import Pair, PairLearner, read_pairs
 from meshrl.trainer.offline.turn_ends import turn_end_id
 from meshrl.trainer.ranks.world import World
 
@@ -57,7 +55,7 @@ class Comparison:
         return len(self.chosen.tokens) + len(self.rejected.tokens)
 
 
-def run(config: DpoConfig, report: Report | None = None) -> Progress:
+def run(config: DpoConfig, report: Report | None = None) -> OfflineProgress:
     """Train on preferences and write a Hugging Face checkpoint to `config.output_dir`.
 
     Args:

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class OfflineProgress:
     """Where offline training stands."""
 
     step: int
@@ -44,7 +44,7 @@ class Progress:
     seconds: float
 
 
-Report = Callable[[Progress], None]
+Report = Callable[[OfflineProgress], None]
 
 
 class Lesson(Protocol):
@@ -71,7 +71,7 @@ def fit(
     rows: Iterable[Int32],
     report: Report | None = None,
     enough: Callable[[Mapping[str, float]], bool] = lambda numbers: False,
-) -> Progress:
+) -> OfflineProgress:
     """Train from the newest checkpoint, or from the start, to the last step; every rank calls this.
 
     Args:
@@ -96,7 +96,9 @@ def fit(
     state = _resumed(start, model, optimizers, config, world)
     batches = islice(shuffled(count, config.batch_rows, config.seed), state.step, None)
     begin, tokens = time.monotonic(), 0.0
-    progress = Progress(step=state.step, steps=config.steps, numbers={}, tokens_per_s=0, seconds=0)
+    progress = OfflineProgress(
+        step=state.step, steps=config.steps, numbers={}, tokens_per_s=0, seconds=0
+    )
     for step in range(state.step + 1, config.steps + 1):
         rate = learning_rate(config.optim, step - 1, config.steps)
         numbers = lesson.step(next(batches), rate)
@@ -107,7 +109,7 @@ def fit(
         if config.save_freq > 0 and (last or step % config.save_freq == 0):
             _save(model, optimizers, state, config, world)
         seconds = time.monotonic() - begin
-        progress = Progress(
+        progress = OfflineProgress(
             step=step, steps=config.steps, numbers={**numbers, **measured},
             tokens_per_s=tokens / seconds, seconds=seconds,
         )  # fmt: skip
@@ -168,6 +170,6 @@ def _save(
     )
 
 
-def _log(progress: Progress) -> None:
+def _log(progress: OfflineProgress) -> None:
     numbers = "  ".join(f"{name} {value:.4f}" for name, value in progress.numbers.items())
     log.info("%d/%d  %s", progress.step, progress.steps, numbers)

@@ -25,7 +25,6 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Int32
 from meshrl.trainer.checkpoint.export import export_policy
-from meshrl.trainer.data.pairs import Pair, read_pairs
 from meshrl.trainer.data.prompts import check_open
 from meshrl.trainer.learner.metrics import MetricSums
 from meshrl.trainer.learner.optimizer import Optimizers
@@ -42,9 +41,9 @@ from meshrl.trainer.model.policy import (
 )
 from meshrl.trainer.model.sharding import decoder_layers, shard
 from meshrl.trainer.offline.config import RewardModelConfig
-from meshrl.trainer.offline.conversation import NO_PAD, judged_text
-from meshrl.trainer.offline.loop import Lesson, Progress, Report, fit
-from meshrl.trainer.offline.pairwise import PairLearner
+from meshrl.trainer.offline.loop import Lesson, OfflineProgress, Report, fit
+from meshrl.trainer.offline.pairs import Pair, PairLearner, read_pairs
+from meshrl.trainer.offline.turn_ends import NO_PAD, judged_text
 from meshrl.trainer.ranks.world import World
 
 Conversations = tuple[Int32, Int32]
@@ -61,7 +60,7 @@ class Classifier(Policy):
         return scores.sum(-1, dtype=torch.float32)
 
 
-def run(config: RewardModelConfig, report: Report | None = None) -> Progress:
+def run(config: RewardModelConfig, report: Report | None = None) -> OfflineProgress:
     """Train on preferences and write a Hugging Face checkpoint to `config.output_dir`.
 
     Args:

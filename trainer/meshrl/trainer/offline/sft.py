@@ -7,39 +7,23 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from meshrl.contract.errors import UserError
-from meshrl.images import ImageProcessor, reads_images
-from meshrl.images.messages import with_parts
 from meshrl.trainer.checkpoint.export import export_policy
 from meshrl.trainer.config import ParallelConfig
-from meshrl.trainer.data.files import FileRow, file_rows
-from meshrl.trainer.data.messages import (
-    UNUSABLE,
-    as_dicts,
-    is_blank,
-    read_prompt,
-    read_text,
-    refuse_unusable,
-)
-from meshrl.trainer.data.pictures import pictures_of
-from meshrl.trainer.data.prompts import check_open, templated, text_ids
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf
 from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.offline.config import SftConfig
-from meshrl.trainer.offline.conversation_rows import conversation, with_pictures
-from meshrl.trainer.offline.example import Example, packs
-from meshrl.trainer.offline.loop import Lesson, Progress, fit
-from meshrl.trainer.offline.turn_ends import ended, turn_end_id, without_end
+from meshrl.trainer.offline.examples import Example, packs, read_examples
+from meshrl.trainer.offline.loop import Lesson, OfflineProgress, fit
+from meshrl.trainer.offline.turn_ends import turn_end_id
 from meshrl.trainer.ranks.world import World
 
 log = logging.getLogger(__name__)
@@ -60,7 +44,7 @@ class SftProgress:
     seconds: float
 
     @classmethod
-    def of(cls, progress: Progress) -> SftProgress:
+    def of(cls, progress: OfflineProgress) -> SftProgress:
         """From the progress of the offline loop."""
         return cls(
             step=progress.step,
@@ -180,81 +164,6 @@ def exact_match(
         right += sum(bool(part.all()) for part in torch.split(matches, sizes) if chosen)
     gathered = world.gather_shares(np.array([right], dtype=np.int64))
     return float(sum(int(part[0]) for part in gathered)) / len(examples)
-
-
-def read_examples(config: SftConfig, files: Sequence[Path], tokenizer_path: Path) -> list[Example]:
-    """Tokenised rows of `files`.
-
-    Raises:
-        UserError: a row lacks a key, is too long, or has an empty prompt or response.
-    """
-    if not files:
-        return []
-    tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_path)
-    images = ImageProcessor(config.model.path) if reads_images(config.model.path) else None
-    examples = [_example(row, tokenizer, config, images) for row in file_rows(files, config.reader)]
-    if not examples:
-        raise UserError(f"no rows in {', '.join(map(str, files))}")
-    return examples
-
-
-def _example(
-    source: FileRow, tokenizer: Any, config: SftConfig, images: ImageProcessor | None
-) -> Example:
-    row, where = source.values, source.where
-    if row.get(config.messages_key) is not None and row.get(config.response_key) is None:
-        return conversation(source, tokenizer, config, images)
-    for key in (config.prompt_key, config.response_key):
-        if key not in row:
-            raise UserError(f"{where}: no {key!r} (the row has {', '.join(map(str, row))})")
-    sees, key = images is not None, config.image_key
-    refuse_unusable(row, where, [name for name in UNUSABLE if not (sees and name == key)])
-    prompt = read_prompt(row[config.prompt_key], where, config.prompt_key, pictures=sees)
-    texts = prompt if isinstance(prompt, str) else [message.content for message in prompt]
-    media = pictures_of(row, texts, where, key) if sees else ()
-    response = read_text(row[config.response_key], where, config.response_key)
-    messages = prompt if isinstance(prompt, str) else (with_parts if media else as_dicts)(prompt)
-    example = tokenised(
-        messages, response, tokenizer, where,
-        append_eos=config.append_eos, max_length=config.max_length,
-        variables=config.apply_chat_template_kwargs,
-    )  # fmt: skip
-    return example if images is None else with_pictures(example, media, images, where, config)
-
-
-def tokenised(
-    prompt: str | Sequence[Mapping[str, Any]],
-    response: str,
-    tokenizer: Any,
-    where: str,
-    *,
-    append_eos: bool,
-    max_length: int,
-    variables: Mapping[str, Any] | None = None,
-) -> Example:
-    """A prompt (text, or messages that go through the chat template, with `variables`) and its response as tokens.
-
-    With `append_eos` the response has the end of an assistant's turn behind it, once.
-
-    Raises:
-        UserError: it is too long, has an empty prompt or response, is a chat without a chat template, or nothing ends
-            a response.
-    """
-    if is_blank(prompt) or is_blank(without_end(response, tokenizer, variables)):
-        raise UserError(f"{where}: empty prompt or response")
-    if isinstance(prompt, str):
-        prompt_ids = text_ids(prompt, tokenizer)
-    else:
-        check_open(prompt, where)
-        text = templated(prompt, where, tokenizer, **(variables or {}))
-        prompt_ids = tokenizer.encode(text, add_special_tokens=False)
-    if append_eos:
-        response = ended(response, tokenizer, where, variables)
-    response_ids = tokenizer.encode(response, add_special_tokens=False)
-    total = len(prompt_ids) + len(response_ids)
-    if total > max_length:
-        raise UserError(f"{where}: {total} tokens > max_length {max_length}")
-    return Example(np.array([*prompt_ids, *response_ids], dtype=np.int32), len(prompt_ids))
 
 
 def _log(progress: SftProgress) -> None:

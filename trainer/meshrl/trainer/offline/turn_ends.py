@@ -15,6 +15,7 @@ from typing import Any
 
 from meshrl.common.chat_templates import rendered
 from meshrl.contract.errors import UserError
+from meshrl.trainer.data.prompts import beginning
 
 MARK = "THEASSISTANTSTURNENDSHERE"
 """Stands for what the assistant says: one word, which no template trims or splits."""
@@ -123,3 +124,24 @@ def special_tokens(tokenizer: Any) -> tuple[str, ...]:
     """The texts of the special tokens, the longest first."""
     added = (str(t.content) for t in tokenizer.added_tokens_decoder.values() if t.special)
     return tuple(sorted({*added, *tokenizer.all_special_tokens}, key=len, reverse=True))
+
+
+NO_PAD = (
+    "the tokenizer has no pad_token and no eos_token, and a reward model reads a row at the last token before"
+    " padding: name one in tokenizer_config.json"
+)
+
+
+def judged_text(messages: Sequence[Mapping[str, str]], answer: str, tokenizer: Any) -> str:
+    """The tokenizer's chat template on the whole, which ends the answer once, also one that has its end already.
+
+    Without a template: what the tokenizer begins a text with (BOS), once, and the contents with an empty line between
+    them.
+    """
+    answer = without_end(answer, tokenizer)
+    conversation = [*map(dict, messages), {"role": "assistant", "content": answer}]
+    if tokenizer.chat_template:
+        return rendered(tokenizer, conversation)
+    begin = tokenizer.decode(beginning(tokenizer))
+    text = "\n\n".join(message["content"] for message in conversation)
+    return text if text.startswith(begin) else begin + text

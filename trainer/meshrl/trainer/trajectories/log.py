@@ -47,6 +47,7 @@ from meshrl.trainer.learner.experience import Schedule
 from meshrl.trainer.learner.learner import Learned
 from meshrl.trainer.loop.reward_guard import BatchQueue
 from meshrl.trainer.trajectories.files import (
+    FLOATS,
     LoggedFile,
     Split,
     beyond,
@@ -57,7 +58,6 @@ from meshrl.trainer.trajectories.files import (
 from meshrl.trainer.trajectories.pictures import FOLDER as PICTURES
 from meshrl.trainer.trajectories.pictures import SHARE, PictureFiles
 from meshrl.trainer.trajectories.table import (
-    FLOATS,
     LoggedRow,
     LoggedStep,
     TableBuilder,

@@ -18,22 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from meshrl.contract.types import Json, Sample, Trajectory
-from meshrl.trainer.trajectories.files import Split
-
-FLOATS = (
-    "rollout_logprobs",
-    "trainer_logprobs",
-    "ref_logprobs",
-    "advantages",
-    "returns",
-    "token_rewards",
-    "values",
-    "importance_weights",
-)
-"""float32 per response token."""
+from meshrl.trainer.trajectories.files import FLOATS, Split
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """From token ids to text: `tokenizers.Tokenizer` is one."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -137,7 +125,7 @@ class TableBuilder:
     Columns are made whole: what rows share (constants, prompts, messages of a task) once, arrays by numpy.
     """
 
-    def __init__(self, decoder: Decoder | None) -> None:
+    def __init__(self, decoder: TokenDecoder | None) -> None:
         """`decoder` None: tables have no texts but those that rows bring."""
         self._decoder = decoder
         self._texts: dict[int, str] = {}
@@ -327,7 +315,7 @@ class TableBuilder:
         return self._decoder.decode(list(ids), skip_special_tokens=False)
 
 
-def open_decoder(directory: Path) -> Decoder | None:
+def open_decoder(directory: Path) -> TokenDecoder | None:
     """The tokenizer of a Hugging Face directory; None where there is no fast one, or none that can be read."""
     file = directory / "tokenizer.json"
     if not file.is_file():
@@ -335,7 +323,7 @@ def open_decoder(directory: Path) -> Decoder | None:
     from tokenizers import Tokenizer
 
     try:
-        decoder: Decoder = Tokenizer.from_file(str(file))
+        decoder: TokenDecoder = Tokenizer.from_file(str(file))
     except (
         Exception
     ):  # the library raises nothing narrower, and rows are worth keeping without these texts

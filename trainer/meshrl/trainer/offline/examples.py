@@ -1,4 +1,4 @@
-"""Rows that are whole conversations: read, rendered, and which of their tokens the assistant said.
+"""Rows of offline training as tokens: a prompt and its response, or a whole conversation; and packs of such rows.
 
     {"messages": [{"role", "content", ...}], "tools": [...]} ──template──▶ text, spans ──▶ tokens, mask
 
@@ -11,29 +11,192 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoTokenizer
 
 from meshrl.common.chat_templates import bound_templates, rendered
 from meshrl.contract.errors import UserError
-from meshrl.contract.types import Media
-from meshrl.images import ImageProcessor
-from meshrl.images.messages import MARK, parts_of
-from meshrl.trainer.data.files import FileRow
-from meshrl.trainer.data.messages import MEDIA, is_empty, read_text, refuse_unusable
-from meshrl.trainer.data.pictures import pictures_of
+from meshrl.contract.types import Int32, Media
+from meshrl.images import ImageProcessor, reads_images
+from meshrl.images.messages import MARK, parts_of, with_parts
+from meshrl.trainer.data.files import FileRow, file_rows
+from meshrl.trainer.data.messages import (
+    MEDIA,
+    UNUSABLE,
+    as_dicts,
+    is_blank,
+    is_empty,
+    pictures_of,
+    read_prompt,
+    read_text,
+    refuse_unusable,
+)
+from meshrl.trainer.data.prompts import check_open, templated, text_ids
+from meshrl.trainer.model.packing import Pack, pack, plan, share_out
+from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.offline.config import SftConfig
-from meshrl.trainer.offline.example import Example
 from meshrl.trainer.offline.turn_ends import MARK as MARKED
 from meshrl.trainer.offline.turn_ends import (
+    ended,
     ending,
     first_token,
     next_turn,
     turn_end,
     without_end,
 )
+from meshrl.trainer.ranks.world import World
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Example:
+    """One tokenised row."""
+
+    tokens: Int32
+    """int32[T]: prompt, then response."""
+    prompt_length: int
+    """Tokens before the first one that is learned."""
+    mask: npt.NDArray[np.bool_] | None = None
+    """bool[T]: the tokens that are learned; None: all after the prompt."""
+    media: tuple[Media, ...] = ()
+    """Its pictures, in the order of their places."""
+
+    @property
+    def num_learned(self) -> int:
+        """Tokens that are learned."""
+        return len(self.tokens) - self.prompt_length if self.mask is None else int(self.mask.sum())
+
+    @property
+    def fingerprint(self) -> Int32:
+        """int32[n]: what another row does not have: tokens (negated, where a mask says not learned), pictures."""
+        said = self.tokens if self.mask is None else np.where(self.mask, self.tokens, ~self.tokens)
+        names = bytes.fromhex("".join(each.sha256 for each in self.media))
+        return np.concatenate([said, np.frombuffer(names, dtype=np.int32)])
+
+    @property
+    def learned(self) -> npt.NDArray[np.bool_]:
+        """bool[T]: the tokens that are learned."""
+        return np.arange(len(self.tokens)) >= self.prompt_length if self.mask is None else self.mask
+
+
+def packs(
+    examples: Sequence[Example], max_tokens: int, world: World, reader: VisionReader | None = None
+) -> Iterator[tuple[list[Example], Pack]]:
+    """This rank's packs of at most `max_tokens`, on its device, each with its rows; every rank has equally many.
+
+    With sequence parallelism a pack is this rank's share of its tokens.
+    """
+    lengths = [len(example.tokens) for example in examples]
+    packing = plan(lengths, ranks=world.data_size, max_tokens=max_tokens)
+    for rows in packing.ranks[world.data_rank]:
+        chosen = [examples[row] for row in rows]
+        alike = world.sequence is None
+        whole = packed(chosen, share_prefixes=alike, reader=reader).to(world.device)
+        yield chosen, whole if world.sequence is None else share_out(whole, world.sequence)
+
+
+def packed(
+    examples: Sequence[Example], *, share_prefixes: bool = True, reader: VisionReader | None = None
+) -> Pack:
+    """Rows in one pack; its response tokens are those that are learned. `reader` finds their pictures."""
+    made = pack(
+        [each.tokens for each in examples],
+        [each.prompt_length for each in examples],
+        share_prefixes=share_prefixes,
+        images=[
+            reader.images(each.tokens, each.learned.astype(np.uint8), each.media, "a row")
+            for each in examples
+        ]
+        if reader is not None
+        else (),
+    )
+    if all(each.mask is None for each in examples):
+        return made
+    parts = [each.learned[each.prompt_length :] for each in examples]
+    learned = torch.from_numpy(np.concatenate(parts))
+    return replace(made, positions=made.positions[learned], targets=made.targets[learned])
+
+
+def read_examples(config: SftConfig, files: Sequence[Path], tokenizer_path: Path) -> list[Example]:
+    """Tokenised rows of `files`.
+
+    Raises:
+        UserError: a row lacks a key, is too long, or has an empty prompt or response.
+    """
+    if not files:
+        return []
+    tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_path)
+    images = ImageProcessor(config.model.path) if reads_images(config.model.path) else None
+    examples = [_example(row, tokenizer, config, images) for row in file_rows(files, config.reader)]
+    if not examples:
+        raise UserError(f"no rows in {', '.join(map(str, files))}")
+    return examples
+
+
+def _example(
+    source: FileRow, tokenizer: Any, config: SftConfig, images: ImageProcessor | None
+) -> Example:
+    row, where = source.values, source.where
+    if row.get(config.messages_key) is not None and row.get(config.response_key) is None:
+        return conversation(source, tokenizer, config, images)
+    for key in (config.prompt_key, config.response_key):
+        if key not in row:
+            raise UserError(f"{where}: no {key!r} (the row has {', '.join(map(str, row))})")
+    sees, key = images is not None, config.image_key
+    refuse_unusable(row, where, [name for name in UNUSABLE if not (sees and name == key)])
+    prompt = read_prompt(row[config.prompt_key], where, config.prompt_key, pictures=sees)
+    texts = prompt if isinstance(prompt, str) else [message.content for message in prompt]
+    media = pictures_of(row, texts, where, key) if sees else ()
+    response = read_text(row[config.response_key], where, config.response_key)
+    messages = prompt if isinstance(prompt, str) else (with_parts if media else as_dicts)(prompt)
+    example = tokenised(
+        messages, response, tokenizer, where,
+        append_eos=config.append_eos, max_length=config.max_length,
+        variables=config.apply_chat_template_kwargs,
+    )  # fmt: skip
+    return example if images is None else with_pictures(example, media, images, where, config)
+
+
+def tokenised(
+    prompt: str | Sequence[Mapping[str, Any]],
+    response: str,
+    tokenizer: Any,
+    where: str,
+    *,
+    append_eos: bool,
+    max_length: int,
+    variables: Mapping[str, Any] | None = None,
+) -> Example:
+    """A prompt (text, or messages that go through the chat template, with `variables`) and its response as tokens.
+
+    With `append_eos` the response has the end of an assistant's turn behind it, once.
+
+    Raises:
+        UserError: it is too long, has an empty prompt or response, is a chat without a chat template, or nothing ends
+            a response.
+    """
+    if is_blank(prompt) or is_blank(without_end(response, tokenizer, variables)):
+        raise UserError(f"{where}: empty prompt or response")
+    if isinstance(prompt, str):
+        prompt_ids = text_ids(prompt, tokenizer)
+    else:
+        check_open(prompt, where)
+        text = templated(prompt, where, tokenizer, **(variables or {}))
+        prompt_ids = tokenizer.encode(text, add_special_tokens=False)
+    if append_eos:
+        response = ended(response, tokenizer, where, variables)
+    response_ids = tokenizer.encode(response, add_special_tokens=False)
+    total = len(prompt_ids) + len(response_ids)
+    if total > max_length:
+        raise UserError(f"{where}: {total} tokens > max_length {max_length}")
+    return Example(np.array([*prompt_ids, *response_ids], dtype=np.int32), len(prompt_ids))
+
 
 Turn: TypeAlias = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
