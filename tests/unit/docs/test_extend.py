@@ -128,8 +128,8 @@ async def engine(recipe: Recipe, folder: Path) -> None:
 async def program(recipe: Recipe, folder: Path) -> None:
     tokenizer = chat_tokenizer()
     async with ProgramCache(recipe.rollout.program) as programs:
-        run = await programs.start()
-        asked = task(tokenizer)
+        await programs.start()
+        run, asked = programs.get(recipe.rollout.program), task(tokenizer)
         row = await run(asked, UID, Scripted(tokenizer, ["42" + END]), tokenizer)
     assert (row.outcome, row.finish_reason) == (Outcome.TRUNCATED, "max_turns")
 

@@ -22,7 +22,7 @@ from meshrl.contract.types import (
     VersionSpan,
 )
 from meshrl.launcher.learner import build_learner
-from meshrl.trainer.algorithms.advantages._options.prime import Options as PrimeOptions
+from meshrl.trainer.algorithms.advantages.prime import Options as PrimeOptions
 from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.learner.learner import Learner
 from meshrl.trainer.learner.micro_batcher import MicroBatcher
