@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +15,6 @@ from meshrl.config.loading import load_recipe
 from meshrl.config.recipe import Recipe, algorithm_needs
 from meshrl.contract.types import (
     Batch,
-    BatchRow,
-    Outcome,
     Trajectory,
     Uid,
     Version,
@@ -24,10 +23,11 @@ from meshrl.contract.types import (
 from meshrl.launcher.learner import build_learner
 from meshrl.trainer.algorithms.advantages.prime import Options as PrimeOptions
 from meshrl.trainer.algorithms.options import options
-from meshrl.trainer.learner.learner import Learner
+from meshrl.trainer.learner.learner import Learned, Learner
 from meshrl.trainer.learner.micro_batcher import MicroBatcher
 from meshrl.trainer.ranks.world import World
 from meshrl.trainer.reference.model import ReferenceModel
+from tests.unit.trainer import rank_work
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "algorithms"
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
@@ -115,13 +115,8 @@ def trajectory_of(task: str, prompt: Sequence[int], answer: Sequence[int]) -> Tr
 def batch_of(recipe: Recipe, rows: list[Trajectory]) -> tuple[Batch, dict[str, float] | None]:
     """The manifest, and the greedy rewards where the algorithm wants them."""
     extra = algorithm_needs(recipe).extra_rows
-    manifest = [
-        BatchRow(
-            uid=row.uid, group=row.uid.task, group_size=recipe.rollout.n + extra,
-            num_tokens=len(row.tokens), oldest=Version(1, 0), newest=Version(1, 0), outcome=Outcome.OK,
-        )
-        for row in rows
-    ]  # fmt: skip
+    size = recipe.rollout.n + extra
+    manifest = [rank_work.manifest_row(row.uid, size, len(row.tokens)) for row in rows]
     greedy = [
         replace(row, uid=Uid("r", row.group, recipe.rollout.n))
         for row in manifest
@@ -129,23 +124,26 @@ def batch_of(recipe: Recipe, rows: list[Trajectory]) -> tuple[Batch, dict[str, f
     ]
     baselines = {row.group: 0.5 for row in greedy} if extra else None
     together = sorted([*manifest, *greedy], key=lambda row: (row.group, row.uid.index))
-    return Batch.of_rows(together, batch_id="b", run="r", step=0), baselines
+    return rank_work.batch_of(together), baselines
 
 
-def learn(learner: Learner, recipe: Recipe, rows: list[Trajectory], step: int = 0) -> dict:
+def learn(
+    learner: Learner,
+    recipe: Recipe,
+    rows: list[Trajectory],
+    step: int = 0,
+    observe: Callable[[Learned], None] | None = None,
+) -> dict[str, Any]:
     """One step."""
     batch, baselines = batch_of(recipe, rows)
-    made = learner.schedule(batch)
-    by_uid = {row.uid: row for row in rows}
-    own = [by_uid[uid] for uid in made.uids(learner.world.rank)]
-    return learner.learn(made, own, step, baselines)
+    return rank_work.learn(learner, rows, step, of=batch, baselines=baselines, observe=observe)
 
 
 def row_logprobs(learner: Learner, recipe: Recipe, rows: list[Trajectory]) -> torch.Tensor:
     """Mean log-prob of the sampled tokens of each row."""
     made = learner.schedule(batch_of(recipe, rows)[0])
     by_uid = {row.uid: row for row in rows}
-    own = MicroBatcher.of(made, [by_uid[uid] for uid in made.uids(0)], learner.world)
+    own = MicroBatcher.of(made, rank_work.own_rows(made, rows), learner.world)
     flat = own.forward(learner.policy, lambda pack: learner.policy(pack, 1.0)[0])
     in_order = [by_uid[row.uid] for row in made.rows]
     parts = torch.split(flat, [len(row.tokens) - row.prompt_length for row in in_order])

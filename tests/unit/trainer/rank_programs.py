@@ -1,39 +1,60 @@
-"""What several ranks do together, a function each, with JSON for arguments: `ranks.run("snapshot", …)` runs one."""
+"""What ranks do, alone or together, a function each, with JSON for arguments: `ranks.run("snapshot", …)` runs one."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-from collections.abc import Iterator, Mapping
+import random
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import named_algorithms
 import numpy as np
-import rank_work
-import tiny
 import torch
+import torch.distributed as dist
 import xxhash
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from meshrl.contract.types import Version
+from meshrl.contract.errors import InfraError
+from meshrl.contract.ports import Queue, WeightSource
+from meshrl.contract.rows import reward_write, rollout_write
+from meshrl.contract.types import Batch, Columns, Outcome, Score, Uid, Version
+from meshrl.launcher.address_book import free_port
 from meshrl.trainer.checkpoint import checkpoint, export
+from meshrl.trainer.checkpoint.async_checkpointer import AsyncCheckpointer
 from meshrl.trainer.checkpoint.checkpoint import TrainerState
-from meshrl.trainer.config import ModelConfig, ParallelConfig
+from meshrl.trainer.config import (
+    ActorConfig,
+    AlgorithmConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainerConfig,
+)
+from meshrl.trainer.learner.learner import Learner, StepSettings
+from meshrl.trainer.learner.optimizer import Optimizers
+from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.learner.value_learner import build_critic
+from meshrl.trainer.loop.context import RunContext, TrainerSettings
+from meshrl.trainer.loop.loop import Trainer
 from meshrl.trainer.model.policy import build_policy, load_hf, open_hf
 from meshrl.trainer.model.snapshot import take_snapshot
 from meshrl.trainer.offline import sft
 from meshrl.trainer.offline.config import SftConfig
+from meshrl.trainer.ranks import world as ranks_world
+from meshrl.trainer.ranks.compute import Compute
+from meshrl.trainer.ranks.peers import Peers, Seat, came
 from meshrl.trainer.ranks.world import World
 from meshrl.trainer.reference.model import ReferenceModel
 from tests.doubles.equality import TRAININGS, differences
 from tests.doubles.equality import train as train_by_table
+from tests.unit.trainer import named_algorithms, rank_work, tiny
 
 
 @contextmanager
@@ -251,3 +272,228 @@ def listen() -> None:
         world.barrier()
         print(*sorted(addresses()), flush=True)
         world.barrier()
+
+
+LONGEST_S = 0.25
+
+
+class Committed:
+    """The queue's end of a commit: a line in a pipe."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+
+    async def commit(self, run: str, *, epoch: int, step: int) -> None:
+        os.write(self._pipe, f"{step}\n".encode())
+
+
+async def save_for_ever(model: Path, root: Path, pipe: int) -> None:
+    world = World.start("cpu")
+    policy = build_policy(open_hf(model), world, ModelConfig(path=model))
+    actor = ActorConfig()
+    objective = PolicyGradient(AlgorithmConfig(), actor, max_response_length=8)
+    learner = Learner(
+        policy, Optimizers(policy, actor.optim), objective, world, StepSettings(actor=actor)
+    )
+    settings = TrainerSettings(
+        run="r", directory=root, owner="test", seed=0, trainer=TrainerConfig(),
+        tokenizer=model, batch_groups=1, group_size=1, total_steps=None,
+    )  # fmt: skip
+    context = RunContext(
+        settings=settings, queue=cast(Queue, Committed(pipe)), learner=learner,
+        compute=Compute(world.device),
+    )  # fmt: skip
+    checkpointer = AsyncCheckpointer(context, step=0)
+    await checkpointer.open()
+    for step in range(1, 10_000):
+        fill(policy, step)
+        state = TrainerState(
+            run="r", step=step, epoch=1, seed=0, world_size=world.size, kl_coef=0.0
+        )
+        await checkpointer.begin(state)
+        # The next step changes the weights while this one's are on their way to the disk.
+        fill(policy, -step)
+
+
+@torch.no_grad()
+def fill(policy: torch.nn.Module, value: float) -> None:
+    for parameter in policy.parameters():
+        parameter.fill_(value)
+
+
+def round_of(model: Path, root: Path, ranks: int, draw: random.Random) -> int:
+    """Kill every rank at a random moment after a first commit; the last step that was committed."""
+    reading, writing = os.pipe()
+    port = str(free_port("127.0.0.1"))
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            os.environ.update(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+            )  # fmt: skip
+            try:
+                asyncio.run(save_for_ever(model, root, writing))
+            finally:
+                os._exit(1)
+        children.append(child)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        committed = int(pipe.readline())
+        time.sleep(draw.uniform(0.0, LONGEST_S))
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        for child in children:
+            os.waitpid(child, 0)
+        return max([committed, *(int(line) for line in pipe if line.endswith("\n"))])
+
+
+def save_and_die(model: str, target: str, ranks: int, rounds: int) -> None:
+    draw = random.Random(ranks)
+    for number in range(rounds):
+        committed = round_of(Path(model), Path(target, str(number)), ranks, draw)
+        print(number, committed, flush=True)
+
+
+STEPS = 2
+PUBLISH_S = 1.5
+
+
+class SameBatch:
+    """The queue, as far as the loop asks it: each step trains on the same rows."""
+
+    def __init__(self) -> None:
+        self.committed: list[int] = []
+        self._rows = rank_work.trajectories()
+
+    async def take(self, run: str, *, step: int, **given: object) -> Batch:
+        rows = rank_work.batch(self._rows).rows
+        return Batch.of_rows(rows, batch_id=str(given["batch_id"]), run=run, step=step)
+
+    async def fetch_rows(
+        self, run: str, uids: Sequence[Uid], columns: Sequence[str]
+    ) -> Sequence[Columns]:
+        by_uid = {row.uid: row for row in self._rows}
+        found = []
+        for uid in uids:
+            row = by_uid[uid]
+            score = Score(
+                uid=uid,
+                outcome=Outcome.OK,
+                score=row.reward or 0.0,
+                components={},
+                reward_hash="h",
+            )
+            rollout = rollout_write(row, Outcome.OK, "stop", Version(1, 0))
+            found.append({**rollout.columns, **reward_write(score).columns})
+        return found
+
+    async def settle(self, run: str, **given: object) -> None: ...
+
+    async def commit(self, run: str, *, epoch: int, step: int) -> None:
+        self.committed.append(step)
+
+
+class SlowFleet:
+    """Takes each version after many times `take_wait_s`."""
+
+    async def publish(self, source: WeightSource) -> None:
+        await asyncio.sleep(PUBLISH_S)
+
+    async def drained(self) -> None: ...
+
+
+async def train_slowly(model: Path, directory: Path) -> None:
+    world = World.start("cpu")
+    settings = TrainerSettings(
+        run="r", directory=directory, owner="test", seed=0, tokenizer=model,
+        trainer=TrainerConfig(save_freq=1, take_wait_s=0.1),
+        batch_groups=rank_work.GROUPS, group_size=rank_work.GROUP_SIZE, total_steps=STEPS,
+    )  # fmt: skip
+    state = TrainerState(run="r", step=0, epoch=1, seed=0, world_size=world.size, kl_coef=0.0)
+    compute, queue = Compute(world.device), SameBatch()
+    context = RunContext(
+        settings=settings, queue=cast(Queue, queue), learner=rank_work.make(model, world),
+        compute=compute,
+    )  # fmt: skip
+    await Trainer(context, state, SlowFleet()).run()
+    compute.close()
+    if world.is_main:
+        print(*queue.committed)
+    world.close()
+
+
+def publish_slowly(model: str, directory: str) -> None:
+    ranks_world.CONTROL_TIMEOUT_S = 20.0  # type: ignore[misc]
+    asyncio.run(train_slowly(Path(model), Path(directory)))
+
+
+SILENT_S = 1.0
+
+
+def _started(rank: int, port: int, silent_s: float) -> tuple[object, Peers]:
+    store = dist.TCPStore("127.0.0.1", port, None, rank == 0, wait_for_workers=False)  # type: ignore[attr-defined]
+    seat = Seat(rank, rank, 2, True)
+    assert came(store, seat)
+    return store, Peers(store, seat, silent_s)
+
+
+def _first(silent_s: float, work: str) -> tuple[int, int]:
+    """A fork that is rank 0; its process id and port."""
+    read, write = os.pipe()
+    if pid := os.fork():
+        return pid, int(os.read(read, 16))
+    store, others = _started(0, 0, silent_s)
+    os.write(write, str(store.port).encode())  # type: ignore[attr-defined]
+    if work == "finish":
+        time.sleep(1.0)
+        others.finish()
+        print("together to the end", flush=True)
+        os._exit(0)
+    time.sleep(60 if work == "wait" else 1.0)
+    os._exit(3)
+
+
+def _second(port: int, silent_s: float) -> int:
+    if pid := os.fork():
+        return pid
+    _, others = _started(1, port, silent_s)
+    try:
+        others.until_finished()
+        print("together to the end", flush=True)
+    except InfraError as error:
+        print(error, flush=True)
+    os._exit(0)
+
+
+def _code(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def peers() -> None:
+    """Two machines of one rank each, of which one is stopped, replaced, or comes to the end."""
+    os.dup2(1, 2)
+    first, port = _first(SILENT_S, "wait")
+    second = _second(port, SILENT_S)
+    time.sleep(0.5)
+    os.kill(second, signal.SIGSTOP)
+    assert _code(first) == 1
+    os.kill(second, signal.SIGKILL)
+    _code(second)
+
+    first, port = _first(6.0, "wait")
+    second = _second(port, 60.0)
+    time.sleep(1.0)
+    store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)  # type: ignore[attr-defined]
+    assert not came(store, Seat(1, 1, 2, True))
+    assert _code(first) == 1 and _code(second) == 0
+
+    first, port = _first(60.0, "end")
+    second = _second(port, 60.0)
+    assert _code(first) == 3 and _code(second) == 0
+
+    first, port = _first(60.0, "finish")
+    second = _second(port, 60.0)
+    assert _code(first) == 0 and _code(second) == 0

@@ -6,13 +6,13 @@ stdout ──▶ the exit codes of its ranks, a line
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
 import traceback
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from meshrl.launcher.address_book import free_port
@@ -33,7 +33,7 @@ class Ranks:
     def run(self, program: str, *arguments: object, output: Path, ranks: int = 1) -> None:
         """Run `program` as so many ranks to their end; all must succeed. They print into `output`.
 
-        `program` is a function of `rank_programs`, or `module:function` of this folder; arguments become JSON.
+        `program` is a function of `rank_programs`; arguments become JSON.
         """
         job = {
             "program": program,
@@ -56,19 +56,19 @@ class Ranks:
 def serve() -> None:
     """The end that forks, in a process with nothing but imports behind it."""
     sys.path += [str(Path(__file__).parents[3]), str(Path(__file__).parents[2])]
-    import rank_programs  # noqa: F401
+    import rank_programs
     import torch
 
     torch.set_num_threads(1)
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
         job = json.loads(line)
-        children = [start(job, rank) for rank in range(job["ranks"])]
+        children = [start(rank_programs, job, rank) for rank in range(job["ranks"])]
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         print(json.dumps(codes), file=replies)
 
 
-def start(job: dict[str, Any], rank: int) -> int:
+def start(programs: ModuleType, job: dict[str, Any], rank: int) -> int:
     if child := os.fork():
         return child
     code = 1
@@ -81,8 +81,7 @@ def start(job: dict[str, Any], rank: int) -> int:
                 RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["ranks"]),
                 MASTER_ADDR="127.0.0.1", MASTER_PORT=job["port"],
             )  # fmt: skip
-        module, _, function = job["program"].rpartition(":")
-        getattr(importlib.import_module(module or "rank_programs"), function)(*job["arguments"])
+        getattr(programs, job["program"])(*job["arguments"])
         code = 0
     except BaseException:
         traceback.print_exc()

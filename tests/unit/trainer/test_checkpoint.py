@@ -24,7 +24,7 @@ from meshrl.trainer.checkpoint.export import export_checkpoint, export_policy
 from meshrl.trainer.model.snapshot import layout
 from meshrl.trainer.ranks.world import World
 
-from . import save_and_die
+from .rank_programs import fill
 from .rank_work import fresh, nudge, snapshot, state, tensors_of, weights
 from .ranks import Ranks
 
@@ -189,7 +189,7 @@ def test_kill_9_while_saving_beside_training_leaves_the_last_committed_one(
     tmp_path: Path, tiny_path: Path, world: World, ranks: Ranks, count: int, rounds: int
 ) -> None:
     arguments = [tiny_path, tmp_path, count, rounds]
-    ranks.run("save_and_die:main", *arguments, output=tmp_path / "output")
+    ranks.run("save_and_die", *arguments, output=tmp_path / "output")
     output = (tmp_path / "output").read_text()
     lines = [[int(word) for word in line.split()] for line in output.splitlines()]
     assert [number for number, _ in lines] == list(range(rounds))
@@ -204,9 +204,9 @@ def test_kill_9_while_saving_beside_training_leaves_the_last_committed_one(
 
 def test_what_was_frozen_is_what_is_written(tmp_path: Path, tiny_path: Path, world: World) -> None:
     policy, optimizers = fresh(tiny_path, world)
-    save_and_die.fill(policy, 1)
+    fill(policy, 1)
     frozen = checkpoint.freeze(policy, optimizers)
-    save_and_die.fill(policy, 2)
+    fill(policy, 2)
     path = checkpoint.write(tmp_path, frozen, state(1), world, keep=Keep(newest=1))
     checkpoint.load(path, policy, optimizers)
     assert all(bool((p == 1).all()) for p in policy.parameters())
@@ -307,7 +307,5 @@ def test_an_index_that_is_refused_is_named_by_who_loads(
 def test_two_ranks_save_while_the_fleet_takes_a_version_slowly(
     tmp_path: Path, tiny_path: Path, ranks: Ranks
 ) -> None:
-    ranks.run(
-        "publish_slowly:main", tiny_path, tmp_path / "run", output=tmp_path / "output", ranks=2
-    )
+    ranks.run("publish_slowly", tiny_path, tmp_path / "run", output=tmp_path / "output", ranks=2)
     assert (tmp_path / "output").read_text().splitlines() == ["1 2"]

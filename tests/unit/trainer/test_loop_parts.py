@@ -280,9 +280,7 @@ def test_every_source_of_old_logprobs_makes_a_finite_step(
     tiny_path: Path, world: World, algorithm: dict[str, object], actor: dict[str, object]
 ) -> None:
     learner = rank_work.make(tiny_path, world, algorithm=algorithm, **actor)
-    rows = {row.uid: row for row in rank_work.trajectories()}
-    made = learner.schedule(rank_work.batch(list(rows.values())))
-    metrics = learner.learn(made, [rows[uid] for uid in made.uids(0)], 0)
+    metrics = rank_work.learn(learner, rank_work.trajectories())
     assert metrics["actor/grad_norm"] > 0
     assert metrics["actor/skipped_updates"] == 0
 

@@ -9,7 +9,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import InfraError, UserError
 from meshrl.trainer.checkpoint import checkpoint
@@ -56,11 +55,8 @@ def test_two_ranks_give_the_loss_and_the_gradient_of_one(
     # With a single row the second rank has nothing to do and must join every collective all the same.
     two = run_two(tmp_path / "two", rows)
     assert two == pytest.approx(one, abs=1e-6)
-    weights = [
-        AutoModelForCausalLM.from_pretrained(tmp_path / name / "export").state_dict()
-        for name in ("one", "two")
-    ]
-    start = AutoModelForCausalLM.from_pretrained(tiny_path).state_dict()
+    weights = [rank_work.exported(tmp_path / name / "export") for name in ("one", "two")]
+    start = rank_work.exported(tiny_path)
     for name in weights[0]:
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=1e-6)
     # The two layers and the rest, once: not for each of the micro-batches.
@@ -81,8 +77,8 @@ def one_rank_loads(
     assert found is not None
     learner = rank_work.make(model, world)
     checkpoint.load(found[0], learner.policy, learner.optimizers)
-    for name, parameter in learner.policy.named_tensors():
-        assert torch.equal(parameter.full_tensor(), weights[name])  # type: ignore[attr-defined]
+    for name, tensor in rank_work.weights(learner.policy).items():
+        assert torch.equal(tensor, weights[name])
 
 
 def test_gradients_are_added_up_once_where_they_take_little_of_the_memory() -> None:
@@ -91,15 +87,11 @@ def test_gradients_are_added_up_once_where_they_take_little_of_the_memory() -> N
 
 
 def test_the_split_into_micro_batches_changes_no_gradient(tiny_path: Path, world: World) -> None:
-    rows = rank_work.trajectories()
-    by_uid = {row.uid: row for row in rows}
     results = []
     for budget in (10_000, 64, 1):
         learner = rank_work.make(tiny_path, world, ppo_max_token_len_per_gpu=budget)
-        made = learner.schedule(rank_work.batch(rows))
-        metrics = learner.learn(made, [by_uid[uid] for uid in made.uids(0)], 0)
-        weights = {n: p.full_tensor() for n, p in learner.policy.named_tensors()}  # type: ignore[attr-defined]
-        results.append((metrics, weights))
+        metrics = rank_work.learn(learner, rank_work.trajectories())
+        results.append((metrics, rank_work.weights(learner.policy)))
     assert [m["batch/micro_batches"] for m, _ in results] == [1, 4, 10]
     for metrics, weights in results[1:]:
         assert metrics["actor/loss"] == pytest.approx(results[0][0]["actor/loss"], abs=1e-6)
@@ -112,33 +104,27 @@ def test_the_split_into_micro_batches_changes_no_gradient(tiny_path: Path, world
 
 def test_the_order_in_which_rows_arrive_changes_no_bit(tiny_path: Path, world: World) -> None:
     rows = rank_work.trajectories()
-    by_uid = {row.uid: row for row in rows}
     results = []
     for arrived in (rows, rows[::-1]):
         learner = rank_work.make(tiny_path, world)
-        made = learner.schedule(rank_work.batch(arrived))
-        learner.learn(made, [by_uid[uid] for uid in made.uids(0)], 0)
-        results.append({n: p.full_tensor() for n, p in learner.policy.named_tensors()})  # type: ignore[attr-defined]
+        rank_work.learn(learner, arrived)
+        results.append(rank_work.weights(learner.policy))
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(
     tiny_path: Path, world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = rank_work.trajectories()
-    by_uid = {row.uid: row for row in rows}
     learner = rank_work.make(tiny_path, world)
     with torch.no_grad():
         for name, parameter in learner.policy.named_tensors():
             if name.endswith("norm.weight"):
                 parameter.fill_(torch.nan)
-    before = {n: p.full_tensor().clone() for n, p in learner.policy.named_tensors()}  # type: ignore[attr-defined]
-    made = learner.schedule(rank_work.batch(rows))
-    metrics = learner.learn(made, [by_uid[uid] for uid in made.uids(0)], 0)
+    before = rank_work.weights(learner.policy)
+    metrics = rank_work.learn(learner, rank_work.trajectories())
     assert metrics["actor/skipped_updates"] == 1
     assert "not finite" in caplog.text
-    for name, parameter in learner.policy.named_tensors():
-        torch.testing.assert_close(parameter.full_tensor(), before[name], equal_nan=True)  # type: ignore[attr-defined]
+    torch.testing.assert_close(rank_work.weights(learner.policy), before, equal_nan=True)
 
 
 def test_a_run_resumes_on_fewer_ranks_and_on_more(
@@ -164,10 +150,7 @@ def test_ranks_that_share_sequences_give_the_loss_and_the_gradient_of_one(
     alone = rank_work.train(tiny_path, tmp_path / "one", world, rows, 1, top)
     shared = run_two(tmp_path / "two", rows, parallel={"sequence": 2}, top=top)
     assert shared == pytest.approx(alone, abs=1e-5)
-    weights = [
-        AutoModelForCausalLM.from_pretrained(tmp_path / name / "export").state_dict()
-        for name in ("one", "two")
-    ]
+    weights = [rank_work.exported(tmp_path / name / "export") for name in ("one", "two")]
     for name in weights[0]:  # the updates are the gradients: see rank_work.make
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=1e-5)
 
@@ -197,11 +180,8 @@ def test_ranks_that_share_a_model_go_on_where_one_stopped_and_give_the_same(
     alone = rank_work.train(mixture_path, tmp_path / "one", world, rows, steps)
     shared = run_two(target, rows, steps, parallel, model=mixture_path, size=size)
     assert shared == pytest.approx(alone, abs=1e-5)
-    weights = [
-        AutoModelForCausalLM.from_pretrained(tmp_path / name / "export").state_dict()
-        for name in ("one", "two")
-    ]
-    start = AutoModelForCausalLM.from_pretrained(mixture_path).state_dict()
+    weights = [rank_work.exported(tmp_path / name / "export") for name in ("one", "two")]
+    start = rank_work.exported(mixture_path)
     for name in weights[0]:  # the updates are the gradients: see rank_work.make
         torch.testing.assert_close(weights[0][name], weights[1][name], rtol=0, atol=1e-5)
         assert not torch.equal(weights[1][name], start[name]), name

@@ -1,12 +1,21 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
 import numpy as np
 import pytest
 import torch
 
-from meshrl.contract.types import Batch, BatchRow, Int32, Outcome, Uid, Version
-from meshrl.trainer.learner.experience import schedule
-from meshrl.trainer.model.packing import cut_alike, layout_of, pack, plan
+from meshrl.contract.types import Batch, Int32, Uid
+from meshrl.trainer.learner.experience import MiniBatch, Schedule, schedule
+from meshrl.trainer.learner.micro_batcher import MicroBatcher
+from meshrl.trainer.model.packing import Pack, cut_alike, layout_of, pack, plan
+from meshrl.trainer.ranks.world import World
+
+from . import tiny
+from .rank_work import batch_of, manifest_row
 
 LENGTHS = np.random.default_rng(0).integers(2, 300, 101).tolist()
 
@@ -101,18 +110,8 @@ def test_a_folded_layout_unfolds_to_the_rows_and_back() -> None:
 
 def test_siblings_stay_together_while_they_are_a_small_part_of_a_micro_batch() -> None:
     def micros(tokens: int, ranks: int) -> list[set[int]]:
-        sizes = [tokens] * 12
-        rows = [
-            BatchRow(
-                uid=Uid("r", f"t{index % 3}", index // 3), group=f"t{index % 3}", group_size=4,
-                num_tokens=size, oldest=Version(1, 0), newest=Version(1, 0), outcome=Outcome.OK,
-            )
-            for index, size in enumerate(sizes)
-        ]  # fmt: skip
-        made = schedule(
-            Batch.of_rows(rows, batch_id="b", run="r", step=0),
-            ranks=ranks, max_tokens=160, mini_batch_groups=None,
-        )  # fmt: skip
+        rows = [manifest_row(Uid("r", f"t{n % 3}", n // 3), 4, tokens) for n in range(12)]
+        made = schedule(batch_of(rows), ranks=ranks, max_tokens=160, mini_batch_groups=None)
         (mini,) = made.mini_batches
         dealt = [row for rank in mini.ranks for micro in rank for row in micro]
         assert sorted(dealt) == list(range(12))
@@ -130,3 +129,94 @@ def test_packs_cut_alike_keep_rows_that_begin_alike_together() -> None:
     assert sorted(cut_alike(rows, 0)) == [(n,) for n in range(9)]
     assert cut_alike([np.zeros(40, np.int32), *rows], 21)[0] == (0,)
     assert cut_alike([], 21) == []
+
+
+GROUPS, SIZE = 32, 8
+
+
+def batch(seed: int) -> Batch:
+    """Prompts of 256 tokens, responses lognormal with a mean of 512 and at most 4,096."""
+    draws = np.random.default_rng(seed)
+    lengths = np.minimum(4096, draws.lognormal(np.log(512) - 0.32, 0.8, (GROUPS, SIZE))).astype(int)
+    return batch_of(
+        [
+            manifest_row(Uid("r", f"t{group:02}", index), SIZE, 256 + int(lengths[group, index]))
+            for group in range(GROUPS)
+            for index in range(SIZE)
+        ]
+    )
+
+
+def planned(seed: int, ranks: int, mini: int | None, *, whole: bool = False) -> Schedule:
+    return schedule(
+        batch(seed), ranks=ranks, max_tokens=8192, mini_batch_groups=mini, whole_groups=whole
+    )
+
+
+def tokens(made: Schedule, rank: int) -> int:
+    return sum(made.rows[row].num_tokens for row in made.own(rank))
+
+
+@pytest.mark.parametrize("mini", [None, 16, 8])
+@pytest.mark.parametrize(("ranks", "whole"), [(2, False), (4, False), (8, False), (4, True)])
+def test_no_rank_moves_more_than_a_tenth_above_the_mean(
+    ranks: int, whole: bool, mini: int | None
+) -> None:
+    for seed in range(20):
+        made = planned(seed, ranks, mini, whole=whole)
+        shares = [tokens(made, rank) for rank in range(ranks)]
+        assert max(shares) <= 1.1 * sum(shares) / ranks
+
+
+def test_every_row_is_fetched_by_exactly_one_rank() -> None:
+    made = planned(0, 4, 8)
+    fetched = [uid for rank in range(4) for uid in made.uids(rank)]
+    assert sorted(fetched) == sorted(row.uid for row in made.rows)
+
+
+def test_what_one_mini_batch_leaves_uneven_the_next_makes_up_for() -> None:
+    """Eight groups on eight ranks: within a mini-batch each rank has one, whatever its size."""
+    made = planned(0, 8, 8, whole=True)
+    for mini in made.mini_batches:
+        assert {len([row for micro in rank for row in micro]) for rank in mini.ranks} == {SIZE}
+    together = max(tokens(made, rank) for rank in range(8)) - min(
+        tokens(made, rank) for rank in range(8)
+    )
+    apart = sum(_spread(made, number) for number in range(len(made.mini_batches)))
+    assert together < apart / 2
+
+
+def _spread(made: Schedule, number: int) -> int:
+    sizes = [
+        sum(made.rows[row].num_tokens for micro in rank for row in micro)
+        for rank in made.mini_batches[number].ranks
+    ]
+    return max(sizes) - min(sizes)
+
+
+def test_the_next_pack_is_laid_out_while_the_device_computes_this_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {
+        index: SimpleNamespace(tokens=tokens, prompt_length=2, ref_top_ids=None)
+        for index, tokens in enumerate(tiny.rows(3))
+    }
+    mini = MiniBatch(rows=(0, 1, 2), ranks=(((0,), (1,), (2,)),))
+    schedule = SimpleNamespace(mini_batches=(mini,))
+    batcher = MicroBatcher(*cast(Any, (schedule, rows, world)))
+    events: list[str] = []
+    lay = MicroBatcher.pack
+
+    def laid(self: MicroBatcher, chosen: Sequence[int]) -> Pack:
+        events.append(f"pack {chosen[0]}")
+        return lay(self, chosen)
+
+    def forward(pack: Pack) -> tuple[torch.Tensor, ...]:
+        events.append("forward")
+        return (torch.zeros(len(pack.targets)),)
+
+    monkeypatch.setattr(MicroBatcher, "pack", laid)
+    for chosen, _ in batcher.micro_batches(mini, torch.nn.Identity(), forward):
+        events.append(f"backward {chosen[0]}")
+    ahead = ["pack 0", "forward", "pack 1", "backward 0", "forward", "pack 2", "backward 1"]
+    assert events == [*ahead, "forward", "backward 2"]

@@ -9,11 +9,16 @@ import pytest
 
 from meshrl.common.sockets import interface_towards, loopback_interface
 from meshrl.config import Recipe, load_recipe
-from meshrl.contract.errors import InfraError, UserError
+from meshrl.config.weights import WeightsConfig
+from meshrl.contract.errors import ConfigError, InfraError, UserError
 from meshrl.launcher.running import ranks
+from meshrl.launcher.running.ranks import refuse_open_weights
 from meshrl.rpc.runtime import ServerSettings
 from meshrl.trainer.ranks.peers import Seat, until_listening
+from meshrl.weights.carrier import RunPaths
+from meshrl.weights.carriers import gloo
 
+from ...listening import sockets
 from .ranks import Ranks
 
 WORLD = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
@@ -49,7 +54,7 @@ def test_a_first_machine_that_does_not_come_is_one_line() -> None:
 def test_others_end_when_one_is_silent_is_replaced_or_the_first_one_ends(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    ranks.run("peers_work:main", output=tmp_path / "output")
+    ranks.run("peers", output=tmp_path / "output")
     told = (tmp_path / "output").read_text()
     assert "error: rank 0: machine 1 has said nothing for 1 s" in told
     assert "error: rank 0: machine 1 has been started again" in told
@@ -84,3 +89,62 @@ def test_machines_meet_at_the_address_of_the_weights(
     monkeypatch.setenv("MASTER_PORT", "x")
     with pytest.raises(UserError, match="MASTER_PORT: 'x'"):
         ranks._meeting_place(written(tmp_path))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_ranks_of_one_machine_listen_on_loopback_only(
+    ranks: Ranks, tmp_path: Path, count: int
+) -> None:
+    ranks.run("listen", output=tmp_path / "output", ranks=count)
+    lines = (tmp_path / "output").read_text().splitlines()
+    assert len(lines) == count
+    assert set(" ".join(lines).split()) == {"127.0.0.1"}
+
+
+async def test_the_store_of_the_gloo_carrier_listens_where_the_recipe_says(tmp_path: Path) -> None:
+    before = sockets()
+    carrier = gloo.Carrier(WeightsConfig(carrier="gloo"), RunPaths(directory=tmp_path))
+    endpoint = await carrier.listen()
+    assert {f"{host}:{port}" for host, port in sockets() - before} == {endpoint}
+    other = gloo.Carrier(
+        WeightsConfig(carrier="gloo", port=int(endpoint.rpartition(":")[2])),
+        RunPaths(directory=tmp_path),
+    )
+    with pytest.raises(ConfigError, match=f"cannot listen on {endpoint}"):
+        await other.listen()
+    await carrier.close()
+
+
+async def test_gloo_says_loudly_that_others_can_take_the_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for host, lines in (("127.0.0.1", 0), ("0.0.0.0", 1)):
+        config = WeightsConfig(carrier="gloo", host=host)
+        carrier = gloo.Carrier(config, RunPaths(directory=tmp_path))
+        await carrier.listen()
+        await carrier.close()
+        said = [line for line in caplog.messages if line.startswith("INSECURE: weights.host")]
+        assert len(said) == lines, host
+
+
+@pytest.mark.parametrize(
+    ("weights", "permitted", "refused"),
+    [
+        ({"host": "0.0.0.0"}, False, True),
+        ({"host": "trainer.lan", "carrier": "auto"}, False, True),
+        ({"host": "0.0.0.0"}, True, False),
+        ({"host": "0.0.0.0", "carrier": "delta"}, False, False),
+        ({"host": "0.0.0.0", "carrier": "auto", "directory": "s3://b/w"}, False, False),
+        ({"host": "127.0.0.1"}, False, False),
+    ],
+)
+def test_weights_are_open_to_others_only_by_an_explicit_choice(
+    weights: dict[str, object], permitted: bool, refused: bool
+) -> None:
+    config = WeightsConfig.model_validate(weights)
+    settings = ServerSettings(allow_insecure_bind=permitted)
+    if refused:
+        with pytest.raises(UserError, match="neither encrypts nor asks who receives: set weights"):
+            refuse_open_weights(config, settings)
+    else:
+        refuse_open_weights(config, settings)

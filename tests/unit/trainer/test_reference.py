@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from meshrl.contract.errors import NotFoundError, UserError
 from meshrl.contract.rows import rollout_write, trajectory
-from meshrl.contract.stage_worker import Failure
+from meshrl.contract.stage_worker import Failure, StageResult
 from meshrl.contract.types import (
     REFERENCE_COLUMNS,
     REFERENCE_TOP,
@@ -40,7 +40,7 @@ from meshrl.trainer.model.policy import build_policy, load_hf, open_hf
 from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.ranks.world import World
 from meshrl.trainer.reference.model import ReferenceModel, Seen
-from meshrl.trainer.reference.stage import ReferenceStage
+from meshrl.trainer.reference.stage import ReferenceStage, SharedPrefixGroups
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -73,10 +73,7 @@ async def test_logprobs_are_those_of_transformers(
     found = await logprobs(reference, rows, temperature=0.7)
     hf = AutoModelForCausalLM.from_pretrained(tiny_path)
     for row, mine in zip(rows, found, strict=True):
-        ids = torch.from_numpy(row.astype(np.int64))
-        with torch.no_grad():
-            log_p = (hf(ids[None]).logits[0] / 0.7).log_softmax(-1)
-        expected = log_p[:-1].gather(1, ids[1:, None])[:, 0]
+        expected = rank_work.exact_logprobs(hf, row, 0.7)
         assert mine.dtype == np.float32
         assert mine[0] == 0
         np.testing.assert_allclose(mine[1:], expected, rtol=1e-5, atol=1e-5)
@@ -278,7 +275,96 @@ async def test_the_kl_term_of_rows_with_pictures_is_that_of_the_references_logpr
             replace(row, ref_logprobs=columns["ref_logprobs"] + np.float32(off))
             for row, columns in zip(rows, found, strict=True)
         ]
-        made = learner.schedule(rank_work.batch(given))
-        by_uid = {row.uid: row for row in given}
-        metrics = learner.learn(made, [by_uid[uid] for uid in made.uids(0)], 0)
+        metrics = rank_work.learn(learner, given)
         assert metrics["actor/kl_loss"] == pytest.approx(wanted, abs=1e-4)
+
+
+GROUP = 4
+
+
+def leased(task: str, *indices: int) -> list[LeasedRow]:
+    prompt = np.arange(3, dtype=np.int32)
+    made = Task(run="run", task_id=task, prompt_ids=prompt, group_size=GROUP)
+    return [
+        LeasedRow(uid=Uid("run", task, index, 0), token=1, task=made, columns={}, delivery=1)
+        for index in indices
+    ]
+
+
+class Bench:
+    """Work that remembers what it was given, one piece after the other, and waits at its gate."""
+
+    def __init__(self, *, max_wait_s: float = 3600.0, most_waiting: int = 512) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.begun = asyncio.Event()
+        self.pieces: list[list[str]] = []
+        self.groups = SharedPrefixGroups(
+            self._work, max_wait_s=max_wait_s, most_waiting=most_waiting
+        )
+
+    async def _work(self, given: Sequence[LeasedRow]) -> Sequence[StageResult]:
+        self.pieces.append(sorted(f"{row.uid.task}{row.uid.index}" for row in given))
+        self.begun.set()
+        await self.gate.wait()
+        if any(row.uid.task == "bad" for row in given):
+            raise RuntimeError("not these")
+        return [RowWrite(uid=row.uid, columns={}) for row in reversed(given)]
+
+    def bring(self, *args: object) -> asyncio.Task[Sequence[StageResult]]:
+        return asyncio.create_task(self.groups.results(leased(*args)))  # type: ignore[arg-type]
+
+
+def indices(results: Sequence[StageResult]) -> list[int]:
+    return [result.uid.index for result in results]
+
+
+async def test_rows_wait_for_their_group_and_for_no_other() -> None:
+    bench = Bench()
+    first, other, second = bench.bring("a", 0, 2), bench.bring("b", 0), bench.bring("a", 1, 3)
+    assert indices(await first) == [0, 2]
+    assert indices(await second) == [1, 3]
+    assert bench.pieces == [["a0", "a1", "a2", "a3"]]
+    other.cancel()
+
+
+async def test_the_last_row_of_a_group_waits_for_nobody() -> None:
+    bench = Bench(max_wait_s=0.0)
+    assert indices(await bench.bring("a", 0, 1, 2)) == [0, 1, 2]
+    bench.groups.max_wait_s = 3600.0
+    assert indices(await bench.bring("a", 3)) == [3]
+    assert bench.pieces == [["a0", "a1", "a2"], ["a3"]]
+
+
+async def test_groups_that_are_due_while_others_are_worked_on_share_the_next_piece() -> None:
+    bench = Bench()
+    bench.gate.clear()
+    calls = [bench.bring("a", *range(GROUP))]
+    await bench.begun.wait()
+    calls += [bench.bring(task, *range(GROUP)) for task in "bc"]
+    await asyncio.sleep(0)
+    bench.gate.set()
+    await asyncio.gather(*calls)
+    assert [len(piece) for piece in bench.pieces] == [GROUP, 2 * GROUP]
+
+
+async def test_the_oldest_waits_no_longer_where_many_do() -> None:
+    bench = Bench(most_waiting=2)
+    oldest, newer = bench.bring("a", 0), bench.bring("b", 0, 1)
+    assert indices(await oldest) == [0]
+    assert not newer.done()
+    newer.cancel()
+
+
+async def test_who_fails_or_is_cancelled_leaves_the_others_their_work() -> None:
+    bench = Bench()
+    bench.gate.clear()
+    cancelled = bench.bring("a", *range(GROUP))
+    await bench.begun.wait()
+    bad, good = bench.bring("bad", *range(GROUP)), bench.bring("c", *range(GROUP))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    bench.gate.set()
+    with pytest.raises(RuntimeError, match="not these"):
+        await bad
+    assert indices(await good) == list(range(GROUP))

@@ -137,6 +137,12 @@ class Run:
         await working
         self.versions.scored.clear()
 
+    async def mixed(self) -> None:
+        """Rows of a batch, one group of v1 and three of v2."""
+        await self.scored(1)
+        self.versions.reward_hash = "v2"
+        await self.scored(3)
+
     async def take(
         self, step: int, groups: int = GROUPS, part: str = "", wait_s: float = 10
     ) -> Batch:
@@ -180,9 +186,7 @@ async def test_the_same_version_again_costs_no_question(run: Run) -> None:
 
 
 async def test_a_mixed_batch_becomes_one_of_the_version_of_now(run: Run) -> None:
-    await run.scored(1)
-    run.versions.reward_hash = "v2"
-    await run.scored(3)
+    await run.mixed()
     batch = await run.take(0)
     assert await run.seen(batch) == {("v2", 12.0)}
     assert run.versions.scored == ["000-0", "000-1"]
@@ -232,21 +236,9 @@ async def test_a_row_that_cannot_be_scored_again_leaves_with_its_group(run: Run)
     assert ledger.balanced
 
 
-async def test_other_ranks_read_the_same_scores(run: Run) -> None:
-    await run.scored(1)
-    run.versions.reward_hash = "v2"
-    await run.scored(3)
-    batch = await run.take(0)
-    other = RewardVersionGuard(run.queue, None)
-    other.load_json(json.loads(json.dumps(run.rewards.to_json())))
-    assert await run.seen(batch, other) == await run.seen(batch) == {("v2", 12.0)}
-
-
-async def test_rows_that_are_scored_again_are_rewarded_per_token_where_the_run_is(run: Run) -> None:
+async def test_other_ranks_read_the_same_scores_per_token_where_the_run_has_those(run: Run) -> None:
     run.rewards = RewardVersionGuard(run.queue, run.versions, token_rewards=True)
-    await run.scored(1)
-    run.versions.reward_hash = "v2"
-    await run.scored(3)
+    await run.mixed()
     batch = await run.take(0)
     other = RewardVersionGuard(run.queue, None, token_rewards=True)
     other.load_json(json.loads(json.dumps(run.rewards.to_json())))
@@ -255,13 +247,11 @@ async def test_rows_that_are_scored_again_are_rewarded_per_token_where_the_run_i
         assert [scores[f"run/000/{index}.0"]["token_rewards"] for index in range(SIZE)] == [
             [0, 0, 0, 12.0]
         ] * SIZE
-    assert await run.seen(batch, other) == {("v2", 12.0)}
+    assert await run.seen(batch, other) == await run.seen(batch) == {("v2", 12.0)}
 
 
 async def test_a_wait_for_scores_ends_in_time_and_is_joined_by_the_next(run: Run) -> None:
-    await run.scored(1)
-    run.versions.reward_hash = "v2"
-    await run.scored(3)
+    await run.mixed()
     run.versions.gate.clear()
     with pytest.raises(WaitTimeoutError, match="scored with version v2"):
         await run.take(0, wait_s=0.05)
@@ -275,9 +265,7 @@ async def test_a_reward_service_that_is_away_fails_the_take_and_not_the_next_one
         async def current(self) -> str:
             raise UnavailableError("away")
 
-    await run.scored(1)
-    run.versions.reward_hash = "v2"
-    await run.scored(3)
+    await run.mixed()
     rewards, away = run.rewards, Away()
     rewards._versions = away  # the client of a service that is restarting
     with pytest.raises(UnavailableError, match="away"):
@@ -287,9 +275,7 @@ async def test_a_reward_service_that_is_away_fails_the_take_and_not_the_next_one
 
 
 async def test_a_trainer_that_dies_takes_the_batch_again_and_decides_anew(run: Run) -> None:
-    await run.scored(1)
-    run.versions.reward_hash = "v2"
-    await run.scored(3)
+    await run.mixed()
     before = {row.uid for row in (await run.take(0)).rows}
     run.versions.reward_hash = "v3"
     run.rewards = RewardVersionGuard(run.queue, run.versions)
@@ -303,9 +289,7 @@ async def test_without_a_reward_service_a_mixture_is_refused_in_one_line(run: Ru
     run.rewards = RewardVersionGuard(run.queue, None)
     await run.scored(GROUPS)
     assert await run.seen(await run.take(0)) == {("v1", 7.0)}
-    await run.scored(1)
-    run.versions.reward_hash = "v2"
-    await run.scored(3)
+    await run.mixed()
     with pytest.raises(UserError, match=r"2 reward versions.*--reward HOST:PORT"):
         await run.take(1)
 

@@ -119,8 +119,7 @@ def test_every_part_is_on_one_rank_once_and_ranks_agree(together: bool) -> None:
 def test_columns_of_parts_lie_where_their_tokens_are_in_the_row(world: World) -> None:
     rows = rank_work.trajectories()
     made = schedule(rank_work.batch(rows), ranks=1, max_tokens=4096, mini_batch_groups=None)
-    by_uid = {row.uid: row for row in rows}
-    own = [by_uid[uid] for uid in made.uids(0)]
+    own = rank_work.own_rows(made, rows)
     whole = assemble(made, own, world)
     parts = unfolded(made, [halves(r) for r in own], world, max_tokens=4096, together=False)
     experience = assemble(parts.schedule, parts.own, world)
@@ -177,7 +176,7 @@ def test_branches_are_trained_as_rows_of_their_own_and_judged_as_one_episode(
         )
         shown: list[Learned] = []
         start = named_algorithms.weights(learner)
-        metrics = learn(learner, recipe, rows, 0, shown)
+        metrics = named_algorithms.learn(learner, recipe, rows, 0, shown.append)
         found.append((named_algorithms.weights(learner), start, metrics, shown[0]))
     (ours, start, metrics, shown_parts), (theirs, _, _, _) = found
     for key in ours:
@@ -281,7 +280,7 @@ class TestSpin:
         answers = [replace(row, **answered(row)) for row in rows]
         chosen = named_algorithms.row_logprobs(learner, recipe, answers)
         for step in range(4):
-            metrics = learn(learner, recipe, rows, step, shown)
+            metrics = named_algorithms.learn(learner, recipe, rows, step, shown.append)
         assert (named_algorithms.row_logprobs(learner, recipe, rows) < before).all()
         assert (named_algorithms.row_logprobs(learner, recipe, answers) > chosen).all()
         # Of two updates the first begins at the opponent, with a margin of 0; the second is right about every pair.
@@ -340,15 +339,6 @@ def answered(row: Trajectory) -> dict[str, Any]:
         "loss_mask": mask,
         "rollout_logprobs": np.zeros(len(tokens), np.float32),
     }
-
-
-def learn(
-    learner: Any, recipe: Any, rows: list[Trajectory], step: int, shown: list[Learned]
-) -> Any:
-    made = learner.schedule(named_algorithms.batch_of(recipe, rows)[0])
-    by_uid = {row.uid: row for row in rows}
-    own = [by_uid[uid] for uid in made.uids(0)]
-    return learner.learn(made, own, step, None, shown.append)
 
 
 def test_a_pair_of_which_one_side_says_nothing_has_no_sign() -> None:

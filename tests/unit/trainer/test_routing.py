@@ -1,23 +1,28 @@
-"""The trainer sends tokens to the experts that sampled them, whatever its own routers would say."""
+"""The trainer sends tokens to the experts that sampled them, and keeps its experts equally busy."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from meshrl.contract.errors import CorruptError, UserError
 from meshrl.contract.routed_experts import RoutedExperts
 from meshrl.contract.types import Trajectory, Uid
+from meshrl.trainer.config import ActorConfig, ModelConfig
 from meshrl.trainer.model.packing import Pack, pack, share_out
-from meshrl.trainer.model.policy import Policy, random_hf
-from meshrl.trainer.model.routing import Routing
+from meshrl.trainer.model.policy import Policy, build_policy, random_hf
+from meshrl.trainer.model.routing import BIAS, ExpertBalance, Routing, routers
 from meshrl.trainer.model.sequence_parallel import SequenceGroup
+from meshrl.trainer.ranks.world import World
 
-from . import tiny
+from . import rank_work, tiny
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=tiny.VOCABULARY, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
@@ -154,3 +159,108 @@ def test_ranks_that_share_a_pack_have_the_experts_of_their_own_tokens() -> None:
     assert [len(share) for share in shares] == [4, 4]  # the last token of the second is padding
     torch.testing.assert_close(torch.cat(shares)[:7], whole.experts)  # type: ignore[arg-type]
     assert not shares[1][-1].any()
+
+
+MIXTURE: Mapping[str, Any] = {
+    **tiny.config().to_dict(),
+    "architectures": None,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+
+
+def qwen() -> Any:
+    return random_hf(
+        Qwen3MoeConfig(**MIXTURE | {"model_type": "qwen3_moe", "num_experts": 4}), seed=0
+    )
+
+
+def deepseek() -> Any:
+    shape = {
+        "model_type": "deepseek_v3",
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    }
+    return random_hf(DeepseekV3Config(**MIXTURE | shape), seed=0)
+
+
+def test_the_auxiliary_loss_is_that_of_transformers(world: World, tmp_path: Path) -> None:
+    hf = qwen()
+    policy = build_policy(hf, world, ModelConfig(path=tmp_path))
+    balance = ExpertBalance(hf, ActorConfig(router_aux_loss_coef=0.1), world)
+    logits: list[torch.Tensor] = []
+    for router in routers(hf):
+        router.register_forward_hook(lambda _, __, output: logits.append(output[0].detach()))
+    row = tiny.rows(1)[0]
+    packed = pack([row], [2])
+    with balance.recorded(packed):
+        policy(packed, 1.0)
+    part, whole = balance.loss()
+    wanted = load_balancing_loss_func(tuple(logits), 4, 2)
+    assert [part.item(), whole] == pytest.approx([wanted.item()] * 2, rel=1e-5)
+    assert part.requires_grad
+
+
+def train(hf: Any, world: World, path: Path, steps: int, **actor: float) -> list[dict[str, Any]]:
+    """Metrics of each step, where the rewards of the rows are all alike: nothing else is learned."""
+    optim = {"lr": 3e-3, "clip_grad": 1e9, "weight_decay": 0.0}
+    policy = build_policy(hf, world, ModelConfig(path=path))
+    learner = rank_work.make_of(policy, world, optim=optim, **actor)
+    rows = rank_work.trajectories()
+    return [rank_work.learn(learner, rows, step) for step in range(steps)]
+
+
+def lopsided(hf: Any) -> Any:
+    """Every token finds the first expert twice as good."""
+    for router in routers(hf):
+        with torch.no_grad():
+            router.weight.mul_(20.0)
+            router.weight[0] += router.weight[1]
+    return hf
+
+
+def test_the_auxiliary_loss_makes_experts_equally_busy(world: World, tmp_path: Path) -> None:
+    alone = train(lopsided(qwen()), world, tmp_path, 12)
+    balanced = train(lopsided(qwen()), world, tmp_path, 12, router_aux_loss_coef=1.0)
+    assert "actor/router_aux_loss" not in alone[-1]
+    first, last = balanced[0], balanced[-1]
+    assert last["actor/router_aux_loss"] < first["actor/router_aux_loss"]
+    assert last["actor/router_max_violation"] < first["actor/router_max_violation"]
+    assert first["actor/loss"] == pytest.approx(alone[0]["actor/loss"], abs=1e-6)
+
+
+def test_the_bias_of_idle_experts_rises_and_that_of_busy_ones_falls(
+    world: World, tmp_path: Path
+) -> None:
+    hf = lopsided(deepseek())
+    found = train(hf, world, tmp_path, 12, moe_router_bias_update_rate=0.02)
+    (router,) = routers(hf)
+    bias = getattr(router, BIAS)
+    assert bias.max() > bias.min()
+    assert found[-1]["actor/router_max_violation"] < found[0]["actor/router_max_violation"]
+    stored = dict(hf.named_buffers())
+    assert any(name.endswith(BIAS) and tensor is bias for name, tensor in stored.items())
+
+
+@pytest.mark.parametrize(
+    ("make", "option", "wrong"),
+    [
+        (lambda: random_hf(tiny.config(), 0), "router_aux_loss_coef", "has no router of experts"),
+        (qwen, "moe_router_bias_update_rate", f"Qwen3MoeForCausalLM have no {BIAS}"),
+    ],
+)
+def test_a_model_that_cannot_be_balanced_is_refused_in_one_line(
+    world: World, make: Any, option: str, wrong: str
+) -> None:
+    with pytest.raises(UserError, match=wrong) as raised:
+        ExpertBalance(make(), ActorConfig.model_validate({option: 0.1}), world)
+    assert str(raised.value).startswith(f"actor.{option}: ")
