@@ -19,7 +19,8 @@ from typing import Any, Final, cast
 
 from meshrl.contract.errors import CapacityError, FencedError, InfraError
 from meshrl.contract.types import Version
-from meshrl.trainer.checkpoint.checkpoint import Checkpoints, Keep, Tensors, TrainerState
+from meshrl.trainer.checkpoint.checkpoint import Checkpoints, Keep, TrainerState
+from meshrl.trainer.checkpoint.dcp import Tensors
 from meshrl.trainer.ranks.world import World
 from meshrl.transferqueue.store import Operation, OwnerLostError, Store, Table
 from tests.simulation.loop import Blocked

@@ -29,7 +29,8 @@ from meshrl.rollout.agents.session import Address, AgentSession
 from meshrl.rollout.ports import UNSERVED
 from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.queue import QueueClient
-from meshrl.trainer.checkpoint.checkpoint import Keep, Tensors, TrainerState
+from meshrl.trainer.checkpoint.checkpoint import Keep, TrainerState
+from meshrl.trainer.checkpoint.dcp import Tensors
 from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.ranks.world import World
 from meshrl.transferqueue import sampling

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import torch
 
 from meshrl.contract.errors import AWAY
-from meshrl.trainer.checkpoint.checkpoint import Keep, Tensors, TrainerState
+from meshrl.trainer.checkpoint.checkpoint import Keep, TrainerState
+from meshrl.trainer.checkpoint.dcp import Tensors
 from meshrl.trainer.loop.context import RunContext
 from meshrl.trainer.ranks.compute import Compute
 from meshrl.trainer.ranks.world import World

@@ -31,25 +31,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol
 
-import torch
 import xxhash
-from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from meshrl.common.files import replace_file, sync
 from meshrl.contract.errors import CapacityError, CorruptError, FencedError, InfraError, UserError
 from meshrl.contract.types import Json, Version
-from meshrl.trainer.checkpoint.dcp import PlainWriter, SafePlanner, SafeReader
+from meshrl.trainer.checkpoint.dcp import (
+    PlainWriter,
+    SafePlanner,
+    SafeReader,
+    Tensors,
+    copied,
+    fill,
+    tensors_of,
+)
 from meshrl.trainer.learner.optimizer import Optimizers, Trained
 from meshrl.trainer.model.policy import Policy
 from meshrl.trainer.ranks.world import World
@@ -60,9 +59,6 @@ _WRITER = re.compile(r"__(\d+)_\d+\.distcp$")
 _WRITING = ".writing-"
 _REMOVING = ".removing-"
 _EPOCH = ".epoch"
-
-Tensors: TypeAlias = dict[str, Any]
-"""What DCP calls a state dict: models and optimizers by name, nested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,26 +158,12 @@ def save(
     keep: int,
     beside: Mapping[str, Trained] | None = None,
 ) -> Path:
-    """Write one checkpoint; durable on return. Every rank calls this.
+    """Write one checkpoint as it is now, `keep` at most; otherwise as `write`.
 
-    Args:
-        root: Directory of the run's checkpoints.
-        policy: The model.
-        optimizers: Its optimizer.
-        state: Everything that is no tensor.
-        world: The ranks.
-        keep: How many checkpoints remain; older ones are removed afterwards.
-        beside: Models that are trained beside the policy, such as the critic, by name.
-
-    Returns:
-        The checkpoint's directory.
-
-    Raises:
-        CapacityError: the disk is full; the checkpoints before this one are as they were.
-        InfraError: it cannot be written for another reason.
+    `beside`: models that are trained beside the policy, such as the critic, by name.
     """
     state = describe(state, policy, beside)
-    tensors = _tensors(policy, optimizers, beside or {})
+    tensors = tensors_of(policy, optimizers, beside or {})
     return write(root, tensors, state, world, keep=Keep(newest=keep))
 
 
@@ -199,7 +181,7 @@ def freeze(
 
     Costs memory for one more model and optimizer on each rank (its shards of them). Every rank calls this.
     """
-    frozen: Tensors = _copied(_tensors(policy, optimizers, beside or {}))
+    frozen: Tensors = copied(tensors_of(policy, optimizers, beside or {}))
     return frozen
 
 
@@ -262,15 +244,11 @@ def _write(root: Path, tensors: Tensors, state: TrainerState, world: World, keep
         else:
             writing.rename(final)
             sync(root)
-        _prune(root, keep)
+        paths = dict(complete(root))
+        for version in keep.drops(list(paths)):
+            remove(paths[version])
     world.barrier()
     return final
-
-
-def _prune(root: Path, keep: Keep) -> None:
-    paths = dict(complete(root))
-    for version in keep.drops(list(paths)):
-        remove(paths[version])
 
 
 def load(
@@ -303,16 +281,13 @@ def load(
     for each in (optimizers, *(other.optimizers for other in beside.values())):
         if each is not None:
             each.start_states()
-    tensors = _tensors(policy, optimizers, beside)
+    tensors = tensors_of(policy, optimizers, beside)
     reader = SafeReader(path / "tensors")
     reader.read_metadata()  # DCP reads it too, and drops what is raised
     state_dict_loader.load(tensors, storage_reader=reader, planner=SafePlanner())
-    _fill(policy, tensors["model"])
-    if optimizers is not None:
-        set_optimizer_state_dict(policy, optimizers.parts, tensors["optimizer"])
+    fill(policy, optimizers, tensors)
     for name, other in beside.items():
-        _fill(other.model, tensors[name]["model"])
-        set_optimizer_state_dict(other.model, other.optimizers.parts, tensors[name]["optimizer"])
+        fill(other.model, other.optimizers, tensors[name])
     return state
 
 
@@ -440,36 +415,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def _tensors(
-    policy: Policy, optimizers: Optimizers | None, beside: Mapping[str, Trained]
-) -> Tensors:
-    tensors: Tensors = {"model": _trained_state(policy)}
-    if optimizers is not None:
-        tensors["optimizer"] = get_optimizer_state_dict(policy, optimizers.parts)
-    for name, other in beside.items():
-        tensors[name] = {
-            "model": _trained_state(other.model),
-            "optimizer": get_optimizer_state_dict(other.model, other.optimizers.parts),
-        }
-    return tensors
-
-
-def _trained_state(model: nn.Module) -> Tensors:
-    """What training changes: frozen parameters are where the run started from."""
-    state: Tensors = get_model_state_dict(model)
-    # Not DCP's `ignore_frozen_params`: it leaves a tied tensor in under its second name.
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    return state if _is_whole(model) else {n: v for n, v in state.items() if n in trained}
-
-
-def _fill(model: nn.Module, state: Tensors) -> None:
-    set_model_state_dict(model, state, options=StateDictOptions(strict=_is_whole(model)))
-
-
-def _is_whole(model: nn.Module) -> bool:
-    return all(parameter.requires_grad for parameter in model.parameters())
-
-
 def _check_adapter(
     path: Path, stored: dict[str, Json] | None, trained: dict[str, Json] | None
 ) -> None:
@@ -492,17 +437,6 @@ def _named(adapter: dict[str, Json] | None) -> str:
         return "all weights"
     settings = ", ".join(f"{k} {v}" for k, v in sorted(adapter.items()) if k != "base")
     return f"a LoRA adapter ({settings})"
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        own = value.detach()
-        return own.clone() if own.device.type == "cpu" else own.cpu()
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(item) for item in value)
-    return value
 
 
 def _hash_together(path: Path, world: World) -> dict[str, str]:

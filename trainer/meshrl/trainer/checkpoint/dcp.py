@@ -1,4 +1,4 @@
-"""DCP checkpoints, read without trusting them and written so that the reason of a failure reaches every rank.
+"""DCP: tensors of a checkpoint, read without trusting them, written so that a failure's reason reaches every rank.
 
 DCP keeps its index as a pickle: it is read by an unpickler that knows DCP's classes and no others.
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
@@ -23,9 +24,17 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from typing_extensions import override
 
 from meshrl.contract.errors import CorruptError
+from meshrl.trainer.learner.optimizer import Optimizers, Trained
 
 INDEX = ".metadata"
 _DCP = "torch.distributed.checkpoint"
@@ -58,6 +67,9 @@ _SAFE = {
     "collections": {"OrderedDict"},
 }
 """By module: plain records of DCP, and the values in them."""
+
+Tensors: TypeAlias = dict[str, Any]
+"""What DCP calls a state dict: models and optimizers by name, nested."""
 
 
 class SafeReader(FileSystemReader):
@@ -150,3 +162,50 @@ def _operating_system_errors() -> Iterator[None]:
         if cause is None:
             raise
         raise OSError(cause.errno, cause.strerror) from error
+
+
+def tensors_of(
+    policy: nn.Module, optimizers: Optimizers | None, beside: Mapping[str, Trained]
+) -> Tensors:
+    """The state of a policy, its optimizer, and the models beside it, not copied."""
+    tensors: Tensors = {"model": _trained_state(policy)}
+    if optimizers is not None:
+        tensors["optimizer"] = get_optimizer_state_dict(policy, optimizers.parts)
+    for name, other in beside.items():
+        tensors[name] = {
+            "model": _trained_state(other.model),
+            "optimizer": get_optimizer_state_dict(other.model, other.optimizers.parts),
+        }
+    return tensors
+
+
+def _trained_state(model: nn.Module) -> Tensors:
+    """What training changes: frozen parameters are where the run started from."""
+    state: Tensors = get_model_state_dict(model)
+    # Not DCP's `ignore_frozen_params`: it leaves a tied tensor in under its second name.
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    return state if _is_whole(model) else {n: v for n, v in state.items() if n in trained}
+
+
+def fill(model: nn.Module, optimizers: Optimizers | None, state: Tensors) -> None:
+    """Give a model and its optimizer what was read."""
+    options = StateDictOptions(strict=_is_whole(model))
+    set_model_state_dict(model, state["model"], options=options)
+    if optimizers is not None:
+        set_optimizer_state_dict(model, optimizers.parts, state["optimizer"])
+
+
+def _is_whole(model: nn.Module) -> bool:
+    return all(parameter.requires_grad for parameter in model.parameters())
+
+
+def copied(value: Any) -> Any:
+    """The same on the CPU, in memory of its own."""
+    if isinstance(value, torch.Tensor):
+        own = value.detach()
+        return own.clone() if own.device.type == "cpu" else own.cpu()
+    if isinstance(value, Mapping):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(copied(item) for item in value)
+    return value

@@ -67,14 +67,11 @@ class RewardLearner:
         metrics: dict[str, float] = {}
         if self._config.update == "before":
             metrics = self._update(own, experience, step)
-        rewards = self._score(own, experience)
+        q = own.forward(self.model, self._logprobs) - _reference(experience)
+        rewards = process_rewards(experience.ragged, q, beta=self._config.beta_train)
         if self._config.update == "after":
             metrics = self._update(own, experience, step)
         return rewards, metrics
-
-    def _score(self, own: MicroBatcher, experience: Experience) -> torch.Tensor:
-        q = own.forward(self.model, self._logprobs) - _reference(experience)
-        return process_rewards(experience.ragged, q, beta=self._config.beta_train)
 
     def _update(self, own: MicroBatcher, experience: Experience, step: int) -> dict[str, float]:
         reference, acc = _reference(experience), outcomes(experience)

@@ -111,7 +111,13 @@ class ValueLearner:
         rate = learning_rate(self._config.optim, step, self._total_steps or step + 1)
         norms = []
         for mini in updates:
-            aggregate = self._aggregator(ragged, mini)
+            aggregate = Aggregator(
+                mode=self._config.loss_agg_mode,
+                batch_num_tokens=max(1, int(ragged.valid_lengths[list(mini.rows)].sum())),
+                global_batch_size=len(mini.rows),
+                loss_scale_factor=float(self._max_response_length),
+                dp_size=self._world.gradient_ranks,
+            )
             for chosen, (found,) in own.micro_batches(
                 mini, self.model, lambda pack: (self.model(pack),)
             ):
@@ -139,15 +145,6 @@ class ValueLearner:
             "critic/returns_mean": float(ragged.token_mean(returns)),
             "critic/explained_variance": explained_variance(ragged, values, returns),
         }
-
-    def _aggregator(self, ragged: Ragged, mini: MiniBatch) -> Aggregator:
-        return Aggregator(
-            mode=self._config.loss_agg_mode,
-            batch_num_tokens=max(1, int(ragged.valid_lengths[list(mini.rows)].sum())),
-            global_batch_size=len(mini.rows),
-            loss_scale_factor=float(self._max_response_length),
-            dp_size=self._world.gradient_ranks,
-        )
 
 
 def monte_carlo(ragged: Ragged, token_rewards: torch.Tensor, gamma: float) -> torch.Tensor:

@@ -174,7 +174,8 @@ class Trainer:
     async def _train_to_the_end(self) -> None:
         await self._begin()
         while isinstance(work := await self._next(), Batch):
-            if await self._train(work) and self._due(self._settings.trainer.save_freq):
+            every = self._settings.trainer.save_freq
+            if await self._train(work) and every > 0 and self.step % every == 0:
                 await self._save()
         await self._save()
         with self.status.phase(TrainerPhase.CHECKPOINTING):
@@ -400,9 +401,6 @@ class Trainer:
         if self._evaluation:
             await self._evaluation.open()
         await self._publish()
-
-    def _due(self, frequency: int) -> bool:
-        return frequency > 0 and self.step % frequency == 0
 
     async def _save(self) -> None:
         """Start a checkpoint; once it is durable, the queue releases its rows."""
