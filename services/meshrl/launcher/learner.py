@@ -16,11 +16,10 @@ from meshrl.trainer.algorithms.advantages.prime import Options as PrimeOptions
 from meshrl.trainer.algorithms.needs import rollout_is_old
 from meshrl.trainer.algorithms.options import options
 from meshrl.trainer.data.prompts import own_answer
+from meshrl.trainer.learner.beside import RewardLearner, ValueLearner, build_critic
 from meshrl.trainer.learner.learner import Learner, RowContents, StepSettings
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
-from meshrl.trainer.learner.reward_learner import RewardLearner
-from meshrl.trainer.learner.value_learner import ValueLearner, build_critic
 from meshrl.trainer.model.policy import build_policy, open_hf
 from meshrl.trainer.model.vision import VisionReader
 from meshrl.trainer.offline.turn_ends import ended

@@ -37,10 +37,10 @@ from meshrl.trainer.config import (
     ParallelConfig,
     TrainerConfig,
 )
+from meshrl.trainer.learner.beside import build_critic
 from meshrl.trainer.learner.learner import Learner, StepSettings
 from meshrl.trainer.learner.optimizer import Optimizers
 from meshrl.trainer.learner.policy_gradient import PolicyGradient
-from meshrl.trainer.learner.value_learner import build_critic
 from meshrl.trainer.loop.context import RunContext, TrainerSettings
 from meshrl.trainer.loop.loop import Trainer
 from meshrl.trainer.model.policy import build_policy, load_hf, open_hf

@@ -15,9 +15,8 @@ from meshrl.trainer.checkpoint import checkpoint
 from meshrl.trainer.config import ParallelConfig
 from meshrl.trainer.learner.micro_batcher import allows_whole_gradients
 from meshrl.trainer.model import parallel
-from meshrl.trainer.model.parallel import share_matrices, spread_experts
+from meshrl.trainer.model.parallel import repeats, share_matrices, spread_experts
 from meshrl.trainer.model.policy import random_hf
-from meshrl.trainer.model.sequence_parallel import repeats
 from meshrl.trainer.ranks.compute import Compute
 from meshrl.trainer.ranks.world import World
 

@@ -17,9 +17,9 @@ from meshrl.contract.routed_experts import RoutedExperts
 from meshrl.contract.types import Trajectory, Uid
 from meshrl.trainer.config import ActorConfig, ModelConfig
 from meshrl.trainer.model.packing import Pack, pack, share_out
+from meshrl.trainer.model.parallel import SequenceGroup
 from meshrl.trainer.model.policy import Policy, build_policy, random_hf
 from meshrl.trainer.model.routing import BIAS, ExpertBalance, Routing, routers
-from meshrl.trainer.model.sequence_parallel import SequenceGroup
 from meshrl.trainer.ranks.world import World
 
 from . import rank_work, tiny

@@ -25,10 +25,10 @@ from meshrl.trainer.algorithms.rollout_correction import interpolate
 from meshrl.trainer.config import ActorConfig, AlgorithmConfig, OverlongBufferConfig
 from meshrl.trainer.data.feeder import Feeder
 from meshrl.trainer.data.prompts import Prompt, PromptSet
+from meshrl.trainer.learner.beside import explained_variance, monte_carlo
 from meshrl.trainer.learner.experience import assemble, redrawn, schedule
 from meshrl.trainer.learner.metrics import batch_mismatch
 from meshrl.trainer.learner.policy_gradient import ForwardOutputs, PolicyGradient
-from meshrl.trainer.learner.value_learner import explained_variance, monte_carlo
 from meshrl.trainer.ranks.world import World
 
 from . import rank_work

@@ -20,7 +20,7 @@ from meshrl.rollout.server_engine.sglang_messages import positions
 from meshrl.testing import vision
 from meshrl.testing.vision import packed
 from meshrl.trainer.config import ModelConfig
-from meshrl.trainer.learner.value_learner import build_critic
+from meshrl.trainer.learner.beside import build_critic
 from meshrl.trainer.model.policy import Policy, build_policy, load_hf, open_hf
 from meshrl.trainer.model.snapshot import take_snapshot
 from meshrl.trainer.model.vision import VisionReader, tower_prefix

@@ -34,6 +34,7 @@ from meshrl.contract.types import (
 from meshrl.trainer.algorithms.losses._types import LossInputs
 from meshrl.trainer.algorithms.ragged import Ragged
 from meshrl.trainer.config import ActorConfig
+from meshrl.trainer.learner.beside import RewardLearner, ValueLearner
 from meshrl.trainer.learner.experience import (
     Experience,
     MiniBatch,
@@ -47,9 +48,7 @@ from meshrl.trainer.learner.metrics import MetricSums, batch_mismatch, experienc
 from meshrl.trainer.learner.micro_batcher import MicroBatcher
 from meshrl.trainer.learner.optimizer import Optimizers, Trained, learning_rate, norms_of
 from meshrl.trainer.learner.policy_gradient import ForwardOutputs, MicroBatch, Objective, Targets
-from meshrl.trainer.learner.reward_learner import RewardLearner
 from meshrl.trainer.learner.unfolding import Unfolded, branches, unfolded, with_answer
-from meshrl.trainer.learner.value_learner import ValueLearner
 from meshrl.trainer.metrics.utilisation import ModelWork
 from meshrl.trainer.model.packing import Pack
 from meshrl.trainer.model.policy import Policy

@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from meshrl.contract.errors import UserError
 from meshrl.trainer.model.attention_kernels import attend_row, attend_varlen, takes_long_rows
 from meshrl.trainer.model.packing import LONG_ROW, PackLayout, RowRectangle
-from meshrl.trainer.model.sequence_parallel import repeats
+from meshrl.trainer.model.parallel import repeats
 
 NAME = "meshrl_packed"
 _CARRIED = "_meshrl_packed_layout"

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from meshrl.contract.types import Int32
-from meshrl.trainer.model.sequence_parallel import SequenceGroup, SequenceShare
+from meshrl.trainer.model.parallel import SequenceGroup, SequenceShare
 from meshrl.trainer.model.vision import PackedImages, RowImages, packed_images
 
 BUCKET_STEPS = 8

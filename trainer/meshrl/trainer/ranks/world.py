@@ -26,7 +26,7 @@ from meshrl.common.sockets import interface_towards, is_loopback, listen_fd, loo
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.trainer.config import ParallelConfig
 from meshrl.trainer.model.attention_kernels import use_flash_attention_3
-from meshrl.trainer.model.sequence_parallel import SequenceGroup
+from meshrl.trainer.model.parallel import SequenceGroup
 from meshrl.trainer.ranks import peers
 from meshrl.trainer.ranks.peers import Peers, Seat
 
