@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-class Patches(Layout):
+class PatchLayout(Layout):
     """As many placeholders as tokens."""
 
     def __init__(self, placeholder: int, merge: int, processor: Any) -> None:
@@ -38,11 +38,11 @@ class Patches(Layout):
         return pixels, made["image_grid_thw"][0].astype(np.int64)
 
 
-def build(checkpoint: Path, config: Mapping[str, Any], processor: Any) -> Patches:
+def build(checkpoint: Path, config: Mapping[str, Any], processor: Any) -> PatchLayout:
     """Raises UserError where config.json lacks what it takes."""
     try:
         merge = int(config["vision_config"]["spatial_merge_size"])
-        return Patches(int(config["image_token_id"]), merge, processor)
+        return PatchLayout(int(config["image_token_id"]), merge, processor)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{checkpoint}: config.json lacks image_token_id or vision_config.spatial_merge_size"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
-class Tiles(Layout):
+class TileLayout(Layout):
     """Each tile has as many placeholders, behind the tokens that name it."""
 
     def __init__(self, placeholder: int, of_tile: int, processor: Any, tokenizer: Any) -> None:
@@ -58,7 +58,7 @@ class Tiles(Layout):
         return ids
 
 
-def build(checkpoint: Path, config: Mapping[str, Any], processor: Any) -> Tiles:
+def build(checkpoint: Path, config: Mapping[str, Any], processor: Any) -> TileLayout:
     """Raises UserError where config.json lacks what it takes, or the tokenizer the tokens around tiles."""
     from tokenizers import Tokenizer
 
@@ -74,7 +74,7 @@ def build(checkpoint: Path, config: Mapping[str, Any], processor: Any) -> Tiles:
     try:
         vision = config["vision_config"]
         side = vision["image_size"] // vision["patch_size"] // config["scale_factor"]
-        return Tiles(int(config["image_token_id"]), side**2, processor, tokenizer)
+        return TileLayout(int(config["image_token_id"]), side**2, processor, tokenizer)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{checkpoint}: config.json lacks image_token_id, scale_factor or vision_config.image_size, .patch_size"

@@ -31,9 +31,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 BUILDER = """
 import sys
 from pathlib import Path
-from meshrl.sandbox.environment import Environment
+from meshrl.sandbox.environment import InstalledPackages
 folder = Path(sys.argv[1])
-Environment(requirements=("counting-apples",), wheelhouse=folder / "wheels", cache=folder / "cache").build()
+InstalledPackages(requirements=("counting-apples",), wheelhouse=folder / "wheels", cache=folder / "cache").build()
 """
 
 

@@ -17,7 +17,7 @@ import torch
 from meshrl.rollout.engines.torch.architecture import read_architecture
 from meshrl.rollout.engines.torch.batch import DecodeBatch, DecodeRow
 from meshrl.rollout.engines.torch.cache import KvCache
-from meshrl.rollout.engines.torch.forward import Decoder
+from meshrl.rollout.engines.torch.forward import TorchDecoder
 from meshrl.rollout.engines.torch.graphs import (
     MOST_FAILURES,
     CudaGraphs,
@@ -87,7 +87,7 @@ class Story:
             max_bytes=1 << 28,
             steady=recorder is not None,
         )
-        decoder = Decoder(architecture, torch.float32, device, LENGTH)
+        decoder = TorchDecoder(architecture, torch.float32, device, LENGTH)
         self.recorder = recorder(self.cache) if recorder else None
         steps = StaticSteps(decoder, self.cache, SLOTS, self.recorder) if recorder else None
         self.batch = DecodeBatch(
@@ -279,7 +279,9 @@ def test_a_recording_that_failed_leaves_torch_s_allocator_as_it_was(
 
 def test_graphs_are_few_as_rows_are_padded_to_few_widths(qwen3: Checkpoint) -> None:
     cache = Story(qwen3, CPU, None).cache
-    steps = StaticSteps(Decoder(read_architecture(qwen3.path), torch.float32, CPU, 64), cache, 300)
+    steps = StaticSteps(
+        TorchDecoder(read_architecture(qwen3.path), torch.float32, CPU, 64), cache, 300
+    )
     widths = [steps.width(count, 32) for count in range(1, SLOTS + 1)]
     assert sorted({*widths}) == [1, 2, 4, 8, 16, 24, 32, SLOTS]  # 48 do not fit
     assert all(width >= count for count, width in enumerate(widths, start=1))

@@ -13,7 +13,7 @@ import uvicorn
 from meshrl.rollout.server_engine.checkpoint import read_checkpoint
 from meshrl.testing.sglang_server.routes import Routes
 from meshrl.testing.sglang_server.scheduler import Scheduler
-from meshrl.testing.sglang_server.updates import Group, Updates
+from meshrl.testing.sglang_server.updates import ServerGroup, Updates
 
 VERSION = "0.5.23"
 """The SGLang version that it imitates."""
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _join(body: dict[str, Any]) -> Group:
+def _join(body: dict[str, Any]) -> ServerGroup:
     from meshrl.testing.sglang_server.group import GlooRank  # imports torch
 
     return GlooRank(body)

@@ -22,7 +22,7 @@ class Died(Exception):
     """An exception that ends the scheduler, and with it the server."""
 
 
-class Group(Protocol):
+class ServerGroup(Protocol):
     """A process group that receives weights."""
 
     def receive(self, body: dict[str, Any]) -> int:
@@ -42,14 +42,14 @@ class Updates:
         scheduler: Scheduler,
         *,
         loaders: Collection[str],
-        join: Callable[[dict[str, Any]], Group],
+        join: Callable[[dict[str, Any]], ServerGroup],
     ) -> None:
         self.partial = False
         """The next load stops halfway."""
         self._scheduler = scheduler
         self._loaders = loaders
         self._join = join
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, ServerGroup] = {}
         self._open = False
 
     async def begin(self) -> Answer:

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from meshrl_lent import Lent, memory
+from meshrl_lent import LentMemory, memory
 from safetensors import safe_open
 
 CHUNK_WORDS = 32768
@@ -30,7 +30,7 @@ ASKED, ANSWER, ARRIVED = "lend.json", "lent.json", "arrived.json"
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 KEY = "meshrl.digests"
 """Of the file's metadata: JSON, from a tensor's name to its digest."""
-_lent: Lent | None = None
+_lent: LentMemory | None = None
 """Of this process's device, where versions arrive."""
 
 
@@ -101,7 +101,7 @@ def lend(directory: Path, device: torch.device) -> None:
             if free < asked["needs"]:
                 needs = f"a second version takes {asked['needs'] / 2**30:.1f} GiB"
                 raise OSError(f"{needs}, {free / 2**30:.1f} GiB are free")
-            _lent = Lent(asked["memory"], asked["sizes"], device)
+            _lent = LentMemory(asked["memory"], asked["sizes"], device)
         answer = {"gpu": _lent.gpu, "handles": _lent.handles} if _lent is not None else {}
     except OSError as error:
         answer = {"error": str(error)}

@@ -56,7 +56,7 @@ from meshrl.rollout.engines.torch.decode_thread import (
     Submit,
     Swap,
 )
-from meshrl.rollout.engines.torch.forward import Decoder
+from meshrl.rollout.engines.torch.forward import TorchDecoder
 from meshrl.rollout.engines.torch.graphs import CudaGraphs, StaticSteps
 from meshrl.rollout.engines.torch.staging import (
     Built,
@@ -110,7 +110,7 @@ class TorchEngine(SleepingEngine, PinningSink, LendingSink):
         self._slots = slots
         self._tokenizer = tokenizer
         self._thread: DecodeThread | None = None
-        self._decoder: Decoder | None = None
+        self._decoder: TorchDecoder | None = None
         self._cache: KvCache | None = None
         self._lengths: deque[int] = deque(maxlen=slots)
         """The longest lengths that the last requests may reach."""
@@ -372,7 +372,7 @@ class TorchEngine(SleepingEngine, PinningSink, LendingSink):
         self._max_length = _max_length(config, architecture, cache)
         given, known = config.eos_token_ids, architecture.eos_token_ids
         self._eos = with_end_of(self._tokenizer, known) if given is None else given
-        decoder = self._decoder = Decoder(architecture, DTYPES[name], device, self._max_length)
+        decoder = self._decoder = TorchDecoder(architecture, DTYPES[name], device, self._max_length)
         steps = None
         # How many tokens go to an expert is known on the device only: nothing to record.
         if device.type == "cuda" and architecture.mixture is None:
@@ -426,7 +426,7 @@ class TorchEngine(SleepingEngine, PinningSink, LendingSink):
             raise EngineGoneError(f"the engine is {'closed' if self._closed else 'not started'}")
         return self._thread
 
-    def _loaded_decoder(self) -> Decoder:
+    def _loaded_decoder(self) -> TorchDecoder:
         if self._decoder is None:
             raise EngineGoneError("the engine is not started")
         return self._decoder

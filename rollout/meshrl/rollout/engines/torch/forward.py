@@ -22,7 +22,7 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Queries [n, H, D], keys and values [n, K, L, D] to [n, H D]."""
 
 
-class Decoder:
+class TorchDecoder:
     """Computes logits. Holds no weights and no state of a request: those are arguments."""
 
     def __init__(

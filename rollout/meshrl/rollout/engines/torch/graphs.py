@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from meshrl.rollout.engines.torch.cache import KvCache
-from meshrl.rollout.engines.torch.forward import Decoder
+from meshrl.rollout.engines.torch.forward import TorchDecoder
 from meshrl.rollout.engines.torch.sampler import CUT, GREEDY, SamplingRows, greedy, plain, uniforms
 from meshrl.rollout.engines.torch.weights import Weights
 
@@ -74,7 +74,7 @@ class StaticSteps:
     """Decode steps of dense models over buffers that stay where they are, `slots` wide."""
 
     def __init__(
-        self, decoder: Decoder, cache: KvCache, slots: int, recorder: Recorder | None = None
+        self, decoder: TorchDecoder, cache: KvCache, slots: int, recorder: Recorder | None = None
     ) -> None:
         """Without a recorder each step runs as it is."""
         self._decoder, self._cache, self._slots = decoder, cache, slots
