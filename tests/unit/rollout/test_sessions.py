@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,13 +61,23 @@ def task(**sampling: Any) -> Task:
     )
 
 
-def session_of(
-    tokenizer: HuggingFaceTokenizer,
-    engine: Scripted,
-    rules: SessionRules | None = None,
-    **sampling: Any,
-) -> AgentSession:
-    return AgentSession(task(**sampling), Uid("run", "t", 0), engine, tokenizer, rules)
+Begin = Callable[..., tuple[Scripted, AgentSession]]
+
+
+@pytest.fixture
+def begin(tokenizer: HuggingFaceTokenizer) -> Begin:
+    """An engine that gives these responses, and a session of it."""
+
+    def begun(
+        *responses: str | InfraError,
+        rules: SessionRules | None = None,
+        swap_at: int = 1 << 30,
+        **sampling: Any,
+    ) -> tuple[Scripted, AgentSession]:
+        engine = Scripted(tokenizer, *responses, swap_at=swap_at)
+        return engine, AgentSession(task(**sampling), Uid("run", "t", 0), engine, tokenizer, rules)
+
+    return begun
 
 
 def user(content: str) -> dict[str, Any]:
@@ -110,10 +120,9 @@ def check_sampled(row: Trajectory, sampled: Sequence[tuple[list[int], list[float
 
 
 async def test_a_conversation_of_two_turns_is_one_row_of_the_sampled_tokens(
-    tokenizer: HuggingFaceTokenizer,
+    begin: Begin, tokenizer: HuggingFaceTokenizer
 ) -> None:
-    engine = Scripted(tokenizer, "it is", "yes, 3")
-    session = session_of(tokenizer, engine)
+    engine, session = begin("it is", "yes, 3")
     first = await say(session, user("1+2?"))
     second = await say(session, user("1+2?"), assistant(first.text), user("sure?"))
     assert (first.text, second.text, second.finish_reason) == ("it is", "yes, 3", "stop")
@@ -130,10 +139,11 @@ async def test_a_conversation_of_two_turns_is_one_row_of_the_sampled_tokens(
     assert session.left_out == 0
 
 
-async def test_what_was_sampled_is_not_tokenised_again(tokenizer: HuggingFaceTokenizer) -> None:
+async def test_what_was_sampled_is_not_tokenised_again(
+    begin: Begin, tokenizer: HuggingFaceTokenizer
+) -> None:
     """The policy ends in a token that decodes to nothing: text alone could not bring it back."""
-    engine = Scripted(tokenizer, "a<pad>b", "c")
-    session = session_of(tokenizer, engine)
+    engine, session = begin("a<pad>b", "c")
     first = await say(session, user("x"))
     assert first.text == "ab"
     await say(session, user("x"), assistant("ab"), user("y"))
@@ -141,11 +151,8 @@ async def test_what_was_sampled_is_not_tokenised_again(tokenizer: HuggingFaceTok
     assert tokenizer.decode_all(row(session).tokens.tolist()).count("<pad>") == 1
 
 
-async def test_a_row_whose_version_changes_has_a_span_for_each(
-    tokenizer: HuggingFaceTokenizer,
-) -> None:
-    engine = Scripted(tokenizer, "first answer", "second answer", swap_at=20)
-    session = session_of(tokenizer, engine)
+async def test_a_row_whose_version_changes_has_a_span_for_each(begin: Begin) -> None:
+    engine, session = begin("first answer", "second answer", swap_at=20)
     first = await say(session, user("x"))
     await say(session, user("x"), assistant(first.text), user("y"))
     found = row(session)
@@ -154,10 +161,9 @@ async def test_a_row_whose_version_changes_has_a_span_for_each(
 
 
 async def test_tool_calls_are_recognised_by_their_ids_however_the_client_formats_them(
-    tokenizer: HuggingFaceTokenizer,
+    begin: Begin, tokenizer: HuggingFaceTokenizer
 ) -> None:
-    engine = Scripted(tokenizer, "hm " + CALL, "3")
-    session = session_of(tokenizer, engine)
+    engine, session = begin("hm " + CALL, "3")
     first = await say(session, user("1+2?"), tools=(ADD,))
     assert (first.text, first.finish_reason) == ("hm ", "tool_calls")
     (call,) = first.tool_calls
@@ -181,10 +187,9 @@ async def test_tool_calls_are_recognised_by_their_ids_however_the_client_formats
 
 @pytest.mark.parametrize("named", [0, 1], ids=["at first", "later"])
 async def test_a_result_is_the_same_with_the_name_of_its_tool_and_without(
-    tokenizer: HuggingFaceTokenizer, named: int
+    begin: Begin, named: int
 ) -> None:
-    engine = Scripted(tokenizer, CALL, "3", "yes")
-    session = session_of(tokenizer, engine)
+    engine, session = begin(CALL, "3", "yes")
     first = await say(session, user("1+2?"), tools=(ADD,))
     (call,) = first.tool_calls
     result = {"role": "tool", "content": "3", "tool_call_id": call.id}
@@ -198,11 +203,8 @@ async def test_a_result_is_the_same_with_the_name_of_its_tool_and_without(
     assert session.left_out == 0
 
 
-async def test_results_without_ids_are_told_apart_by_their_names(
-    tokenizer: HuggingFaceTokenizer,
-) -> None:
-    engine = Scripted(tokenizer, "one", "two")
-    session = session_of(tokenizer, engine)
+async def test_results_without_ids_are_told_apart_by_their_names(begin: Begin) -> None:
+    engine, session = begin("one", "two")
     first = await say(session, user("x"), {"role": "tool", "content": "3", "name": "add"})
     other = {"role": "tool", "content": "3", "name": "sub"}
     await say(session, user("x"), other, assistant(first.text), user("y"))
@@ -214,11 +216,12 @@ SEVERAL = SessionRules(conversations=True)
 
 @pytest.mark.parametrize("branch", Branch)
 async def test_the_row_is_the_conversation_that_is_named_and_nothing_of_the_others(
-    tokenizer: HuggingFaceTokenizer, branch: Branch
+    begin: Begin, branch: Branch
 ) -> None:
     """Two tries at one task, word for word the same at first, a turn of one after a turn of the other."""
-    engine = Scripted(tokenizer, "one", "one", "two", "three", "four")
-    session = session_of(tokenizer, engine, replace(SEVERAL, branch=branch))
+    engine, session = begin(
+        "one", "one", "two", "three", "four", rules=replace(SEVERAL, branch=branch)
+    )
     for conversation in ("a", "b"):
         await say(session, user("x"), conversation=conversation)
     said = (user("x"), assistant("one"), user("y"))
@@ -233,11 +236,8 @@ async def test_the_row_is_the_conversation_that_is_named_and_nothing_of_the_othe
     check_sampled(row(session), [engine.sampled[i] for i in (1, 3, 4)])
 
 
-async def test_completions_continue_those_of_their_conversation(
-    tokenizer: HuggingFaceTokenizer,
-) -> None:
-    engine = Scripted(tokenizer, "one", "one", "two", "three")
-    session = session_of(tokenizer, engine, SEVERAL)
+async def test_completions_continue_those_of_their_conversation(begin: Begin) -> None:
+    engine, session = begin("one", "one", "two", "three", rules=SEVERAL)
     for conversation in ("a", "b"):
         await write(session, "x", conversation=conversation)
     await write(session, "xone y", conversation="a")
@@ -249,11 +249,8 @@ async def test_completions_continue_those_of_their_conversation(
     check_sampled(row(session), [engine.sampled[1], engine.sampled[3]])
 
 
-async def test_conversations_that_nobody_chose_from_are_no_row(
-    tokenizer: HuggingFaceTokenizer,
-) -> None:
-    engine = Scripted(tokenizer, "one", "two")
-    session = session_of(tokenizer, engine, SEVERAL)
+async def test_conversations_that_nobody_chose_from_are_no_row(begin: Begin) -> None:
+    _engine, session = begin("one", "two", rules=SEVERAL)
     await say(session, user("x"), conversation="a")
     await say(session, user("x"), conversation="b")
     with pytest.raises(InfraError, match="which of 2 conversations is the row"):
@@ -263,22 +260,16 @@ async def test_conversations_that_nobody_chose_from_are_no_row(
         row(session)
 
 
-async def test_names_of_conversations_mean_nothing_where_there_is_one(
-    tokenizer: HuggingFaceTokenizer,
-) -> None:
+async def test_names_of_conversations_mean_nothing_where_there_is_one(begin: Begin) -> None:
     """A client that sends a header of its own to every endpoint."""
-    engine = Scripted(tokenizer, "one", "two")
-    session = session_of(tokenizer, engine)
+    engine, session = begin("one", "two")
     await say(session, user("x"), conversation="1")
     await say(session, user("x"), assistant("one"), user("y"), conversation="2")
     check_sampled(row(session), engine.sampled)
 
 
-async def test_only_the_row_s_conversation_makes_it_too_long(
-    tokenizer: HuggingFaceTokenizer,
-) -> None:
-    engine = Scripted(tokenizer, "1", "12345")
-    session = session_of(tokenizer, engine, SEVERAL, max_tokens=20)
+async def test_only_the_row_s_conversation_makes_it_too_long(begin: Begin) -> None:
+    _engine, session = begin("1", "12345", rules=SEVERAL, max_tokens=20)
     for conversation in ("a", "b"):
         await say(session, user("x"), conversation=conversation)
     with pytest.raises(ContextLengthError):
@@ -305,10 +296,9 @@ async def test_only_the_row_s_conversation_makes_it_too_long(
     ],
 )
 async def test_a_message_that_is_not_the_one_that_was_answered_begins_another_branch(
-    tokenizer: HuggingFaceTokenizer, change: Any
+    begin: Begin, change: Any
 ) -> None:
-    engine = Scripted(tokenizer, CALL, "3")
-    session = session_of(tokenizer, engine)
+    engine, session = begin(CALL, "3")
     first = await say(session, user("1+2?"), tools=(ADD,))
     await say(session, user("1+2?"), change(first.tool_calls[0]), user("go on"), tools=(ADD,))
     found = row(session)
@@ -319,10 +309,9 @@ async def test_a_message_that_is_not_the_one_that_was_answered_begins_another_br
 
 
 async def test_an_edited_past_is_a_branch_and_the_branch_of_the_last_answer_is_the_row(
-    tokenizer: HuggingFaceTokenizer,
+    begin: Begin,
 ) -> None:
-    engine = Scripted(tokenizer, "one", "two", "edited")
-    session = session_of(tokenizer, engine)
+    engine, session = begin("one", "two", "edited")
     first = await say(session, user("x"))
     await say(session, user("x"), assistant(first.text), user("y"))
     await say(session, user("x, but better"))
@@ -330,22 +319,16 @@ async def test_an_edited_past_is_a_branch_and_the_branch_of_the_last_answer_is_t
     assert session.left_out == len(engine.sampled[0][0]) + len(engine.sampled[1][0])
 
 
-async def test_the_longest_branch_is_the_row_if_the_rules_say_so(
-    tokenizer: HuggingFaceTokenizer,
-) -> None:
-    engine = Scripted(tokenizer, "one", "two", "sub")
-    session = session_of(tokenizer, engine, SessionRules(branch=Branch.LONGEST))
+async def test_the_longest_branch_is_the_row_if_the_rules_say_so(begin: Begin) -> None:
+    engine, session = begin("one", "two", "sub", rules=SessionRules(branch=Branch.LONGEST))
     first = await say(session, user("x"))
     await say(session, user("x"), assistant(first.text), user("y"))
     await say(session, user("sub-agent"))
     check_sampled(row(session), engine.sampled[:2])
 
 
-async def test_a_second_branch_is_refused_if_only_one_is_allowed(
-    tokenizer: HuggingFaceTokenizer,
-) -> None:
-    engine = Scripted(tokenizer, "one", "two")
-    session = session_of(tokenizer, engine, SessionRules(branch=Branch.ONLY))
+async def test_a_second_branch_is_refused_if_only_one_is_allowed(begin: Begin) -> None:
+    engine, session = begin("one", "two", rules=SessionRules(branch=Branch.ONLY))
     await say(session, user("x"))
     with pytest.raises(UserError, match="does not continue the last answer"):
         await say(session, user("y"))
@@ -357,11 +340,8 @@ async def test_a_second_branch_is_refused_if_only_one_is_allowed(
     check_sampled(row(session), engine.sampled)
 
 
-async def test_two_answers_to_one_conversation_are_siblings(
-    tokenizer: HuggingFaceTokenizer,
-) -> None:
-    engine = Scripted(tokenizer, "heads", "tails", "so be it")
-    session = session_of(tokenizer, engine)
+async def test_two_answers_to_one_conversation_are_siblings(begin: Begin) -> None:
+    engine, session = begin("heads", "tails", "so be it")
     both = await asyncio.gather(say(session, user("toss")), say(session, user("toss")))
     assert sorted(answer.text for answer in both) == ["heads", "tails"]
     assert len({request.request_id for request in engine.requests}) == 2
@@ -369,19 +349,18 @@ async def test_two_answers_to_one_conversation_are_siblings(
     check_sampled(row(session), [engine.sampled[0], engine.sampled[2]])
 
 
-async def test_a_template_that_does_not_show_tools_is_refused_for_tools(
-    tokenizer: HuggingFaceTokenizer, tmp_path: Path
-) -> None:
+async def test_a_template_that_does_not_show_tools_is_refused_for_tools(tmp_path: Path) -> None:
     plain = chat_tokenizer(tmp_path)
     plain._tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    session = session_of(plain, Scripted(plain, "x"))
+    session = AgentSession(task(), Uid("run", "t", 0), Scripted(plain, "x"), plain)
     with pytest.raises(UserError, match="does not show it tools"):
         session.ask(SessionRequest(messages=(user("x"),), tools=(ADD,)))
 
 
-async def test_a_stop_string_is_sampled_but_not_shown(tokenizer: HuggingFaceTokenizer) -> None:
-    engine = Scripted(tokenizer, "Act: look END more", "seen")
-    session = session_of(tokenizer, engine)
+async def test_a_stop_string_is_sampled_but_not_shown(
+    begin: Begin, tokenizer: HuggingFaceTokenizer
+) -> None:
+    engine, session = begin("Act: look END more", "seen")
     first = await say(session, user("x"), stop=("END",))
     assert (first.text, first.finish_reason) == ("Act: look ", "stop")
     await say(session, user("x"), assistant(first.text), user("y"))
@@ -390,10 +369,9 @@ async def test_a_stop_string_is_sampled_but_not_shown(tokenizer: HuggingFaceToke
 
 
 async def test_completions_continue_their_text_and_do_not_repeat_the_stop_string(
-    tokenizer: HuggingFaceTokenizer,
+    begin: Begin, tokenizer: HuggingFaceTokenizer
 ) -> None:
-    engine = Scripted(tokenizer, " thought Obs: x", "done")
-    session = session_of(tokenizer, engine)
+    engine, session = begin(" thought Obs: x", "done")
     first = await write(session, "Q:", stop=("Obs:",))
     assert first.text == " thought "
     await write(session, "Q:" + first.text + "Obs: 42.")
@@ -402,9 +380,8 @@ async def test_completions_continue_their_text_and_do_not_repeat_the_stop_string
     assert tokenizer.decode_all(found.tokens.tolist()) == "Q: thought Obs: 42.done<eos>"
 
 
-async def test_completions_in_tokens_continue_their_tokens(tokenizer: HuggingFaceTokenizer) -> None:
-    engine = Scripted(tokenizer, "ab", "cd", "ef")
-    session = session_of(tokenizer, engine)
+async def test_completions_in_tokens_continue_their_tokens(begin: Begin) -> None:
+    engine, session = begin("ab", "cd", "ef")
     await write(session, (9, 10))
     await write(session, (9, 10, *engine.sampled[0][0], 11))
     check_sampled(row(session), engine.sampled[:2])
@@ -413,10 +390,9 @@ async def test_completions_in_tokens_continue_their_tokens(tokenizer: HuggingFac
 
 
 async def test_a_conversation_too_long_for_an_answer_is_refused_and_its_row_truncated(
-    tokenizer: HuggingFaceTokenizer,
+    begin: Begin,
 ) -> None:
-    engine = Scripted(tokenizer, "12345", "x")
-    session = session_of(tokenizer, engine, max_tokens=20)
+    engine, session = begin("12345", "x", max_tokens=20)
     first = await say(session, user("x"), max_tokens=500)
     with pytest.raises(ContextLengthError, match="adds 18: no room for an answer in 20"):
         await say(session, user("x"), assistant(first.text), user("0123456789abc"))
@@ -424,38 +400,34 @@ async def test_a_conversation_too_long_for_an_answer_is_refused_and_its_row_trun
     check_sampled(row(session), engine.sampled)
 
 
-async def test_an_answer_is_cut_where_the_row_ends(tokenizer: HuggingFaceTokenizer) -> None:
-    engine = Scripted(tokenizer, "0123456789")
-    session = session_of(tokenizer, engine, max_tokens=4)
+async def test_an_answer_is_cut_where_the_row_ends(begin: Begin) -> None:
+    _engine, session = begin("0123456789", max_tokens=4)
     answer = await say(session, user("x"), max_tokens=500)
     assert (answer.text, answer.finish_reason) == ("0123", "length")
     assert session.rollout().outcome is Outcome.TRUNCATED
 
 
-async def test_a_first_prompt_has_its_own_limit(tokenizer: HuggingFaceTokenizer) -> None:
-    session = session_of(tokenizer, Scripted(tokenizer), SessionRules(prompt_tokens=8))
+async def test_a_first_prompt_has_its_own_limit(begin: Begin) -> None:
+    _, session = begin(rules=SessionRules(prompt_tokens=8))
     with pytest.raises(ContextLengthError, match="the prompt has 9 tokens, and may have 8"):
         session.ask(SessionRequest(messages=(user("1234"),)))
 
 
 @pytest.mark.parametrize(("client", "wanted"), [(False, (0.7, 0.9)), (True, (0.1, 0.5))])
 async def test_the_sampling_is_the_tasks_unless_the_client_may_choose(
-    tokenizer: HuggingFaceTokenizer, client: bool, wanted: tuple[float, float]
+    begin: Begin, client: bool, wanted: tuple[float, float]
 ) -> None:
-    engine = Scripted(tokenizer, "x")
-    rules = SessionRules(client_sampling=client)
-    session = session_of(tokenizer, engine, rules, temperature=0.7, top_p=0.9, stop=("!",))
+    engine, session = begin(
+        "x", rules=SessionRules(client_sampling=client), temperature=0.7, top_p=0.9, stop=("!",)
+    )
     await say(session, user("x"), temperature=0.1, top_p=0.5, stop=("?", "!"), max_tokens=7)
     sampling = engine.requests[0].sampling
     assert (sampling.temperature, sampling.top_p) == wanted
     assert (sampling.stop, sampling.max_tokens) == (("!", "?"), 7)
 
 
-async def test_a_request_whose_client_disconnects_adds_nothing_to_the_row(
-    tokenizer: HuggingFaceTokenizer,
-) -> None:
-    engine = Scripted(tokenizer, "never heard", "heard")
-    session = session_of(tokenizer, engine)
+async def test_a_request_whose_client_disconnects_adds_nothing_to_the_row(begin: Begin) -> None:
+    engine, session = begin("never heard", "heard")
     engine.go.clear()
     pending = session.ask(SessionRequest(messages=(user("x"),)))
     await anext(pending)
@@ -466,11 +438,8 @@ async def test_a_request_whose_client_disconnects_adds_nothing_to_the_row(
     check_sampled(row(session), engine.sampled[1:])
 
 
-async def test_closing_aborts_running_requests_and_refuses_new_ones(
-    tokenizer: HuggingFaceTokenizer,
-) -> None:
-    engine = Scripted(tokenizer, "never heard")
-    session = session_of(tokenizer, engine)
+async def test_closing_aborts_running_requests_and_refuses_new_ones(begin: Begin) -> None:
+    engine, session = begin("never heard")
     engine.go.clear()
     pending = session.ask(SessionRequest(messages=(user("x"),)))
     await anext(pending)
@@ -484,18 +453,15 @@ async def test_closing_aborts_running_requests_and_refuses_new_ones(
         session.rollout()
 
 
-async def test_a_fault_of_the_engine_ends_the_session_and_reaches_the_client(
-    tokenizer: HuggingFaceTokenizer,
-) -> None:
-    session = session_of(tokenizer, Scripted(tokenizer, InfraError("the engine broke")))
+async def test_a_fault_of_the_engine_ends_the_session_and_reaches_the_client(begin: Begin) -> None:
+    _, session = begin(InfraError("the engine broke"))
     with pytest.raises(InfraError, match="the engine broke"):
         await say(session, user("x"))
     assert str(session.fault.result()) == "the engine broke"
 
 
-async def test_requests_beyond_the_limits_are_refused(tokenizer: HuggingFaceTokenizer) -> None:
-    engine = Scripted(tokenizer, "one", "two")
-    session = session_of(tokenizer, engine, SessionRules(concurrent=1, requests=2))
+async def test_requests_beyond_the_limits_are_refused(begin: Begin) -> None:
+    engine, session = begin("one", "two", rules=SessionRules(concurrent=1, requests=2))
     engine.go.clear()
     first = session.ask(SessionRequest(messages=(user("abcdef"),)))
     with pytest.raises(CapacityError, match="1 requests of this session"):
@@ -507,8 +473,8 @@ async def test_requests_beyond_the_limits_are_refused(tokenizer: HuggingFaceToke
         session.ask(SessionRequest(messages=(user("x"),)))
 
 
-async def test_a_posted_reward_goes_with_the_row(tokenizer: HuggingFaceTokenizer) -> None:
-    session = session_of(tokenizer, Scripted(tokenizer, "x"))
+async def test_a_posted_reward_goes_with_the_row(begin: Begin) -> None:
+    _, session = begin("x")
     await say(session, user("x"))
     assert column_posted(session.rollout().columns[POSTED_REWARD]) is None
     session.post(PostedReward(score=1.0))
@@ -552,11 +518,10 @@ def test_a_call_that_cannot_be_read_is_text(tokenizer: HuggingFaceTokenizer, tex
 
 
 async def test_every_branch_is_a_part_of_the_row_behind_the_history_that_it_had(
-    tokenizer: HuggingFaceTokenizer,
+    begin: Begin,
 ) -> None:
     # An agent that remembers its last answer only, asked about the same sum in its second and third turn.
-    engine = Scripted(tokenizer, "one", "two", "three")
-    session = session_of(tokenizer, engine, SessionRules(branch=Branch.EACH))
+    engine, session = begin("one", "two", "three", rules=SessionRules(branch=Branch.EACH))
     await say(session, user("1+2?"))
     await say(session, user("you said one"), user("sure?"))
     await say(session, user("you said two"), user("sure?"))
@@ -575,9 +540,8 @@ async def test_every_branch_is_a_part_of_the_row_behind_the_history_that_it_had(
     assert session.left_out == 0 and len(rollout.messages) == 6
 
 
-async def test_a_turn_that_branches_share_is_trained_once(tokenizer: HuggingFaceTokenizer) -> None:
-    engine = Scripted(tokenizer, "one", "two", "three")
-    session = session_of(tokenizer, engine, SessionRules(branch=Branch.EACH))
+async def test_a_turn_that_branches_share_is_trained_once(begin: Begin) -> None:
+    engine, session = begin("one", "two", "three", rules=SessionRules(branch=Branch.EACH))
     first = await say(session, user("1+2?"))
     await say(session, user("1+2?"), assistant(first.text), user("sure?"))
     await say(session, user("1+2?"), assistant(first.text), user("really?"))
