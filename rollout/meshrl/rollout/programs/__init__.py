@@ -57,7 +57,7 @@ class ProgramCache:
             self._built[name] = self._build(name)
         return self._built[name]
 
-    async def start(self) -> None:
+    async def start(self) -> Program:
         """Start the recipe's own program, so that its errors appear before the first row.
 
         Raises:
@@ -68,6 +68,7 @@ class ProgramCache:
         if start is not None:
             await start()
         self._external = getattr(program, "external", False)
+        return program
 
     async def __aenter__(self) -> Self:
         return self

@@ -1,0 +1,105 @@
+"""Recipes whose environment leads the program `user`: gymnasium's frozen lake, and GEM's interface."""
+
+from __future__ import annotations
+
+import random
+import runpy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from meshrl.contract.rows import column_posted
+from meshrl.contract.types import POSTED_REWARD, Outcome, PostedReward, Uid
+from meshrl.rollout.programs import user
+
+from .chats import chat_tokenizer
+from .scripted import END, Scripted, task
+
+RECIPE = Path(__file__).parents[3] / "recipes/frozen_lake"
+
+
+def moves(row: Mapping[str, Any]) -> list[str]:
+    """What the assistant says."""
+    return [said["content"] for said in row["messages"] if said["role"] == "assistant"]
+
+
+@pytest.fixture
+def prepare(monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Any]:
+    pytest.importorskip("gymnasium")
+    monkeypatch.syspath_prepend(str(RECIPE))
+    return runpy.run_path(str(RECIPE / "prepare.py"))
+
+
+async def test_an_episode_is_a_row_with_the_environments_reward(
+    prepare: Mapping[str, Any],
+) -> None:
+    board = "SFFFFHFHFFFHHFFG"
+    way = moves(prepare["episode"](board, random.Random(0), 1.0))
+    tokenizer, uid = chat_tokenizer(), Uid("run", "t0", 0)
+    for said, reward in (
+        (way, PostedReward(score=1.0, components={"moves": 6.0, "wrong": 0.0})),
+        (["lr", *way], PostedReward(score=1.0, components={"moves": 6.0, "wrong": 1.0})),
+        (["d", "r"], PostedReward(score=0.0, components={"moves": 2.0, "wrong": 0.0})),  # a hole
+        (["l"] * 12, PostedReward(score=0.0, components={"moves": 12.0, "wrong": 0.0})),
+    ):
+        policy = Scripted(tokenizer, [turn + END for turn in said])
+        program = user.build({"function": f"{RECIPE}/lake.py:play", "posts_reward": True})
+        asked = task(tokenizer, max_tokens=2000, extra_info={"board": board})
+        rollout = await program(asked, uid, policy, tokenizer)
+        assert column_posted(rollout.columns[POSTED_REWARD]) == reward
+        assert rollout.outcome is Outcome.OK
+        row = rollout.trajectory
+        assert policy.text(row.tokens[row.loss_mask.astype(bool)]) == "".join(t + END for t in said)
+
+
+def test_each_lake_has_a_way_and_none_is_both_trained_on_and_held_out(
+    prepare: Mapping[str, Any],
+) -> None:
+    train, held_out = prepare["lakes"]()
+    assert len(train) > 500 and len(held_out) > 100 and not set(train) & set(held_out)
+    for board in train[:50]:
+        away = prepare["steps_to_goal"](board)
+        assert len(moves(prepare["episode"](board, random.Random(0), 1.0))) == away[0] >= 6
+        assert 1 <= len(moves(prepare["episode"](board, random.Random(0), 0.0))) <= prepare["MOVES"]
+
+
+GAME = Path(__file__).parents[3] / "recipes/gem/game.py"
+
+
+class Higher:
+    """The seed is to be named; three attempts, of which the last one may end the episode as cut."""
+
+    def __init__(self, name: str) -> None:
+        assert name == "game:Higher"
+
+    def reset(self, seed: int) -> tuple[str, dict[str, str]]:
+        self.wanted, self.left = seed, 3
+        return "Name it.", {}
+
+    def step(self, said: str) -> tuple[str, float, bool, bool, dict[str, str]]:
+        self.left -= 1
+        right = said == str(self.wanted)
+        return "higher" * (not right), 1.0 if right else -0.25, right, not self.left, {}
+
+
+@pytest.mark.parametrize(
+    ("said", "score"), [(["3", "7"], 0.75), (["7"], 1.0), (["1", "2", "3"], -0.75)]
+)
+async def test_an_episode_is_a_row_with_the_sum_of_the_steps_rewards(
+    said: list[str], score: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gem", SimpleNamespace(make=Higher))
+    tokenizer = chat_tokenizer()
+    policy = Scripted(tokenizer, [turn + END for turn in said])
+    program = user.build({"function": f"{GAME}:play", "posts_reward": True})
+    asked = task(tokenizer, max_tokens=500, extra_info={"env": "game:Higher", "seed": 7})
+    rollout = await program(asked, Uid("run", "t0", 0), policy, tokenizer)
+    posted = PostedReward(score=score, components={"turns": float(len(said))})
+    assert column_posted(rollout.columns[POSTED_REWARD]) == posted
+    assert rollout.outcome is Outcome.OK
+    row = rollout.trajectory
+    assert policy.text(row.tokens[row.loss_mask.astype(bool)]) == "".join(t + END for t in said)
