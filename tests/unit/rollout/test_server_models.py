@@ -1,14 +1,17 @@
-"""A server that serves another model than the one that is trained is named at the start, with both sides."""
+"""Models of servers: headers that somebody else has written, another model than is trained, what a cache holds."""
 
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 
 from meshrl.contract.errors import UserError
-from meshrl.rollout.server_engine.checkpoint import CheckpointFacts
+from meshrl.rollout.engines.vllm import cache_tokens
+from meshrl.rollout.server_engine.capacity import CacheCapacity, RunningRequest
+from meshrl.rollout.server_engine.checkpoint import CheckpointFacts, read_checkpoint
 from meshrl.rollout.server_engine.kind import check_same_model
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "vocab_size": 99}
@@ -50,3 +53,93 @@ def test_the_same_model_elsewhere_or_under_a_name_is_left_to_the_first_version(
     copy = model(tmp_path / "copy")
     for root in (str(copy.path), "Qwen/Qwen3-0.6B", "/models/on/another/machine"):
         check_same_model("SGLang", "http://a", {"data": [{"id": root}]}, ours)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "a header of 0 bytes"),
+        (b"\xff" * 8, "a header of 18446744073709551615 bytes, where 0 is the most"),
+        ((1 << 40).to_bytes(8, "little") + b"{}", "where 2 is the most"),
+        ((200_000).to_bytes(8, "little") + b"[" * 200_000, "nested too deeply"),
+        ((2).to_bytes(8, "little") + b"[]", "no object"),
+        ((8).to_bytes(8, "little") + b'{"a":{}}', "'shape'"),
+        ((7).to_bytes(8, "little") + b'{"a":1}', "not subscriptable"),
+        ((20).to_bytes(8, "little") + b'{"a":{"shape":"no"}}', "invalid literal"),
+    ],
+)
+def test_weights_with_a_hostile_header_are_refused_in_one_line(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    sizes = {"vocab_size": 9, "max_position_embeddings": 9}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match=r"model\.safetensors: unreadable weights: ") as caught:
+        read_checkpoint(tmp_path)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_slots_are_the_only_bound_where_the_cache_is_unknown() -> None:
+    assert CacheCapacity(slots=64, longest=4096).capacity(0) == 64
+
+
+def test_before_the_first_request_the_longest_length_is_expected() -> None:
+    assert CacheCapacity(slots=64, longest=100).capacity(1000) == 10
+    assert CacheCapacity(slots=4, longest=100).capacity(1000) == 4
+    assert CacheCapacity(slots=4, longest=5000).capacity(1000) == 1
+
+
+def test_the_limits_of_requests_are_expected_until_one_has_ended() -> None:
+    estimate = CacheCapacity(slots=64, longest=1000)
+    first = estimate.begin(prompt=20, longest=100)
+    assert (estimate.expected, estimate.capacity(1000)) == (100, 10)
+    first.length = 50
+    estimate.end(first, finished=True)
+    assert (estimate.expected, estimate.capacity(1000)) == (50, 20)
+
+
+def test_an_aborted_request_does_not_change_the_expected_length() -> None:
+    estimate = CacheCapacity(slots=64, longest=1000)
+    estimate.end(estimate.begin(prompt=20, longest=100), finished=False)
+    assert estimate.expected == 100
+
+
+def test_requests_longer_than_expected_lower_the_capacity() -> None:
+    estimate = CacheCapacity(slots=64, longest=1000)
+    short = estimate.begin(prompt=10, longest=500)
+    short.length = 100
+    estimate.end(short, finished=True)
+    long = estimate.begin(prompt=10, longest=500)
+    assert estimate.capacity(1000) == 1 + 9
+    long.length = 450
+    assert estimate.capacity(1000) == 1 + 5
+
+
+def test_requests_admitted_by_the_capacity_fit() -> None:
+    """Whatever their lengths, once the longest of them has been seen."""
+    dice = random.Random(7)
+    estimate, cache, running = CacheCapacity(slots=256, longest=400), 4_000, list[RunningRequest]()
+    longest = estimate.begin(prompt=100, longest=400)
+    longest.length = 400
+    estimate.end(longest, finished=True)
+    for _ in range(2_000):
+        while len(running) < estimate.capacity(cache):
+            prompt = dice.randint(1, 100)
+            running.append(estimate.begin(prompt=prompt, longest=prompt + dice.randint(1, 300)))
+        for each in running:
+            each.length = min(each.longest, each.length + dice.randint(0, 20))
+        assert sum(each.length for each in running) <= cache
+        ended = [each for each in running if each.length == each.longest]
+        running = [each for each in running if each.length < each.longest]
+        for each in ended:
+            estimate.end(each, finished=False)
+
+
+def test_the_cache_size_of_a_vllm_server_is_read_from_its_metrics() -> None:
+    head = "# HELP vllm:cache_config_info Information\n# TYPE vllm:cache_config_info gauge\n"
+    one = 'vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="100"} 1.0\n'
+    two = 'vllm:cache_config_info{block_size="32",engine="1",kv_cache_size_tokens="640",num_gpu_blocks="9"} 1.0\n'
+    none = 'vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="None"} 1.0\n'
+    assert cache_tokens(head + one) == 3200
+    assert cache_tokens(head + one + two) == 3840
+    assert cache_tokens(head + none) == cache_tokens("") == 0
