@@ -152,6 +152,7 @@ async def test_every_view_is_drawn_and_what_models_say_stays_text(
 
 def look_at_pictures(page: Browser, url: str) -> None:
     page.open(url)
+    page.complaints()  # of the page before, whose server is gone
     page.show(390, 800)
     page.open(f"{url.partition('#')[0]}#/rollouts?step=90&row=0")
     page.until("document.querySelectorAll('.pictures figure').length === 5")

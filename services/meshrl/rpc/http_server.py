@@ -1,9 +1,9 @@
-"""Serves ASGI apps, each on a port of its own, with uvicorn: metrics, gateway, reward registry and view.
+"""The one ASGI application of a process, run by uvicorn: metrics, gateway, reward registry and view, by their ports.
 
 Connections are accepted here, within limits that hold before anything is parsed or authenticated; uvicorn's protocol
-reads the requests of each and calls the app.
+reads the requests of each and calls `application`, which hands them to the app of the port on which they came.
 
-    listening socket ──▶ HttpServer ──▶ HttpConnection ──▶ uvicorn ──▶ the app
+    listening socket ──▶ HttpServer ──▶ HttpConnection ──▶ uvicorn ──▶ application ──▶ app of the port
                           limits         busy or idle
 
 A connection is busy while a request of it runs, else idle: in its TLS handshake, half a request long, or kept alive.
@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from email.utils import formatdate
+from functools import cache
 from typing import Any, Final, TypeAlias, cast
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, make_asgi_app
@@ -94,6 +95,16 @@ class HttpConnection(asyncio.Protocol):
         """True while a request runs."""
         return self._running > 0
 
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request by the app of the server; uvicorn keeps the connection for the next one."""
+        self._running += 1
+        self._stop_timer()
+        try:
+            await self._server.answer(scope, receive, send)
+        finally:
+            self._running -= 1
+            self._server.idles(self)
+
     async def open(self, accepted: socket.socket, tls: ssl.SSLContext | None) -> None:
         """Begin to read; the connection is lost if the TLS handshake fails."""
         self._opening = asyncio.current_task()
@@ -110,16 +121,6 @@ class HttpConnection(asyncio.Protocol):
             accepted.close()
             self._lost()
             raise
-
-    def begins(self) -> None:
-        """A request runs."""
-        self._running += 1
-        self._stop_timer()
-
-    def ends(self) -> None:
-        """A request is answered; uvicorn keeps the connection for the next one."""
-        self._running -= 1
-        self._server.idles(self)
 
     def close(self) -> None:
         """End it now."""
@@ -139,7 +140,7 @@ class HttpConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
         state = {CERTIFICATE: _certificate_names(transport), CONNECTION: self}
-        self._protocol = self._server.protocol(state)
+        self._protocol = _uvicorn()(state)
         self._protocol.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -197,10 +198,7 @@ class HttpServer:
         self._open: dict[HttpConnection, None] = {}
         """In the order in which they became idle, or opened."""
         self._by_peer: Counter[str] = Counter()
-        self._make: MakeProtocol | None = None
-        self._requests: set[asyncio.Task[None]] = set()
-        self._headers: list[tuple[bytes, bytes]] = []
-        """Of every answer."""
+        self._requests: set[asyncio.Task[Any]] = set()
 
     async def run(self) -> None:
         """Accept until cancelled; then the listening socket is closed, and open connections go on."""
@@ -238,11 +236,16 @@ class HttpServer:
         for connection in list(self._open):
             connection.end()
 
-    def protocol(self, state: dict[str, Any]) -> asyncio.Protocol:
-        """The protocol of a new connection."""
-        if self._make is None:
-            self._make = self._load()
-        return self._make(state)
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request: with 503, if there are more connections than may be."""
+        app = self._app if len(self._open) <= self.limits.total else _too_many
+        request = asyncio.current_task()
+        assert request is not None
+        self._requests.add(request)
+        try:
+            await app(scope, receive, send)
+        finally:
+            self._requests.discard(request)
 
     def idles(self, connection: HttpConnection) -> None:
         """A connection has become idle: it is the last of those that must make room."""
@@ -256,40 +259,6 @@ class HttpServer:
             self._by_peer[connection.peer] -= 1
             if not self._by_peer[connection.peer]:
                 del self._by_peer[connection.peer]
-
-    def _load(self) -> MakeProtocol:
-        # Imported with the first connection, so that no service starts later because of it.
-        from uvicorn.config import Config
-        from uvicorn.server import ServerState
-
-        config = Config(
-            self._run,
-            interface="asgi3",
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=IDLE_S,
-            limit_concurrency=self.limits.total + 1,
-        )
-        config.load()
-        state = ServerState()
-        self._requests, self._headers = state.tasks, state.default_headers
-        return lambda app_state: config.http_protocol_class(  # type: ignore[call-arg] # any of its own
-            config=config, server_state=state, app_state=app_state
-        )
-
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The app, as uvicorn calls it: one request."""
-        connection: HttpConnection = scope["state"].pop(CONNECTION)
-        self._headers[:] = [(b"date", formatdate(usegmt=True).encode())]
-        connection.begins()
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            connection.ends()
 
     def _admit(self, peer: str) -> HttpConnection | None:
         """A connection of `peer`; None if there are too many, and all of them are busy."""
@@ -316,6 +285,42 @@ class HttpServer:
                 each.close()
                 return True
         return False
+
+
+_common_headers: list[tuple[bytes, bytes]] = []
+"""Of every answer of this process."""
+
+
+async def application(scope: Scope, receive: Receive, send: Send) -> None:
+    """The application of this process: each request goes to the app of the port on which it came."""
+    _common_headers[:] = [(b"date", formatdate(usegmt=True).encode())]
+    connection: HttpConnection = scope["state"].pop(CONNECTION)
+    await connection.answer(scope, receive, send)
+
+
+@cache
+def _uvicorn() -> MakeProtocol:
+    # Imported with the first connection, so that no service starts later because of it.
+    from uvicorn.config import Config
+    from uvicorn.server import ServerState
+
+    config = Config(
+        application,
+        interface="asgi3",
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=IDLE_S,
+    )
+    config.load()
+    state = ServerState()
+    state.default_headers = _common_headers
+    return lambda app_state: config.http_protocol_class(  # type: ignore[call-arg] # as uvicorn's own
+        config=config, server_state=state, app_state=app_state
+    )
 
 
 @asynccontextmanager
@@ -407,14 +412,17 @@ def _metrics_app(registry: CollectorRegistry, identity: Identity) -> ASGIApp:
 
 
 def _text(status: int, code: str, detail: str) -> ASGIApp:
-    """The answer to a request that is refused."""
+    """The answer to a request that is refused; the connection ends with it."""
+    kind, end = (b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        kind = (b"content-type", b"text/plain; charset=utf-8")
-        await send({"type": "http.response.start", "status": status, "headers": [kind]})
+        await send({"type": "http.response.start", "status": status, "headers": [kind, end]})
         await send({"type": "http.response.body", "body": f"{detail}\n".encode()})
 
     return app
+
+
+_too_many: Final = _text(503, "capacity", "too many connections: try again")
 
 
 @asynccontextmanager

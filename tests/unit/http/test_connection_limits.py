@@ -128,6 +128,38 @@ async def test_requests_that_run_are_not_closed_for_newcomers() -> None:
                 await task
 
 
+async def test_who_comes_while_all_places_are_busy_is_told_so() -> None:
+    async with AsyncExitStack() as stack:
+        port = await stack.enter_async_context(http(ConnectionLimits(4)))
+        waiting = []
+        for peer in ("127.0.0.1", "127.0.0.1", "127.0.0.1", "127.0.0.2"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(peer, 0))
+            stack.callback(writer.close)
+            writer.write(WHOLE.replace(b"/metrics", b"/wait"))
+            waiting.append(asyncio.create_task(reader.read()))
+        await asyncio.sleep(0)
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", port, local_addr=("127.0.0.3", 0)
+        )
+        writer.write(HALF + b"\r\n")
+        said = await reader.read()
+        assert said.startswith(b"HTTP/1.1 503") and b"too many connections" in said
+        writer.close()
+        for task in waiting:
+            assert not task.done()
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+async def test_two_ports_of_one_process_have_their_own_apps() -> None:
+    async with http(ConnectionLimits(8)) as one, metrics(ConnectionLimits(8)) as other:
+        assert b'"metrics"' in await answer_to(one, WHOLE)
+        assert b"python_info" in await answer_to(other, WHOLE)
+        assert b"404" in await answer_to(one, WHOLE.replace(b"/metrics", b"/other"))
+        assert b"python_info" in await answer_to(other, WHOLE.replace(b"/metrics", b"/other"))
+
+
 async def test_a_connection_that_is_kept_alive_serves_again_and_then_makes_room() -> None:
     async with http(ConnectionLimits(2)) as port:  # one for each address
         kept, writer = await say(port, HALF + b"\r\n")
