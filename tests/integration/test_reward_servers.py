@@ -8,13 +8,14 @@ import json
 import stat
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import pytest
+import trustme
 import yaml
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -38,6 +39,8 @@ from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import RewardRegistryServicer, RewardServicer
 from meshrl.sandbox.sandbox import no_bubblewrap
 from meshrl.v1 import reward_registry_pb2 as pb
+
+from ..certificates import issue
 
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
 MAX_BODY = 100_000
@@ -327,18 +330,9 @@ async def test_a_slow_submission_does_not_block_others(tmp_path: Path) -> None:
         assert (await submitting).status_code == 201
 
 
-def certificates(directory: Path) -> Certificates:
-    import trustme
-
-    authority = trustme.CA()
-    certificate = authority.issue_cert("127.0.0.1", "localhost")
-    (directory / "key.pem").touch(0o600)
-    certificate.private_key_pem.write_to_path(directory / "key.pem")
-    for number, blob in enumerate(certificate.cert_chain_pems):
-        blob.write_to_path(directory / "cert.pem", append=number > 0)
-    authority.cert_pem.write_to_path(directory / "ca.pem")
-    names = {"cert": "cert.pem", "key": "key.pem", "ca": "ca.pem", "client_ca": "ca.pem"}
-    return Certificates(**{key: directory / file for key, file in names.items()})
+def mutual(directory: Path) -> Certificates:
+    mine = issue(directory / "tls", trustme.CA())
+    return replace(mine, client_ca=mine.ca)
 
 
 async def test_mutual_tls_admits_only_clients_with_a_certificate(
@@ -346,7 +340,7 @@ async def test_mutual_tls_admits_only_clients_with_a_certificate(
 ) -> None:
     import ssl
 
-    tls = certificates(tmp_path)
+    tls = mutual(tmp_path)
     async with serving(tmp_path, tls=tls) as service:
         assert service.http.startswith("https://")
         trusting = ssl.create_default_context(cafile=str(tls.ca))
@@ -371,7 +365,7 @@ async def test_a_certificate_may_do_over_either_server_what_its_role_may(
 ) -> None:
     import ssl
 
-    tls = certificates(tmp_path)
+    tls = mutual(tmp_path)
     body = {"name": "reward", "source": source(1)}
     trusting = ssl.create_default_context(cafile=str(tls.ca))
     trusting.load_cert_chain(str(tls.cert), str(tls.key))

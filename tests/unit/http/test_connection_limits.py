@@ -7,6 +7,7 @@ import contextlib
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -20,6 +21,8 @@ from meshrl.common.certificates import Certificates
 from meshrl.contract.errors import ConfigError
 from meshrl.http.common import BodyLimit, problem
 from meshrl.rpc.http_server import ConnectionLimits, serving_http, serving_metrics
+
+from ...certificates import issue
 
 HALF = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"
 WHOLE = HALF + b"Connection: close\r\n\r\n"
@@ -195,22 +198,11 @@ async def test_metrics_refuse_what_a_page_of_another_site_asks() -> None:
         assert (await answer_to(port, WHOLE.replace(b"GET", b"PUT"))).startswith(b"HTTP/1.1 405")
 
 
-def certificates(folder: Path) -> Certificates:
-    authority = trustme.CA()
-    mine = authority.issue_cert("127.0.0.1")
-    (folder / "key.pem").touch(0o600)
-    mine.private_key_pem.write_to_path(folder / "key.pem")
-    mine.cert_chain_pems[0].write_to_path(folder / "cert.pem")
-    authority.cert_pem.write_to_path(folder / "ca.pem")
-    return Certificates(
-        cert=folder / "cert.pem", key=folder / "key.pem", client_ca=folder / "ca.pem"
-    )
-
-
 async def test_metrics_beyond_loopback_need_the_client_certificate_that_the_service_needs(
     tmp_path: Path,
 ) -> None:
-    files = certificates(tmp_path)
+    mine = issue(tmp_path, trustme.CA())
+    files = replace(mine, client_ca=mine.ca)
     limits = ConnectionLimits(8, header_s=OPEN_FOR_EVER)
     async with metrics(limits, files, "0.0.0.0") as port, AsyncExitStack() as stack:
         for _ in range(20):  # half of a TLS handshake
@@ -226,7 +218,7 @@ async def test_metrics_beyond_loopback_need_the_client_certificate_that_the_serv
         writer.write(WHOLE)
         assert (await reader.readline()).startswith(b"HTTP/1.1 200 OK")
         writer.close()
-    (tmp_path / "key.pem").chmod(0o644)
+    (tmp_path / "key").chmod(0o644)
     with pytest.raises(ConfigError, match=r"tls\.key: every user of this machine may read"):
         async with metrics(limits, files, "0.0.0.0"):
             pass

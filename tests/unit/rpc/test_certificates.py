@@ -21,6 +21,7 @@ from meshrl.rpc import tls
 from meshrl.rpc.http_server import serving_http, serving_metrics
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 
+from ...certificates import issue
 from .test_runtime import health_of
 
 SERVING = 1
@@ -34,17 +35,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def authority() -> trustme.CA:
     return trustme.CA()
-
-
-def issue(folder: Path, authority: trustme.CA, *, key: bool = True) -> Certificates:
-    """Write a new certificate over the one that is there; without `key`, the key stays the former one's."""
-    issued = authority.issue_cert("127.0.0.1", "localhost")
-    if key:
-        (folder / "key").touch(0o600)
-        (folder / "key").write_bytes(issued.private_key_pem.bytes())
-    (folder / "cert").write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
-    (folder / "ca").write_bytes(authority.cert_pem.bytes())
-    return Certificates(cert=folder / "cert", key=folder / "key", ca=folder / "ca")
 
 
 async def shown(address: str, authority: trustme.CA) -> str:
@@ -108,8 +98,6 @@ async def test_a_client_shows_the_certificate_that_its_file_holds_and_trusts_the
     tmp_path: Path, authority: trustme.CA, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = trustme.CA()
-    (tmp_path / "server").mkdir()
-    (tmp_path / "client").mkdir()
     served = issue(tmp_path / "server", authority)
     mine = issue(tmp_path / "client", authority)
     mutual = Certificates(cert=served.cert, key=served.key, client_ca=served.ca)

@@ -51,6 +51,8 @@ from meshrl.rpc.identity import (
 from meshrl.rpc.runtime import GrpcServer, ServerSettings, require_loopback
 from meshrl.weights.fleet import fetch_fleet
 
+from ...certificates import issue
+
 REFLECTION = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
 REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
@@ -401,21 +403,11 @@ def test_who_is_not_known_is_counted_by_address_and_who_is_by_name(run_dir: Path
     assert [code for _, code in refused] == [*codes, *codes, "capacity"]
 
 
-def certificates(folder: Path, authority: trustme.CA, name: str) -> Certificates:
-    folder.mkdir()
-    issued = authority.issue_cert("127.0.0.1", common_name=name)
-    (folder / "key").touch(0o600)
-    (folder / "key").write_bytes(issued.private_key_pem.bytes())
-    (folder / "cert").write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
-    (folder / "ca").write_bytes(authority.cert_pem.bytes())
-    return Certificates(cert=folder / "cert", key=folder / "key", ca=folder / "ca")
-
-
 async def test_over_mutual_tls_the_certificate_says_the_role(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     authority = trustme.CA()
-    mine = certificates(tmp_path / "queue", authority, "queue")
+    mine = issue(tmp_path / "queue", authority, "queue")
     assert mine.cert is not None
     settings = ServerSettings(
         metrics_port=None,
@@ -429,7 +421,7 @@ async def test_over_mutual_tls_the_certificate_says_the_role(
     }
     async with GrpcServer(settings, [AnswersAll("meshrl.v1.Queue", [])]) as server:
         for name, codes in wanted.items():
-            theirs = certificates(tmp_path / name, authority, name)
+            theirs = issue(tmp_path / name, authority, name)
             for file in ("ca", "cert", "key"):
                 monkeypatch.setenv(f"MESHRL_TLS_{file.upper()}", str(getattr(theirs, file)))
             async with tls.channel(server.address) as channel:
