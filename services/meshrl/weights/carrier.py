@@ -99,16 +99,16 @@ class DeviceChannel(Channel, Protocol):
 
 
 class Carrier(Protocol):
-    """The part of a carrier that is its own: it makes channels. `pairs` and `groups` make a `Transport` of it."""
+    """A carrier of 0.2, of somebody's own; until 0.3 `transport.WholeVersions` makes a transport of it."""
 
     def __init__(self, config: WeightsConfig, paths: RunPaths) -> None: ...
 
     async def listen(self) -> str:
-        """Trainer's process: be ready for channels; returns the endpoint that is sent to the replicas."""
+        """See `transport.Pairs`."""
         ...
 
     async def stage(self, source: WeightSource) -> None:
-        """Trainer's process: called once per version that some channel will send, before it does."""
+        """Called with a version that is whole."""
         ...
 
     def channel(self, link: Link) -> Channel:

@@ -1,9 +1,9 @@
 """One channel to all replicas that take a version: each bucket is sent into it once, however many they are.
 
-    Groups        the transport: which channel stands, kept from version to version while its members do
-    Assembly      who of a version's members is in it; forms the group, and forms it again without those that are out
-    Group         rank 0 here, one rank beside each engine; what all members have come for happens once
-    Member        the way to one replica through its group
+    Groups         the transport: which channel stands, kept from version to version while its members do
+    Assembly       who of a version's members is in it; forms the group, and forms it again without those that are out
+    SharedChannel  rank 0 here, one rank beside each engine; what all members have come for happens once
+    SharedWay      the way to one replica through its group
 
 Consumes members that come and go. Waits for all that are expected, each of which comes or is out by a deadline of
 its own. Unblocked by the end of any of them. A group that fails ends nobody: what its members have verified stays,
@@ -16,7 +16,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from typing_extensions import override
 
@@ -36,38 +36,7 @@ _MOST_FAILED = 2
 """Groups of one version that may fail though nobody is out: then each member has a channel of its own."""
 
 
-class Meeting(Generic[_T]):
-    """What happens once all have come, and whose result all get."""
-
-    def __init__(self) -> None:
-        self._brought: list[Any] = []
-        self._result: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-        self._work: asyncio.Task[None] | None = None
-
-    def bring(self, value: object) -> asyncio.Future[_T]:
-        """Come with this; the result."""
-        self._brought.append(value)
-        return self._result
-
-    @property
-    def came(self) -> int:
-        """How many."""
-        return len(self._brought)
-
-    def begin(self, then: Callable[[list[Any]], Awaitable[_T]]) -> None:
-        """All are here."""
-        self._work = asyncio.create_task(self._run(then), name="weight-group")
-
-    async def _run(self, then: Callable[[list[Any]], Awaitable[_T]]) -> None:
-        try:
-            self._result.set_result(await then(self._brought))
-        except Exception as error:
-            known = error if isinstance(error, MeshError) else InfraError(repr(error))
-            self._result.set_exception(known)
-            self._result.exception()  # looked at: all may have gone
-
-
-class Group:
+class SharedChannel:
     """The trainer's end of one channel, and what its members do together."""
 
     def __init__(self, number: int, members: Sequence[int], channel: Channel) -> None:
@@ -78,7 +47,11 @@ class Group:
         self.reason = ""
         self._channel = channel
         self._opening: asyncio.Task[None] | None = None
-        self._meeting: Meeting[Any] = Meeting()
+        self._brought: list[Any] = []
+        """By the members that have come for the next thing."""
+        self._result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        """Of that, for all of them."""
+        self._work: asyncio.Task[None] | None = None
 
     def open(self, deadline_s: float) -> None:
         """Begin to open this end, once; the group breaks if that fails. Never waits."""
@@ -87,11 +60,12 @@ class Group:
 
     async def meet(self, value: object, then: Callable[[list[Any]], Awaitable[_T]]) -> _T:
         """Await all members; returns the result of `then` over the values of all. Raises GroupError."""
-        meeting: Meeting[_T] = self._meeting
-        result = meeting.bring(value)
-        if meeting.came == len(self.members):
-            self._meeting = Meeting()
-            meeting.begin(then)
+        self._brought.append(value)
+        result: asyncio.Future[_T] = self._result
+        if len(self._brought) == len(self.members):
+            work = self._conclude(then(self._brought), result)
+            self._brought, self._result = [], asyncio.get_running_loop().create_future()
+            self._work = asyncio.create_task(work, name="weight-group")
         try:
             return await unless(self.broken, asyncio.shield(result), self.reason)
         except MeshError as error:
@@ -111,6 +85,15 @@ class Group:
             self.broken.set()
             self._channel.abort()
 
+    @staticmethod
+    async def _conclude(work: Awaitable[_T], result: asyncio.Future[_T]) -> None:
+        try:
+            result.set_result(await work)
+        except Exception as error:
+            known = error if isinstance(error, MeshError) else InfraError(repr(error))
+            result.set_exception(known)
+            result.exception()  # looked at: all may have gone
+
     async def _open(self, deadline_s: float) -> None:
         try:
             await self._channel.open(deadline_s)
@@ -127,11 +110,11 @@ class Groups(Pairs):
         self.hopeless: frozenset[int] = frozenset()
         """Members that could not be one group."""
         self._assembled: Version | None = None
-        self._standing: Group | None = None
+        self._standing: SharedChannel | None = None
         self._number = 0
         self._assemblies: dict[int, Assembly] = {}
         """The last one that each replica is in, by generation."""
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, SharedWay] = {}
         """Each replica that is in a group, by generation; kept from version to version."""
 
     @override
@@ -145,7 +128,7 @@ class Groups(Pairs):
             self._assemblies.update(dict.fromkeys(links, assembly))
         return [GroupDelivery(self, source, each, assembly) for each in receivers]
 
-    def form(self, links: Sequence[Link]) -> Group:
+    def form(self, links: Sequence[Link]) -> SharedChannel:
         """The group that stands if it is of these, else a new one."""
         members = tuple(link.generation for link in links)
         standing = self._standing
@@ -162,7 +145,7 @@ class Groups(Pairs):
             group=self._number,
             size=1 + len(links),
         )
-        self._standing = Group(self._number, members, self.channel(link))
+        self._standing = SharedChannel(self._number, members, self.channel(link))
         return self._standing
 
     @override
@@ -189,7 +172,7 @@ class Assembly:
         self._links = links
         self._expected = set(links)
         self._came: set[int] = set()
-        self._next: asyncio.Future[Group | None] | None = None
+        self._next: asyncio.Future[SharedChannel | None] | None = None
         self._formed = 0
         self._left = 0
 
@@ -197,7 +180,7 @@ class Assembly:
         """Whether it is a member, and has not all of it yet."""
         return generation in self._expected
 
-    async def join(self, generation: int) -> Group | None:
+    async def join(self, generation: int) -> SharedChannel | None:
         """The group of all that are still expected, once they have come; None: take the version alone."""
         self._came.add(generation)
         if self._next is None:
@@ -224,7 +207,7 @@ class Assembly:
         formed, self._next = self._next, None
         formed.set_result(self._form(members))
 
-    def _form(self, members: frozenset[int]) -> Group | None:
+    def _form(self, members: frozenset[int]) -> SharedChannel | None:
         self._formed += 1
         groups = self._groups
         if self._formed - self._left > _MOST_FAILED:
@@ -237,12 +220,12 @@ class Assembly:
         return groups.form([self._links[generation] for generation in sorted(members)])
 
 
-class Member(Way):
+class SharedWay(Way):
     """The way to one replica in a group: what all members lack goes to all of them, once."""
 
     tries = 1
 
-    def __init__(self, groups: Groups, group: Group, link: Link) -> None:
+    def __init__(self, groups: Groups, group: SharedChannel, link: Link) -> None:
         super().__init__(groups, link)
         self.group = group
 
@@ -299,7 +282,7 @@ class GroupDelivery(Delivery):
         self._assembly = assembly
 
     @property
-    def _member(self) -> Member | None:
+    def _member(self) -> SharedWay | None:
         return self._groups.members.get(self._generation)
 
     @override
@@ -346,7 +329,7 @@ class GroupDelivery(Delivery):
             assembly.done(self._generation)
             self._groups.members.pop(self._generation, None)
         else:
-            member = Member(self._groups, group, self._receiver.link)
+            member = SharedWay(self._groups, group, self._receiver.link)
             self._groups.members[self._generation] = member
 
     async def _leave_group(self, error: GroupError) -> None:

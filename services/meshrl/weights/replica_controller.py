@@ -42,7 +42,7 @@ from meshrl.weights.messages import (
     stream_to_coordinator,
 )
 from meshrl.weights.receiving import Arrival
-from meshrl.weights.transport import Plan, Transport
+from meshrl.weights.transport import ReceivePlan, Transport
 from meshrl.weights.waiting import first_ends, within
 
 logger = logging.getLogger(__name__)
@@ -437,7 +437,7 @@ class Joining:
             rank=proposal.rank or 1,
             size=proposal.size or 2,
         )
-        plan = Plan(carrier=proposal.carrier, link=link, arrival=self._arrival)
+        plan = ReceivePlan(carrier=proposal.carrier, link=link, arrival=self._arrival)
         await self._transport.receive(plan)
 
     async def _transfer(self, version: Version, transfer: pb.PlaneTransfer) -> None:

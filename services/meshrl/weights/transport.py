@@ -54,7 +54,7 @@ class GroupError(InfraError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ReceivePlan:
     """How a version comes to this process: the coordinator's PROPOSE."""
 
     carrier: str
@@ -105,7 +105,7 @@ class Transport(Protocol):
 
     # Beside an engine.
 
-    async def receive(self, plan: Plan) -> None:
+    async def receive(self, plan: ReceivePlan) -> None:
         """Open this end, make room in the plan's arrival, and answer READY. Raises MeshError."""
         ...
 
@@ -211,7 +211,7 @@ class Pairs(Transport):
     # The replica's end.
 
     @override
-    async def receive(self, plan: Plan) -> None:
+    async def receive(self, plan: ReceivePlan) -> None:
         if plan.carrier not in self.names:
             offers = ", ".join(self.names)
             raise ConflictError(f"carrier {plan.carrier!r}: this process offers {offers}")
@@ -224,7 +224,7 @@ class Pairs(Transport):
         else:
             await plan.arrival.begin(channel, plan.link.group)
 
-    async def _open(self, plan: Plan) -> Channel:
+    async def _open(self, plan: ReceivePlan) -> Channel:
         """This end, open, to the ends that the coordinator chose."""
         if self._end is not None:
             link, channel = self._end

@@ -52,7 +52,7 @@ _COMPANIONS = (
 )
 
 
-class VersionStore(ObjectStore):
+class WeightStore(ObjectStore):
     """The directory of versions."""
 
     def __init__(self, location: str | Path) -> None:
@@ -131,7 +131,7 @@ class VersionStore(ObjectStore):
 class VersionWriter:
     """The trainer's end: writes each version once, for all replicas."""
 
-    def __init__(self, config: WeightsConfig, store: VersionStore, model_path: Path | None) -> None:
+    def __init__(self, config: WeightsConfig, store: WeightStore, model_path: Path | None) -> None:
         """Nothing is written before `write`.
 
         Args:
@@ -234,7 +234,7 @@ class Draft:
 
     def __init__(
         self,
-        store: VersionStore,
+        store: WeightStore,
         source: WeightSource,
         base: WeightSource | None,
         chain: tuple[Version, ...],
@@ -299,7 +299,7 @@ class Draft:
 class VersionReader:
     """A replica's end: reads an anchor and patches, or only the patches after what the replica holds."""
 
-    def __init__(self, store: VersionStore, run: str, held: Held) -> None:
+    def __init__(self, store: WeightStore, run: str, held: Held) -> None:
         self._store = store
         self._run = run
         self._held = held
@@ -354,7 +354,7 @@ class VersionReader:
 
 
 def _write_whole(
-    store: VersionStore, folder: str, manifest: WeightManifest, index: int, bucket: Uint8
+    store: WeightStore, folder: str, manifest: WeightManifest, index: int, bucket: Uint8
 ) -> None:
     content = io.BytesIO()
     write_tensors(content, manifest, index, bucket)

@@ -18,7 +18,7 @@ from meshrl.contract.errors import CapacityError, ConfigError, CorruptError, Una
 from meshrl.contract.types import Uint8, Version
 from meshrl.weights import version_store
 from meshrl.weights.delta.patches import Held
-from meshrl.weights.version_store import MARK, VersionReader, VersionStore, VersionWriter
+from meshrl.weights.version_store import MARK, VersionReader, VersionWriter, WeightStore
 from tests.doubles.weights import StubSource
 
 RUN = "a run/with a slash"
@@ -67,12 +67,12 @@ def source_at(step: int, density: float = 0.01, epoch: int = 1, run: str = RUN) 
 
 def writer(url: str, **options: Any) -> VersionWriter:
     return VersionWriter(
-        WeightsConfig.model_validate({"directory": url, **options}), VersionStore(url), None
+        WeightsConfig.model_validate({"directory": url, **options}), WeightStore(url), None
     )
 
 
 def read(url: str, source: StubSource, held: Held | None = None) -> list[Uint8]:
-    reader = VersionReader(VersionStore(url), source.manifest.run, held or Held())
+    reader = VersionReader(WeightStore(url), source.manifest.run, held or Held())
     buckets = [np.empty(nbytes, dtype=np.uint8) for nbytes in source.manifest.bucket_bytes]
     for index, into in enumerate(buckets):
         reader.read(source.manifest, index, into, again=False)
@@ -84,7 +84,7 @@ def same(buckets: list[Uint8], source: StubSource) -> bool:
 
 
 def chain_of(url: str, source: StubSource) -> list[int]:
-    chain = VersionStore(url).chain(source.manifest.run, source.manifest.version)
+    chain = WeightStore(url).chain(source.manifest.run, source.manifest.version)
     return [version.step for version in chain]
 
 
@@ -98,7 +98,7 @@ def test_every_version_that_is_kept_can_be_read_by_a_joiner_at_any_moment(url: s
 
 
 def test_what_no_kept_version_needs_is_removed(url: str) -> None:
-    chain, store = writer(url, keep=2, anchor_every=5), VersionStore(url)
+    chain, store = writer(url, keep=2, anchor_every=5), WeightStore(url)
     left = {}
     for step in range(7):
         chain.write(source_at(step))
@@ -113,7 +113,7 @@ def test_a_patch_is_small_and_an_anchor_a_checkpoint(tmp_path: Path) -> None:
     model.mkdir()
     (model / "config.json").write_text("{}")
     chain = VersionWriter(
-        WeightsConfig(directory="store"), VersionStore(str(tmp_path / "store")), model
+        WeightsConfig(directory="store"), WeightStore(str(tmp_path / "store")), model
     )
     for step in range(2):
         chain.write(source_at(step, run="r"))
@@ -172,20 +172,20 @@ def test_a_replica_reads_only_what_it_lacks(url: str, monkeypatch: pytest.Monkey
     held.commit(Version(1, 1))
     chain.write(source_at(3))
     paths: list[str] = []
-    original = VersionStore.read
+    original = WeightStore.read
 
-    def spy(store: VersionStore, path: str) -> bytes:
+    def spy(store: WeightStore, path: str) -> bytes:
         paths.append(path.partition("/1.")[2])
         return original(store, path)
 
-    monkeypatch.setattr(VersionStore, "read", spy)
+    monkeypatch.setattr(WeightStore, "read", spy)
     assert same(read(url, source_at(3), held), source_at(3))
     assert {path[0] for path in paths} == {"2", "3"}
     assert same(first, source_at(1))  # what the engine may hold is not written to
 
 
 def test_a_version_without_its_last_object_does_not_exist_and_is_removed(url: str) -> None:
-    store, chain = VersionStore(url), writer(url)
+    store, chain = WeightStore(url), writer(url)
     chain.write(source_at(0))
     folder = "a%20run%2Fwith%20a%20slash/1.1"
     store.write(f"{folder}/model-00001-of-00002.patch", b"half")  # killed here
@@ -217,7 +217,7 @@ def test_after_a_write_that_failed_half_way_comes_an_anchor() -> None:
 
 
 def test_a_spoiled_patch_is_repaired_whole_and_an_anchor_follows(url: str) -> None:
-    chain, store = writer(url), VersionStore(url)
+    chain, store = writer(url), WeightStore(url)
     for step in range(2):
         chain.write(source_at(step))
     store.write("a%20run%2Fwith%20a%20slash/1.1/model-00001-of-00002.patch", b"mdp1 spoiled")
@@ -238,7 +238,7 @@ def test_a_spoiled_patch_is_repaired_whole_and_an_anchor_follows(url: str) -> No
 def test_a_version_file_that_makes_no_sense_is_corrupt_in_one_line(content: bytes) -> None:
     url = f"memory://{secrets.token_hex(4)}"
     writer(url).write(source_at(0))
-    VersionStore(url).write("a%20run%2Fwith%20a%20slash/1.0/version.json", content)
+    WeightStore(url).write("a%20run%2Fwith%20a%20slash/1.0/version.json", content)
     with pytest.raises(CorruptError, match=r"version\.json cannot be read") as caught:
         read(url, source_at(0))
     assert "\n" not in str(caught.value)
@@ -256,27 +256,27 @@ def test_stores_that_cannot_be_used_give_an_error_of_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(ConfigError, match=r"weights\.directory: nfs4://x: Protocol not known"):
-        VersionStore("nfs4://x")
+        WeightStore("nfs4://x")
 
     def absent(*_: object) -> None:
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr("fsspec.core.url_to_fs", absent)
     with pytest.raises(ConfigError, match=r"Install s3fs to access S3 .*'meshrl\[s3\]'"):
-        VersionStore("s3://bucket/weights")
+        WeightStore("s3://bucket/weights")
 
 
 def test_a_replica_that_sees_another_store_gets_an_error() -> None:
     url = f"memory://{secrets.token_hex(4)}"
-    reader = VersionReader(VersionStore(url), RUN, Held())
+    reader = VersionReader(WeightStore(url), RUN, Held())
     with pytest.raises(UnavailableError, match="trainer and rollout need the same store"):
         reader.check()
-    VersionStore(url).write(MARK, b"{}")
+    WeightStore(url).write(MARK, b"{}")
     reader.check()
 
 
 def test_in_the_directory_of_a_run_every_version_is_a_whole_checkpoint(tmp_path: Path) -> None:
-    store = VersionStore(tmp_path / "weights")
+    store = WeightStore(tmp_path / "weights")
     chain = VersionWriter(WeightsConfig(anchor_every=10, keep=3), store, None)
     for step in range(5):
         chain.write(source_at(step))
@@ -292,21 +292,21 @@ def test_in_the_directory_of_a_run_every_version_is_a_whole_checkpoint(tmp_path:
 def test_a_local_version_has_no_name_before_it_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, seen = VersionStore(tmp_path), []
-    original = VersionStore.write
+    store, seen = WeightStore(tmp_path), []
+    original = WeightStore.write
 
-    def spy(store: VersionStore, path: str, content: bytes) -> None:
+    def spy(store: WeightStore, path: str, content: bytes) -> None:
         original(store, path, content)
         seen.append(sorted(each.name for each in tmp_path.iterdir()))
         if len(seen) == 5:
             raise KeyboardInterrupt  # killed with one bucket of 1.1 written
 
-    monkeypatch.setattr(VersionStore, "write", spy)
+    monkeypatch.setattr(WeightStore, "write", spy)
     chain = VersionWriter(WeightsConfig(), store, None)
     chain.write(source_at(0))
     with pytest.raises(KeyboardInterrupt):
         chain.write(source_at(1))
     assert seen == [[".1.0"]] * 4 + [[".1.1", "1.0"]]
-    monkeypatch.setattr(VersionStore, "write", original)
+    monkeypatch.setattr(WeightStore, "write", original)
     VersionWriter(WeightsConfig(), store, None).write(source_at(0, epoch=2))
     assert sorted(each.name for each in tmp_path.iterdir()) == ["1.0", "2.0"]

@@ -29,7 +29,7 @@ from meshrl.weights.shared_memory import SharedMemory, boot_id
 from meshrl.weights.transport import (
     Delivery,
     Pairs,
-    Plan,
+    ReceivePlan,
     Transport,
     check_reached,
     load_carrier,
@@ -148,7 +148,7 @@ async def test_auto_offers_what_this_process_can_run() -> None:
     assert WeightsConfig(carrier="disk").offered == ("disk",)
     paths = RunPaths(directory=Path())
     link = Link(run="r", epoch=1, generation=1, endpoint="", rank=1)
-    plan = Plan(carrier="disk", link=link, arrival=None)  # type: ignore[arg-type]
+    plan = ReceivePlan(carrier="disk", link=link, arrival=None)  # type: ignore[arg-type]
     with pytest.raises(ConflictError, match="'disk': this process offers shm, gloo"):
         await load_transport(config, paths).receive(plan)
     with pytest.raises(ConflictError, match="'disk': this process offers shm"):

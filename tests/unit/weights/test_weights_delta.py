@@ -12,7 +12,7 @@ from meshrl.contract.errors import CorruptError
 from meshrl.contract.types import Uint8
 from meshrl.weights.delta import Head, apply, encode, encode_sparse, head, whole
 from meshrl.weights.delta.codec import (
-    Kind,
+    PatchKind,
     add_codes,
     codes_of,
     compress,
@@ -147,8 +147,8 @@ def test_each_form_is_chosen_where_it_is_smallest() -> None:
     base = weights(1 << 18)
     noise = np.random.default_rng(0).integers(0, 256, base.nbytes, dtype=np.uint8)
     kinds = [head(check(base, stepped(base, density))).kind for density in (0.01, 0.3)]
-    assert kinds == [Kind.GAPS, Kind.BITMAP]
-    assert head(check(base, noise)).kind is Kind.WHOLE
+    assert kinds == [PatchKind.GAPS, PatchKind.BITMAP]
+    assert head(check(base, noise)).kind is PatchKind.WHOLE
     assert len(check(base, base)) < 100
 
 
@@ -183,12 +183,12 @@ def test_read_only_memory_is_read() -> None:
 
 PATCHES = {
     kind: encode(weights(4000), stepped(weights(4000), density))
-    for kind, density in ((Kind.GAPS, 0.02), (Kind.BITMAP, 0.4))
-} | {Kind.WHOLE: whole(weights(4000))}
+    for kind, density in ((PatchKind.GAPS, 0.02), (PatchKind.BITMAP, 0.4))
+} | {PatchKind.WHOLE: whole(weights(4000))}
 
 
 @pytest.mark.parametrize("kind", PATCHES)
-def test_a_spoiled_patch_is_corrupt_or_harmless_and_writes_nowhere_else(kind: Kind) -> None:
+def test_a_spoiled_patch_is_corrupt_or_harmless_and_writes_nowhere_else(kind: PatchKind) -> None:
     patch, random = PATCHES[kind], np.random.default_rng(kind)
     assert head(patch).kind is kind
     base = weights(4000)
@@ -214,7 +214,7 @@ def test_a_spoiled_patch_is_corrupt_or_harmless_and_writes_nowhere_else(kind: Ki
     assert refused > 200
 
 
-def made(kind: Kind, nbytes: int, changed: int, *parts: object) -> bytes:
+def made(kind: PatchKind, nbytes: int, changed: int, *parts: object) -> bytes:
     """A patch with a sound container and whatever planes."""
     planes = [compress(np.array(part, dtype=np.uint8)) for part in parts]
     return join(Head(kind, 2, nbytes, changed), planes)
@@ -225,20 +225,20 @@ def made(kind: Kind, nbytes: int, changed: int, *parts: object) -> bytes:
     [
         (b"", "not even a head"),
         (b"x" * 100, "not with a head"),
-        (made(Kind.GAPS, 20, 11), "11 changed words in 20 bytes"),
-        (made(Kind.GAPS, 20, 1, [9], [1], []), "cut short"),
-        (made(Kind.GAPS, 20, 1, [9], [1], [], []) + b"x", "1 bytes too long"),
-        (made(Kind.GAPS, 20, 1, [10], [1], [], []), "word 10 of a bucket of 10 words"),
-        (made(Kind.GAPS, 20, 2, [1], [1, 1], [], []), "1 indices for 2 changed words"),
-        (made(Kind.GAPS, 20, 2, [1, 1], [1], [], []), "1 codes for 2 changed words"),
-        (made(Kind.GAPS, 20, 1, [1, 1], [1], [], []), "a plane of 2 bytes"),
-        (made(Kind.GAPS, 20, 1, [1], [0], [], []), "more escapes than values"),
-        (made(Kind.GAPS, 20, 1, [1], [1], [5, 5], []), "1 indices for 1 changed words"),
-        (made(Kind.GAPS, 21, 0, [], [], [], []), "0 codes for 0 changed words"),
-        (made(Kind.BITMAP, 20, 1, [0, 4], [1], [], []), "word 10 of a bucket of 10 words"),
-        (made(Kind.BITMAP, 20, 1, [3, 0], [1], [], []), "more indices than codes"),
-        (made(Kind.WHOLE, 20, 0, [1] * 19), "19 bytes for a bucket of 20"),
-        (made(Kind.WHOLE, 1 << 60, 0, [1]), "for a bucket of 1152921504606846976 bytes"),
+        (made(PatchKind.GAPS, 20, 11), "11 changed words in 20 bytes"),
+        (made(PatchKind.GAPS, 20, 1, [9], [1], []), "cut short"),
+        (made(PatchKind.GAPS, 20, 1, [9], [1], [], []) + b"x", "1 bytes too long"),
+        (made(PatchKind.GAPS, 20, 1, [10], [1], [], []), "word 10 of a bucket of 10 words"),
+        (made(PatchKind.GAPS, 20, 2, [1], [1, 1], [], []), "1 indices for 2 changed words"),
+        (made(PatchKind.GAPS, 20, 2, [1, 1], [1], [], []), "1 codes for 2 changed words"),
+        (made(PatchKind.GAPS, 20, 1, [1, 1], [1], [], []), "a plane of 2 bytes"),
+        (made(PatchKind.GAPS, 20, 1, [1], [0], [], []), "more escapes than values"),
+        (made(PatchKind.GAPS, 20, 1, [1], [1], [5, 5], []), "1 indices for 1 changed words"),
+        (made(PatchKind.GAPS, 21, 0, [], [], [], []), "0 codes for 0 changed words"),
+        (made(PatchKind.BITMAP, 20, 1, [0, 4], [1], [], []), "word 10 of a bucket of 10 words"),
+        (made(PatchKind.BITMAP, 20, 1, [3, 0], [1], [], []), "more indices than codes"),
+        (made(PatchKind.WHOLE, 20, 0, [1] * 19), "19 bytes for a bucket of 20"),
+        (made(PatchKind.WHOLE, 1 << 60, 0, [1]), "for a bucket of 1152921504606846976 bytes"),
     ],
 )
 def test_a_patch_that_is_inconsistent_gives_an_error_of_one_line(
@@ -250,7 +250,7 @@ def test_a_patch_that_is_inconsistent_gives_an_error_of_one_line(
 
 
 def test_a_patch_for_another_base_size_or_without_a_base_is_refused() -> None:
-    patch = made(Kind.GAPS, 20, 1, [9], [1], [], [])
+    patch = made(PatchKind.GAPS, 20, 1, [9], [1], [], [])
     with pytest.raises(CorruptError, match="for a bucket of 20 bytes; base has 22"):
         apply(np.zeros(22, dtype=np.uint8), patch)
     with pytest.raises(CorruptError, match="into has 18"):
@@ -264,6 +264,6 @@ def test_a_patch_for_another_base_size_or_without_a_base_is_refused() -> None:
 def test_a_frame_that_claims_more_than_its_plane_takes_no_memory() -> None:
     large = compress(np.zeros(1 << 20, dtype=np.uint8))
     lying = (1 << 10).to_bytes(8, "little") + large[8:]
-    about = join(Head(Kind.WHOLE, 2, 1 << 10, 0), [lying])
+    about = join(Head(PatchKind.WHOLE, 2, 1 << 10, 0), [lying])
     with pytest.raises(CorruptError, match="does not have the 1024 bytes"):
         planes(about, [1 << 10])

@@ -31,7 +31,7 @@ from meshrl.weights.messages import (
     wrong_tensors,
 )
 from meshrl.weights.transport import load_carrier
-from meshrl.weights.version_store import VersionReader, VersionStore, VersionWriter
+from meshrl.weights.version_store import VersionReader, VersionWriter, WeightStore
 from meshrl.weights.waiting import WorkerThread, first_ends, together, within
 from tests.doubles.weights import HashSink, StubSource
 
@@ -194,11 +194,11 @@ def test_wrong_tensors_are_named_where_each_has_a_hash() -> None:
 
 
 def write_bucket(directory: Path, manifest: WeightManifest, bucket: Uint8) -> None:
-    VersionWriter(WeightsConfig(), VersionStore(directory), None).repair(manifest, 0, bucket)
+    VersionWriter(WeightsConfig(), WeightStore(directory), None).repair(manifest, 0, bucket)
 
 
 def read_bucket(directory: Path, manifest: WeightManifest, into: Uint8) -> None:
-    VersionReader(VersionStore(directory), "r", Held()).read(manifest, 0, into, again=True)
+    VersionReader(WeightStore(directory), "r", Held()).read(manifest, 0, into, again=True)
 
 
 def test_a_bucket_on_disk_comes_back_with_its_padding(tmp_path: Path) -> None:

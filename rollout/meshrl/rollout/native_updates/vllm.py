@@ -64,7 +64,7 @@ def _fill(tensors: Sequence[TensorRange], buffer_bytes: int) -> int:
 ROOT_RANKS = 1
 
 
-class Root(Protocol):
+class BroadcastRoot(Protocol):
     """Rank 0, in a process that can be killed."""
 
     @property
@@ -96,7 +96,7 @@ class Root(Protocol):
 class RootBuilder(Protocol):
     """The `build` of the module that `rollout.engine.root` names."""
 
-    def __call__(self, options: Mapping[str, object]) -> Root:
+    def __call__(self, options: Mapping[str, object]) -> BroadcastRoot:
         """Raises ConfigError for options that it does not know."""
         ...
 
@@ -105,14 +105,19 @@ class NativeSender:
     """The communicator with one server. One call at a time."""
 
     def __init__(
-        self, make_root: Callable[[], Root], *, buffer_bytes: int, join_s: float, update_s: float
+        self,
+        make_root: Callable[[], BroadcastRoot],
+        *,
+        buffer_bytes: int,
+        join_s: float,
+        update_s: float,
     ) -> None:
         """Deadlines: `join_s` for meeting the server's ranks, `update_s` for each bucket."""
         self._make_root = make_root
         self._buffer_bytes = buffer_bytes
         self._join_s = join_s
         self._update_s = update_s
-        self._root: Root | None = None
+        self._root: BroadcastRoot | None = None
 
     async def join(self, client: HttpClient) -> None:
         """Have a communicator with the server, unless there is one. Raises MeshError."""

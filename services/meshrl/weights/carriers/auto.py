@@ -27,7 +27,7 @@ from meshrl.weights.transport import (
     Delivery,
     LoadCarrier,
     Pairs,
-    Plan,
+    ReceivePlan,
     Transport,
     check_reached,
     load_carrier,
@@ -88,7 +88,7 @@ class Carrier(Transport):
             carrier.leave(receiver)
 
     @override
-    async def receive(self, plan: Plan) -> None:
+    async def receive(self, plan: ReceivePlan) -> None:
         if plan.carrier not in (*self._carriers, *self.names):
             offers = ", ".join(self.names)
             raise ConflictError(f"carrier {plan.carrier!r}: this process offers {offers}")

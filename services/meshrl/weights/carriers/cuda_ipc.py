@@ -71,7 +71,6 @@ class Carrier(Pairs):
 
     @override
     def channel(self, link: Link) -> Channel:
-        """One end of a channel."""
         return IpcSender(self, link) if link.rank == 0 else IpcReceiver(self.config, link)
 
     @override
@@ -193,7 +192,6 @@ class IpcSender(_End):
 
     @override
     async def open(self, deadline_s: float) -> None:
-        """Wait for the replica to connect."""
         caller = self._carrier.expect(self._prefix)
         self._streams = await within(caller, deadline_s, f"{self._prefix}: CUDA IPC")
 
@@ -258,7 +256,6 @@ class IpcReceiver(_End):
 
     @override
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
-        """Copy one slot into host memory, and give it back."""
         frame = await self._receive_frame()
         if (frame.get("bucket"), frame.get("nbytes")) != (index, into.nbytes):
             raise CorruptError(

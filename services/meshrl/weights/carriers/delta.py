@@ -1,8 +1,8 @@
 """Only what changed, over gRPC: patches against the version that a replica was last committed to.
 
-    trainer   send(bucket) ──offer──▶ Sender ◀── Fetch(version, bucket, "I hold 1.6") ── Receiver   replica
-                                        │                                                    │
-                  Patches 1.6 → 1.7 ────┴──▶ parts of 4 MiB: a patch, or the bucket whole ──▶ applied to its 1.6
+    trainer   send(bucket) ─offer─▶ PatchSender ◀── Fetch(version, bucket, "I hold 1.6") ── PatchReceiver   replica
+                                         │                                                       │
+                  PatchCache 1.6 → 1.7 ──┴──▶ parts of 4 MiB: a patch, or the bucket whole ──▶ applied to its 1.6
 
 The replica names the version that its engine was committed to, so a version that failed half-way is never a base. It
 gets a bucket whole when it holds nothing that the trainer still has (it joined, it was started again), when too much
@@ -46,7 +46,7 @@ from meshrl.v1 import weight_patches_pb2 as pb
 from meshrl.v1 import weight_patches_pb2_grpc as rpc
 from meshrl.weights.carrier import Channel, Link, RunPaths
 from meshrl.weights.delta import apply
-from meshrl.weights.delta.patches import Held, Patches
+from meshrl.weights.delta.patches import Held, PatchCache
 from meshrl.weights.transport import Pairs
 from meshrl.weights.waiting import WorkerThread, within
 
@@ -68,9 +68,9 @@ class Carrier(Pairs):
         """The newest version that a replica was committed to; one that joins again may hold it, too."""
         self._secret = secrets.token_urlsafe(16)
         self._closing = AsyncExitStack()
-        self._senders: dict[int, Sender] = {}
+        self._senders: dict[int, PatchSender] = {}
         self._held = Held()
-        self.patches = Patches()
+        self.patches = PatchCache()
 
     @override
     async def listen(self) -> str:
@@ -100,10 +100,9 @@ class Carrier(Pairs):
 
     @override
     def channel(self, link: Link) -> Channel:
-        """One end of a channel."""
         if link.rank != 0:
-            return Receiver(self.config, link, self._held)
-        sender = self._senders[link.generation] = Sender(self, link)
+            return PatchReceiver(self.config, link, self._held)
+        sender = self._senders[link.generation] = PatchSender(self, link)
         return sender
 
     def forget(self, generation: int) -> None:
@@ -162,7 +161,7 @@ class _Offer:
     whole: bool
 
 
-class Sender(Channel):
+class PatchSender(Channel):
     """The trainer's end: offers one bucket after the other, and waits until each is fetched.
 
     Unblocked by the fetch, by its failure, or by `abort`; all are announced through one event.
@@ -254,7 +253,7 @@ class Sender(Channel):
             await self._changed.wait()
 
 
-class Receiver(Channel):
+class PatchReceiver(Channel):
     """A replica's end: asks for each bucket, names the version that it holds, and applies the patch."""
 
     def __init__(self, config: WeightsConfig, link: Link, held: Held) -> None:
@@ -282,13 +281,7 @@ class Receiver(Channel):
 
     @override
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
-        """Fill `into`, from a patch of the held bucket or with the bucket itself.
-
-        Raises:
-            UnavailableError: the trainer's end does not answer.
-            WaitTimeoutError: no bytes arrive.
-            CorruptError: the patch cannot be applied.
-        """
+        """Fill `into`, from a patch of the held bucket or with the bucket itself. Raises WaitTimeoutError too."""
         key = manifest.version, index
         if key in self._requested:
             logger.warning("bucket %d of weights %s arrived wrong: asking again", index, key[0])
@@ -307,7 +300,6 @@ class Receiver(Channel):
 
     @override
     def abort(self) -> None:
-        """Cancel the call."""
         self._thread.close()
         if self._call is not None:
             self._call.cancel()

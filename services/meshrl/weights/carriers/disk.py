@@ -22,7 +22,7 @@ from meshrl.weights.carrier import Channel, Link, RunPaths
 from meshrl.weights.delta.patches import Held
 from meshrl.weights.messages import gathered, is_whole
 from meshrl.weights.transport import Pairs
-from meshrl.weights.version_store import MARK, VersionReader, VersionStore, VersionWriter
+from meshrl.weights.version_store import MARK, VersionReader, VersionWriter, WeightStore
 from meshrl.weights.waiting import WorkerThread, within
 
 _T = TypeVar("_T")
@@ -42,7 +42,7 @@ class Carrier(Pairs):
     ) -> None:
         """Raises ConfigError when the store cannot be opened here."""
         super().__init__(config)
-        self._store = VersionStore(config.directory or paths.directory / FOLDER)
+        self._store = WeightStore(config.directory or paths.directory / FOLDER)
         self.writer = VersionWriter(config, self._store, paths.model_path)
         self._new_thread = thread
         self.thread = thread("weights-disk")
@@ -67,11 +67,7 @@ class Carrier(Pairs):
     async def stage(self, source: WeightSource) -> None:
         """Write the version, once for all replicas: each bucket while the next one is gathered.
 
-        Raises:
-            CapacityError: the store refuses it.
-            SourceError: it was not gathered.
-            UnavailableError: the store cannot be reached.
-            WaitTimeoutError: it takes longer than `min_bytes_per_s` allows.
+        Raises CapacityError, SourceError, UnavailableError, WaitTimeoutError.
         """
         nbytes = source.manifest.total_bytes
         if is_whole(source):
@@ -89,11 +85,10 @@ class Carrier(Pairs):
 
     @override
     def channel(self, link: Link) -> Channel:
-        """One end of a channel."""
         if link.rank == 0:
-            return Sender(self)
+            return DiskSender(self)
         thread = self._new_thread(f"weights-disk-{link.generation}")
-        return Receiver(self.config, link, self._store, self._held, thread)
+        return DiskReceiver(self.config, link, self._store, self._held, thread)
 
     @override
     async def close(self) -> None:
@@ -101,7 +96,7 @@ class Carrier(Pairs):
         self.thread.close()
 
 
-class Sender(Channel):
+class DiskSender(Channel):
     """The trainer's end: only repairs buckets."""
 
     def __init__(self, carrier: Carrier) -> None:
@@ -120,14 +115,14 @@ class Sender(Channel):
         self._sent.add(key)
 
 
-class Receiver(Channel):
+class DiskReceiver(Channel):
     """A replica's end: reads what it lacks, in a thread of its own, so that a slow disk delays only this replica."""
 
     def __init__(
         self,
         config: WeightsConfig,
         link: Link,
-        store: VersionStore,
+        store: WeightStore,
         held: Held,
         thread: WorkerThread,
     ) -> None:
@@ -150,10 +145,7 @@ class Receiver(Channel):
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
         """Fill `into`; the second time, from the whole bucket that the trainer has written again.
 
-        Raises:
-            CorruptError: something is missing or cannot be read.
-            UnavailableError: the store fails.
-            WaitTimeoutError: the read takes too long.
+        Raises WaitTimeoutError, too, where the read takes too long.
         """
         key = manifest.version, index
         again = key in self._requested

@@ -70,7 +70,6 @@ class Carrier(Pairs):
 
     @override
     def channel(self, link: Link) -> GlooChannel:
-        """One rank of a group of two."""
         return GlooChannel(self.config, link, self._store if link.rank == 0 else None)
 
     @override
@@ -91,17 +90,14 @@ class GlooChannel(Channel):
 
     @override
     async def open(self, deadline_s: float) -> None:
-        """Find the other rank at the store."""
         await self._run(self._open, deadline_s)
 
     @override
     async def send(self, manifest: WeightManifest, index: int, bucket: Uint8) -> None:
-        """Send straight from the source's memory."""
         await self._run(self._move, "send", index, bucket)
 
     @override
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> None:
-        """Receive straight into `into`."""
         await self._run(self._move, "recv", index, into)
 
     @override

@@ -74,14 +74,12 @@ class Carrier(Groups):
 
     @override
     def channel(self, link: Link) -> NcclChannel:
-        """One rank."""
         if link.rank == 0:
             self._rendezvous.expect(link.prefix, link.size)
         return NcclChannel(self.config, link, self._processes, self._rendezvous)
 
     @override
     async def close(self) -> None:
-        """Stop listening, and end all processes."""
         await super().close()
         await self._rendezvous.close()
         await self._processes.close()
@@ -167,7 +165,6 @@ class NcclChannel(DeviceChannel):
 
     @override
     async def close(self) -> None:
-        """Let the process abort its communicator and end."""
         self._aborted = True
         self._rendezvous.forget(self._link.prefix)
         if self._process is not None:

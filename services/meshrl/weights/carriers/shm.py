@@ -84,7 +84,6 @@ class Carrier(Pairs):
 
     @override
     def channel(self, link: Link) -> Channel:
-        """One end of a channel."""
         return ShmWriter(self) if link.rank == 0 else ShmReader(link, self.memory)
 
     @override
@@ -219,11 +218,7 @@ class ShmReader(Channel):
 
     @override
     async def receive(self, manifest: WeightManifest, index: int, into: Uint8) -> Uint8:
-        """The bucket in a private mapping, not copied; valid for as long as the array is referred to.
-
-        Raises:
-            CorruptError: the version is not there, or not all of it.
-        """
+        """The bucket in a private mapping, not copied; valid for as long as the array is referred to."""
         key = (manifest.version, index)
         if key in self._received:
             self._mapped = None  # it was wrong, and has been written again, perhaps in another file

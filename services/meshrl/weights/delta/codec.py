@@ -104,11 +104,11 @@ def encode_sparse(
         codes.append(small)
         escapes.append(large)
     where = _joined(gaps)
-    kind, index = Kind.GAPS, compress(where)
+    kind, index = PatchKind.GAPS, compress(where)
     if changed >= _BITMAP_FROM * len(new_words):
         bitmap = compress(bitmap_of(where, len(new_words)))
         if len(bitmap) < len(index):
-            kind, index = Kind.BITMAP, bitmap
+            kind, index = PatchKind.BITMAP, bitmap
     about = Head(kind, word_bytes, new.nbytes, changed)
     rest = new[len(new_words) * word_bytes :]
     values = _joined(escapes).view(np.uint8)
@@ -118,7 +118,7 @@ def encode_sparse(
 
 def whole(new: Uint8, *, word_bytes: int = 2) -> bytes:
     """A patch that needs no base: the bucket itself, compressd if that helps."""
-    return join(Head(Kind.WHOLE, word_bytes, new.nbytes, 0), [compress(new)])
+    return join(Head(PatchKind.WHOLE, word_bytes, new.nbytes, 0), [compress(new)])
 
 
 def apply(base: Uint8 | None, patch: Buffer, into: Uint8 | None = None) -> Uint8:
@@ -137,7 +137,7 @@ def apply(base: Uint8 | None, patch: Buffer, into: Uint8 | None = None) -> Uint8
     for name, given in (("base", base), ("into", into)):
         if given is not None and given.nbytes != size:
             raise CorruptError(f"patch: for a bucket of {size} bytes; {name} has {given.nbytes}")
-    if about.kind is Kind.WHOLE:
+    if about.kind is PatchKind.WHOLE:
         (content,) = planes(patch, [size])
         if len(content) != size:
             raise CorruptError(f"patch: {len(content)} bytes for a bucket of {size}")
@@ -155,7 +155,7 @@ def _apply_sparse(about: Head, patch: Buffer, base: Uint8, out: Uint8) -> None:
     width = about.word_bytes
     words, tail = divmod(about.nbytes, width)
     # A gap takes one byte, and one more for each 255 words that it passes.
-    index_bytes = -(-words // 8) if about.kind is Kind.BITMAP else about.changed + words // 255
+    index_bytes = -(-words // 8) if about.kind is PatchKind.BITMAP else about.changed + words // 255
     limits = [index_bytes, about.changed, width * about.changed, tail]
     index, codes, values, rest = planes(patch, limits)
     if len(codes) != about.changed or len(values) % width or len(rest) != tail:
@@ -164,7 +164,9 @@ def _apply_sparse(about: Head, patch: Buffer, base: Uint8, out: Uint8) -> None:
     old_words, new_words = _words(base, width), _words(out, width)
     in_place = out.ctypes.data == base.ctypes.data
     indices = (
-        indices_in_bitmap(index, words) if about.kind is Kind.BITMAP else indices_of(index, words)
+        indices_in_bitmap(index, words)
+        if about.kind is PatchKind.BITMAP
+        else indices_of(index, words)
     )
     copied = taken = escaped = 0
     for at in indices:
@@ -198,7 +200,7 @@ def _joined(parts: list[Words]) -> Words:
 # The container.
 
 
-class Kind(IntEnum):
+class PatchKind(IntEnum):
     """What the planes are."""
 
     WHOLE = 0
@@ -213,7 +215,7 @@ class Kind(IntEnum):
 class Head:
     """The head of a patch."""
 
-    kind: Kind
+    kind: PatchKind
     word_bytes: int
     nbytes: int
     """Of the bucket."""
@@ -245,13 +247,13 @@ def head(patch: Buffer) -> Head:
     if len(patch) < _HEAD.size:
         raise CorruptError(f"patch: {len(patch)} bytes are not even a head")
     magic, kind, word_bytes, zero, nbytes, changed = _HEAD.unpack_from(patch)
-    if magic != _MAGIC or kind > max(Kind) or word_bytes not in (2, 4) or zero:
+    if magic != _MAGIC or kind > max(PatchKind) or word_bytes not in (2, 4) or zero:
         raise CorruptError(
             f"patch: starts with {bytes(patch[: _HEAD.size]).hex()}, not with a head"
         )
     if changed > nbytes // word_bytes:
         raise CorruptError(f"patch: {changed} changed words in {nbytes} bytes")
-    return Head(Kind(kind), word_bytes, nbytes, changed)
+    return Head(PatchKind(kind), word_bytes, nbytes, changed)
 
 
 def planes(patch: Buffer, limits: Sequence[int]) -> list[Uint8]:

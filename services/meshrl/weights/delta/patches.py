@@ -50,7 +50,7 @@ class _Key:
     index: int
 
 
-class Patches:
+class PatchCache:
     """Versions that replicas may serve, and the patches between them. Belongs to one event loop."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Patches:
         self._patches: dict[_Key, asyncio.Task[bytes | None]] = {}
         self._thread = WorkerThread("weights-delta")
         self.encoded = 0
-        """Patches encoded so far: one for all replicas that serve a version."""
+        """PatchCache encoded so far: one for all replicas that serve a version."""
 
     @property
     def versions(self) -> list[Version]:

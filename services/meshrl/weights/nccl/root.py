@@ -14,15 +14,15 @@ from meshrl.contract.types import Uint8
 from meshrl.weights.nccl.process import NcclProcess, environment
 
 
-def build(options: Mapping[str, object]) -> Root:
+def build(options: Mapping[str, object]) -> NcclRoot:
     """With the options of `NcclConfig`. Raises ConfigError for wrong ones, and where cupy is missing."""
     config = read_options(NcclConfig, options, where="rollout.engine.nccl")
     environment(config)
-    return Root(config)
+    return NcclRoot(config)
 
 
-class Root:
-    """Satisfies `meshrl.rollout.native_updates.vllm.Root`: one process, one communicator, used once."""
+class NcclRoot:
+    """Satisfies `meshrl.rollout.native_updates.vllm.BroadcastRoot`: one process, one communicator, used once."""
 
     def __init__(self, config: NcclConfig) -> None:
         self._process = NcclProcess(config)

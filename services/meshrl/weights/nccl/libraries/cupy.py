@@ -88,13 +88,13 @@ class Library:
             return ""
         return str(runtime.deviceGetPCIBusId(self._device))
 
-    def lent(self, handle: bytes, nbytes: int) -> Lent:
+    def lent(self, handle: bytes, nbytes: int) -> LentBuffer:
         """Calls cudaIpcOpenMemHandle."""
-        return Lent(handle, self._stream)
+        return LentBuffer(handle, self._stream)
 
     def digest(self, buffer: AnyBuffer, nbytes: int) -> str:
         """By cupy, on its own stream: what was enqueued on ours is over."""
-        pointer = cast(Buffer | Lent, buffer).pointer
+        pointer = cast(Buffer | LentBuffer, buffer).pointer
         memory = cupy.cuda.UnownedMemory(pointer, nbytes, buffer, self._device)
         return _digest(cupy.ndarray(nbytes, cupy.uint8, cupy.cuda.MemoryPointer(memory, 0)))
 
@@ -149,7 +149,7 @@ class Buffer:
         runtime.memcpyAsync(to, source, nbytes, kind, self._stream)
 
 
-class Lent(Buffer):
+class LentBuffer(Buffer):
     """Memory of another process. One piece of cudaMalloc's, so that the handle names its first byte."""
 
     def __init__(self, handle: bytes, stream: int) -> None:
