@@ -6,8 +6,8 @@
 A task of one row goes through admission, rollout, reward and the trainer's calls while every call of a Python
 function is noted; a row before it warms up what happens only once. Files and functions under `meshrl` are counted:
 no generated code, no comprehensions. Everything but the reward function's own process runs in this one, so that both
-ends of each call are seen. `--files` lists the files; `--check`, part of `make check`, fails beyond MOST. The last
-line is JSON.
+ends of each call are seen. `--files` lists the files; `--check`, part of `make check`, fails beyond MOST, or if a
+version passes more than MOST_OF_VERSION. The last line is JSON.
 
 `--version` counts what a version of the weights passes, from the trainer's `publish` to two engines that serve it, by
 `shm` and by `gloo`, and lists the files of the weight plane; those of other rooms are counted beside them.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import sys
 import tempfile
@@ -262,11 +263,13 @@ def noted(work: Callable[[Path, Calls], Coroutine[Any, Any, None]], *hops: str) 
 
 def version() -> int:
     """Count what a version passes; 1 if that is too much, and `--check` is asked for."""
+    logging.getLogger("meshrl.weights").setLevel(logging.ERROR)  # the replicas leave at the end
     counts, most = {}, 0
     for carrier in ("shm", "gloo"):
         calls = noted(partial(pass_versions, carrier=carrier), "version")
         plane = [file for file in calls.files() if "/meshrl/weights/" in file]
-        print(*(f"{carrier}: {file.partition('/meshrl/')[2]}" for file in plane), sep="\n")
+        if "--version" in sys.argv:
+            print(*(f"{carrier}: {file.partition('/meshrl/')[2]}" for file in plane), sep="\n")
         every = calls.counts()["version"]
         counts[carrier] = {"files": len(plane), "files_of_other_rooms": every["files"] - len(plane)}
         counts[carrier]["functions"] = every["functions"]
@@ -278,7 +281,8 @@ def version() -> int:
     if "--check" in sys.argv and most > MOST_OF_VERSION:
         print(f"one version may pass {MOST_OF_VERSION} files of the weight plane")
         return 1
-    print(json.dumps(counts))
+    if "--version" in sys.argv:
+        print(json.dumps(counts))
     return 0
 
 
@@ -302,6 +306,8 @@ def main() -> int:
         print(f"{hop:8} {numbers['files']:4} files {numbers['functions']:5} functions")
     if checks and not fits(calls):
         print(f"one row may pass {MOST['files']} files and {MOST['functions']} functions")
+        return 1
+    if checks and version():
         return 1
     print(json.dumps(counts))
     return 0
