@@ -29,7 +29,6 @@ from functools import cache, partial
 from typing import Any, Final, TypeAlias, TypeVar
 
 import grpc
-from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -279,13 +278,6 @@ ANSWERED: ContextVar[Callable[[int], object]] = ContextVar("answered", default=l
 """Is told the bytes of an answer that are in memory, less than 0 when they are sent; may refuse more."""
 Item = TypeVar("Item")
 Request = TypeVar("Request", bound=SizedMessage)
-
-
-def full_name(file: FileDescriptor, service: str) -> str:
-    """The full name of a service (`meshrl.v1.Queue`), as health and reflection use it."""
-    services: Mapping[str, ServiceDescriptor] = file.services_by_name
-    name: str = services[service].full_name
-    return name
 
 
 def bounded(wait_s: float) -> float:

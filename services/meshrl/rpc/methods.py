@@ -26,7 +26,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from meshrl.contract.codec.bulk import Bulk, parser
-from meshrl.contract.codec.control import Field, Plan, codec_of, words
+from meshrl.contract.codec.control import Field, MessagePlan, codec_of, words
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.transport import MAX_STREAM_BYTES
 
@@ -92,12 +92,12 @@ class Method:
         """Whether its callers work on the rows of a stage, and on those of their own stages only."""
 
     @functools.cached_property
-    def _arguments(self) -> Plan:
+    def _arguments(self) -> MessagePlan:
         port = self.row.port
         assert port is not None, f"{self.path} is called by hand"
         _, *parameters = inspect.signature(port).parameters.values()
         hints = typing.get_type_hints(port)
-        return Plan(
+        return MessagePlan(
             dict,
             self.request,
             {each.name: hints[each.name] for each in parameters},
@@ -132,7 +132,7 @@ class Method:
             return Field(pair.encode, pair.decode)
         [only] = fields
         value = inspect.Parameter(only.name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        plan = Plan(
+        plan = MessagePlan(
             lambda value: value,
             self.reply,
             {only.name: hint},

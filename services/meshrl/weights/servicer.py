@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Final
 
-import grpc
-
-from meshrl.rpc.interceptors import Context, full_name
+from meshrl.rpc.clients.services import WeightsTable
+from meshrl.rpc.interceptors import Context
+from meshrl.rpc.servicers import TableServicer
 from meshrl.v1 import weights_pb2 as pb
-from meshrl.v1 import weights_pb2_grpc as rpc
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.fleet import FLEET
 from meshrl.weights.messages import stream_to_replica
 
 
-class WeightsServicer(rpc.WeightsServicer):
+class WeightsServicer(TableServicer, table=WeightsTable):
     """The RPCs of the weight coordinator: `Join` for replicas, `Fleet` and `Drain` for who looks after them."""
 
-    service: Final = full_name(pb.DESCRIPTOR, "Weights")
-    waits: Final = frozenset({"Join"})
-
     def __init__(self, coordinator: WeightCoordinator) -> None:
+        super().__init__(coordinator)
         self._coordinator = coordinator
 
-    def attach(self, server: grpc.aio.Server) -> None:
-        """Register the servicer."""
-        rpc.add_WeightsServicer_to_server(self, server)
-
     # A coroutine that writes, not a generator of answers: heartbeats must not wait for the next answer.
-    async def Join(  # type: ignore[override]
+    async def Join(
         self, request_iterator: AsyncIterator[pb.ReplicaMessage], context: Context
     ) -> None:
         """The stream of one replica, until it leaves."""

@@ -24,6 +24,8 @@ from meshrl.rpc.servicers import (
     TrainerServicer,
 )
 from meshrl.v1 import rollout_pb2
+from meshrl.weights.carriers.delta import PatchServicer
+from meshrl.weights.servicer import WeightsServicer
 
 SERVICERS = (
     QueueServicer,
@@ -32,6 +34,8 @@ SERVICERS = (
     RewardServicer,
     RewardRegistryServicer,
     TrainerServicer,
+    WeightsServicer,
+    PatchServicer,
 )
 CLIENTS = (
     QueueClient,
@@ -59,6 +63,7 @@ def test_every_method_of_a_servicer_has_a_port_or_is_there_by_hand() -> None:
         for name, method in servicer.table.methods.items():
             assert method.row.port is not None or hasattr(servicer, name), method.path
             assert method.arity == "unary_unary" or hasattr(servicer, name), method.path
+            assert method.row.roles, method.path
 
 
 def test_the_conversions_of_every_row_can_be_made() -> None:
@@ -139,9 +144,5 @@ def test_arguments_that_cannot_travel_or_make_no_sense_say_so() -> None:
         QUEUE["Fail"].decode_arguments(QUEUE["Fail"].request())
 
 
-def test_the_tables_of_identity_are_those_of_the_servicers_and_the_weight_plane() -> None:
-    names = {table.service.name for table in TABLES}
-    assert {servicer.table.service.name for servicer in SERVICERS} == names - {
-        "Weights",
-        "WeightPatches",
-    }
+def test_every_servicer_has_a_table_whose_roles_are_asked() -> None:
+    assert {servicer.table for servicer in SERVICERS} == set(TABLES)

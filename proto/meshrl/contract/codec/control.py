@@ -1,13 +1,8 @@
 """Control messages by reflection: a frozen dataclass (or NamedTuple) and a message whose fields have equal names.
 
-    value ──▶ plan: a converter for each field ──▶ message        and back
-
-The plan of a pair is made once, from the type hints and the descriptor. Its converters follow from
-both: enums, messages within messages, tuples, maps, arrays, JSON (`extra_info` in a field `extra_info_json`); an
-absent field is None or the default. The rest is said in a `Codec`'s arguments.
-
-Whatever is wrong with a value or a message ends in a UserError that names the type. Arrays travel as little-endian
-bytes with a dtype and a shape; decoding copies nothing.
+The plan of a pair is made once. Its converters follow from type hints and descriptor: enums, messages in messages,
+tuples, maps, arrays, JSON (`extra_info` in a field `extra_info_json`); an absent field is None or the default. The
+rest is said in a `Codec`'s arguments. Arrays travel as little-endian bytes; decoding copies nothing.
 """
 
 from __future__ import annotations
@@ -222,6 +217,8 @@ class Field(NamedTuple):
 TEXT: Final = Field()
 """Free text, in which what UTF-8 cannot encode is replaced; of a list or a map, each text."""
 
+JSON: Final = Field(lossless_json, from_json)
+JSON_OBJECT: Final = Field(lambda value: lossless_json(dict(value) or None), json_object)
 _PLAIN: Final = {
     FieldDescriptor.CPPTYPE_INT32: int,
     FieldDescriptor.CPPTYPE_INT64: int,
@@ -233,7 +230,7 @@ _PLAIN: Final = {
 }
 
 
-class Plan:
+class MessagePlan:
     """The two conversions between values by name and one message, as the code that one would write by hand.
 
     It is made from type hints and descriptor as `dataclasses` makes `__init__`, because every step of an interpreter
@@ -270,84 +267,89 @@ class Plan:
             "MISTAKES_": MISTAKES,
         }
         """What the code refers to."""
-        fields: Mapping[str, Any] = message.DESCRIPTOR.fields_by_name
+        self._message = message
+        self._made = {} if kind is dict else inspect.signature(kind).parameters
+        self._by_name = kind is dict or any(
+            each.kind is each.KEYWORD_ONLY for each in self._made.values()
+        )
+        self._value = "value.@" if parameters is None else "@"
+        """The code that reads a value, with @ for its name."""
+        self._sent: list[str] = []
+        """The code of each argument of the message."""
+        self._inner: dict[str, list[str]] = {}
+        """The same of the messages within it."""
+        self._read: list[str] = []
+        """The code of each argument of the value."""
+        self._required: list[str] = []
+        self._unfilled = {*message.DESCRIPTOR.fields_by_name}
+        for each, hint in hints.items():
+            self._add(each, hint, given.get(each, Field()))
+        for each in told:
+            self._unfilled.discard(each)
+            encode, _ = self._own(given.get(each, Field()))
+            self._sent.append(f"{each}={encode.replace('@', self._value.replace('@', each))}")
+        if self._unfilled:
+            names = ", ".join(sorted(self._unfilled))
+            raise TypeError(f"nothing fills {names} of {message.__name__}")
+        inner = [f"{outer}=dict({', '.join(parts)})" for outer, parts in self._inner.items()]
         takes = "value" if parameters is None else self._signature(parameters)
-        read_value = "value.@" if parameters is None else "@"
-        made = {} if kind is dict else inspect.signature(kind).parameters
-        positional = kind is not dict and all(
-            each.kind is each.POSITIONAL_OR_KEYWORD for each in made.values()
-        )
-        sent: list[str] = []
-        within: dict[str, list[str]] = {}
-        """The same of what lies in a message within the message."""
-        read: list[str] = []
-        missing: list[str] = []
-        left = {*fields}
-        for name, hint in hints.items():
-            own, at_hand = given.get(name, Field()), read_value.replace("@", name)
-            by_name = "" if positional else f"{name}="
-            if own.spread:
-                sent.append(f"**{self._name(own.encode)}({at_hand})")
-                read.append(f"{by_name}{self._name(own.decode)}(message)")
-                left.clear()
-                continue
-            at = own.name or name
-            if at not in fields and f"{name}_json" in fields:
-                at, own = f"{name}_json", _json_field(hint)
-            outer, _, inner = at.rpartition(".")
-            part, of = (
-                ("message", fields)
-                if not outer
-                else (f"message.{outer}", fields[outer].message_type.fields_by_name)
-            )
-            if inner not in of:
-                raise TypeError(f"{message.DESCRIPTOR.full_name} has no field for {name}")
-            left.discard(outer or inner)
-            target, presence = of[inner], of[inner].has_presence
-            bare, optional = _optional(hint)
-            encode, decode = (
-                self._own(own)
-                if own.encode or own.decode
-                else self._field(bare, target, free=own is TEXT)
-            )
-            encoded, found = encode.replace("@", at_hand), decode.replace("@", f"{part}.{inner}")
-            if optional and encode != "@":
-                encoded = f"None if {at_hand} is None else {encoded}"
-            has_default = name in made and made[name].default is not inspect.Parameter.empty
-            if optional or (has_default and target.message_type is None):
-                if presence:
-                    default = None if optional else made[name].default
-                    found = f"{found} if {part}.HasField({inner!r}) else {self._name(default)}"
-            elif presence:
-                missing.append(f"if not {part}.HasField({inner!r}): malformed_('{at} is missing')")
-            (within.setdefault(outer, []) if outer else sent).append(f"{inner}={encoded}")
-            read.append(by_name + found)
-        sent += [f"{outer}=dict({', '.join(parts)})" for outer, parts in within.items()]
-        for name in told:
-            left.discard(name)
-            encode, _ = self._own(given.get(name, Field()))
-            sent.append(f"{name}={encode.replace('@', read_value.replace('@', name))}")
-        if left:
-            raise TypeError(f"nothing fills {', '.join(sorted(left))} of {message.__name__}")
-        code = "\n".join(
-            [
-                f"def encode({takes}):",
-                *_guarded(
-                    f"return message_({', '.join(sent)})", problem="this {name_} cannot be sent"
-                ),
-                "def decode(message):",
-                *_guarded(
-                    *missing,
-                    f"value = kind_({', '.join(read)})",
-                    *(["check_(value)"] if check is not None else []),
-                    "return value",
-                    problem="malformed {name_}",
-                ),
-            ]
-        )
-        exec(compile(code, f"<plan of {message.__name__}>", "exec"), self._known)
+        code = [
+            f"def encode({takes}):",
+            *_guarded(
+                f"return message_({', '.join([*self._sent, *inner])})",
+                problem="this {name_} cannot be sent",
+            ),
+            "def decode(message):",
+            *_guarded(
+                *self._required,
+                f"value = kind_({', '.join(self._read)})",
+                *(["check_(value)"] if check is not None else []),
+                "return value",
+                problem="malformed {name_}",
+            ),
+        ]
+        exec(compile("\n".join(code), f"<plan of {message.__name__}>", "exec"), self._known)
         self.encode: Callable[[Any], Any] = self._known["encode"]
         self.decode: Callable[[Any], Any] = self._known["decode"]
+
+    def _add(self, name: str, hint: Any, own: Field) -> None:
+        """The code of one value."""
+        value, by_name = self._value.replace("@", name), f"{name}=" if self._by_name else ""
+        fields: Mapping[str, Any] = self._message.DESCRIPTOR.fields_by_name
+        if own.spread:
+            self._sent.append(f"**{self._name(own.encode)}({value})")
+            self._read.append(f"{by_name}{self._name(own.decode)}(message)")
+            self._unfilled.clear()
+            return
+        at, part = own.name or name, "message"
+        if at not in fields and f"{name}_json" in fields:
+            at, own = f"{name}_json", JSON if hint is Any else JSON_OBJECT
+        outer, _, at = at.rpartition(".")
+        if outer:
+            part, fields = f"message.{outer}", fields[outer].message_type.fields_by_name
+        if at not in fields:
+            raise TypeError(f"{self._message.DESCRIPTOR.full_name} has no field for {name}")
+        self._unfilled.discard(outer or at)
+        follows, presence = not (own.encode or own.decode), fields[at].has_presence
+        bare, optional = _optional(hint)
+        if optional and follows and not presence:
+            raise TypeError(f"{fields[at].full_name} is never absent, {name} may be None")
+        encode, decode = (
+            self._field(bare, fields[at], free=own is TEXT) if follows else self._own(own)
+        )
+        sent, found = encode.replace("@", value), decode.replace("@", f"{part}.{at}")
+        if optional and encode != "@":
+            sent = f"None if {value} is None else {sent}"
+        default = self._made[name].default if name in self._made else inspect.Parameter.empty
+        by_default = default is not inspect.Parameter.empty and fields[at].message_type is None
+        if presence and (optional or by_default):
+            absent = self._name(None if optional else default)
+            found = f"{found} if {part}.HasField({at!r}) else {absent}"
+        elif presence:
+            missing = f"{own.name or at} is missing"
+            self._required.append(f"if not {part}.HasField({at!r}): malformed_({missing!r})")
+        (self._inner.setdefault(outer, []) if outer else self._sent).append(f"{at}={sent}")
+        self._read.append(by_name + found)
 
     def _name(self, constant: Any) -> str:
         name = f"_{len(self._known)}"
@@ -428,12 +430,6 @@ def _optional(hint: Any) -> tuple[Any, bool]:
     return hint, False
 
 
-def _json_field(hint: Any) -> Field:
-    if hint is Any:
-        return Field(lossless_json, from_json)
-    return Field(lambda value: lossless_json(dict(value) or None), json_object)
-
-
 _CODECS: dict[tuple[type, str], Codec[Any, Any]] = {}
 """By type and full name of its message."""
 
@@ -467,9 +463,9 @@ class Codec(Generic[T, M]):
         _CODECS[kind, message.DESCRIPTOR.full_name] = self
 
     @functools.cached_property
-    def _plan(self) -> Plan:
+    def _plan(self) -> MessagePlan:
         hints = typing.get_type_hints(self._kind)
-        return Plan(
+        return MessagePlan(
             self._kind,
             self._message,
             {name: hints[name] for name in inspect.signature(self._kind).parameters},

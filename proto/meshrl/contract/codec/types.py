@@ -154,7 +154,12 @@ TASK: Final = Codec(
     Task,
     pb.Task,
     check=_check_task,
-    given={"media": Field(lambda media: map(encode_picture, media), decode_media)},
+    given={
+        "media": Field(
+            lambda media: map(encode_picture, media),
+            lambda sent: decode_media(sent) if sent else (),
+        )
+    },
 )
 RUN_SPEC: Final = Codec(RunSpec, queue_pb2.RunSpec)
 RUN_STATE: Final = Codec(RunState, queue_pb2.RunState)

@@ -38,9 +38,11 @@ from meshrl.contract.errors import (
 from meshrl.contract.ports import WeightSource
 from meshrl.contract.types import Uint8, Version, WeightManifest
 from meshrl.rpc import credentials, tls
+from meshrl.rpc.clients.services import WeightPatchesTable
 from meshrl.rpc.errors import from_rpc
-from meshrl.rpc.interceptors import Context, full_name
+from meshrl.rpc.interceptors import Context
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
+from meshrl.rpc.servicers import TableServicer
 from meshrl.rpc.transport import CHANNEL_OPTIONS
 from meshrl.v1 import weight_patches_pb2 as pb
 from meshrl.v1 import weight_patches_pb2_grpc as rpc
@@ -86,7 +88,7 @@ class Carrier(Pairs):
         )
         try:
             server = await self._closing.enter_async_context(
-                GrpcServer(settings, [_Servicer(self)])
+                GrpcServer(settings, [PatchServicer(self)])
             )
         except UserError as error:
             raise ConfigError(f"weights.host/port: {error}") from error
@@ -132,23 +134,15 @@ class Carrier(Pairs):
         await sender.serve(request, write)
 
 
-class _Servicer(rpc.WeightPatchesServicer):
-    """The servicer: translates and delegates."""
-
-    service: Final = full_name(pb.DESCRIPTOR, "WeightPatches")
-    waits: Final = frozenset({"Fetch"})
+class PatchServicer(TableServicer, table=WeightPatchesTable):
+    """The stream of a patch."""
 
     def __init__(self, carrier: Carrier) -> None:
+        super().__init__()
         self._carrier = carrier
 
-    def attach(self, server: grpc.aio.Server) -> None:
-        """Register the servicer."""
-        rpc.add_WeightPatchesServicer_to_server(self, server)
-
     # A coroutine that writes, so that the write of a part that nobody reads runs into its deadline.
-    async def Fetch(  # type: ignore[override]
-        self, request: pb.WeightPatchRequest, context: Context
-    ) -> None:
+    async def Fetch(self, request: pb.WeightPatchRequest, context: Context) -> None:
         """One bucket."""
         await self._carrier.serve(request, context.write)
 
