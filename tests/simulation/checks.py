@@ -26,11 +26,11 @@ from meshrl.contract.types import (
     Version,
     Waiting,
 )
+from meshrl.transferqueue.model.batches import REISSUED
 from meshrl.transferqueue.model.group import Grant, bits
 from meshrl.transferqueue.model.run import Run
-from meshrl.transferqueue.operations.lifecycle import REISSUED
-from meshrl.transferqueue.operations.why_waiting import DUE
 from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.why_waiting import DUE
 from tests.simulation.stand_ins import TrainedRow
 
 Problem = Callable[[str], None]

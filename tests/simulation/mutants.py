@@ -38,6 +38,7 @@ from meshrl.transferqueue.model.group import Grant, Group
 from meshrl.transferqueue.model.records import Exit, TakenBatch
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.stages import Stage
+from meshrl.transferqueue.model.unread import Unread
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import CommitLog, Store
 from meshrl.weights.carriers import shm
@@ -131,7 +132,7 @@ class _MovesTheCursorEarly(TransferQueue):
     async def admit(self, run: str, tasks: Sequence[Task], *, cursor: str, wait_s: float) -> int:
         count = await super().admit(run, tasks, cursor=cursor, wait_s=wait_s)
         state = self._run(run)
-        state.move_cursor(cursor)
+        state.record.cursor = cursor
         state.save()
         return count
 
@@ -162,7 +163,7 @@ class _LeavesOldBatchesTaken(Run):
 
 
 class _RepeatsTokens(Run):
-    def grant(self, stage: Stage, worker: str, limit: int) -> list[Grant]:
+    def grant(self, stage: Stage, worker: str, limit: int) -> list[Unread]:
         self.record.last_token -= self.record.last_token % 2
         return super().grant(stage, worker, limit)
 

@@ -12,9 +12,9 @@ from meshrl.launcher.address_book import run_lock
 from meshrl.rpc.clients.operators import QueueAdminClient
 from meshrl.rpc.queue_connection import build_store
 from meshrl.transferqueue.admin import QueueAdmin
-from meshrl.transferqueue.operations.audit import Audit, audit
-from meshrl.transferqueue.operations.removal import StoredRun
+from meshrl.transferqueue.audit import Audit, audit
 from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.removal import StoredRun
 from meshrl.transferqueue.store import Operation, Store
 
 Answer = TypeVar("Answer")

@@ -14,7 +14,6 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from meshrl.transferqueue.model.run import Run
-from meshrl.transferqueue.operations import lifecycle
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Durations, Store
 
@@ -128,7 +127,7 @@ class _FleetGauges:
         workers = run.fair_share.recent_workers(now=run.clock(), silence_s=run.spec.lease_ttl_s)
         ready, held = run.num_ready(stage), sum(holder.rows for holder in workers)
         slots = sum(holder.slots for holder in workers)
-        headroom = 0 if run.record.feed_closed else lifecycle.free_groups(run) * run.spec.group_size
+        headroom = 0 if run.record.feed_closed else run.free_groups() * run.spec.group_size
         for family, value in (
             (self._ready, ready),
             (self._held, held),

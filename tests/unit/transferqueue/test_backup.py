@@ -19,9 +19,9 @@ from meshrl.contract.types import Outcome
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.admin import QueueAdmin
+from meshrl.transferqueue.audit import Audit, audit
+from meshrl.transferqueue.backup import PARTIAL, back_up, opened, restore_backup
 from meshrl.transferqueue.config import QueueConfig
-from meshrl.transferqueue.operations.audit import Audit, audit
-from meshrl.transferqueue.operations.backup import PARTIAL, back_up, opened, restore_backup
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, Store, Table
 from meshrl.transferqueue.stores.disk import STAMP, DiskStore

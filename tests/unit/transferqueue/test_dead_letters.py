@@ -9,8 +9,8 @@ import pytest
 
 from meshrl.contract.types import Outcome
 from meshrl.testing.contract.queue_actors import Actors, spec, tasks
+from meshrl.transferqueue.audit import audit
 from meshrl.transferqueue.model.specs import Quota
-from meshrl.transferqueue.operations.audit import audit
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Table
 from meshrl.transferqueue.stores.memory import MemoryStore

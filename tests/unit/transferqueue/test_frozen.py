@@ -15,8 +15,8 @@ import pytest
 from meshrl.contract.errors import UserError
 from meshrl.transferqueue import stores
 from meshrl.transferqueue.admin import QueueAdmin
+from meshrl.transferqueue.backup import restore_backup
 from meshrl.transferqueue.config import QueueConfig
-from meshrl.transferqueue.operations.backup import restore_backup
 from meshrl.transferqueue.queue import TransferQueue
 
 from ...frozen_queue import FROZEN, content, expected, unpacked

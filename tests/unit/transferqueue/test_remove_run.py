@@ -13,9 +13,9 @@ import pytest
 from meshrl.contract.errors import CapacityError, ConflictError, InfraError, NotFoundError
 from meshrl.contract.types import Outcome
 from meshrl.testing.contract.queue_actors import WAIT_S, Actors, rollout_of, spec, tasks, tokens_of
+from meshrl.transferqueue import removal
 from meshrl.transferqueue.admin import QueueAdmin
 from meshrl.transferqueue.model.specs import Quota
-from meshrl.transferqueue.operations import removal
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.store import Operation, Store, Table
 from meshrl.transferqueue.stores.disk import DiskStore

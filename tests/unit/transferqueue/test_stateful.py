@@ -30,7 +30,7 @@ from meshrl.testing.contract.queue_actors import (
     task,
     uids,
 )
-from meshrl.transferqueue.operations import lifecycle
+from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores.memory import MemoryStore
 
@@ -49,7 +49,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         # Which groups a batch waits for is the concern of `test_slow_tasks`: the model takes the oldest.
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(lifecycle, "sampled", lambda run, step: ())
+        self.patch.setattr(Run, "sampled", lambda run, step: ())
         self.store = MemoryStore()
         stages = (ROLLOUT_STAGE, REWARD_STAGE, REFERENCE_STAGE)
         bounds = {"max_staleness": float(STALENESS), "max_attempts": 2, "lease_ttl_s": 1e6}

@@ -9,9 +9,9 @@ from typing import Final
 
 from meshrl.contract.errors import WaitTimeoutError
 from meshrl.contract.types import Ledger
-from meshrl.transferqueue.operations.audit import Audit, audit, compare
-from meshrl.transferqueue.operations.removal import StoredRun
+from meshrl.transferqueue.audit import Audit, audit, compare
 from meshrl.transferqueue.queue import TransferQueue
+from meshrl.transferqueue.removal import StoredRun
 from meshrl.transferqueue.store import Operation, Store
 
 PATIENCE_S: Final = 60.0

@@ -15,7 +15,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, TypedDict, Unpack
 
 from typing_extensions import override
@@ -50,11 +50,13 @@ from meshrl.contract.types import (
     Waiting,
     name_fault,
 )
-from meshrl.transferqueue import sampling
-from meshrl.transferqueue.model.group import Grant
+from meshrl.transferqueue import removal, sampling, why_waiting
+from meshrl.transferqueue.model.batches import read_manifest
+from meshrl.transferqueue.model.group import Grant, task_key
+from meshrl.transferqueue.model.groups import packed
+from meshrl.transferqueue.model.leases import CheckedBlock, leasable, signals, waiting
 from meshrl.transferqueue.model.records import TakenBatch
 from meshrl.transferqueue.model.run import Run
-from meshrl.transferqueue.model.signals import Signal, any_signal
 from meshrl.transferqueue.model.specs import (
     Quota,
     check_opener,
@@ -63,19 +65,12 @@ from meshrl.transferqueue.model.specs import (
     joined_specs,
 )
 from meshrl.transferqueue.model.stages import Stage
-from meshrl.transferqueue.model.waiting import Expiry, Waits
-from meshrl.transferqueue.operations import (
-    dead_letters,
-    leases,
-    lifecycle,
-    payload,
-    progress,
-    removal,
-    why_waiting,
-)
-from meshrl.transferqueue.operations.payload import PayloadReader
-from meshrl.transferqueue.operations.recovery import restore
-from meshrl.transferqueue.operations.removal import StoredRun
+from meshrl.transferqueue.model.unread import Unread, wanted
+from meshrl.transferqueue.model.waiting import Expiry
+from meshrl.transferqueue.payload import PayloadReader
+from meshrl.transferqueue.recovery import restore
+from meshrl.transferqueue.removal import StoredRun
+from meshrl.transferqueue.signals import Signal, Waits, any_signal
 from meshrl.transferqueue.store import (
     CACHE_BYTES,
     RECOVERY_PAUSE_S,
@@ -89,6 +84,9 @@ from meshrl.transferqueue.store import (
 )
 
 log = logging.getLogger(__name__)
+
+WITH_PROMPT = 1000
+"""Dead letters whose tasks are read when they are listed."""
 
 
 class QueueOptions(TypedDict, total=False):
@@ -258,9 +256,7 @@ class TransferQueue(HeartbeatQueue):
     async def acquire(self, run: str, owner: str) -> RunState:
         _check_name("owner", owner)
         state = self._worked(run)
-        dead_letters.take_over(state, owner)
-        state.save()
-        state.notify_all()
+        state.acquire(owner)
         answer = state.state()
         await self._commit_log.flush()
         return answer
@@ -270,12 +266,7 @@ class TransferQueue(HeartbeatQueue):
         """A version older than the published one, of the same epoch, changes nothing."""
         state = self._worked(run)
         state.check_epoch(version.epoch)
-        if version >= state.record.published:
-            # A rewind publishes the resumed version before the fleet has it. Publishing it again must end the leases
-            # that wait under an older version, too.
-            state.publish(version)
-            state.save()
-            state.notify_all()
+        state.publish(version)
         await self._commit_log.flush()
 
     # --- the feeder
@@ -285,23 +276,23 @@ class TransferQueue(HeartbeatQueue):
         """Raises UserError for a task that can never be processed, CapacityError for a full disk."""
         state = self._worked(run)
         most = self._quota.group_rows
-        packed = lifecycle.packed(state.spec, state.known_tasks, tasks, most_rows=most)
-        if packed:
-            self._space.check(run, "feeder", sum(len(task.data) for task in packed.values()))
+        new = packed(state.spec, state.known_tasks, tasks, most_rows=most)
+        if new:
+            self._space.check(run, "feeder", sum(len(task.data) for task in new.values()))
         deadline = self._deadline(wait_s)
 
         def reason() -> str:
-            return lifecycle.waits_for(self._run(run))
+            return self._run(run).waits_for()
 
         with self._waits.tracked("admit", (run,), "feeder", reason):
             while True:
                 state = self._run(run)
-                count = lifecycle.admit(state, tasks, packed, cursor)
+                count = state.admit(tasks, new, cursor)
                 if count or not tasks:
                     for task in tasks[:count]:
-                        new = packed.get(task.task_id)
-                        if new and (group := state.by_task.get(task.task_id)):
-                            self._payload.remember(group.task_key, new)
+                        data = new.get(task.task_id)
+                        if data and (group := state.by_task.get(task.task_id)):
+                            self._payload.remember(group.task_key, data)
                     await self._commit_log.flush()
                     return count
                 await any_signal([state.admission_signal], deadline, reason)
@@ -309,10 +300,7 @@ class TransferQueue(HeartbeatQueue):
     @override
     async def close_feed(self, run: str) -> None:
         state = self._worked(run)
-        if not state.record.feed_closed:
-            state.close_feed()
-            state.save()
-            state.notify_all()
+        state.close_feed()
         await self._commit_log.flush()
 
     # --- stages
@@ -348,30 +336,30 @@ class TransferQueue(HeartbeatQueue):
         with self._waits.tracked("lease", runs, worker, reason):
             while True:
                 self._check_open()
-                candidates = leases.leasable(self._runs, runs, stage)
+                candidates = leasable(self._runs, runs, stage)
                 for run, spec in candidates:
-                    if not leases.open_to(run, spec, version):
+                    if not run.open_to(spec, version):
                         if run.publishes != seen.setdefault(run.name, run.publishes):
                             raise WaitTimeoutError(
                                 f"version {version} is too old for run {run.name} at"
                                 f" {run.record.published}: ask again with the engine's version"
                             )
-                    elif leases.enough(run, spec, min(limit, at_least)):
-                        share = leases.share(run, spec, worker, limit, at_least)
+                    elif run.enough(spec, min(limit, at_least)):
+                        share = run.share(spec, worker, limit, at_least)
                         if share:
                             lease = await self._grant(run, spec, worker, share)
                             if lease is not None:
                                 return lease
                             break  # all that was granted is damaged: there may be more
                 else:
-                    signals = leases.signals(candidates, worker, min(limit, at_least))
-                    with leases.waiting(candidates, worker):
-                        await any_signal([*signals, self._runs_signal], deadline, reason)
+                    wakers = signals(candidates, worker, min(limit, at_least))
+                    with waiting(candidates, worker):
+                        await any_signal([*wakers, self._runs_signal], deadline, reason)
 
     @override
     async def renew(self, run: str, stage: str, worker: str, uids: Sequence[Uid]) -> Sequence[Uid]:
         state = self._worked(run)
-        return leases.renew(state, state.stages[stage], worker, uids)
+        return state.renew(state.stages[stage], worker, uids)
 
     @override
     async def renew_held(self, held_leases: HeldLeases) -> None:
@@ -410,10 +398,10 @@ class TransferQueue(HeartbeatQueue):
         """Raises CapacityError for a full disk: nothing is written, the lease goes on."""
         state = self._worked(run)
         spec = state.stages[stage]
-        writes = leases.checked(state, spec, blocks)
+        writes = state.check_write(spec, blocks)
         if writes:
             self._space.check(run, f"stage {stage}", _frame_bytes(writes))
-            leases.write(state, spec, writes)
+            state.write(spec, writes)
         await self._commit_log.flush()
 
     @override
@@ -421,16 +409,16 @@ class TransferQueue(HeartbeatQueue):
         """Raises CapacityError for a full disk: nothing is stored, the lease goes on."""
         state = self._worked(run)
         spec = state.stages[stage]
-        appends = progress.checked(state, spec, blocks)
+        appends = state.check_append(spec, blocks)
         if appends:
             self._space.check(run, f"progress of stage {stage}", _frame_bytes(appends))
-            progress.append(state, spec, appends)
+            state.append(spec, appends)
         await self._commit_log.flush()
 
     @override
     async def redo(self, run: str, stage: str, uids: Sequence[Uid]) -> int:
         state = self._worked(run)
-        rows = progress.redo(state, state.stages[stage], uids)
+        rows = state.redo(state.stages[stage], uids)
         await self._commit_log.flush()
         return rows
 
@@ -439,13 +427,13 @@ class TransferQueue(HeartbeatQueue):
         self, run: str, stage: str, uid: Uid, token: int, outcome: Outcome, reason: str
     ) -> None:
         state = self._worked(run)
-        leases.fail(state, state.stages[stage], uid, token, outcome, reason)
+        state.fail(state.stages[stage], uid, token, outcome, reason)
         await self._commit_log.flush()
 
     @override
     async def release(self, run: str, stage: str, token_of: Mapping[Uid, int]) -> None:
         state = self._worked(run)
-        leases.release(state, state.stages[stage], token_of)
+        state.release(state.stages[stage], token_of)
         await self._commit_log.flush()
 
     # --- the trainer
@@ -471,9 +459,7 @@ class TransferQueue(HeartbeatQueue):
                 state.check_epoch(epoch)
                 batch = None
                 if batch_id not in state.batches:
-                    batch = lifecycle.take(
-                        state, epoch=epoch, step=step, count=groups, batch_id=batch_id
-                    )
+                    batch = state.take(epoch=epoch, step=step, count=groups, batch_id=batch_id)
                 taken = state.batches.get(batch_id)
                 if taken is None:
                     await any_signal([state.complete_signal], deadline, reason)
@@ -490,14 +476,14 @@ class TransferQueue(HeartbeatQueue):
         if with_media:
             columns = [name for name in columns if name != MEDIA]
         stages = state.stages.of_columns(columns)
-        wanted: list[payload.Unread] = []
+        unread: list[Unread] = []
         for rows in blocks:
             group, mask = state.resident(rows)
-            wanted.append(payload.wanted(group, rows, mask, stages, columns))
+            unread.append(wanted(group, rows, mask, stages, columns))
         await self._commit_log.flush()
         try:
-            found = await self._payload.read(wanted, columns, state.stages.writes)
-            return await self._payload.with_media(wanted, found) if with_media else found
+            found = await self._payload.read(unread, columns, state.stages.writes)
+            return await self._payload.with_media(unread, found) if with_media else found
         except NotFoundError:
             for rows in blocks:
                 if fault := self._lost(state, rows):
@@ -510,12 +496,12 @@ class TransferQueue(HeartbeatQueue):
         state.check_epoch(epoch)
         if reason.startswith((DAMAGED, UNTRAINABLE)):
             log.error("run %s: rows become dead letters: %s", run, reason)
-            dead_letters.quarantine_unread(state, uids, reason)
+            state.quarantine_unread(uids, reason)
         elif reason.startswith(FAILED):
             log.error("run %s: task %s alone: %s", run, uids[0].task if uids else "", reason)
-            dead_letters.note_failure(state, uids, reason)
+            state.fail_batch(uids, reason)
         else:
-            lifecycle.filter_rows(state, uids, reason)
+            state.filter(uids, reason)
         await self._commit_log.flush()
 
     @override
@@ -523,7 +509,7 @@ class TransferQueue(HeartbeatQueue):
         """Raises NotFoundError, ConflictError (taken for another step), FencedError."""
         state = self._worked(run)
         state.check_epoch(epoch)
-        lifecycle.settle(state, step=step, batch_id=batch_id)
+        state.settle(step=step, batch_id=batch_id)
         await self._commit_log.flush()
 
     @override
@@ -531,7 +517,7 @@ class TransferQueue(HeartbeatQueue):
         """Raises FencedError."""
         state = self._worked(run)
         state.check_epoch(epoch)
-        lifecycle.commit(state, step)
+        state.commit(step)
         await self._commit_log.flush()
 
     @override
@@ -539,7 +525,7 @@ class TransferQueue(HeartbeatQueue):
         """Raises FencedError, and ConflictError when rows of that step were committed."""
         state = self._worked(run)
         state.check_epoch(epoch)
-        rows = lifecycle.rewind(state, step)
+        rows = state.rewind(step)
         await self._commit_log.flush()
         return rows
 
@@ -557,12 +543,17 @@ class TransferQueue(HeartbeatQueue):
         """In the order in which the rows died."""
         rows = list(self._run(run).dead_letters.values())
         await self._commit_log.flush()
-        return await dead_letters.with_prompts(rows, self._payload)
+        keys = [task_key(row.run_number, row.group) for row in rows]
+        prompts = await self._payload.prompts(list(dict.fromkeys(keys[-WITH_PROMPT:])))
+        return [
+            replace(row.letter, prompt=prompts.get(key, ""))
+            for row, key in zip(rows, keys, strict=True)
+        ]
 
     @override
     async def replay(self, run: str, uids: Sequence[Uid]) -> int:
         """If a group has left, its whole task comes in again."""
-        count = dead_letters.replay(self._run(run), list(uids))
+        count = self._run(run).replay(uids)
         await self._commit_log.flush()
         return count
 
@@ -611,7 +602,7 @@ class TransferQueue(HeartbeatQueue):
 
         Damaged rows become dead letters; None if no others were granted.
         """
-        granted = leases.grant(run, stage, worker, limit)
+        granted = run.grant(stage, worker, limit)
         try:
             await self._commit_log.flush()
             blocks, damaged = await self._payload.leased(granted, stage.reads, run.stages.writes)
@@ -629,7 +620,7 @@ class TransferQueue(HeartbeatQueue):
                 tokens = {
                     uid: each.block.token for each in granted for uid in each.block.uids(run.name)
                 }
-                leases.release(run, stage, tokens)
+                run.release(stage, tokens)
             raise
         return Lease(
             stage=stage.name, worker=worker, ttl_s=run.spec.lease_ttl_s, blocks=tuple(blocks)
@@ -644,14 +635,14 @@ class TransferQueue(HeartbeatQueue):
         await self._commit_log.flush()
         if batch.answered:
             return True
-        damaged = await self._payload.damaged(run, run.groups_of(batch))
+        damaged = await self._payload.damaged(run.stored_in(batch))
         if self._runs.get(run.name) is not run or run.batches.get(batch.batch_id) is not batch:
             return False  # the queue went back to what is stored, or another trainer has the run
         if not batch.answered and damaged:
             for damage in damaged.values():
                 log.error("run %s: rows become dead letters: %s", run.name, damage.reason)
-            dead_letters.quarantine_taken(run, batch, damaged)
-            lifecycle.shrink(run, batch)
+            run.quarantine_taken(batch, damaged)
+            run.shrink(batch)
             return False
         run.show(batch)
         return True
@@ -668,10 +659,10 @@ class TransferQueue(HeartbeatQueue):
             if self._run(run).batches.get(taken.batch_id) is taken:
                 raise CorruptError(f"the store has lost the manifest of batch {taken.batch_id}")
             raise FencedError(f"batch {taken.batch_id} was given back while it was read")
-        return lifecycle.read_manifest(run, taken, value)
+        return read_manifest(run, taken, value)
 
     async def _quarantine(
-        self, run: Run, stage: Stage, granted: Sequence[payload.Unread], damaged: Mapping[str, str]
+        self, run: Run, stage: Stage, granted: Sequence[Unread], damaged: Mapping[str, str]
     ) -> None:
         """Granted rows of `damaged` tasks, with what is wrong, become dead letters: the others reach their worker."""
         if self._runs.get(run.name) is not run:
@@ -679,7 +670,7 @@ class TransferQueue(HeartbeatQueue):
         for each in granted:
             if fault := damaged.get(each.block.task):
                 log.error("run %s: rows become dead letters: %s", run.name, fault)
-                dead_letters.quarantine_leased(run, stage, each.block, fault)
+                run.quarantine_leased(stage, each.block, fault)
         await self._commit_log.flush()
 
     def _lost(self, run: Run, rows: RowBlock) -> str:
@@ -699,7 +690,7 @@ class TransferQueue(HeartbeatQueue):
             heartbeat.began <= grant.since and heartbeat.serves(self._stage_of(grant))
             for heartbeat in self._attended.get(grant.worker, ())
         )
-        leases.expired(self._runs[grant.group.run], grant, attended=attended)
+        self._runs[grant.group.run].expire(grant, attended=attended)
 
     async def _recover(self) -> None:
         """Replace the state in RAM by that of the store: at the start, and after a failed commit."""
@@ -713,7 +704,7 @@ class TransferQueue(HeartbeatQueue):
             run.notify_all()
 
 
-def _frame_bytes(blocks: Sequence[leases.CheckedBlock]) -> int:
+def _frame_bytes(blocks: Sequence[CheckedBlock]) -> int:
     return sum([len(block.frame.value) for _, _, block in blocks])
 
 

@@ -25,7 +25,7 @@ from meshrl.http.view.settings import compared
 from meshrl.launcher.address_book import ADDRESS_BOOK_NAME
 from meshrl.launcher.text_console import text_console
 from meshrl.launcher.view import clock, sparkline
-from meshrl.transferqueue.operations.removal import StoredRun
+from meshrl.transferqueue.removal import StoredRun
 
 COMPARED = {
     "reward": STEP,

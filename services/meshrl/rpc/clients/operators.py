@@ -18,8 +18,8 @@ from meshrl.rpc.clients.base import INTERACTIVE_RETRY_S, GrpcClient
 from meshrl.rpc.credentials import MeshRole
 from meshrl.rpc.errors import from_rpc
 from meshrl.rpc.methods import MethodTable, bare_row, row, service
-from meshrl.transferqueue.operations.audit import Audit
-from meshrl.transferqueue.operations.removal import StoredRun
+from meshrl.transferqueue.audit import Audit
+from meshrl.transferqueue.removal import StoredRun
 from meshrl.transferqueue.store import FORMAT, Operation, Table
 from meshrl.v1 import queue_admin_pb2 as admin_pb
 from meshrl.v1 import reward_registry_pb2 as registry_pb

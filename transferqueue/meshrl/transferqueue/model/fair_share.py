@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from meshrl.transferqueue.model.signals import Signal
+from meshrl.transferqueue.signals import Signal
 
 WEIGHT = 0.1
 """The weight of the newest row in the moving average of speeds."""

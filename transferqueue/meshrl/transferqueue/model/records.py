@@ -326,7 +326,7 @@ class TakenBatch:
     epoch: int
     settled: bool = False
     consumed: bool = False
-    """Its groups hold no admission credit any more; derived, not stored (see operations/lifecycle.py)."""
+    """Its groups hold no admission credit any more; derived, not stored (see model/groups.py)."""
     answered: bool = False
     """A trainer may know its rows: none of them leaves as damaged any more. Not stored."""
     groups: list[int] = field(default_factory=list)

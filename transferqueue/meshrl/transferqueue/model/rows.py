@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -15,24 +16,42 @@ from meshrl.contract.errors import NotFoundError
 from meshrl.contract.types import RowBlock, RunSpec, Uid
 from meshrl.transferqueue import sampling
 from meshrl.transferqueue.model.fair_share import FairShare, Holder
-from meshrl.transferqueue.model.group import Counts, Grant, Group, StoredFrame, bits, count_sampled
+from meshrl.transferqueue.model.group import Counts, Grant, Group, StoredFrame, count_sampled
 from meshrl.transferqueue.model.records import (
     ADMITTED,
     AuditLog,
+    DeadLetters,
+    DeadRow,
     Exit,
+    KnownTasks,
     RunLedger,
     RunRecord,
     State,
+    TakenBatch,
     TaskMetadata,
 )
-from meshrl.transferqueue.model.signals import Signal, Turns
+from meshrl.transferqueue.model.specs import Quota
 from meshrl.transferqueue.model.stages import Stage, Stages
 from meshrl.transferqueue.model.waiting import CompleteGroups, Expiry, ReadyRows
-from meshrl.transferqueue.store import CommitLog, Table
+from meshrl.transferqueue.signals import Signal, Turns
+from meshrl.transferqueue.store import CommitLog, Durations, Table, encode_record
 
 
-class Rows:
-    """The rows of one run and where each of them is. `Run` adds batches, dead letters and versions."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastFailure:
+    """What a stage's workers could not do."""
+
+    count: int
+    first: float
+    last: float
+    """Of the run's clock."""
+    uid: Uid
+    """Of the last one."""
+    reason: str
+
+
+class ResidentRows:
+    """What a run keeps in RAM, the sets in which its rows wait, and the moves that several verbs share."""
 
     def __init__(
         self,
@@ -43,6 +62,7 @@ class Rows:
         commit_log: CommitLog,
         expiry: Expiry,
         clock: Callable[[], float],
+        quota: Quota | None = None,
     ) -> None:
         self.spec = spec
         """Its vocabulary may be filled in later; nothing else changes."""
@@ -87,6 +107,29 @@ class Rows:
         """The versions, the epoch or the end of the feed changed: who may lease at all."""
         self.complete_signal: Final = Signal()
         self.admission_signal: Final = Signal()
+        self._quota = quota or Quota()
+        self.key: Final = b"s" + number.to_bytes(4, "big")
+        """The key of the record that every transition rewrites."""
+        self.spec_key: Final = b"r" + number.to_bytes(4, "big")
+        """The key of the spec's record, which changes once at most: when somebody first knows the vocabulary."""
+        self._batches: dict[str, TakenBatch] = {}
+        self.batches: Final[Mapping[str, TakenBatch]] = self._batches
+        """The batches that are taken or settled, by id."""
+        self._dead = DeadLetters()
+        self.dead_letters: Final[Mapping[Uid, DeadRow]] = self._dead.by_uid
+        """The dead rows, in the order in which they died."""
+        self.known_tasks: Final = KnownTasks(number, commit_log)
+        self.in_batches = 0
+        """Groups in a batch, taken or settled."""
+        self._consumed = 0
+        self.publishes = 0
+        """Calls of `publish` since the queue opened: shows a waiting lease that its version may be too old."""
+        self._failures: dict[str, LastFailure] = {}
+        self.failures: Final[Mapping[str, LastFailure]] = self._failures
+        """By stage, since the queue opened."""
+        self.ready_to_taken: Final = Durations()
+        """Per row since the queue opened: from the last column of its group to the batch that takes it."""
+
         self._ready_by_stage = tuple(
             zip(self.stages.ordered, self._ready, self.rows_signals, self.turns, strict=True)
         )
@@ -129,6 +172,20 @@ class Rows:
     def seconds_left(self, grant: Grant) -> float:
         """Until the grant expires."""
         return grant.deadline - self._expiry.now()
+
+    # --- records
+
+    def encode(self) -> bytes:
+        """State and ledger: they change in the transaction of the rows."""
+        return encode_record({**self.record.encode(), "books": self.ledger.totals()})
+
+    def save(self, groups: Iterable[Group] = ()) -> None:
+        """Stage the run's record and those of the `groups` that are still resident."""
+        self.audit_log.stage(self._commit_log)
+        self._commit_log.touch(self)
+        for group in groups:
+            if self._groups.get(group.number) is group:
+                self._commit_log.touch(group)
 
     # --- signals
 
@@ -199,56 +256,6 @@ class Rows:
 
     # --- rows change hands
 
-    def grant(self, stage: Stage, worker: str, limit: int) -> list[Grant]:
-        """At most `limit` ready rows are delivered to `worker` under a token that nobody has, one grant per group."""
-        self.record.last_token += 1
-        token, now = self.record.last_token, self.clock()
-        deadline = self.lease_deadline()
-        holder = self.fair_share.holder(worker, now) if stage.first else None
-        grants: list[Grant] = []
-        for group, mask in self._ready[stage.number].pop(limit, worker, now):
-            grant = Grant(group, stage.number, token, worker, mask, now, deadline, holder)
-            group.add_grant(grant)
-            if group.sampled_from is None:
-                self._sample_from(group, self.record.published.step)
-            self._expiry.watch(grant)
-            self._refresh(group)
-            grants.append(grant)
-        return grants
-
-    def extend(self, grant: Grant, mask: int, deadline: float) -> None:
-        """Move the deadline of the rows in `mask`; the other rows of the grant keep theirs. Nothing is stored."""
-        rest = grant.group.split_grant(grant, mask)
-        if rest is not None:
-            self._expiry.watch(rest)
-        grant.deadline = deadline
-        grant.renewed = True
-
-    def write(self, stage: Stage, group: Group, mask: int, block: RowBlock) -> list[Holder]:
-        """`stage` has written the rows of `block`, whose set is `mask`. Returns the worker that held them."""
-        number, now = stage.number, self.clock()
-        self._store_frame(group, number, mask, block)
-        holders: list[Holder] = []
-        for grant in group.grants:
-            if grant.holder is not None and grant.stage == number and grant.token == block.token:
-                grant.holder.finished([row.num_tokens for row in block.facts], now - grant.since)
-                holders.append(grant.holder)
-        group.mark_written(number, block.indices, mask, block.token)
-        self._drop_frames(group, group.drop_progress(number, mask))
-        if block.facts:
-            group.set_facts(block.indices, block.facts)
-            self.open_tokens += sum([row.num_tokens for row in block.facts])
-        group.since = now
-        self._refresh(group)
-        return holders
-
-    def append(self, stage: Stage, group: Group, mask: int, block: RowBlock) -> None:
-        """`stage` has made progress on the rows of `block`, whose set is `mask`."""
-        self._store_frame(group, stage.number, mask, block, partial=True)
-        lengths = next(iter(block.frame.columns.values())).lengths or ()
-        ends = [start + length for start, length in zip(block.starts, lengths, strict=True)]
-        group.set_progress(block.indices, ends)
-
     def return_rows(
         self, stage: Stage, group: Group, mask: int, *, undelivered: bool = False
     ) -> None:
@@ -256,20 +263,6 @@ class Rows:
         group.let_go(stage.number, mask)
         if undelivered:
             group.undo_delivery(stage.number, mask)
-        group.since = self.clock()
-        self._refresh(group)
-
-    def count_expiry(self, stage: Stage, grant: Grant, *, delivered: bool) -> None:
-        """The lease on a grant expired; rows that were not `delivered` do not count as an attempt."""
-        self._lease_expiries[stage.name] += grant.mask.bit_count()
-        grant.group.lost_by.update(dict.fromkeys(bits(grant.mask), grant.worker))
-        if not delivered:
-            grant.group.undo_delivery(grant.stage, grant.mask)
-
-    def undo(self, stages: set[int], group: Group, mask: int) -> None:
-        """The rows in `mask` of a group that is in no batch go back to before `stages`."""
-        self.withdraw(group)
-        self._drop_frames(group, group.undo_stages(stages, mask))
         group.since = self.clock()
         self._refresh(group)
 
@@ -295,18 +288,6 @@ class Rows:
             self.open_tokens -= sum([facts.num_tokens for facts in group.facts_of(mask)])
         self._drop_frames(group, group.drop_rows(mask))
         self._refresh(group)
-
-    def reissue(self, group: Group, reason: str) -> None:
-        """Every row leaves as stale, and a new attempt at each comes in, in the group's old place."""
-        self.withdraw(group)
-        self.remove_rows(group, group.present, Exit.STALE, reason)
-        self._sample_from(group, None)
-        group.position = -1
-        self.start_attempts(group, range(group.size))
-
-    def mark_dead(self, group: Group, index: int) -> None:
-        """The row at `index` was dead-lettered and is not replaced."""
-        group.dead |= 1 << index
 
     # --- bookkeeping
 

@@ -1,7 +1,6 @@
-"""What waits: rows to be leased, groups to be taken, calls to be answered, leases to expire.
+"""What waits: rows to be leased, groups to be taken, leases to expire.
 
-No scans and no polling: rows and groups are kept in order as they come and go, a call waits for a signal (signals.py)
-and a deadline, and one timer serves all leases.
+No scans and no polling: rows and groups are kept in order as they come and go, and one timer serves all leases.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ import asyncio
 import heapq
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Final
 
 from meshrl.transferqueue.model.group import Grant, Group, count_sampled, lowest
@@ -161,56 +158,6 @@ SWEPT_GRANTS = 256
 """With at most so many grants in the heap, those that have ended are not swept out."""
 RETURN_S = 2.0
 """A worker whose connection broke must renew within this time. One that lives does at once, one that died never."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
-    """One call that waits."""
-
-    kind: str
-    """take | admit | lease"""
-    runs: tuple[str, ...]
-    who: str
-    since: float
-    reason: Callable[[], str]
-    due_by: Callable[[], int]
-    """A take that waits for the groups sampled from this step or an earlier one on says which; negative: for any."""
-
-
-def _any_group() -> int:
-    return -1
-
-
-class Waits:
-    """All calls that wait, for `why_waiting`."""
-
-    def __init__(self) -> None:
-        self._waits: dict[int, Wait] = {}
-        self._numbers = itertools.count()
-
-    @contextmanager
-    def tracked(
-        self,
-        kind: str,
-        runs: Sequence[str],
-        who: str,
-        reason: Callable[[], str],
-        due_by: Callable[[], int] = _any_group,
-    ) -> Iterator[None]:
-        """Register a call that waits for as long as the block runs."""
-        number = next(self._numbers)
-        since = asyncio.get_running_loop().time()
-        self._waits[number] = Wait(
-            kind=kind, runs=tuple(runs), who=who, since=since, reason=reason, due_by=due_by
-        )
-        try:
-            yield
-        finally:
-            del self._waits[number]
-
-    def of(self, run: str) -> list[Wait]:
-        """The waits for `run`."""
-        return [wait for wait in self._waits.values() if run in wait.runs]
 
 
 class Expiry:

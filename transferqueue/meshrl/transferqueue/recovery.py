@@ -17,7 +17,6 @@ from meshrl.transferqueue.model.group import Group
 from meshrl.transferqueue.model.records import DeadRow, TakenBatch
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.specs import decode_spec
-from meshrl.transferqueue.operations import lifecycle
 from meshrl.transferqueue.store import decode_record
 
 MakeRun: TypeAlias = Callable[[RunSpec, int], Run]
@@ -65,7 +64,7 @@ def _restore_run(number: int, records: Sorted, make_run: MakeRun) -> Run:
             raise ValueError(f"record {key.hex()} is that of group {group.number}")
         run.restore_group(group, batches[batch_number] if batch_number >= 0 else None)
         taken_before = group.position >= 0 and not group.unfinished
-        if group.batch is None and (taken_before or lifecycle.is_complete(run, group)):
+        if group.batch is None and (taken_before or run.is_complete(group)):
             run.offer(group)
     run.restore_departed()
     run.recount()

@@ -8,10 +8,10 @@ from itertools import islice
 
 from meshrl.common.plain_text import counted
 from meshrl.contract.types import Uid, Waiting
+from meshrl.transferqueue.model.due import sampled_by
 from meshrl.transferqueue.model.group import Grant, Group, bits
 from meshrl.transferqueue.model.run import Run
-from meshrl.transferqueue.model.waiting import Wait
-from meshrl.transferqueue.operations import lifecycle
+from meshrl.transferqueue.signals import Wait
 
 UIDS = 16
 """At most so many rows are named in one entry."""
@@ -48,7 +48,7 @@ def _call(run: Run, wait: Wait, now: float, unfinished: list[Group]) -> Waiting:
     uids: tuple[Uid, ...] = ()
     if wait.kind == "take":
         due_by = wait.due_by()
-        waited = [g for g in unfinished if due_by < 0 or lifecycle.sampled_by(g, due_by)]
+        waited = [g for g in unfinished if due_by < 0 or sampled_by(g, due_by)]
         uids = _uids((group, group.unfinished) for group in waited)
         owners = {grant.worker for group in waited for grant in group.grants}
         if not unfinished:
@@ -116,7 +116,7 @@ def take_due(run: Run, count: int, step: int) -> tuple[int, int]:
     """As `due_groups`, once enough others are complete."""
     if len(run.complete) < count:
         return -1, 0
-    return lifecycle.due_groups(run, lifecycle.sampled(run, step), count)
+    return run.due_groups(run.sampled(step), count)
 
 
 def take_reason(run: Run, count: int, step: int) -> str:
@@ -127,5 +127,7 @@ def take_reason(run: Run, count: int, step: int) -> str:
         reason += f"; {due} that are not {DUE}"
     if open_groups < count:
         closed = "closed" if run.record.feed_closed else "open"
-        reason += f"; the feed is {closed}, admission has {counted(lifecycle.free_groups(run), 'group')} of room"
+        reason += (
+            f"; the feed is {closed}, admission has {counted(run.free_groups(), 'group')} of room"
+        )
     return reason

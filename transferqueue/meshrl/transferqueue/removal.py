@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from meshrl.common.plain_text import counted
 from meshrl.contract.types import Ledger
 from meshrl.transferqueue.model.run import Run
-from meshrl.transferqueue.model.waiting import Wait
+from meshrl.transferqueue.signals import Wait
 from meshrl.transferqueue.store import CommitLog, Table
 
 ATTACHED_S = 120.0

@@ -22,7 +22,7 @@ from meshrl.transferqueue.model.group import bits
 from meshrl.transferqueue.model.records import ADMITTED
 from meshrl.transferqueue.model.run import Run
 from meshrl.transferqueue.model.waiting import Expiry
-from meshrl.transferqueue.operations.recovery import restore
+from meshrl.transferqueue.recovery import restore
 from meshrl.transferqueue.store import CommitLog, Operation, Table
 from meshrl.transferqueue.stores.memory import MemoryStore
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from meshrl.contract.errors import WaitTimeoutError
 
@@ -130,3 +133,53 @@ async def any_signal(signals: Sequence[Signal], deadline: float, what: Callable[
     finally:
         for signal in signals:
             signal.leave(listener)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """One call that waits."""
+
+    kind: str
+    """take | admit | lease"""
+    runs: tuple[str, ...]
+    who: str
+    since: float
+    reason: Callable[[], str]
+    due_by: Callable[[], int]
+    """A take that waits for the groups sampled from this step or an earlier one on says which; negative: for any."""
+
+
+def _any_group() -> int:
+    return -1
+
+
+class Waits:
+    """All calls that wait, for `why_waiting`."""
+
+    def __init__(self) -> None:
+        self._waits: dict[int, Wait] = {}
+        self._numbers = itertools.count()
+
+    @contextmanager
+    def tracked(
+        self,
+        kind: str,
+        runs: Sequence[str],
+        who: str,
+        reason: Callable[[], str],
+        due_by: Callable[[], int] = _any_group,
+    ) -> Iterator[None]:
+        """Register a call that waits for as long as the block runs."""
+        number = next(self._numbers)
+        since = asyncio.get_running_loop().time()
+        self._waits[number] = Wait(
+            kind=kind, runs=tuple(runs), who=who, since=since, reason=reason, due_by=due_by
+        )
+        try:
+            yield
+        finally:
+            del self._waits[number]
+
+    def of(self, run: str) -> list[Wait]:
+        """The waits for `run`."""
+        return [wait for wait in self._waits.values() if run in wait.runs]
