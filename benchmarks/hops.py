@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/hops.py
     .venv/bin/python benchmarks/hops.py --version
+    .venv/bin/python benchmarks/hops.py --take
 
 A task of one row goes through admission, rollout, reward and the trainer's calls while every call of a Python
 function is noted; a row before it warms up what happens only once. Files and functions under `meshrl` are counted:
@@ -11,6 +12,9 @@ version passes more than MOST_OF_VERSION. The last line is JSON.
 
 `--version` counts what a version of the weights passes, from the trainer's `publish` to two engines that serve it, by
 `shm` and by `gloo`, and lists the files of the weight plane; those of other rooms are counted beside them.
+
+`--take` follows a take, and a lease, through the queue, as its reader does: each function where it is first called, by
+its place (PLACES), and how often the place changes; `files` counts changes of the file.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -52,10 +57,12 @@ from meshrl.rollout.worker import RolloutWorker
 from meshrl.rpc.clients.queue import QueueClient
 from meshrl.rpc.runtime import GrpcServer, ServerSettings
 from meshrl.rpc.servicers import QueueServicer
+from meshrl.testing.contract.queue_actors import Actors, spec, tasks
 from meshrl.testing.engines.echo import build
 from meshrl.transferqueue.config import QueueConfig
 from meshrl.transferqueue.queue import TransferQueue
 from meshrl.transferqueue.stores import build as build_store
+from meshrl.transferqueue.stores.memory import MemoryStore
 from meshrl.weights.carrier import RunPaths
 from meshrl.weights.coordinator import WeightCoordinator
 from meshrl.weights.replica_controller import ReplicaController, ServedEngine
@@ -68,6 +75,19 @@ MOST = {"files": 45, "functions": 412}
 """That one row may pass."""
 MOST_OF_VERSION = 11
 """Files of the weight plane that one version may pass."""
+MOST_OF_TAKE = 8
+"""Changes of place of one take."""
+PLACES = {
+    "queue": "waiting",
+    "signals": "waiting",
+    "model": "state",
+    "sampling": "state",
+    "samplers": "state",
+    "store": "storing",
+    "payload": "storing",
+    "stores": "storing",
+}
+"""Of modules and folders of the queue: how calls wait, what a run is and does, what is kept and read back."""
 TRIES = 3
 """Rows that `--check` counts at most: what all of them called is what a row must pass."""
 COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "reward")
@@ -286,6 +306,67 @@ def version() -> int:
     return 0
 
 
+class Walk:
+    """Functions of the queue in the order in which one call first comes to them; other tasks are left out."""
+
+    def __init__(self) -> None:
+        self._task = asyncio.current_task()
+        self._files: dict[CodeType, str] = {}
+
+    def note(self, frame: FrameType, event: str, argument: object) -> None:
+        code, room = frame.f_code, "/meshrl/transferqueue/"
+        if event != "call" or room not in code.co_filename or not _is_ours(code):
+            return
+        if asyncio.current_task() is self._task:
+            self._files.setdefault(code, code.co_filename.partition(room)[2])
+
+    def files(self) -> list[str]:
+        """Without repetitions of one that follows itself."""
+        return [file for file, _ in groupby(self._files.values())]
+
+    def places(self) -> list[str]:
+        """The same, by PLACES."""
+        names = (file.partition("/")[0].removesuffix(".py") for file in self._files.values())
+        return [place for place, _ in groupby(PLACES.get(name, name) for name in names)]
+
+
+async def _walks() -> dict[str, Walk]:
+    """A lease and a take of a queue in memory; those of the step before warm up."""
+    queue = await TransferQueue.open(MemoryStore())
+    actors, walks = Actors(queue), {}
+    await actors.start(spec(batch_groups=4, max_staleness=4.0))
+    await actors.feed(tasks(8))
+    for step in range(2):
+        walks["lease"] = Walk()
+        sys.setprofile(walks["lease"].note)
+        lease = await actors.lease(limit=4)
+        sys.setprofile(None)
+        await actors.write(lease)
+        await actors.write(await actors.lease("reward"))
+        walks["take"] = Walk()
+        sys.setprofile(walks["take"].note)
+        await actors.take(step, 1)
+        sys.setprofile(None)
+    await queue.close()
+    return walks
+
+
+def take() -> int:
+    """Follow a lease and a take; 1 if the take changes places too often, and `--check` is asked for."""
+    walks = asyncio.run(_walks())
+    counts = {}
+    for name, walk in walks.items():
+        places, files = walk.places(), walk.files()
+        counts[name] = {"places": len(places) - 1, "files": len(files) - 1}
+        print(f"{name:8} {len(places) - 1:4} changes of place: {' > '.join(places)}")
+        print(f"{name:8} {len(files) - 1:4} changes of file, between {len(set(files))}")
+    if "--check" in sys.argv and counts["take"]["places"] > MOST_OF_TAKE:
+        print(f"one take may change places {MOST_OF_TAKE} times")
+        return 1
+    print(json.dumps(counts))
+    return 0
+
+
 def fits(calls: Calls) -> bool:
     """Within MOST."""
     return all(calls.counts()["row"][what] <= most for what, most in MOST.items())
@@ -294,6 +375,8 @@ def fits(calls: Calls) -> bool:
 def main() -> int:
     if "--version" in sys.argv:
         return version()
+    if "--take" in sys.argv:
+        return take()
     calls, checks = noted(pass_rows, *HOPS), "--check" in sys.argv
     for _ in range(TRIES - 1):
         if not checks or fits(calls):
