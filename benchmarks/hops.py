@@ -13,8 +13,8 @@ version passes more than MOST_OF_VERSION. The last line is JSON.
 `--version` counts what a version of the weights passes, from the trainer's `publish` to two engines that serve it, by
 `shm` and by `gloo`, and lists the files of the weight plane; those of other rooms are counted beside them.
 
-`--take` follows a take, and a lease, through the queue, as its reader does: each function where it is first called, by
-its place (PLACES), and how often the place changes; `files` counts changes of the file.
+`--take` follows a take, and a lease, through the queue, as its reader does: each function where it is first called,
+by its place (PLACES), and how often the place changes; `files` counts changes of the file.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from meshrl.contract.types import (
     PackedTask,
     RowBlock,
 )
-from meshrl.transferqueue.model.unread import Damage, InBatch, NeededFrame, Unread
+from meshrl.transferqueue.model.columns import Damage, InBatch, NeededFrame, Unread
 from meshrl.transferqueue.store import RecentFrames, Store
 
 CHECKED_BYTES = 16 << 20

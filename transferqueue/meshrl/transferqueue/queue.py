@@ -52,6 +52,7 @@ from meshrl.contract.types import (
 )
 from meshrl.transferqueue import removal, sampling, why_waiting
 from meshrl.transferqueue.model.batches import read_manifest
+from meshrl.transferqueue.model.columns import Unread, wanted
 from meshrl.transferqueue.model.group import Grant, task_key
 from meshrl.transferqueue.model.groups import packed
 from meshrl.transferqueue.model.leases import CheckedBlock, leasable, signals, waiting
@@ -65,7 +66,6 @@ from meshrl.transferqueue.model.specs import (
     joined_specs,
 )
 from meshrl.transferqueue.model.stages import Stage
-from meshrl.transferqueue.model.unread import Unread, wanted
 from meshrl.transferqueue.model.waiting import Expiry
 from meshrl.transferqueue.payload import PayloadReader
 from meshrl.transferqueue.recovery import restore

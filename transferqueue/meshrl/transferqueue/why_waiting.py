@@ -8,9 +8,9 @@ from itertools import islice
 
 from meshrl.common.plain_text import counted
 from meshrl.contract.types import Uid, Waiting
-from meshrl.transferqueue.model.due import sampled_by
 from meshrl.transferqueue.model.group import Grant, Group, bits
 from meshrl.transferqueue.model.run import Run
+from meshrl.transferqueue.model.waiting import sampled_by
 from meshrl.transferqueue.signals import Wait
 
 UIDS = 16

@@ -25,11 +25,11 @@ from meshrl.contract.types import (
     Uid,
     Version,
 )
-from meshrl.transferqueue.model.due import Sampled, due, first_version, most_lacking
+from meshrl.transferqueue.model.columns import Damage, InBatch
 from meshrl.transferqueue.model.group import Group, bits
-from meshrl.transferqueue.model.leases import Leases
+from meshrl.transferqueue.model.leases import WorkerVerbs
 from meshrl.transferqueue.model.records import Exit, TakenBatch
-from meshrl.transferqueue.model.unread import Damage, InBatch
+from meshrl.transferqueue.model.waiting import Sampled, due, first_version, most_lacking
 from meshrl.transferqueue.store import Table, decode_record, encode_record
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ DEATHS = 2
 """Trainers that die with a batch in hand before it is taken apart: one may have been killed for any reason."""
 
 
-class Batches(Leases):
+class TrainerVerbs(WorkerVerbs):
     """The verbs of trainers."""
 
     def check_epoch(self, epoch: int) -> None:

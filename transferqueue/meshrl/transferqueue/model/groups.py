@@ -83,7 +83,7 @@ def packed(
     return frames
 
 
-class Groups(ResidentRows):
+class FeederVerbs(ResidentRows):
     """The verbs of the feeder, and what becomes of a group by the run's policy."""
 
     # --- the feeder

@@ -9,12 +9,12 @@ from typing import TypeAlias, TypeVar
 from meshrl.contract.errors import ConflictError, EndOfDataError, FencedError, UserError
 from meshrl.contract.rows import DAMAGED
 from meshrl.contract.types import Outcome, RowBlock, Uid, Version
-from meshrl.transferqueue.model import checks
+from meshrl.transferqueue.model import columns
+from meshrl.transferqueue.model.columns import Unread, stored_frames
 from meshrl.transferqueue.model.fair_share import Holder
 from meshrl.transferqueue.model.group import Grant, Group, bits
-from meshrl.transferqueue.model.groups import Groups
+from meshrl.transferqueue.model.groups import FeederVerbs
 from meshrl.transferqueue.model.stages import Stage
-from meshrl.transferqueue.model.unread import Unread, stored_frames
 from meshrl.transferqueue.signals import Signal
 
 EXPIRED = "lease expired"
@@ -24,7 +24,7 @@ CheckedBlock: TypeAlias = tuple[Group, int, RowBlock]
 """A group, the set of those of its rows that are to be written, and the block of these."""
 
 
-class Leases(Groups):
+class WorkerVerbs(FeederVerbs):
     """The verbs of workers."""
 
     # --- lease
@@ -134,8 +134,8 @@ class Leases(Groups):
         named: dict[int, int] = {}
         for block in blocks:
             group, mask = self._rows_to_write(stage, block)
-            checks.check_frame(self, block)
-            checks.check(self, block, stage, group)
+            columns.check_frame(self, block)
+            columns.check(self, block, stage, group)
             if group is None or not mask:
                 continue
             if named.get(group.number, 0) & mask:
@@ -215,9 +215,9 @@ class Leases(Groups):
                 raise UserError(
                     f"append: {len(block)} rows of task {block.task} without their starts"
                 )
-            checks.check_frame(self, block)
-            lengths = checks.entries(self, block)
-            checks.check_progress(self, block, lengths)
+            columns.check_frame(self, block)
+            lengths = columns.entries(self, block)
+            columns.check_progress(self, block, lengths)
             group = self.by_task.get(block.task)
             held = group.held_under(stage.number, block.token) if group else 0
             new: list[int] = []
@@ -247,7 +247,7 @@ class Leases(Groups):
         """Store checked appends."""
         for group, mask, block in appends:
             self._store_frame(group, stage.number, mask, block, partial=True)
-            lengths = checks.entries(self, block)
+            lengths = columns.entries(self, block)
             ends = [start + length for start, length in zip(block.starts, lengths, strict=True)]
             group.set_progress(block.indices, ends)
         self.save([group for group, _, _ in appends])
@@ -354,7 +354,7 @@ class Leases(Groups):
         )
 
 
-L = TypeVar("L", bound=Leases)
+L = TypeVar("L", bound=WorkerVerbs)
 
 
 def leasable(runs: Mapping[str, L], names: Sequence[str], stage: str) -> list[tuple[L, Stage]]:
@@ -377,7 +377,9 @@ def leasable(runs: Mapping[str, L], names: Sequence[str], stage: str) -> list[tu
     return sorted(candidates, key=lambda pair: -pair[0].spec.priority)
 
 
-def signals(candidates: Sequence[tuple[Leases, Stage]], worker: str, at_least: int) -> list[Signal]:
+def signals(
+    candidates: Sequence[tuple[WorkerVerbs, Stage]], worker: str, at_least: int
+) -> list[Signal]:
     """What wakes a lease of `worker` that waits for `at_least` rows of one of `candidates`."""
     if at_least > 1:
         return [
@@ -398,7 +400,7 @@ def signals(candidates: Sequence[tuple[Leases, Stage]], worker: str, at_least: i
 
 
 @contextmanager
-def waiting(candidates: Sequence[tuple[Leases, Stage]], worker: str) -> Iterator[None]:
+def waiting(candidates: Sequence[tuple[WorkerVerbs, Stage]], worker: str) -> Iterator[None]:
     """`worker` waits for rows that it would sample, for as long as the block runs."""
     runs = [run for run, stage in candidates if stage.first]
     for run in runs:

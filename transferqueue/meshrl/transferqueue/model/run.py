@@ -1,6 +1,6 @@
 """One run in RAM: its verbs, one method each, and its records.
 
-    ResidentRows (rows.py) ▸ Groups (groups.py) ▸ Leases (leases.py) ▸ Batches (batches.py) ▸ Run
+    ResidentRows (rows.py) ▸ FeederVerbs (groups.py) ▸ WorkerVerbs (leases.py) ▸ TrainerVerbs (batches.py) ▸ Run
 
 Each class adds verbs to the one before: the feeder's, the workers', the trainer's. A verb is synchronous: it changes
 RAM, stages the records in the commit log and wakes who waits. README.md has the states that they move rows between.
@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from meshrl.contract.types import Json, RunSpec, RunState
-from meshrl.transferqueue.model.batches import Batches
+from meshrl.transferqueue.model.batches import TrainerVerbs
 from meshrl.transferqueue.model.group import Group, task_key
 from meshrl.transferqueue.model.records import DeadRow, RunLedger, RunRecord, TakenBatch
 from meshrl.transferqueue.model.specs import encode_spec
 from meshrl.transferqueue.store import Record, Table, encode_record
 
 
-class Run(Batches):
+class Run(TrainerVerbs):
     """The state of one run, and every transition of it."""
 
     def state(self) -> RunState:
