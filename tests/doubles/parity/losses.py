@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from meshrl.common import plugins
+from meshrl.trainer.algorithms.advantages.gae import value_loss
 from meshrl.trainer.algorithms.losses import vanilla
 from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput
 from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.algorithms.recipes.ppo import value_loss
 from tests.doubles.parity.cases import Case
 from tests.doubles.parity.correction import refuse_no_weight
 from tests.doubles.parity.layout import (

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from meshrl.common import plugins
 from meshrl.contract.errors import ConfigError, InfraError
+from meshrl.trainer.algorithms.advantages.gae import value_loss
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.losses._types import LossInputs, LossOutput
 from meshrl.trainer.algorithms.losses.m2po import second_moment_mask
 from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.algorithms.recipes.ppo import value_loss
 from meshrl.trainer.config import ActorConfig
 from meshrl.trainer.learner.policy_gradient import actor_loss, positive_nll
 

@@ -36,10 +36,12 @@ def homes() -> Mapping[str, str]:
         for package in (ADVANTAGES, LOSSES, COMBINED)
         for module in plugins.modules(package).values()
     }
-    named = sorted((module.rpartition(".")[2], module) for module in modules)
-    return {
-        name: module for name, module in named if plugins.constant("", module, "DEFAULTS", None)
-    }
+    named = [each for each in modules if plugins.constant("", each, "DEFAULTS", None)]
+    return dict(
+        sorted(
+            (plugins.constant("", each, "NAME", each.rpartition(".")[2]), each) for each in named
+        )
+    )
 
 
 def defaults(name: str) -> dict[str, Any]:

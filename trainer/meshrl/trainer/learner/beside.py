@@ -26,7 +26,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from meshrl.trainer.algorithms.advantages.gae import gae
+from meshrl.trainer.algorithms.advantages.gae import gae, value_loss
 from meshrl.trainer.algorithms.advantages.prime import (
     PrimeConfig,
     process_rewards,
@@ -34,7 +34,6 @@ from meshrl.trainer.algorithms.advantages.prime import (
 )
 from meshrl.trainer.algorithms.aggregation import Aggregator
 from meshrl.trainer.algorithms.ragged import Ragged
-from meshrl.trainer.algorithms.recipes.ppo import value_loss
 from meshrl.trainer.config import CriticConfig, ModelConfig
 from meshrl.trainer.learner.experience import Experience, MiniBatch
 from meshrl.trainer.learner.metrics import MetricSums

@@ -83,7 +83,7 @@ class Estimator(Protocol):
 
     NEEDS           fields of AdvantageBatch that must be given, besides the reward
     GROUP_BASELINE  True: rows of a group are compared, one row alone teaches nothing
-    DEFAULTS        what `algorithm.name` sets where it names the module (`recipe_defaults`)
+    DEFAULTS        what `algorithm.name` sets where it names the module, or its NAME (`recipe_defaults`)
     """
 
     def compute(self, batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:

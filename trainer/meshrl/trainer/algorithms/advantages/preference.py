@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 
 GROUP_BASELINE = True
+NAME = "online_dpo"
+DEFAULTS = {
+    "algorithm": {"adv_estimator": "preference"},
+    "actor": {"policy_loss": {"loss_mode": "dpo", "dpo_beta": 0.1}},
+    "rollout": {"n": 2},
+}
+"""Online DPO, the reward as the annotator, β = 0.1; the reference stays where it began."""
 
 
 def compute(batch: AdvantageBatch, config: AlgorithmConfig) -> Advantages:

@@ -50,7 +50,7 @@ class PolicyLoss(Protocol):
     REQUIRED      keys of `actor.policy_loss` that have no default
     OF_ROWS       True: one advantage of a row is read, not one of each token
     WHOLE_GROUPS  True: the rows of a group must be in one micro-batch
-    DEFAULTS      what `algorithm.name` sets where it names the module (`recipe_defaults`)
+    DEFAULTS      what `algorithm.name` sets where it names the module, or its NAME (`recipe_defaults`)
     """
 
     def compute(self, inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:

@@ -29,7 +29,17 @@ if TYPE_CHECKING:
 
 
 OF_ROWS = True
-"""It reads one advantage of a row, not one of each token."""
+NAME = "gmpo"
+DEFAULTS = {
+    "algorithm": {"adv_estimator": "grpo"},
+    "actor": {
+        "clip_ratio_low": 0.4,
+        "clip_ratio_high": 0.4,
+        "policy_loss": {"loss_mode": "geo_mean"},
+    },
+    "rollout": {"n": 8},
+}
+"""Eq. 4 and section 4: the range is (e^-0.4, e^0.4)."""
 
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 NEEDS = ("ref_logprobs",)
 OF_ROWS = True
-"""It reads one advantage of a row, not one of each token."""
 WHOLE_GROUPS = True
-"""The rows of a group must be in one micro-batch."""
 
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:

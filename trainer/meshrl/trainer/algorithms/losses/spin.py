@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 
 OF_ROWS = True
-"""It reads one advantage of a row, not one of each token."""
 WHOLE_GROUPS = True
-"""The rows of a group must be in one micro-batch."""
 DEFAULTS = {
     "algorithm": {"adv_estimator": "preference"},
     "actor": {"policy_loss": {"loss_mode": "spin", "dpo_beta": 0.1}},

@@ -30,7 +30,6 @@ class Options(Config):
 
 
 OF_ROWS = True
-"""It reads one advantage of a row, not one of each token."""
 
 
 def compute(inputs: LossInputs, config: ActorConfig, aggregate: Aggregator) -> LossOutput:
