@@ -1,4 +1,7 @@
-"""What a logger is given, and what it may take. Its module has `open_logger` and the name of the package it needs."""
+"""What a logger is given, and what it may take.
+
+The module of one has `open_logger`, from a `LoggedRun` to a `Sink`; it raises ImportError where a package is missing.
+"""
 
 from __future__ import annotations
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from meshrl.trainer.loggers._types import LoggedRun, Sink
+from meshrl.trainer.loggers._types import LoggedRun
 
 log = logging.getLogger("meshrl.trainer.metrics.log")
 
 
 class ConsoleLogger:
-    """One log line per step with the most important metrics."""
+    """One log line per step, whatever the run."""
 
     SHOWN = (
         ("reward/mean", "reward", "{:.3f}"),
@@ -26,6 +26,8 @@ class ConsoleLogger:
         ("time/waiting_s", "wait s", "{:.2f}"),
     )
 
+    def __init__(self, run: LoggedRun) -> None: ...
+
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log the line."""
         shown = [
@@ -37,6 +39,4 @@ class ConsoleLogger:
         """Do nothing."""
 
 
-def open_logger(run: LoggedRun) -> Sink:
-    """Needs no package."""
-    return ConsoleLogger()
+open_logger = ConsoleLogger

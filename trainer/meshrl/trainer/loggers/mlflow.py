@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.trainer.loggers._types import COLUMNS, LoggedRows, LoggedRun, Sink
+from meshrl.trainer.loggers._types import COLUMNS, LoggedRows, LoggedRun
 
 LONGEST = 500
 """Characters of a parameter."""
@@ -59,6 +59,4 @@ class MlflowLogger:
         self._mlflow.end_run()
 
 
-def open_logger(run: LoggedRun) -> Sink:
-    """Raises ImportError: mlflow is not installed."""
-    return MlflowLogger(run)
+open_logger = MlflowLogger

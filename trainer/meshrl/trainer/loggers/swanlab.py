@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from meshrl.trainer.loggers._types import COLUMNS, LoggedRows, LoggedRun, Sink
+from meshrl.trainer.loggers._types import COLUMNS, LoggedRows, LoggedRun
 
 
 class SwanlabLogger:
@@ -59,6 +59,4 @@ class SwanlabLogger:
         self._run.finish()
 
 
-def open_logger(run: LoggedRun) -> Sink:
-    """Raises ImportError: swanlab is not installed."""
-    return SwanlabLogger(run)
+open_logger = SwanlabLogger

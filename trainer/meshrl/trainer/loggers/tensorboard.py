@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshrl.trainer.loggers._types import COLUMNS, LoggedRows, LoggedRun, Sink
+from meshrl.trainer.loggers._types import COLUMNS, LoggedRows, LoggedRun
 
 
 class TensorBoardLogger:
@@ -55,6 +55,4 @@ def _indented(value: object) -> str:
     return str(value).replace("\n", "\n      ")
 
 
-def open_logger(run: LoggedRun) -> Sink:
-    """Raises ImportError: tensorboard is not installed."""
-    return TensorBoardLogger(run)
+open_logger = TensorBoardLogger

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from meshrl.trainer.loggers._types import COLUMNS, LoggedRows, LoggedRun, Sink
+from meshrl.trainer.loggers._types import COLUMNS, LoggedRows, LoggedRun
 
 
 class TrackioLogger:
@@ -44,6 +44,4 @@ class TrackioLogger:
         self._run.finish()
 
 
-def open_logger(run: LoggedRun) -> Sink:
-    """Raises ImportError: trackio is not installed."""
-    return TrackioLogger(run)
+open_logger = TrackioLogger

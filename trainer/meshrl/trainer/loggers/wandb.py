@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from meshrl.trainer.loggers._types import COLUMNS, LoggedRows, LoggedRun, Sink
+from meshrl.trainer.loggers._types import COLUMNS, LoggedRows, LoggedRun
 
 STEP = "training_step"
 """The axis: an evaluation that ended late, and steps that are made again, keep their own."""
@@ -55,6 +55,4 @@ class WandbLogger:
         self._run.finish()
 
 
-def open_logger(run: LoggedRun) -> Sink:
-    """Raises ImportError: wandb is not installed."""
-    return WandbLogger(run)
+open_logger = WandbLogger
