@@ -29,18 +29,12 @@ from meshrl.contract.types import Batch, Columns, Outcome, Score, Uid, Version
 from meshrl.launcher.address_book import free_port
 from meshrl.trainer.checkpoint import checkpoint, export
 from meshrl.trainer.checkpoint.async_checkpointer import AsyncCheckpointer
-from meshrl.trainer.checkpoint.checkpoint import TrainerState
 from meshrl.trainer.config import (
-    ActorConfig,
-    AlgorithmConfig,
     ModelConfig,
     ParallelConfig,
     TrainerConfig,
 )
 from meshrl.trainer.learner.beside import build_critic
-from meshrl.trainer.learner.learner import Learner, StepSettings
-from meshrl.trainer.learner.optimizer import Optimizers
-from meshrl.trainer.learner.policy_gradient import PolicyGradient
 from meshrl.trainer.loop.context import RunContext, TrainerSettings
 from meshrl.trainer.loop.loop import Trainer
 from meshrl.trainer.model.policy import build_policy, load_hf, open_hf
@@ -188,13 +182,13 @@ def hash_checkpoints(model: str, root: str) -> None:
     with joined() as world:
         learner = rank_work.make(Path(model), world)
         checkpoint.xxhash = Counting  # type: ignore[assignment, attr-defined]
-        state = TrainerState(run="r", step=1, epoch=1, seed=0, world_size=2, kl_coef=0.0)
+        state = rank_work.state(1, world_size=2)
         parts = learner.policy, learner.optimizers
         path = checkpoint.save(Path(root), *parts, state, world, keep=2)
         saving, Counted.bytes = Counted.bytes, 0
         checkpoint.load(checkpoint.newest(Path(root), world)[0], *parts)  # type: ignore[index]
         loading = Counted.bytes
-        later = TrainerState(run="r", step=2, epoch=1, seed=0, world_size=2, kl_coef=0.0)
+        later = rank_work.state(2, world_size=2)
         path = checkpoint.save(Path(root), *parts, later, world, keep=2)
         if world.is_main:
             victim = path / "tensors" / "__1_0.distcp"
@@ -289,12 +283,7 @@ class Committed:
 
 async def save_for_ever(model: Path, root: Path, pipe: int) -> None:
     world = World.start("cpu")
-    policy = build_policy(open_hf(model), world, ModelConfig(path=model))
-    actor = ActorConfig()
-    objective = PolicyGradient(AlgorithmConfig(), actor, max_response_length=8)
-    learner = Learner(
-        policy, Optimizers(policy, actor.optim), objective, world, StepSettings(actor=actor)
-    )
+    learner = rank_work.make(model, world)
     settings = TrainerSettings(
         run="r", directory=root, owner="test", seed=0, trainer=TrainerConfig(),
         tokenizer=model, batch_groups=1, group_size=1, total_steps=None,
@@ -306,13 +295,10 @@ async def save_for_ever(model: Path, root: Path, pipe: int) -> None:
     checkpointer = AsyncCheckpointer(context, step=0)
     await checkpointer.open()
     for step in range(1, 10_000):
-        fill(policy, step)
-        state = TrainerState(
-            run="r", step=step, epoch=1, seed=0, world_size=world.size, kl_coef=0.0
-        )
-        await checkpointer.begin(state)
+        fill(learner.policy, step)
+        await checkpointer.begin(rank_work.state(step, world_size=world.size))
         # The next step changes the weights while this one's are on their way to the disk.
-        fill(policy, -step)
+        fill(learner.policy, -step)
 
 
 @torch.no_grad()
@@ -412,7 +398,7 @@ async def train_slowly(model: Path, directory: Path) -> None:
         trainer=TrainerConfig(save_freq=1, take_wait_s=0.1),
         batch_groups=rank_work.GROUPS, group_size=rank_work.GROUP_SIZE, total_steps=STEPS,
     )  # fmt: skip
-    state = TrainerState(run="r", step=0, epoch=1, seed=0, world_size=world.size, kl_coef=0.0)
+    state = rank_work.state(0, world_size=world.size)
     compute, queue = Compute(world.device), SameBatch()
     context = RunContext(
         settings=settings, queue=cast(Queue, queue), learner=rank_work.make(model, world),

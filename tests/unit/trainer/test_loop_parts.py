@@ -162,16 +162,6 @@ def test_a_run_without_a_gradient_says_so_and_one_good_step_ends_the_count(
     log.close()
 
 
-def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
-    log = MetricsLog(
-        tmp_path / "metrics.jsonl",
-        [tensorboard(LoggedRun(directory=tmp_path, project="p", name="n"))],
-    )
-    log.write(0, {"loss": 1.0, "version": "1.0"})
-    log.close()
-    assert any(file.stat().st_size > 0 for file in (tmp_path / "tensorboard").iterdir())
-
-
 class BreaksAt:
     """A logger of somebody else's that does not take one name."""
 

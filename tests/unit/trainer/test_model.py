@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -109,28 +108,6 @@ def gradients(policy: Policy) -> dict[str, torch.Tensor]:
     return found
 
 
-def run_in_packs(policy: Policy, rows: list[Any], cuts: list[int]) -> dict[str, torch.Tensor]:
-    policy.zero_grad()
-    for start, end in itertools.pairwise(cuts):
-        part = rows[start:end]
-        logprobs, entropies = policy(pack(part, [PROMPT] * len(part)), 1.0)
-        (logprobs.sum() + 0.1 * entropies.sum()).backward()
-    return gradients(policy)
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_gradient_does_not_depend_on_how_rows_are_cut_into_micro_batches(
-    world: World, checkpointing: bool
-) -> None:
-    config = ModelConfig(path=Path("x"), enable_gradient_checkpointing=checkpointing)
-    policy = build_policy(random_hf(tiny.config(), 2), world, config)
-    rows = tiny.rows(12)
-    whole = run_in_packs(policy, rows, [0, 12])
-    for cuts in ([0, 5, 12], [0, 1, 2, 3, 9, 12], [0, 0, 12]):
-        for name, gradient in run_in_packs(policy, rows, cuts).items():
-            torch.testing.assert_close(gradient, whole[name], rtol=1e-5, atol=1e-5)
-
-
 def test_computing_in_bfloat16_keeps_float32_masters(world: World) -> None:
     config = ModelConfig(path=Path("x"), param_dtype="bfloat16")
     policy = build_policy(random_hf(tiny.config(), 2), world, config)
@@ -141,16 +118,6 @@ def test_computing_in_bfloat16_keeps_float32_masters(world: World) -> None:
     assert {p.dtype for _, p in policy.named_tensors()} == {torch.float32}
     assert {g.dtype for g in gradients(policy).values()} == {torch.float32}
     assert 1e-6 < (logprobs - exact).abs().max() < 0.1
-
-
-def test_equal_batches_give_bit_identical_gradients(world: World) -> None:
-    rows = tiny.rows(12)
-    config = ModelConfig(path=Path("x"))
-    first, second = (
-        run_in_packs(build_policy(random_hf(tiny.config(), 2), world, config), rows, [0, 7, 12])
-        for _ in range(2)
-    )
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_checkpoint_is_loaded_in_float32(tiny_path: Path) -> None:

@@ -9,31 +9,23 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from meshrl.contract.types import Version
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.model.lora import Weight
 from meshrl.trainer.model.policy import Policy, build_policy, open_hf, random_hf
-from meshrl.trainer.model.snapshot import WeightSnapshot, take_snapshot
+from meshrl.trainer.model.snapshot import WeightSnapshot
 from meshrl.trainer.ranks.world import World
 from meshrl.weights.messages import SourceError, digest, gathered, whole
 
 from . import tiny
+from .rank_work import snapshot
 from .ranks import Ranks
 
 
 def taken(
     policy: Policy, world: World, planned: list[WeightSnapshot], **more: Any
-) -> WeightSnapshot | None:
-    return take_snapshot(
-        policy,
-        world,
-        run="r",
-        version=Version(1, 1),
-        dtype="bfloat16",
-        bucket_bytes=1 << 13,
-        on_plan=lambda source: planned.append(source),
-        **more,
-    )
+) -> WeightSnapshot:
+    how = {"dtype": "bfloat16", "bucket_bytes": 1 << 13, "on_plan": planned.append, **more}
+    return snapshot(policy, world, **how)
 
 
 def policy_of(path: Path, world: World, **more: Any) -> Policy:
@@ -54,7 +46,6 @@ async def test_what_is_sent_is_known_before_a_byte_is_gathered(
     monkeypatch.setattr(Weight, "shared", watched)
     sent = taken(policy_of(tiny_path, world), world, planned)
     assert planned == [sent]
-    assert sent is not None
     assert all(seen)
     assert len(seen) == len(sent.manifest.tensors)
     await whole(sent)
@@ -93,7 +84,6 @@ def test_an_adapter_is_proposed_with_the_hashes_of_what_it_is_merged_into(
     policy = policy_of(tiny_path, world, lora_rank=2)
     sent = taken(policy, world, planned, adapters_only=True)
     assert not planned
-    assert sent is not None
     assert sent.manifest.adapter is not None
     assert sent.manifest.bucket_hashes
 

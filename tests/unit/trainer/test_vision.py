@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from meshrl.contract.errors import CorruptError, UserError
-from meshrl.contract.types import Media, Trajectory, Uid, Version
+from meshrl.contract.types import Media, Trajectory, Uid
 from meshrl.images import ImageProcessor
 from meshrl.rollout.server_engine.sglang_messages import positions
 from meshrl.testing import vision
@@ -22,12 +22,12 @@ from meshrl.testing.vision import packed
 from meshrl.trainer.config import ModelConfig
 from meshrl.trainer.learner.beside import build_critic
 from meshrl.trainer.model.policy import Policy, build_policy, load_hf, open_hf
-from meshrl.trainer.model.snapshot import take_snapshot
 from meshrl.trainer.model.vision import VisionReader, tower_prefix
 from meshrl.trainer.ranks.world import World
 from tests.doubles.equality import TRAININGS, train
 
 from ...pictures import KINDS, PLACEHOLDER, make_model, picture
+from . import rank_work
 from .ranks import Ranks
 
 TOWER = "model.visual."
@@ -158,11 +158,7 @@ def test_a_frozen_tower_is_neither_trained_nor_published(vision_path: Path, worl
     logprobs.sum().backward()
     trained = {name for name, p in policy.named_parameters() if p.grad is not None}
     assert trained and not any(TOWER in name for name in trained)
-    snapshot = take_snapshot(
-        policy, world, run="run", version=Version(1, 0), dtype="float32", bucket_bytes=1 << 20
-    )
-    assert snapshot is not None
-    names = [spec.name for spec in snapshot.manifest.tensors]
+    names = [spec.name for spec in rank_work.snapshot(policy, world).manifest.tensors]
     assert names and not any(name.startswith(TOWER) for name in names)
 
 
