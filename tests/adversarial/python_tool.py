@@ -8,8 +8,7 @@ import time
 
 from meshrl.contract.errors import InfraError
 from meshrl.contract.types import Uid
-from meshrl.rollout.tools.config import PythonConfig, ToolConfig
-from meshrl.rollout.tools.ports import ToolError
+from meshrl.rollout.tools.ports import PythonConfig, ToolConfig, ToolError
 from meshrl.rollout.tools.python_sandbox import PythonSandbox
 from tests.adversarial.attacks import SECRET
 from tests.adversarial.programs import HEAD, PROGRAMS

@@ -19,8 +19,7 @@ from meshrl.contract.types import Media, Uid
 from meshrl.images.messages import taken_out
 from meshrl.launcher.address_book import free_port
 from meshrl.rollout.tools import mcp_servers
-from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
-from meshrl.rollout.tools.ports import ToolCall, ToolCaller
+from meshrl.rollout.tools.ports import ToolCall, ToolCaller, ToolConfig, ToolsConfig
 from meshrl.rollout.tools.toolbox import TaskTools, ToolBuilder
 
 from ..processes import python

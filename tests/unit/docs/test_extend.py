@@ -22,8 +22,7 @@ from meshrl.rewardd.pool.rule import REWARDS, read_rule
 from meshrl.rollout.engines import build_engine
 from meshrl.rollout.programs import ProgramCache
 from meshrl.rollout.streams import sample
-from meshrl.rollout.tools.config import ToolsConfig
-from meshrl.rollout.tools.ports import Caller, ToolCall
+from meshrl.rollout.tools.ports import Caller, ToolCall, ToolsConfig
 from meshrl.rollout.tools.toolbox import ToolBuilder
 from meshrl.trainer.algorithms.advantages._types import AdvantageBatch, outcome_rewards
 from meshrl.trainer.algorithms.aggregation import Aggregator

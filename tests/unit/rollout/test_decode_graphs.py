@@ -16,8 +16,7 @@ import torch
 
 from meshrl.rollout.engines.torch.architecture import read_architecture
 from meshrl.rollout.engines.torch.batch import DecodeBatch, DecodeRow
-from meshrl.rollout.engines.torch.cache import KvCache
-from meshrl.rollout.engines.torch.forward import TorchDecoder
+from meshrl.rollout.engines.torch.forward import KvCache, TorchDecoder
 from meshrl.rollout.engines.torch.graphs import (
     MOST_FAILURES,
     CudaGraphs,

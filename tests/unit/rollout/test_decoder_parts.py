@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meshrl.rollout.engines.torch.cache import KvCache
+from meshrl.rollout.engines.torch.forward import KvCache
 from meshrl.rollout.engines.torch.operations import RmsNorm, attend
 
 HEADS, SIZE = 2, 4

@@ -15,8 +15,7 @@ from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Outcome, Uid
 from meshrl.rollout.programs import tools as program
 from meshrl.rollout.tools import python_sandbox
-from meshrl.rollout.tools.config import ToolsConfig
-from meshrl.rollout.tools.ports import ToolCall, ToolCaller
+from meshrl.rollout.tools.ports import ToolCall, ToolCaller, ToolsConfig
 from meshrl.rollout.tools.toolbox import TaskTools, ToolBuilder
 from meshrl.sandbox.interpreters import MAX_OUTPUT, BoundedOutput
 from meshrl.sandbox.sandbox import no_bubblewrap

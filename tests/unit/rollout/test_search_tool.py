@@ -15,9 +15,8 @@ from meshrl.common.config import read_options
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Json, Uid
 from meshrl.rollout.programs import tools as program
-from meshrl.rollout.tools.config import SearchConfig, ToolsConfig
 from meshrl.rollout.tools.formats import search_r1
-from meshrl.rollout.tools.ports import ToolCall, ToolCaller
+from meshrl.rollout.tools.ports import SearchConfig, ToolCall, ToolCaller, ToolsConfig
 from meshrl.rollout.tools.search import passages, search_function
 from meshrl.rollout.tools.toolbox import ToolBuilder
 

@@ -14,11 +14,10 @@ from mcp_types import CallToolResult
 from meshrl.common.config import read_options
 from meshrl.contract.errors import ConfigError, InfraError, UserError
 from meshrl.contract.types import Uid
-from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
 from meshrl.rollout.tools.formats import hermes, llama3_json, python_fence
 from meshrl.rollout.tools.functions import FunctionTool, as_text
 from meshrl.rollout.tools.mcp_servers import text_of
-from meshrl.rollout.tools.ports import ToolCall, ToolCaller, ToolError
+from meshrl.rollout.tools.ports import ToolCall, ToolCaller, ToolConfig, ToolError, ToolsConfig
 from meshrl.rollout.tools.toolbox import GAP, Cut, TaskTools, ToolBuilder
 
 from . import some_tools

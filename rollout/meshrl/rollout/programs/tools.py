@@ -23,8 +23,8 @@ from meshrl.rollout.agents.session import Gateway
 from meshrl.rollout.conversation import Budget, ChatMessage, Conversation, prompt_of
 from meshrl.rollout.ports import Generator, Program, Rollout
 from meshrl.rollout.tokenizer import ChatTokenizer, Tokenizer, look_at, picture_tokenizer
-from meshrl.rollout.tools.config import ToolsConfig as Config
 from meshrl.rollout.tools.ports import ToolCall, ToolCaller
+from meshrl.rollout.tools.ports import ToolsConfig as Config
 from meshrl.rollout.tools.search import check_folder
 from meshrl.rollout.tools.toolbox import TaskTools, ToolBuilder, named_tools
 from meshrl.rollout.user_functions import check_function

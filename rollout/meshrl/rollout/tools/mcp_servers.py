@@ -24,8 +24,7 @@ from typing_extensions import override
 from meshrl.common import process_guard
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Json, Uid
-from meshrl.rollout.tools.config import ToolConfig
-from meshrl.rollout.tools.ports import Pictured, Tool, ToolCaller, ToolError
+from meshrl.rollout.tools.ports import Pictured, Tool, ToolCaller, ToolConfig, ToolError
 
 if TYPE_CHECKING:
     from mcp import Client

@@ -20,8 +20,7 @@ from typing_extensions import override
 
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Json, Uid
-from meshrl.rollout.tools.config import ToolConfig
-from meshrl.rollout.tools.ports import Tool, ToolCaller, ToolError
+from meshrl.rollout.tools.ports import Tool, ToolCaller, ToolConfig, ToolError
 from meshrl.sandbox.limits import Limits
 from meshrl.sandbox.sandbox import Isolation, Launch, no_bubblewrap, open_sandbox
 

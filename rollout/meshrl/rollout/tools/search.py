@@ -17,8 +17,7 @@ import httpx
 from meshrl.common.sockets import DIRECT
 from meshrl.contract.errors import ConfigError, InfraError
 from meshrl.contract.types import Json
-from meshrl.rollout.tools.config import SearchConfig
-from meshrl.rollout.tools.ports import ToolError
+from meshrl.rollout.tools.ports import SearchConfig, ToolError
 
 SUFFIXES = (".jsonl", ".md", ".txt")
 

@@ -17,10 +17,17 @@ from meshrl.common.plain_text import whole
 from meshrl.contract.errors import ConfigError, UserError
 from meshrl.contract.types import Json, Task, Uid
 from meshrl.rollout.tokenizer import ChatTokenizer, reads_pictures
-from meshrl.rollout.tools.config import ToolConfig, ToolsConfig
 from meshrl.rollout.tools.functions import FunctionTool
 from meshrl.rollout.tools.mcp_servers import McpServer
-from meshrl.rollout.tools.ports import Pictured, Tool, ToolCall, ToolCaller, ToolError
+from meshrl.rollout.tools.ports import (
+    Pictured,
+    Tool,
+    ToolCall,
+    ToolCaller,
+    ToolConfig,
+    ToolError,
+    ToolsConfig,
+)
 from meshrl.rollout.tools.python_sandbox import PythonSandbox, PythonTool
 from meshrl.rollout.tools.search import search_function
 from meshrl.rollout.user_functions import load_function

@@ -19,8 +19,7 @@ from meshrl.contract.errors import InfraError, MeshError
 from meshrl.contract.routed_experts import Experts
 from meshrl.contract.types import GenerateDelta, GenerateRequest, Int32, Version
 from meshrl.rollout.end_tokens import StopStrings
-from meshrl.rollout.engines.torch.cache import KvCache
-from meshrl.rollout.engines.torch.forward import TorchDecoder
+from meshrl.rollout.engines.torch.forward import KvCache, TorchDecoder
 from meshrl.rollout.engines.torch.graphs import StaticSteps
 from meshrl.rollout.engines.torch.sampler import OFF, SamplingRows, row_key
 from meshrl.rollout.engines.torch.weights import Weights

@@ -47,7 +47,6 @@ from meshrl.rollout.end_tokens import StopStrings, with_end_of
 from meshrl.rollout.engines._plugins.meshrl_lent import LentMemory
 from meshrl.rollout.engines.torch.architecture import DecoderArchitecture, read_architecture
 from meshrl.rollout.engines.torch.batch import DecodeBatch, DecodeRow
-from meshrl.rollout.engines.torch.cache import KvCache
 from meshrl.rollout.engines.torch.decode_thread import (
     Abort,
     DecodeThread,
@@ -56,7 +55,7 @@ from meshrl.rollout.engines.torch.decode_thread import (
     Submit,
     Swap,
 )
-from meshrl.rollout.engines.torch.forward import TorchDecoder
+from meshrl.rollout.engines.torch.forward import KvCache, TorchDecoder
 from meshrl.rollout.engines.torch.graphs import CudaGraphs, StaticSteps
 from meshrl.rollout.engines.torch.staging import (
     Built,

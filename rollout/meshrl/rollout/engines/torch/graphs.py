@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from meshrl.rollout.engines.torch.cache import KvCache
-from meshrl.rollout.engines.torch.forward import TorchDecoder
+from meshrl.rollout.engines.torch.forward import KvCache, TorchDecoder
 from meshrl.rollout.engines.torch.sampler import CUT, GREEDY, SamplingRows, greedy, plain, uniforms
 from meshrl.rollout.engines.torch.weights import Weights
 
