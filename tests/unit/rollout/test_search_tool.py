@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,29 @@ TOKENIZER = chat_tokenizer()
 UID = Uid("run", "t0", 0)
 
 
-async def found(query: str, **search: Any) -> str:
-    config = read_options(ToolsConfig, {"tools": [{"search": search}]}, where="o")
-    tools = (await ToolBuilder(config).toolbox()).of(task(TOKENIZER))
-    call = ToolCall(name="search", arguments={"query": query})
-    return await tools.call(call, ToolCaller(task=task(TOKENIZER), uid=UID), TOKENIZER)
+@asynccontextmanager
+async def searching(options: Mapping[str, Any] | None = None, **search: Any) -> AsyncIterator[Any]:
+    """From a query to what the policy observes."""
+    config = read_options(
+        ToolsConfig, {"tools": [{"search": search, **(options or {})}]}, where="o"
+    )
+    builder = ToolBuilder(config)
+    tools = (await builder.toolbox()).of(task(TOKENIZER))
+
+    async def ask(query: str) -> str:
+        call = ToolCall(name="search", arguments={"query": query})
+        return await tools.call(call, ToolCaller(task=task(TOKENIZER), uid=UID), TOKENIZER)
+
+    try:
+        yield ask
+    finally:
+        await builder.close()
+
+
+async def found(query: str, options: Mapping[str, Any] | None = None, **search: Any) -> str:
+    async with searching(options, **search) as ask:
+        answer: str = await ask(query)
+    return answer
 
 
 @pytest.fixture
@@ -99,17 +117,23 @@ def test_the_package_of_the_index_says_nothing(
 
 
 @asynccontextmanager
-async def retriever(status: int, answer: Json, asked: list[Json]) -> AsyncIterator[str]:
-    """An HTTP server that gives every request the same answer."""
+async def retriever(
+    status: int, answer: Json, asked: list[Json], ended: asyncio.Event | None = None
+) -> AsyncIterator[str]:
+    """A server that gives every request one answer, or none: status 0. With `ended` it keeps connections."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         size = int(head.split("content-length: ")[1].split("\r\n")[0])
         asked.append(json.loads(await reader.readexactly(size)))
         body = json.dumps(answer).encode()
-        said = f"HTTP/1.1 {status} x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
-        writer.write(said.encode() + body)
-        await writer.drain()
+        close = "" if ended else "connection: close\r\n"
+        said = f"HTTP/1.1 {status} x\r\n{close}content-length: {len(body)}\r\n\r\n"
+        if status:
+            writer.write(said.encode() + body)
+            await writer.drain()
+        if (ended or not status) and not await reader.read() and ended:
+            ended.set()
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -176,52 +200,19 @@ async def test_what_is_found_follows_in_the_same_turn_and_is_not_trained_on(fold
 
 
 async def test_a_retriever_that_hangs_is_a_fault_and_no_observation() -> None:
-    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()  # until the client hangs up
-        writer.close()
-
-    server = await asyncio.start_server(silent, "127.0.0.1", 0)
-    async with server, asyncio.timeout(60):
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/retrieve"
-        builder = ToolBuilder(
-            read_options(
-                ToolsConfig, {"tools": [{"search": {"url": url}, "timeout_s": 0.2}]}, where="o"
-            )
-        )
-        tools = (await builder.toolbox()).of(task(TOKENIZER))
-        caller = ToolCaller(task=task(TOKENIZER), uid=Uid("run", "t0", 0))
-        asked = ToolCall(name="search", arguments={"query": "Belod"})
+    async with retriever(0, {}, []) as url, asyncio.timeout(60):
         with pytest.raises(InfraError, match=f"the retriever {url} does not answer in time"):
-            await tools.call(asked, caller, TOKENIZER)
-        await builder.close()
+            await found("Belod", {"timeout_s": 0.2}, url=url)
 
 
 async def test_the_connections_of_a_retriever_end_with_the_tools() -> None:
-    """A server that keeps its connections open sees the end of them."""
     ended = asyncio.Event()
-    body = json.dumps({"result": [[]]}).encode()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        await reader.readexactly(int(head.split("content-length: ")[1].split("\r\n")[0]))
-        writer.write(f"HTTP/1.1 200 x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
-        if not await reader.read():
-            ended.set()
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        config = read_options(ToolsConfig, {"tools": [{"search": {"url": url}}]}, where="o")
-        builder = ToolBuilder(config)
-        tools = (await builder.toolbox()).of(task(TOKENIZER))
-        call = ToolCall(name="search", arguments={"query": "x"})
-        await tools.call(call, ToolCaller(task=task(TOKENIZER), uid=UID), TOKENIZER)
-        assert not ended.is_set()
-        await builder.close()
+    async with retriever(200, {"result": [[]]}, [], ended) as url:
+        async with searching(url=url) as ask:
+            await ask("x")
+            assert not ended.is_set()
         async with asyncio.timeout(10):
             await ended.wait()
-        await builder.close()
 
 
 async def test_an_answer_without_end_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
